@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 from clusters import Namespace, Operator, installed_crd, skip_without_cluster
 from faulty_api import FaultyApi
+from queues import Queue
+
+from ddpjob_operator.gangs.kueue import ADAPTER
 
 
 @pytest.fixture(scope="session")
@@ -59,3 +62,33 @@ def operators(api: FaultyApi, request: pytest.FixtureRequest) -> Iterator[Callab
 def operator(operators: Callable[..., Operator], namespace: Namespace) -> Operator:
     """An operator that watches the namespace."""
     return operators(namespace.name).watches()
+
+
+@pytest.fixture(scope="module")
+def kueue_api() -> str:
+    """The path of the version in which Workloads are served."""
+    with FaultyApi() as api:
+        for version in ADAPTER.versions:
+            listed = (api.find(f"/apis/{ADAPTER.group}/{version}") or {}).get("resources") or ()
+            if any(kind["name"] == ADAPTER.plural for kind in listed):
+                return f"/apis/{ADAPTER.group}/{version}"
+    pytest.skip("this API server serves no Workloads of kueue.x-k8s.io: Kueue is not there")
+
+
+@pytest.fixture
+def unwatched(kueue_api: str, namespace: Namespace) -> Iterator[Queue]:
+    """A queue in a namespace without an operator."""
+    made = Queue(namespace, kueue_api)
+    try:
+        made.make()
+        yield made
+    finally:
+        namespace.api.mend()
+        made.remove()
+
+
+@pytest.fixture
+def queue(unwatched: Queue, operators: Callable[..., Operator]) -> Queue:
+    """One in a namespace with an operator."""
+    operators(unwatched.namespace.name, DDPJOB_GANGS="kueue").watches()
+    return unwatched

@@ -1,9 +1,11 @@
 """Jobs in the queues of Kueue: only it can tell when it admits, evicts, and what it takes as quota given back.
 
 Needs Kueue with `DDPJob.v1alpha1.training.ddpjob.io` under integrations.externalFrameworks, and no node that runs the
-pods: the tests say when a pod runs and ends. Two tests need more, and skip without it: DDPJOB_TEST_KUEUE, a command
-that takes Kueue away and back when `stop` or `start` is added to it, and DDPJOB_TEST_KUEUE_WAITS, the seconds after
-which Kueue is set to evict a job that does not run (waitForPodsReady).
+pods: the tests say when a pod runs and ends. Its integration of pods is for the namespaces with the label
+kueue=managed. Some tests need more, and skip without it: DDPJOB_TEST_KUEUE, a command that takes Kueue away and back
+when `stop` or `start` is added to it; DDPJOB_TEST_KUEUE_WAITS, the seconds after which Kueue is set to evict a job that
+does not run (waitForPodsReady); DDPJOB_TEST_KUEUE_MANAGES_ALL=1, which says that it has manageJobsWithoutQueueName; and
+its visibility API.
 """
 
 from __future__ import annotations
@@ -13,49 +15,13 @@ import shlex
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-from clusters import Namespace, Operator, job, until
-from faulty_api import FaultyApi
-
-from ddpjob_operator.gangs.kueue import ADAPTER
+from clusters import Operator, job, until
+from queues import GPUS, QUEUE_LABEL, TAINT, Queue
 
 pytestmark = pytest.mark.alone
-GPUS = 8
-TAINT = {"key": "spot", "operator": "Exists", "effect": "NoSchedule"}
 WORKLOAD = "workloads.kueue.x-k8s.io/digits"  # Kubernetes has Workloads of its own where GenericWorkload is on
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
-
-
-@pytest.fixture(scope="module")
-def group() -> str:
-    """The path of the version in which Workloads are served."""
-    with FaultyApi() as api:
-        for version in ADAPTER.versions:
-            listed = (api.find(f"/apis/{ADAPTER.group}/{version}") or {}).get("resources") or ()
-            if any(kind["name"] == ADAPTER.plural for kind in listed):
-                return f"/apis/{ADAPTER.group}/{version}"
-    pytest.skip("this API server serves no Workloads of kueue.x-k8s.io: Kueue is not there")
-
-
-@pytest.fixture
-def unwatched(group: str, namespace: Namespace) -> Iterator[Queue]:
-    """A queue in a namespace without an operator."""
-    made = Queue(namespace, group)
-    try:
-        made.make()
-        yield made
-    finally:
-        namespace.api.mend()
-        made.remove()
-
-
-@pytest.fixture
-def queue(unwatched: Queue, operators: Callable[..., Operator]) -> Queue:
-    operators(unwatched.namespace.name, DDPJOB_GANGS="kueue").watches()
-    return unwatched
 
 
 @pytest.fixture
@@ -70,86 +36,6 @@ def kueue() -> Iterator[Callable[[str], None]]:
 
     yield do
     do("start")
-
-
-class Queue:
-    """A queue of eight GPUs for the namespace, on nodes with a label and a taint."""
-
-    def __init__(self, namespace: Namespace, group: str) -> None:
-        self.namespace, self.group = namespace, group
-        self.workloads = f"{group}/namespaces/{namespace.name}/workloads"
-        self.version = group.removeprefix("/apis/")
-
-    def make(self) -> None:
-        name = self.namespace.name
-        quota = [{"name": "nvidia.com/gpu", "nominalQuota": GPUS}]
-        covered = {"coveredResources": ["nvidia.com/gpu"], "flavors": [{"name": name, "resources": quota}]}
-        spec = {
-            "namespaceSelector": {},
-            "preemption": {"withinClusterQueue": "LowerPriority"},
-            "resourceGroups": [covered],
-        }
-        self._create("resourceflavors", "ResourceFlavor", {"nodeLabels": {"pool": "spot"}, "tolerations": [TAINT]})
-        self._create("clusterqueues", "ClusterQueue", spec)
-        for queue in ("main", "default"):
-            path = f"{self.group}/namespaces/{name}/localqueues"
-            body = {"apiVersion": self.version, "kind": "LocalQueue", "metadata": {"name": queue}}
-            self.namespace.api.call("POST", path, {**body, "spec": {"clusterQueue": name}})
-        for rank, value in (("low", 100), ("high", 1000)):
-            body = {"apiVersion": self.version, "kind": "WorkloadPriorityClass", "value": value}
-            body["metadata"] = {"name": f"{name}-{rank}"}
-            self.namespace.api.call("POST", f"{self.group}/workloadpriorityclasses", body)
-
-    def _create(self, plural: str, kind: str, spec: dict[str, Any]) -> None:
-        body = {"apiVersion": self.version, "kind": kind, "metadata": {"name": self.namespace.name}, "spec": spec}
-        self.namespace.api.call("POST", f"{self.group}/{plural}", body)
-
-    def remove(self) -> None:
-        name = self.namespace.name
-        self.namespace.kubectl("delete", "ddp", "--all", "--wait=false", check=False)
-        kinds = [f"clusterqueue/{name}", f"resourceflavor/{name}"]
-        kinds += [f"workloadpriorityclass/{name}-{rank}" for rank in ("low", "high")]
-        self.namespace.kubectl("delete", "--wait=false", "--ignore-not-found", *kinds, check=False)
-
-    def submit(self, name: str = "digits", gpus: int = 2, priority: str = "", queue: str = "main", **spec: Any) -> None:
-        """A job of two nodes, each with so many GPUs."""
-        body = job(name, container={"resources": {"limits": {"nvidia.com/gpu": gpus}}}, **spec)
-        body["metadata"]["labels"] = {QUEUE_LABEL: queue} if queue else {}
-        if priority:
-            body["metadata"]["labels"][PRIORITY_LABEL] = f"{self.namespace.name}-{priority}"
-        self.namespace.apply(body)
-
-    def runs(self, name: str = "digits", attempt: int = 1, nodes: int = 2) -> None:
-        pods = [f"{name}-{attempt}-{place}" for place in range(nodes)]
-        self.namespace.has_pods(*pods)
-        self.namespace.runs(*pods)
-        self.namespace.reaches("Running", name=name)
-
-    def workload(self, name: str = "digits") -> dict[str, Any]:
-        return self.namespace.api.find(f"{self.workloads}/{name}") or {}
-
-    def all(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.namespace.api.call("GET", self.workloads)["items"]
-        return found
-
-    def has(self, kind: str, status: str = "True", name: str = "digits") -> str:
-        """Waits for a condition of a Workload; gives its reason."""
-
-        def there() -> dict[str, Any] | None:
-            found = (self.workload(name).get("status") or {}).get("conditions") or ()
-            return next((c for c in found if (c["type"], c["status"]) == (kind, status)), None)
-
-        return str(until(there, f"the Workload of {name} is {kind}={status}")["reason"])
-
-    def used(self) -> int:
-        """GPUs that the queue has given away."""
-        found = self.namespace.api.call("GET", f"{self.group}/clusterqueues/{self.namespace.name}")
-        flavors = (found.get("status") or {}).get("flavorsReservation") or ()
-        return sum(int(r["total"]) for flavor in flavors for r in flavor["resources"])
-
-    def counts(self, gpus: int) -> None:
-        """Kueue writes what it has given away a moment later."""
-        until(lambda: self.used() == gpus, f"the queue counts {gpus} GPUs")
 
 
 def test_pods_are_made_when_the_job_is_admitted_and_where_its_quota_is(queue: Queue) -> None:
@@ -325,6 +211,32 @@ def test_where_kueue_manages_all_pods_of_a_namespace_it_leaves_those_of_a_job_in
     assert [w["metadata"]["name"] for w in queue.all()] == ["digits"]
 
 
+def test_a_job_without_the_label_says_what_helps_where_kueue_queues_each_pod_by_itself(queue: Queue) -> None:
+    """Half of it may hold its GPUs for ever, and kubectl says only that scheduling is blocked by gates."""
+    if os.environ.get("DDPJOB_TEST_KUEUE_MANAGES_ALL"):
+        pytest.skip("DDPJOB_TEST_KUEUE_MANAGES_ALL is set: this Kueue leaves the pods of a DDPJob alone")
+    queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
+    queue.submit(queue="", gpus=GPUS)
+    queue.namespace.has_pods("digits-1-0", "digits-1-1")
+    helps = f"label the job with {QUEUE_LABEL} to queue it as a whole"
+    until(lambda: helps in queue.namespace.status().get("message", ""), "what helps")
+    assert len(queue.all()) == 2, "each pod has a Workload of its own"
+
+
+def test_where_kueue_manages_jobs_without_a_queue_a_job_without_the_label_runs_outside_of_all_quota(
+    queue: Queue,
+) -> None:
+    """manageJobsWithoutQueueName holds a job of Kueue's own kinds back until it names a queue. A DDPJob is not of them,
+    and its pods are not queued one by one either."""
+    if not os.environ.get("DDPJOB_TEST_KUEUE_MANAGES_ALL"):
+        pytest.skip("DDPJOB_TEST_KUEUE_MANAGES_ALL is not set: this Kueue has no manageJobsWithoutQueueName")
+    queue.namespace.kubectl("label", "namespace", queue.namespace.name, "kueue=managed")
+    queue.submit(queue="", gpus=GPUS)
+    queue.runs()
+    assert not any(pod["spec"].get("schedulingGates") for pod in queue.namespace.pods())
+    assert (queue.all(), queue.used()) == ([], 0)
+
+
 def test_kueue_that_is_down_keeps_new_jobs_waiting_and_disturbs_none_that_runs(
     queue: Queue, kueue: Callable[[str], None]
 ) -> None:
@@ -360,11 +272,30 @@ def test_a_job_that_does_not_run_in_time_is_evicted_and_queues_again(queue: Queu
     queue.namespace.runs("digits-1-0")
     message = queue.namespace.reaches("Suspended", seconds=seconds + 60)
     assert "PodsReady" in message or queue.namespace.events().count("Evicted") == 1
+    # Kueue lets it queue again after a minute (requeuingStrategy.backoffBaseSeconds).
+    queue.namespace.has_pods("digits-2-0", "digits-2-1", seconds=120)
     queue.runs(attempt=2)
     assert queue.has("PodsReady") in ("Started", "Recovered")
     assert queue.namespace.status()["restarts"]["total"] == 0
     time.sleep(seconds + 2)  # a PodsReady that Kueue does not believe would show by then
     assert queue.namespace.status()["state"] == "Running"
+
+
+def test_jobs_that_wait_say_their_place_in_the_queue(unwatched: Queue, operators: Callable[..., Operator]) -> None:
+    """By Kueue's visibility API, which is an API server of its own."""
+    if unwatched.namespace.api.find("/apis/visibility.kueue.x-k8s.io") is None:
+        pytest.skip("this API server serves no visibility.kueue.x-k8s.io: Kueue tells no places")
+    operators(unwatched.namespace.name, DDPJOB_GANGS="kueue", DDPJOB_QUEUE_PLACES="true").watches()
+    unwatched.submit(gpus=4)
+    unwatched.runs()
+    places = {"second": "place 1: ", "third": "place 2: "}
+    for name in places:
+        unwatched.submit(name, gpus=4)
+        unwatched.namespace.reaches("Pending", "WaitingForAdmission", name=name)
+    # The queue may have been asked when one of them waited, and is asked again after a minute.
+    for name, place in places.items():
+        until(lambda: place in unwatched.namespace.status(name)["message"], f"the place of {name}", 100)  # noqa: B023
+    assert "insufficient unused quota" in unwatched.namespace.status("second")["message"]
 
 
 def test_of_two_operators_one_asks_for_a_place_and_when_it_dies_the_other_keeps_it(

@@ -72,20 +72,25 @@ class Kueue:
             if workload["spec"].get("active") is False and holds_quota(workload) and not is_true(workload, "Evicted"):
                 self._evict(workload, "Deactivated", "the workload is deactivated")
         for workload in sorted(workloads, key=lambda w: (-_priority(w), int(w["metadata"]["uid"][-12:]))):
-            if not holds_quota(workload) and not is_true(workload, "Finished") and _asks(workload):
-                self._consider(workload)
+            waits = not holds_quota(workload) and not is_true(workload, "Finished") and _asks(workload)
+            if waits and self._consider(workload):
+                # Who preempts stays at the head of its queue (RequeueReasonPendingPreemption): what comes back is not
+                # given to those behind it.
+                return
 
-    def _consider(self, workload: Raw) -> None:
+    def _consider(self, workload: Raw) -> bool:
+        """Whether it waits for quota that others are to give back to it."""
         if (queue := workload["spec"]["queueName"]) != QUEUE:
             self._say(workload, QuotaReserved=("False", "Inadmissible", f"LocalQueue {queue} doesn't exist"))
-            return
+            return False
         free = self.quota - sum(map(held, self.holders()))
         if count(workload) <= free:
             self._admit(workload, count(workload))
-            return
+            return False
         returning = sum(held(w) for w in self.holders() if is_true(w, "Evicted"))
         lower = [w for w in self.holders() if _priority(w) < _priority(workload) and not is_true(w, "Evicted")]
-        if count(workload) <= free + returning + sum(map(held, lower)):
+        preempts = count(workload) <= free + returning + sum(map(held, lower))
+        if preempts:
             for victim in lower:
                 if count(workload) > free + returning:
                     returning += held(victim)
@@ -93,10 +98,11 @@ class Kueue:
         elif least(workload) <= free:
             self.partly += 1
             self._admit(workload, free)
-            return
+            return False
         more = count(workload) - free
         text = f"insufficient unused quota for cpu in flavor {FLAVOR}, {more} more needed"
         self._say(workload, QuotaReserved=("False", "Pending", text))
+        return preempts
 
     def _admit(self, workload: Raw, pods: int) -> None:
         assigned = {

@@ -248,8 +248,14 @@ class Namespace:
             self.api.call("POST", f"/api/v1/namespaces/{self.name}/pods/{name}/binding", body)
 
     def release(self, *names: str) -> None:
+        """These pods have stopped. Of one that has a node its kubelet says so, by a delete without a grace."""
         for name in names:
             self._finalizers(name, [])
+            path = f"/api/v1/namespaces/{self.name}/pods/{name}"
+            found = self.api.find(path)
+            if found is not None and found["metadata"].get("deletionTimestamp"):
+                with contextlib.suppress(urllib.error.HTTPError):  # it has gone meanwhile
+                    self.api.call("DELETE", path, {"gracePeriodSeconds": 0})
 
     def has_pods(self, *names: str, seconds: float = WAIT_SECONDS) -> None:
         until(lambda: set(names) <= set(self.pod_names()), f"{', '.join(names)} are created", seconds)

@@ -45,6 +45,16 @@ def test_what_is_not_newer_changes_nothing(store: Store[str], version: int) -> N
     assert store.of(KEY) == ["a"]
 
 
+def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watch(store: Store[str]) -> None:
+    """The answer to a create has our own body. Of a pod that Kueue held back nobody learned it: it never changed again,
+    and the job's message said nothing of the label that helps."""
+    store.put(raw(shown="as it was sent"), is_whole=False)
+    store.put(raw(shown="with a gate"))
+    assert store.of(KEY) == ["with a gate"]
+    store.put(raw(shown="as it was sent"), is_whole=False)
+    assert store.of(KEY) == ["with a gate"], "the watch may be sooner than the answer"
+
+
 def test_an_answer_that_comes_after_the_object_has_gone_brings_it_not_back(store: Store[str]) -> None:
     store.put(raw(version=5))
     store.remove("team", "digits-1-0", "u1")

@@ -331,6 +331,7 @@ def test_a_pod_runs_where_its_quota_is() -> None:
     assert "schedulingGates" not in body["spec"]
 
 
+HOST = "kubernetes.io/hostname"
 V1BETA1_TOPOLOGY = {"levels": ["rack"], "domains": [{"values": ["rack-1"], "count": 2}]}
 V1BETA2_TOPOLOGY = {
     "levels": ["rack"],
@@ -350,6 +351,33 @@ def test_where_kueue_chooses_the_nodes_of_each_pod_the_pod_waits_for_it(topology
     labels = body["metadata"]["labels"]
     assert (labels["kueue.x-k8s.io/tas"], labels["kueue.x-k8s.io/podset"]) == ("true", "node")
     assert body["metadata"]["annotations"]["kueue.x-k8s.io/workload"] == "digits"
+
+
+@pytest.mark.parametrize(
+    ("levels", "named"), [([], False), (["rack"], False), (["kubernetes.io/hostname"], True), (["rack", HOST], True)]
+)
+def test_kueue_names_nodes_where_the_lowest_level_of_its_topology_is_the_node(levels: list[str], named: bool) -> None:
+    assigned = copy.deepcopy(ASSIGNED)
+    if levels:
+        assigned["podSetAssignments"][0]["topologyAssignment"] = {"levels": levels}  # type: ignore[index]
+    assert kueue.placement(workload(RESERVED, ADMITTED, admission=assigned)).names_nodes is named
+
+
+@pytest.mark.parametrize(("names_nodes", "avoided"), [(False, ("node-1",)), (True, ())])
+def test_a_pod_stays_away_from_a_bad_node_only_where_kueue_has_not_named_that_node_for_it(
+    names_nodes: bool, avoided: tuple[str, ...]
+) -> None:
+    """It would fit nowhere, and the job hold its quota and wait for the hour for which a node is avoided."""
+    world = admitted()
+    placement = Placement(by_topology=True, names_nodes=names_nodes)
+    world.groups = {n: replaced(g, placement=placement) for n, g in world.groups.items()}
+    for _ in range(2):
+        world.running().exits(1, code=1, message="RuntimeError: CUDA error: uncorrectable ECC error encountered")
+        world.settle().stops_all()
+        plans = [world.after(20).step() for _ in range(6)]
+    made = [action for plan in plans for action in plan.actions if isinstance(action, CreatePod)]
+    assert [a.node for a in world.status.avoided_nodes] == ["node-1"]
+    assert {a.avoid for a in made} == {avoided}
 
 
 def seen(body: dict[str, Any]) -> Pod:

@@ -27,6 +27,8 @@ DEFAULT_QUEUE = "default"
 PODSET = "node"
 _TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
 _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
+# The lowest level of a Topology where it is one at all.
+_HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
 # Of these evictions Kueue itself says when the Workload may queue again: after a back-off, or when it is active again.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
@@ -132,6 +134,8 @@ def placement(raw: Raw) -> Placement:
     if not assigned:
         return Placement()
     first = assigned[0]
+    topology = first.get("topologyAssignment") or {}
+    levels = topology.get("levels") or []
     checks = status.get("admissionChecks") or ()
     updates = [u for c in checks for u in c.get("podSetUpdates") or () if u.get("name") == PODSET]
     merged = {
@@ -146,7 +150,8 @@ def placement(raw: Raw) -> Placement:
         tolerations=tuple(one for update in updates for one in update.get("tolerations") or ()),
         labels=merged["labels"],
         annotations=merged["annotations"],
-        by_topology=bool(first.get("topologyAssignment")),
+        by_topology=bool(topology),
+        names_nodes=_HOST in levels[-1:],
     )
 
 

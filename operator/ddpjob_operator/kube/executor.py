@@ -388,7 +388,7 @@ class Executor:
             state.refuse(name, message, self.runtime.now())
             return False
         state.created(name)
-        self.caches.of_kind(kind).put(raw)
+        self.caches.of_kind(kind).put(raw, is_whole=False)
         return True
 
 

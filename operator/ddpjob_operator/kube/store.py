@@ -48,6 +48,7 @@ class Entry(msgspec.Struct, Generic[T], frozen=True):
     uid: str
     version: int
     value: T
+    is_whole: bool = True
 
 
 class Listed(NamedTuple):
@@ -113,16 +114,20 @@ class Store(Generic[T]):
         """Which object of a job cannot be read, and why; empty: all can."""
         return next((why for of, _, why in self._unreadable.values() if of == key), "")
 
-    def put(self, raw: Raw) -> None:
+    def put(self, raw: Raw, *, is_whole: bool = True) -> None:
         """An object as it was at its resourceVersion. One that is older than what we have changes nothing.
 
+        is_whole: whether it has all that the API server has of it; the answer to a create has our own body, and the
+        watch brings what admission webhooks have changed, at the same version.
         One that cannot be read is left as it was last seen, and logged once; all others go on.
         """
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
         place = _place_of(raw)
         old = self._entries.get(place)
-        if uid in self._tombstones or (old is not None and at < old.version) or (old and at == old.version != 0):
+        if uid in self._tombstones or (old is not None and at < old.version):
+            return
+        if old is not None and at == old.version != 0 and (old.is_whole or not is_whole):
             return
         key = self._key_of(raw)
         try:
@@ -133,7 +138,7 @@ class Store(Generic[T]):
         self._unreadable.pop(place, None)
         self._observation += not self._listing
         known = old.value if old is not None and old.uid == uid else None
-        self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observation)))
+        self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observation), is_whole))
 
     @contextlib.contextmanager
     def one_observation(self) -> Iterator[None]:

@@ -38,6 +38,8 @@ class Placement:
     annotations: Mapping[str, str] = field(default_factory=dict)
     by_topology: bool = False
     """Whether the queue itself chooses the nodes of each pod."""
+    names_nodes: bool = False
+    """Whether it has chosen one node for each, and not only a rack."""
 
 
 @dataclass(frozen=True)

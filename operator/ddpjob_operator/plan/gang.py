@@ -101,6 +101,12 @@ def group_of(view: View, status: api.Status) -> Group | None:
     return next(own, None)
 
 
+def names_nodes(view: View, status: api.Status) -> bool:
+    """Whether a queue has named the node of each pod: one that is to stay away from its node fits nowhere."""
+    group = group_of(view, status)
+    return group is not None and group.placement.names_nodes
+
+
 def to_create(view: View, status: api.Status) -> tuple[CreateGroup, ...]:
     """The group that pods which are to be placed need and do not find."""
     adapter = adapter_of(view, status)

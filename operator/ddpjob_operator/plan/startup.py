@@ -148,7 +148,7 @@ def avoidance_over(view: View, status: api.Status) -> Decision | None:
     since = status.attempt_time
     over = [a.node for a in status.avoided_nodes if since is not None and since < a.until <= view.now]
     waiting = [p for p in view.pods.values() if p.trainer.state == "waiting" and p.unschedulable]
-    if not over or not waiting or view.trains_with_fewer(status):
+    if not over or not waiting or view.trains_with_fewer(status) or gang.names_nodes(view, status):
         return None
     text = f"{', '.join(over)} is no longer avoided: all pods are created again"
     later = new_attempt(status, view.now)
@@ -195,7 +195,7 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     if view.is_elastic and status.completed_nodes:
         return ()  # the training has ended: a new node would find no group to join
     known = ranges.parse(status.started_nodes) | set(view.pods)
-    avoid = tuple(sorted(a.node for a in status.avoided_nodes if a.until > view.now))
+    avoid = () if gang.names_nodes(view, status) else _avoided(view, status)
     missing = [place for place in view.members if place not in known]
     if view.is_elastic and view.members.leader in missing:
         missing = [view.members.leader]  # first in the scheduler's queue: no group trains without it
@@ -203,6 +203,10 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     unplaced = any(p.live and not p.node for p in view.pods.values())
     groups = gang.to_create(view, status) if pods or unplaced else ()
     return (*(() if view.seen.service else (CreateService(),)), *groups, *pods)
+
+
+def _avoided(view: View, status: api.Status) -> tuple[str, ...]:
+    return tuple(sorted(a.node for a in status.avoided_nodes if a.until > view.now))
 
 
 def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
