@@ -114,6 +114,43 @@ def test_node_0_may_come_last(launcher: Launcher) -> None:
     assert done[1].stderr == "", "a pod that is a little earlier says nothing"
 
 
+# An import that takes long on node 0, whose pod is new; the other node has been there for long.
+IMPORTS = """
+import os, time
+if os.environ["NODE"] != "0":
+    open("imported", "w").close()
+else:
+    while not os.path.exists("imported"): time.sleep(0.01)
+    for _ in range(HUNDREDTHS):
+        time.sleep(0.01)
+    open("done", "w").write(str(time.monotonic()))
+"""
+
+
+def test_no_rank_looks_for_rank_0_while_its_node_still_imports_torch(launcher: Launcher) -> None:
+    """torch looks again only up to a second later, so the pod that takes node 0's place would cost a second more."""
+    launcher.script(IMPORTS.replace("HUNDREDTHS", "70"), "slow.py")
+    script = launcher.script(
+        "import time; began = time.monotonic()\n" + TRAIN + "open(f'began-{rank}', 'w').write(str(began))"
+    )
+    assert codes(launcher.nodes(2, "--preload=slow", script)) == [0, 0]
+    done, *began = [float((launcher.folder / name).read_text()) for name in ("done", "began-0", "began-1")]
+    assert min(began) > done
+    assert max(began) < done + 10
+
+
+def test_sigterm_is_heard_while_node_0_still_imports(launcher: Launcher) -> None:
+    """A job that is deleted as soon as it was applied would take its whole grace period to end."""
+    launcher.script(IMPORTS.replace("HUNDREDTHS", "10_000"), "slow.py")
+    agents = launcher.nodes(2, "--preload=slow", launcher.script(TRAIN))
+    eventually(lambda: (launcher.folder / "imported").exists())
+    for agent in agents:
+        eventually(lambda agent=agent: hears(agent.pid, signal.SIGTERM))
+        agent.send_signal(signal.SIGTERM)
+    assert finish(agents[0]).returncode == 128 + signal.SIGTERM
+    finish(agents[1])  # with 75 if it had met node 0
+
+
 def test_a_name_that_does_not_resolve_yet_is_waited_for_and_sigterm_is_heard_meanwhile(launcher: Launcher) -> None:
     script = launcher.script(TRAIN)
     words = ["--nnodes", 2, "--node-rank", 1, "--master-addr", "no-such-name.invalid", "--no-preload", script]

@@ -61,6 +61,11 @@ class LocalRanks:
         return self._waiting or bool(self._pids)
 
     @property
+    def can_start(self) -> bool:
+        """Whether ranks would start at once: the fork server has its imports, or there is none."""
+        return self._server is None or self._server.settled
+
+    @property
     def running_ranks(self) -> set[int]:
         """The local ranks that run."""
         return set(self._pids)
@@ -119,7 +124,7 @@ class LocalRanks:
 
     def advance(self) -> None:
         """Start what waits for the fork server, if that has settled."""
-        if self._waiting and (self._server is None or self._server.settled):
+        if self._waiting and self.can_start:
             self._waiting = False
             for local_rank in range(self._options.nproc):
                 if not self.failures:
