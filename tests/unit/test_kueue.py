@@ -162,6 +162,13 @@ def test_in_v1beta2_a_workload_differs_in_nothing_else() -> None:
     assert body == {**WORKLOAD, "apiVersion": "kueue.x-k8s.io/v1beta2", "spec": {**spec, "priorityClassRef": named}}
 
 
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+def test_a_workload_has_a_priority_also_where_the_job_names_none(version: str) -> None:
+    """Kueue writes 0 for its own kinds. Without it the visibility API of 0.14.8 breaks off the answer for the whole
+    queue, so that nobody in it learns a place."""
+    assert kueue.body(job(), 0, f"kueue.x-k8s.io/{version}")["spec"]["priority"] == 0
+
+
 def test_an_elastic_job_may_be_admitted_in_part() -> None:
     (podset,) = kueue.body(job(nodes=12, minNodes=4), 0, V1BETA1)["spec"]["podSets"]
     assert (podset["count"], podset["minCount"]) == (12, 4)

@@ -44,7 +44,8 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
         podset["minCount"] = least
     if topology := _topology_request(job):
         podset["topologyRequest"] = topology
-    spec: Body = {"queueName": _queue(job), "podSets": [podset]}
+    # As Kueue's own kinds without a class have it; its visibility API (0.14.8) fails on a Workload that has none.
+    spec: Body = {"queueName": _queue(job), "podSets": [podset], "priority": 0}
     group, kind, name = _priority(job)
     if name and api_version.endswith("/v1beta1"):
         source = "kueue.x-k8s.io/workloadpriorityclass" if kind[0] == "W" else "scheduling.k8s.io/priorityclass"
