@@ -98,7 +98,8 @@ def _many(first: int, count: int, life: Life, processes: int | None) -> int:
     seen = "".join(f", {number} {what}" for what, number in counted.items())
     print(
         f"{count} seeds from {first} on in {seconds:.0f} s, {cpu:.0f} s of CPU: {count / seconds:.0f} seeds/s{seen}, "
-        f"{len(bad)} show a fault"
+        f"{len(bad)} show a fault",
+        flush=True,
     )
     if bad:
         print(report(shrink(min(bad, key=lambda outcome: len(outcome.taken)), life)))
