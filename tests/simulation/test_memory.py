@@ -62,6 +62,12 @@ def test_what_an_agent_says_before_an_operator_has_reconciled_its_job_is_counted
     assert not outcome.wrong, report(outcome)
 
 
+def test_a_pod_that_was_never_seen_to_run_is_replaced_and_not_made_again_once_its_ranks_have_started_again() -> None:
+    """The next leader knew no generation, and its rank found a newer one in the folder."""
+    outcome = simulate(memory_scenario(1003942))
+    assert not outcome.wrong, report(outcome)
+
+
 def test_an_operator_that_crashes_while_it_stops_has_one_successor() -> None:
     """The model had two of the same name, which held one Lease; one wrote what it had heard a generation ago."""
     outcome = simulate(memory_scenario(721310))

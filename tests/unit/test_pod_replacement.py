@@ -338,12 +338,24 @@ def test_the_agent_that_replaces_node_0_counts_from_nothing() -> None:
     assert counted(world) == (4, 0)
 
 
-def test_a_pod_whose_agent_has_spoken_is_not_made_again_under_its_name() -> None:
+@pytest.mark.parametrize("place", [0, 2], ids=["node 0, which leads", "another"])
+def test_a_pod_whose_ranks_have_started_again_is_not_made_again_under_its_name(place: int) -> None:
+    """Its agent would begin with generation 0, in which ranks find a folder that a later one has written to: the job
+    was charged for a restart that nobody had asked for."""
     world = digits(container=DDPRUN, nodes=3).started()
     world.agent = charged(1)  # the watch of pods is late
-    world.settle().vanishes(0).settle().after(2).settle()
-    assert "digits-1-0" not in world.names()
-    assert "digits-1-0-r1" in world.names()
+    world.settle().vanishes(place).settle().after(2).settle()
+    assert f"digits-1-{place}" not in world.names()
+    assert f"digits-1-{place}-r1" in world.names()
+
+
+def test_a_restart_that_is_reported_late_says_nothing_of_the_pod_that_replaces_one() -> None:
+    """It may not have been made yet, and would be lost before it had begun."""
+    world = trained().exits(2, code=137).settle()
+    assert "2" in world.status.replacements
+    world.agent = charged(1)
+    world.settle()
+    assert world.status.started_nodes == "0-1"
 
 
 def test_what_was_said_before_a_suspension_is_not_counted_again_after_it() -> None:

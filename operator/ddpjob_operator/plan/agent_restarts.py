@@ -47,9 +47,12 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     made = counted.progress
     last_step_time = made.updated if made is not None and made.attempt == counted.attempt else None
     status = transitions.with_idle(counted, last_step_time)
+    # These pods have run, because ranks start with all nodes, again and for the first time. A second pod of such a name
+    # would be taken for the first, and it knows no generation and counts from 0.
+    ran = {place for place in view.members if naming.replacement(status, place) == 0}
     if agent.replacement == naming.replacement(status, leader):
-        # Its pod has run: a second pod of this name would count from 0, and be taken for the first.
-        status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) | {leader}))
+        ran.add(leader)
+    status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) | ran))
     # The agent has judged these restarts by the steps until now, so they are no progress for the next verdict.
     status = replace(status, furthest_step=budgets.furthest(status))
     if is_broken(status):
