@@ -1,12 +1,14 @@
 """How long a job takes to run again, and what that costs: cause × scope → seconds, steps lost, requests.
 
     KUBECONFIG=… python bench/restart_matrix.py --systems ddpjob job --nodes 8 --audit-log audit.log
+    KUBECONFIG=… python bench/restart_matrix.py --systems ddprun ddpjob job --nodes 2 --image ddpjob-trainer
 
 Causes: a rank that fails (kubectl exec; on nodes that kwok plays, the status a kubelet would write), a pod that is
 deleted, one that is evicted. Scopes: one pod, or all of the job. The script of the pods needs Python alone: it counts
-steps of 50 ms and saves every 20th of them in `--volume`. The seconds run from the cause until all pods
-of the job run again; the steps lost are those that were printed and are made again (none are known of played nodes);
-the requests are those of the system's own controllers in the audit log of the API server, if one is given.
+steps of 50 ms and saves every 20th of them in `--volume`, a folder for each job. The seconds run from the cause until
+each pod that starts again has printed a step, by its own clock; on played nodes until all pods of the job run again.
+The steps lost are those that were printed and are made again (none are known of played nodes); the requests are those
+of the system's own controllers in the audit log of the API server, if one is given. `ddprun` needs nodes that run pods.
 
 Another system is an adapter of some 20 lines (`Job` below), given as `--adapter FILE`: a module with ADAPTERS, a list.
 Prints one JSON document. The operator or controllers of a system must run already.
@@ -23,18 +25,24 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 Raw = dict[str, Any]
 SCRIPT = """
 import os, sys, time
-path = os.path.join(os.environ["SAVES"], "step")
+folder = os.environ["SAVES"]
+os.makedirs(folder, exist_ok=True)
+path, fail = os.path.join(folder, "step"), "/tmp/fail"
+if os.path.exists(fail):
+    os.remove(fail)
+print("BEGIN", time.time(), flush=True)
 step = int(open(path).read()) if os.path.exists(path) else 0
-while not os.path.exists("/tmp/fail"):
+while not os.path.exists(fail):
     step += 1
-    print("STEP", step, flush=True)
+    print("STEP", step, time.time(), flush=True)
     if step % 20 == 0:
         new = f"{path}.{os.environ['HOSTNAME']}"
         with open(new, "w") as file:
@@ -43,6 +51,7 @@ while not os.path.exists("/tmp/fail"):
     time.sleep(0.05)
 sys.exit(3)
 """
+SCRIPT_PATH = "/script/train.py"
 WAIT_SECONDS = 120.0
 
 
@@ -64,7 +73,8 @@ class Adapter:
         raise NotImplementedError
 
     def runs_again(self, _job: Raw, struck: set[str], running: list[Raw], nodes: int) -> bool:
-        """Whether the job trains again. struck: uids of the pods that were hit; running: pods that run and stay."""
+        """Whether the job trains again. struck: uids of the pods that were hit; running: pods that run and stay, with
+        `begunAgain` where one has started its script since then, and made a step."""
         return len(running) == nodes and not any(pod["metadata"]["uid"] in struck for pod in running)
 
 
@@ -88,6 +98,21 @@ class DDPJob(Adapter):
         status = _job.get("status") or {}
         again = status.get("attempt", 0) > 1 and status.get("state") == "Running"
         return again and super().runs_again(_job, struck, running, nodes)
+
+
+class DDPRun(DDPJob):
+    """A DDPJob whose agents restart the ranks in their pods, and replace pods one by one."""
+
+    name = "ddprun"
+
+    def manifest(self, name: str, nodes: int, pod: Raw) -> Raw:
+        [container] = pod["spec"]["containers"]
+        command = ["ddprun", "--nproc-per-node=1", SCRIPT_PATH]
+        spec = {**pod["spec"], "containers": [{**container, "command": command}]}
+        return super().manifest(name, nodes, {**pod, "spec": spec})
+
+    def runs_again(self, _job: Raw, _struck: set[str], running: list[Raw], nodes: int) -> bool:
+        return len(running) == nodes and all(pod.get("begunAgain") for pod in running)
 
 
 class Job(Adapter):
@@ -123,6 +148,16 @@ def until(is_true: Callable[[], bool], what: str) -> None:
         time.sleep(0.05)
 
 
+@dataclass
+class Run:
+    """One start of the script in a pod."""
+
+    begun: float
+    """By the clock of its node, as `first`: of its first step, 0.0 where there is none."""
+    first: float = 0.0
+    steps: list[int] = field(default_factory=list)
+
+
 class Case:
     """One job of a system in a namespace."""
 
@@ -133,15 +168,23 @@ class Case:
     def pods(self) -> list[Raw]:
         return listed("pods", "-n", self.namespace, "-l", self.system.selector(self.name))
 
-    def running(self) -> list[Raw]:
-        return [p for p in self.pods() if p["status"].get("phase") == "Running" and not _leaves(p)]
+    def running(self, since: float = 0.0) -> list[Raw]:
+        """since: with `begunAgain`, since then."""
+        found = [p for p in self.pods() if p["status"].get("phase") == "Running" and not _leaves(p)]
+        for pod in found if since else ():
+            pod["begunAgain"] = any(run.begun > since and run.steps for run in self.runs_of(pod))
+        return found
 
     def start(self) -> None:
-        container: Raw = {"name": "trainer", "image": self.options.image, "command": ["python3", "-u", "-c", SCRIPT]}
-        container["env"] = [{"name": "SAVES", "value": "/saves"}]
-        container["volumeMounts"] = [{"name": "saves", "mountPath": "/saves"}]
-        volume = json.loads(self.options.volume)
-        spec = {"containers": [container], "volumes": [{"name": "saves", **volume}], "terminationGracePeriodSeconds": 1}
+        container: Raw = {"name": "trainer", "image": self.options.image, "command": ["python3", "-u", SCRIPT_PATH]}
+        container |= {"imagePullPolicy": "IfNotPresent", "env": [{"name": "SAVES", "value": f"/saves/{self.name}"}]}
+        places = {"saves": "/saves", "script": SCRIPT_PATH.rpartition("/")[0]}
+        container["volumeMounts"] = [{"name": volume, "mountPath": place} for volume, place in places.items()]
+        volumes = [
+            {"name": "saves", **json.loads(self.options.volume)},
+            {"name": "script", "configMap": {"name": "script"}},
+        ]
+        spec = {"containers": [container], "volumes": volumes, "terminationGracePeriodSeconds": 1}
         pod = {"metadata": {}, "spec": spec}
         kubectl(
             "apply", "-n", self.namespace, "-f", "-", stdin=self.system.manifest(self.name, self.options.nodes, pod)
@@ -158,13 +201,20 @@ class Case:
         for pod in hit:
             CAUSES[cause](self.namespace, pod)
         struck = {pod["metadata"]["uid"] for pod in hit}
+        again = self.system.runs_again
+        until(lambda: again(self.job(), struck, self.running(began), self.options.nodes), f"{self.name} again")
+        seconds, old = time.time() - began, {pod["metadata"]["uid"] for pod in known}
         until(
-            lambda: self.system.runs_again(self.job(), struck, self.running(), self.options.nodes), f"{self.name} again"
+            lambda: all(
+                _is_played(p) or p["begunAgain"] for p in self.running(began) if p["metadata"]["uid"] not in old
+            ),
+            f"all new pods of {self.name} make steps",
         )
-        seconds = time.time() - began
-        after = self.first_step({pod["metadata"]["uid"] for pod in known})
+        runs = [run for pod in self.running() for run in self.runs_of(pod) if run.begun > began and run.steps]
         time.sleep(self.options.settle)
-        found: Raw = {"seconds": seconds, "stepsLost": before - after + 1 if before and after else None}
+        found: Raw = {"seconds": max((run.first for run in runs), default=began + seconds) - began, "stepsLost": None}
+        if runs:
+            found["stepsLost"] = before - min(run.steps[0] for run in runs) + 1
         return {**found, "requests": requests(self.options.audit_log, self.system, self.namespace, began)}
 
     def job(self) -> Raw:
@@ -173,21 +223,21 @@ class Case:
 
     def last_step(self) -> int:
         """The last that any pod has printed; 0: none, as on nodes that are only played."""
-        return max((step for pod in self.running() for step in self._steps(pod)), default=0)
+        return max((step for pod in self.running() for run in self.runs_of(pod) for step in run.steps), default=0)
 
-    def first_step(self, known: set[str]) -> int:
-        """The first that a pod which was not there before has printed; 0: none within a moment."""
-        made = [p for p in self.running() if p["metadata"]["uid"] not in known and not _is_played(p)]
-        for _ in range(50 if made else 0):
-            if steps := [step for pod in made for step in list(self._steps(pod))[:1]]:
-                return min(steps)
-            time.sleep(0.1)
-        return 0
-
-    def _steps(self, pod: Raw) -> Iterator[int]:
-        if not _is_played(pod):
-            lines = kubectl("logs", "-n", self.namespace, pod["metadata"]["name"]).splitlines()
-            yield from (int(line.split()[1]) for line in lines if line.startswith("STEP "))
+    def runs_of(self, pod: Raw) -> list[Run]:
+        """What the script has printed there."""
+        runs: list[Run] = []
+        if _is_played(pod):
+            return runs
+        for line in kubectl("logs", "-n", self.namespace, pod["metadata"]["name"]).splitlines():
+            words = line.split()
+            if words[:1] == ["BEGIN"]:
+                runs.append(Run(float(words[1])))
+            elif words[:1] == ["STEP"]:
+                runs[-1].steps.append(int(words[1]))
+                runs[-1].first = runs[-1].first or float(words[2])
+        return runs
 
     def delete(self) -> None:
         kubectl("delete", self.system.kind, self.name, "-n", self.namespace, "--wait=false")
@@ -250,7 +300,7 @@ def requests(log: Path | None, system: Adapter, namespace: str, since: float) ->
 
 def adapters(files: list[Path]) -> dict[str, Adapter]:
     """By name."""
-    found: list[Adapter] = [DDPJob(), Job()]
+    found: list[Adapter] = [DDPJob(), DDPRun(), Job()]
     for file in files:
         spec = importlib.util.spec_from_file_location(file.stem, file)
         if spec is None or spec.loader is None:
@@ -299,7 +349,9 @@ def main() -> None:
         parser.error(f"--systems: no adapter is named {', '.join(missing)}; known: {', '.join(sorted(known))}")
     namespace = f"ddpjob-matrix-{uuid.uuid4().hex[:6]}"
     kubectl("create", "namespace", namespace)
+    script = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "script"}, "data": {"train.py": SCRIPT}}
     try:
+        kubectl("create", "-n", namespace, "-f", "-", stdin=script)
         found = {name: matrix(known[name], options, namespace) for name in options.systems}
     finally:
         kubectl("delete", "namespace", namespace, "--wait=false")
