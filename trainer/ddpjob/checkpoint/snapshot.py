@@ -32,7 +32,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -300,17 +300,18 @@ class Snapshot:
         self.wait()
         self._memory.begin()
         found = self._memory.find()
-        entry, file = self._agreed(found)
-        if entry is None and found is not None:
+        chosen = self._agreed(found)
+        if chosen is None and found is not None:
             fetched = self._memory.fetch(found, objects)
             if fetched is not None:
                 return self._go_on_from_memory(found, objects, fetched)
-            entry, file = self._agreed(None)
-        if entry is None:
+            chosen = self._agreed(None)
+        if chosen is None:
             self.state = self._memory.loaded(objects, {})
             return 0
-        with self._opened_everywhere(entry, file) as everywhere:
-            document = _decoded(everywhere, entry.path)
+        entry, file = chosen
+        with file:
+            document = _decoded(file, entry.path)
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
         restore(objects, document["state"], str(entry.path))
@@ -348,19 +349,15 @@ class Snapshot:
                 f"seeded from rank 0's, the same way at each resume."
             )
 
-    def _choose(self, found: Found | None) -> "tuple[_Entry | None, BinaryIO | None]":
+    def _choose(self, found: Found | None, damaged: Collection[Path]) -> "_Entry | None":
+        """The newest that is not known to be damaged. found: what is in memory; only what is newer than that counts."""
         self._claim()
         for entry in _entries(self.folder):
             if found is not None and not is_newer(self._version(entry), found.held):
-                return None, None
-            file = _opened(entry)
-            if file is not None:
-                return entry, file
-            process.log(
-                f"snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, the one "
-                f"before it is used"
-            )
-        return None, None
+                return None
+            if entry.path not in damaged:
+                return entry
+        return None
 
     def _version(self, entry: "_Entry") -> Version | None:
         """None: it is another job's, or nobody knows whose."""
@@ -369,18 +366,36 @@ class Snapshot:
             return None
         return Version(claim.attempt, claim.generation, entry.step)
 
-    def _agreed(self, found: Found | None) -> "tuple[_Entry | None, BinaryIO | None]":
-        """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; on rank 0 the file too.
+    def _agreed(self, found: Found | None) -> "tuple[_Entry, BinaryIO] | None":
+        """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; and the file, opened.
 
+        All look at its bytes at once: a gigabyte takes a second, and ranks that waited for rank 0 would begin after it.
         found: what is in memory; only what is newer than that is chosen.
         """
+        damaged: set[Path] = set()
+        while self._folder is not None:
+            entry = self._broadcast_or_raise(lambda: self._choose(found, damaged))
+            if entry is None:
+                return None
+            file = _opened(entry)
+            if (everywhere := self._on_all_ranks(file)) is not None:
+                return entry, everywhere
+            damaged.add(entry.path)
+            if file is not None:
+                file.close()
+            if self.rank == 0:
+                process.log(
+                    f"snapshot {entry.path} is damaged (its bytes do not match the digest in its name): skipped, the "
+                    f"one before it is used"
+                )
+        return None
+
+    def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
+        """What rank 0 chooses; raises its SnapshotError on all ranks."""
         answer: Any = None
-        file = None
-        if self._folder is None:
-            return None, None
         if self.rank == 0:
             try:
-                answer, file = self._choose(found)
+                answer = choose()
             except SnapshotError as error:
                 answer = error
             except Exception as error:  # whatever lies in the folder: the other ranks are waiting for an answer
@@ -388,19 +403,20 @@ class Snapshot:
         answer = self._broadcast(answer)
         if isinstance(answer, SnapshotError):
             raise answer
-        return answer, file
+        return answer
 
-    def _opened_everywhere(self, entry: "_Entry", file: BinaryIO | None) -> BinaryIO:
-        """The file, or a copy of rank 0's in memory on all ranks, where one of them does not see it."""
-        if self.rank != 0:
-            file = _opened(entry)
-        if self.world_size > 1 and gather.numbers(torch.tensor([int(file is None)])).any():
-            data = file.read() if file is not None and self.rank == 0 else None
-            if file is not None:
-                file.close()
-            file = io.BytesIO(self._broadcast_bytes(data))
-        assert file is not None, "rank 0 has read what it chose"
-        return file
+    def _on_all_ranks(self, file: BinaryIO | None) -> BinaryIO | None:
+        """The file, or a copy of rank 0's in memory on all ranks, where one of them does not see it; None where rank 0
+        does not."""
+        if self.world_size == 1:
+            return file
+        missing = gather.numbers(torch.tensor([int(file is None)])).flatten().tolist()
+        if missing[0] or not any(missing):
+            return None if missing[0] else file
+        data = file.read() if file is not None and self.rank == 0 else None
+        if file is not None:
+            file.close()
+        return io.BytesIO(self._broadcast_bytes(data))
 
     def _broadcast(self, value: Any) -> Any:
         if self.world_size == 1:
