@@ -100,6 +100,7 @@ if ours:
     group.__exit__(None, None, None)
 """
 PARTS = ["detection", "rescue", "restart", "its construction", "load", "first step", "second", "all"]
+WAYS = ["memory", "folder", "torchrun"]
 Seconds = list[float]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
 SECONDS_MAX = 120.0  # torchrun's static rendezvous hung in most restarts
@@ -169,17 +170,17 @@ def restart(megabytes: int, ranks: int, how: str) -> tuple[int, Seconds] | None:
     return 17 - int(first), [*parts, ended - killed[0]]
 
 
-def compare(sizes: list[int], ranks: int, rounds: int) -> None:
+def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str]) -> None:
     """A table: medians, the slowest of all, and the median of all beside that of torchrun."""
     print(f"| {ranks} ranks | steps repeated | {' | '.join(PARTS)} | slowest | beside torchrun |")
     print("|---" * (len(PARTS) + 4) + "|")
     for megabytes in sizes:
-        found: dict[str, list[tuple[int, Seconds]]] = {"memory": [], "folder": [], "torchrun": []}
+        found: dict[str, list[tuple[int, Seconds]]] = {how: [] for how in ways}
         for _ in range(rounds):
             for how, its in found.items():
                 if (result := restart(megabytes, ranks, how)) is not None:
                     its.append(result)
-        others = [seconds[-1] for _, seconds in found["torchrun"]]
+        others = [seconds[-1] for _, seconds in found.get("torchrun", [])]
         for how, its in found.items():
             if not its:
                 print(f"| {megabytes} MB, {how} | failed |")
@@ -368,6 +369,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 100])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which variants; all by default")
     parser.add_argument("--step", action="store_true", help="what a step pays")
     parser.add_argument("--gpu", action="store_true", help="what copies of a GPU's state cost, on one GPU")
     parser.add_argument("--parts", action="store_true", help="one rank writes the state, or each of them a part")
@@ -380,7 +382,7 @@ def main() -> None:
     elif asked.step:
         step_cost()
     else:
-        compare(asked.megabytes, asked.ranks, asked.rounds)
+        compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways)
     print(machine.line())
 
 

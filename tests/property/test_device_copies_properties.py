@@ -242,7 +242,7 @@ class Walk:
         shared = node.shared[0]
         held = shared.held()
         assert held is not None, "it was looked at"
-        large = shared.read_area(held.size)
+        large = packed.in_place(shared.newest(held.size))
         buffers = large.pop(BUFFERS)
         assert packed.total(packed.tensors_of(large)) == held.total, "its bits do not add up"
         step = float(held.version.step)

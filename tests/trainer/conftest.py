@@ -180,6 +180,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Receiv
     monkeypatch.setenv("DDPJOB_STATUS_URL", receiver.url)
     monkeypatch.setenv("DDPJOB_STATUS_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.setenv("DDPJOB_STATUS_INTERVAL", "0.02")
+    new_process_state()  # a test before has perhaps saved a step
     yield receiver
     progress_file.flush()
     new_process_state()

@@ -17,6 +17,7 @@ from memory_node import Node, parts, rescue, settle, steps
 import ddpjob
 from ddpjob import process
 from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.shared import Shared
 
 
 @pytest.fixture
@@ -44,6 +45,69 @@ def test_a_failure_before_the_first_save_repeats_no_step(node: Node) -> None:
     assert node.run(0, lambda: train_from_load(6)) == 0
     assert node.run(1, lambda: train_from_load(7)) == 6
     assert node.run(2, lambda: train_from_load(8)) == 7
+
+
+class Keeping(torch.nn.Linear):
+    """A layer that keeps the tensor itself that it is given."""
+
+    seen: torch.Tensor
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *others: Any) -> None:
+        self.seen = state_dict[f"{prefix}weight"]
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: Node) -> None:
+    """Tensors that were read where they lie would change within the training, whenever the next state is written."""
+
+    def objects_of() -> dict[str, Any]:
+        model = torch.nn.Sequential(Keeping(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
+
+    def train() -> None:
+        objects = objects_of()
+        ddpjob.Snapshot("snapshots").load(**objects)
+        steps(0, 6, **objects)
+        rescue()
+
+    def load() -> list[bool]:
+        objects = objects_of()
+        snapshot = ddpjob.Snapshot("snapshots")
+        assert snapshot.load(**objects) == 6
+        optimizer = objects["optimizer"].state_dict()["state"]
+        held = packed.tensors_of([objects["model"].state_dict(), objects["model"][0].seen, optimizer, snapshot.state])
+        before = [tensor.clone() for tensor in held]
+        shared = Shared(os.environ["DDPJOB_MEMORY"], 1, 1)
+        shared.mapped(0)[:] = b"\xff" * shared.reserved(0)
+        return [torch.equal(now, then) for now, then in zip(held, before, strict=True)]
+
+    node.run(0, train)
+    same = node.run(1, load)
+    assert len(same) > 20
+    assert all(same)
+
+
+def test_the_state_of_a_snapshot_needs_no_memory_for_what_the_objects_have(node: Node) -> None:
+    """A copy of a model and of its optimizer's state would stay beside them to the end, on each rank of a node."""
+
+    def load() -> tuple[int, list[bool]]:
+        objects = parts()
+        snapshot = ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        own = {tensor.data_ptr() for tensor in packed.tensors_of([o.state_dict() for o in objects.values()])}
+        named = {name: value for name, value in snapshot.state.items() if name in objects}
+        same = [tensor.data_ptr() in own for tensor in packed.tensors_of(named)]
+        steps(step, step + 3, **objects)
+        snapshot.save(step + 3, **objects)
+        snapshot.close()
+        return step, same
+
+    assert node.run(0, load) == (0, [])
+    for generation, step in ((1, 3), (2, 6)):
+        began, same = node.run(generation, load)
+        assert began == step
+        assert len(same) > 10
+        assert all(same)
 
 
 def test_a_scheduler_and_a_sampler_are_kept_from_load_on_at_the_step_of_the_model(node: Node) -> None:

@@ -85,4 +85,4 @@ def test_more_room_leaves_what_is_kept_as_it_is() -> None:
     assert shared.reserved() == 5 * MIB + 3
     held = shared.held()
     assert held is not None
-    assert torch.equal(shared.read_area(held.size)["weight"], kept["weight"])
+    assert torch.equal(packed.in_place(shared.newest(held.size))["weight"], kept["weight"])

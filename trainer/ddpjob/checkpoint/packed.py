@@ -8,8 +8,10 @@ nothing but plain values is unpickled.
 import bisect
 import collections
 import ctypes
+import functools
 import io
 import itertools
+import mmap
 import os
 import pickle
 import zlib
@@ -28,6 +30,8 @@ _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 _HEAD = 16  # length of the pickle, length of everything
 _BUFFERS_MAX = 512  # the kernel takes 1,024 in a call
 _PIECE_BYTES = 1 << 30  # and 2 GiB
+_HUGE_BYTES = 4 << 20
+_UNREADABLE = TypeError, ValueError, AttributeError, RuntimeError, OSError
 _PLAIN = {("collections", "OrderedDict"), ("collections", "Counter"), ("torch", "Size"), ("torch", "device")}
 
 
@@ -163,27 +167,59 @@ def read_all(descriptor: int, offset: int, size: int) -> list[Any]:
 def read(descriptor: int, offset: int, size: int) -> Any:
     """What was written there, with tensors of its own. Raises StateError for anything else."""
 
-    def fill(tensor: torch.Tensor, at: int) -> None:
+    def made(layout: Layout, at: int) -> torch.Tensor:
+        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
         _transfer([_bytes_of(tensor)], offset + at, lambda buffers, place: os.preadv(descriptor, buffers, place))
+        return tensor
 
     head = os.pread(descriptor, _HEAD, offset)
     length = int.from_bytes(head[:8], "little")
     if len(head) < _HEAD or int.from_bytes(head[8:], "little") != size or _HEAD + length > size:
         raise StateError("the memory does not have what it should")
-    return _unpacked(os.pread(descriptor, length, offset + _HEAD), fill)
+    return _unpacked(os.pread(descriptor, length, offset + _HEAD), made)
 
 
-def read_bytes(data: memoryview) -> Any:
-    """The same from a copy of the bytes. Raises StateError."""
+def in_place(memory: torch.Tensor) -> Any:
+    """The same of these bytes, whose memory its tensors share. Raises StateError."""
 
-    def fill(tensor: torch.Tensor, at: int) -> None:
-        target = memoryview(_bytes_of(tensor)).cast("B")
-        target[:] = data[at : at + len(target)]
+    def made(layout: Layout, at: int) -> torch.Tensor:
+        if at + layout.size > len(memory):
+            raise ValueError("a tensor ends after the memory")
+        part = memory[at : at + layout.size].view(layout.dtype)
+        return torch.as_strided(part, layout.shape, layout.stride, part.storage_offset())
 
-    length, size = int.from_bytes(data[:8], "little"), int.from_bytes(data[8:_HEAD], "little")
-    if size != len(data) or _HEAD + length > size:
-        raise StateError("a peer did not send what it should")
-    return _unpacked(bytes(data[_HEAD : _HEAD + length]), fill)
+    head = bytes(memory[:_HEAD].tolist())
+    length = int.from_bytes(head[:8], "little")
+    if len(head) < _HEAD or int.from_bytes(head[8:], "little") != len(memory) or _HEAD + length > len(memory):
+        raise StateError("the memory does not have what it should")
+    return _unpacked(memory[_HEAD : _HEAD + length].numpy().tobytes(), made)
+
+
+def own(value: Any) -> Any:
+    """The same value with memory of its own."""
+    tensors: list[torch.Tensor] = []
+    skeleton = _skeleton(value, tensors, {}, 0)
+    return _filled(skeleton, [_empty(t.dtype, t.shape, t.stride()).copy_(t) for t in tensors])
+
+
+def reserved(size: int) -> torch.Tensor:
+    """So many bytes of memory, of any content."""
+    return _empty(torch.uint8, (size,), (1,))
+
+
+def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """In huge pages where the kernel has them: to get a gigabyte in pages of 4 kB takes longer than to fill it."""
+    tensor = torch.empty_strided(shape, stride, dtype=dtype)
+    begin, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
+    if size >= _HUGE_BYTES:
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        _libc().madvise(ctypes.c_void_p(first), ctypes.c_size_t(begin + size - first), mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def total(tensors: Sequence[torch.Tensor]) -> int:
@@ -277,17 +313,14 @@ def _pieces(view: memoryview) -> list[memoryview]:
     return [view[at : at + _PIECE_BYTES] for at in range(0, len(view), _PIECE_BYTES)]
 
 
-def _unpacked(body: bytes, fill: Callable[[torch.Tensor, int], None]) -> Any:
+def _unpacked(body: bytes, made: Callable[[Layout, int], torch.Tensor]) -> Any:
+    """made: a tensor of what is written at that place."""
     try:
         skeleton, layouts = _Plain(io.BytesIO(body)).load()
         start = -(-(_HEAD + len(body)) // _ALIGNED) * _ALIGNED
-        tensors = []
-        for dtype, shape, stride, offset, _ in layouts:
-            tensor = torch.empty_strided(shape, stride, dtype=dtype)
-            fill(tensor, start + offset)
-            tensors.append(tensor)
+        tensors = [made(layout, start + layout.offset) for layout in itertools.starmap(Layout, layouts)]
         return _filled(skeleton, tensors)
-    except (pickle.UnpicklingError, EOFError, IndexError, TypeError, ValueError, AttributeError, OSError) as error:
+    except (pickle.UnpicklingError, EOFError, IndexError, *_UNREADABLE) as error:
         raise StateError(f"what is in memory cannot be read: {type(error).__name__}: {error}") from error
 
 

@@ -15,7 +15,7 @@ from ddpjob import process
 from ddpjob.checkpoint import packed, random_states
 from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.checkpoint.state_dicts import misfit
+from ddpjob.checkpoint.state_dicts import misfit, unwrapped
 from ddpjob.core import memory
 from ddpjob.core.memory import COPIES, COPY_SLOTS, EARLY, Found, Held, Mark, Proof, Version
 from ddpjob.errors import StateError
@@ -125,7 +125,28 @@ def _checked(large: Any, small: Any, found: Found, objects: Mapping[str, Any]) -
         raise StateError(f"it has no {', '.join(missing)}")
     if problem := misfit(objects, state):
         raise StateError(problem)
-    return state
+    return {
+        name: packed.own(value) if name in large and not _is_copied_from(objects.get(name)) else value
+        for name, value in state.items()
+    }
+
+
+def _is_copied_from(target: Any) -> bool:
+    """Whether this object copies the tensors of a state that it loads, as modules of torch do: no copy is needed first.
+
+    An optimizer on a CPU keeps the tensors themselves, and they would change with the next state that is written.
+    """
+    model = unwrapped(target)
+    return (
+        isinstance(model, torch.nn.Module)
+        and type(model).load_state_dict is torch.nn.Module.load_state_dict
+        and all(
+            type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+            and not module._load_state_dict_pre_hooks
+            and not module._load_state_dict_post_hooks
+            for module in model.modules()
+        )
+    )
 
 
 def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) -> tuple[Any, Any]:
@@ -156,22 +177,22 @@ def _gathered(own: list[int], world_size: int) -> list[list[int]]:
 
 
 def _large(shared: Shared | None, found: Found, rank: int, world_size: int) -> Any:
-    """Read where it is, else from the first rank that has it; all ranks, because each calls the same collectives."""
-    size = found.held.size
-    if len(found.ranks) == world_size:
-        assert shared is not None, "it was found here"
-        return shared.read_area(size)
-    data = bytearray(size)
-    view = memoryview(data)
-    if rank == found.ranks[0]:
-        assert shared is not None, "it was found here"
-        with contextlib.suppress(OSError):  # zeros are no state, and every rank finds that
-            shared.read_area_into(view)
-    _broadcast(data, found.ranks[0])
+    """Seen where it is, else from the first rank that has it; all ranks, because each calls the same collectives."""
+    size, source = found.held.size, found.ranks[0]
+    own: torch.Tensor | None = None
     if rank in found.ranks:
         assert shared is not None, "it was found here"
-        return shared.read_area(size)
-    return packed.read_bytes(view)
+        with contextlib.suppress(OSError):
+            own = shared.newest(size)
+    if len(found.ranks) < world_size:
+        if rank == source and own is None:
+            own = torch.zeros(size, dtype=torch.uint8)  # is no state, and every rank finds that
+        memory = packed.reserved(size) if own is None else own
+        _broadcast(memory, source, rank, is_written=own is None)
+        return packed.in_place(memory)
+    if own is None:
+        raise StateError("it cannot be read")
+    return packed.in_place(own)
 
 
 def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
@@ -180,14 +201,16 @@ def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
         return value
     body = packed.as_bytes(packed.pack(value)) if rank == source else b""
     (size,) = _gathered([len(body)], world_size)[source]
-    data = bytearray(body) if rank == source else bytearray(size)
-    _broadcast(data, source)
-    return packed.read_bytes(memoryview(data))
+    memory = torch.frombuffer(bytearray(body) if rank == source else bytearray(size), dtype=torch.uint8)
+    _broadcast(memory, source, rank, is_written=rank != source)
+    return packed.in_place(memory)
 
 
-def _broadcast(data: bytearray, source: int) -> None:
-    """In pieces, so that a large state needs no second copy on the device."""
-    for piece in torch.split(torch.frombuffer(data, dtype=torch.uint8), PIECE_BYTES):
-        on_device = piece.to(gather.device_for(None))
+def _broadcast(memory: torch.Tensor, source: int, rank: int, *, is_written: bool) -> None:
+    """In pieces, so that a large state needs no second copy on the device, nor where a rank has it already."""
+    for piece in torch.split(memory, PIECE_BYTES):
+        sent = piece if is_written or rank == source else torch.empty_like(piece)
+        on_device = sent.to(gather.device_for(None))
         dist.broadcast(on_device, src=source)
-        piece.copy_(on_device)
+        if is_written:
+            piece.copy_(on_device)

@@ -8,6 +8,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from ddpjob.checkpoint import packed
 from ddpjob.core import memory
 from ddpjob.core.memory import (
@@ -164,22 +166,22 @@ class Shared:
         """The newest of the areas was loaded once more."""
         self.node[memory.area_cell(self._newest_area, AREA_LOADS)] += 1
 
-    def read_area(self, size: int) -> Any:
-        """The newest value. Raises StateError."""
-        return packed.read(self._file, self._place(self._newest_area), size)
+    def newest(self, size: int) -> torch.Tensor:
+        """The bytes of the newest value, where they are: they change when an area is written again. Raises OSError.
 
-    def read_area_into(self, data: memoryview) -> None:
-        """The bytes of the newest, for a peer. Raises OSError."""
-        done, place = 0, self._place(self._newest_area)
-        while done < len(data):
-            count = os.preadv(self._file, [data[done : done + (1 << 30)]], place + done)
-            if count <= 0:
-                raise OSError(5, "the memory is shorter than it was")
-            done += count
+        To read them from the file takes three times as long as to look at them here.
+        """
+        area = self._newest_area
+        if not 0 < size <= self.reserved(area):
+            raise OSError(5, "the memory is shorter than it was")
+        return torch.frombuffer(self._mapped(area, size, mmap.MAP_POPULATE), dtype=torch.uint8)
 
     def mapped(self, area: int) -> mmap.mmap:
         """What is reserved of an area, as memory. Raises OSError, ValueError."""
-        return mmap.mmap(self._file, self.reserved(area), offset=self._place(area))
+        return self._mapped(area, self.reserved(area))
+
+    def _mapped(self, area: int, size: int, flags: int = 0) -> mmap.mmap:
+        return mmap.mmap(self._file, size, flags=mmap.MAP_SHARED | flags, offset=self._place(area))
 
     # ---- the areas: copies ---------------------------------------------------------------------------------
 

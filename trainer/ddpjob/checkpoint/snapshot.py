@@ -43,7 +43,7 @@ from ddpjob import process
 from ddpjob.checkpoint import random_states, writers
 from ddpjob.checkpoint.in_memory import InMemory
 from ddpjob.checkpoint.recall import Fetched
-from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of
+from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of, without_copies
 from ddpjob.core.memory import Found, Version, is_newer
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
 from ddpjob.group import gather
@@ -289,7 +289,8 @@ class Snapshot:
         """Restore the newest state that is whole, and return its step; 0 where there is none. Call it on every rank.
 
         objects  under the names of `save`: objects with load_state_dict(), dicts (filled) or tensors (copied into).
-                 Every saved value is also in `self.state` afterwards, for numbers and strings.
+                 Every saved value is also in `self.state` afterwards, for numbers and strings; for a model or an
+                 optimizer that is its own state_dict(), not a copy that would take as much memory again.
 
         Rank 0 chooses and all ranks read the same bytes. A damaged file is named on stderr and the one before it is
         taken. Raises StateError where a name was not saved, Superseded where a newer attempt owns the folder: on all
@@ -313,7 +314,7 @@ class Snapshot:
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
         restore(objects, document["state"], str(entry.path))
-        self.state = self._memory.loaded(objects, document["state"])
+        self.state = self._memory.loaded(objects, without_copies(objects, document["state"]))
         random_states.restore(document, self.rank, self.world_size)
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
@@ -324,7 +325,8 @@ class Snapshot:
     def _go_on_from_memory(self, found: Found, objects: Mapping[str, Any], fetched: Fetched) -> int:
         step = found.held.version.step
         restore(objects, fetched.state, "the memory of the pods")
-        self.state = self._memory.resumed(found, objects, fetched)
+        state = without_copies(objects, fetched.state)
+        self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         ranks = f"{'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks[:8]))}"
         origin = f"the memory on the nodes of {ranks}{' …' if len(found.ranks) > 8 else ''}"
         if self.rank == 0:

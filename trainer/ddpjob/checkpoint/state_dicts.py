@@ -200,6 +200,14 @@ def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) ->
         _restore_one(target, state[name])
 
 
+def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state that these objects have been restored from, of what is large their own: what it was read into is no
+    longer needed."""
+    large = (torch.nn.Module, torch.optim.Optimizer)
+    own = {name: unwrapped(target).state_dict() for name, target in objects.items() if isinstance(target, large)}
+    return {**state, **own}
+
+
 def misfit(objects: Mapping[str, Any], state: Mapping[str, Any]) -> str:
     """Why a model or an optimizer would not take its state, "" where all do; nothing is changed.
 
