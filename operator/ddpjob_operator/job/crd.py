@@ -92,7 +92,6 @@ SAME_DNS = "(has(self.spec.dns) ? self.spec.dns : 'auto') == (has(oldSelf.spec.d
 NEVER_CHANGES = "never changes. Delete the job, and apply the new one."
 
 
-
 def _differs(field: str) -> str:
     new, old = f"self.status.{field}", f"oldSelf.status.{field}"
     return f"has({new}) != has({old}) || has({new}) && {new} != {old}"
@@ -126,8 +125,7 @@ UNCHANGED = {
         "(has(oldSelf.spec.nprocPerNode) ? oldSelf.spec.nprocPerNode : 'auto')"
     ),
     "template": (
-        f"{WRITES_STATUS} || "
-        "self.spec.template == oldSelf.spec.template && oldSelf.spec.template == self.spec.template"
+        f"{WRITES_STATUS} || self.spec.template == oldSelf.spec.template && oldSelf.spec.template == self.spec.template"
     ),
 }
 
