@@ -325,6 +325,25 @@ def test_what_runs_does_not_change(cluster: Cluster, running: str, change: tuple
     assert STOP_FIRST in output
 
 
+def test_what_runs_does_not_change_with_a_status_that_is_written_along(cluster: Cluster) -> None:
+    """The template is not compared where the status differs. If a status that a user sends along counted for that, the
+    pods of a running job would come to differ from each other."""
+    name = cluster.create(changeable())
+    image, states = ("replace", f"{TRAINER}/image", "busybox:2"), ({"message": "m"}, {"progress": {"step": 1}}, {})
+    code, output = cluster.patch(name, ("add", "/status", {"message": "m"}), image)
+    assert STOP_FIRST in output, (code, output)
+    for status in ({"message": "n", "progress": {"step": 2, "updated": "2030-01-01T00:00:00Z"}}, {"message": None}):
+        cluster.set_status(name, state="Running", startTime="2030-01-01T00:00:00Z", **status)
+        for sent in states:
+            code, output = cluster.patch(name, ("replace", "/status", sent), image)
+            assert STOP_FIRST in output, (code, output)
+        assert STOP_FIRST in cluster.patch(name, ("remove", "/status", None), image)[1]
+    both = {"spec": {"template": {"spec": {"tolerations": None}}}, "status": {"message": "with a spec"}}
+    cluster("patch", "ddp", name, "--subresource=status", "--type=merge", "-p", json.dumps(both))
+    assert "tolerations" in cluster.spec(name)["template"]["spec"]
+    assert cluster("get", "ddp", name, "-o", "jsonpath={.status.message}") == "with a spec"
+
+
 def test_an_elastic_job_is_scaled_while_it_runs_and_not_below_its_least(cluster: Cluster) -> None:
     """By kubectl or an autoscaler, which know the scale subresource alone."""
     name = cluster.create(changeable(minNodes=1))
