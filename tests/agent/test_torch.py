@@ -124,6 +124,29 @@ def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher
     forget_torchs_own(launcher)
 
 
+def test_a_rank_that_is_faster_than_rank_0_finds_its_store_at_the_first_look(launcher: Launcher) -> None:
+    script = launcher.script(
+        """
+        import os, socket, sys, time
+        import torch.distributed as dist
+        rendezvous = sys.modules["torch.distributed.rendezvous"]
+        class Store(rendezvous.TCPStore):
+            def __init__(self, host_name, port, *args, is_master, **kwargs):
+                if not is_master:  # refused here, torch would look again after half a second
+                    socket.create_connection((host_name, port), 20).close()
+                super().__init__(host_name, port, *args, is_master=is_master, **kwargs)
+        rendezvous.TCPStore = Store
+        if os.environ["RANK"] == "0":
+            time.sleep(0.3)
+        dist.init_process_group("gloo")
+        dist.destroy_process_group()
+        """
+    )
+    done = finish(launcher.warm("--nproc", 2, "--max-restarts", 0, script), 150)
+    assert (done.returncode, done.stderr) == (0, "")
+    forget_torchs_own(launcher)
+
+
 def test_no_module_of_the_agent_imports_torch_or_what_is_not_in_the_standard_library() -> None:
     ours = ", ".join(f"ddpjob.agent.{name}" for name in ("agent", "options", "leader", "follower", "wire", "logs"))
     code = f"import sys; before = set(sys.modules); import {ours}; print(*set(sys.modules) - before)"

@@ -76,7 +76,8 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
             failed[name] = f"{type(error).__name__}: {error}"
     if "torch.distributed.distributed_c10d" in sys.modules:
         with contextlib.suppress(ImportError):
-            import ddpjob.group.gloo_teardown  # noqa: F401 - what `watch_group` needs
+            import ddpjob.group.gloo_teardown
+            import ddpjob.group.meet  # noqa: F401 - what `watch_group` needs
     return failed
 
 
@@ -241,10 +242,12 @@ def watch_group() -> None:
 
     Not before: it has a thread, and until then a script may fork as it likes. No public hook tells of a new group:
     where this function of torch has another name, only those are watched that call `ddpjob.init` or `ddpjob.progress`.
-    Groups of gloo are kept besides (gloo_teardown.py says why).
+    Groups of gloo are kept besides (gloo_teardown.py says why), and rank 0 is waited for (meet.py).
     """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    gloo = sys.modules.get("ddpjob.group.gloo_teardown")
+    gloo, meet = (sys.modules.get(f"ddpjob.group.{name}") for name in ("gloo_teardown", "meet"))
+    if meet is not None:
+        meet.wait_for_rank_0()
     if c10d is not None and gloo is not None:
         gloo.keep_all_of(c10d)
     update = getattr(c10d, "_update_default_pg", None)

@@ -29,7 +29,7 @@ from ddpjob import process
 from ddpjob.core import stall_limits
 from ddpjob.core.rank_info import RankInfo, on_node
 from ddpjob.errors import ConfigurationError, DDPJobError, RendezvousError, Stopped, UnsupportedError
-from ddpjob.group import stop
+from ddpjob.group import meet, stop
 from ddpjob.group.gloo_teardown import never_destroy, settle
 from ddpjob.reporting import termination
 from ddpjob.reporting.progress import report_start
@@ -375,6 +375,7 @@ def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
     if scheme == "tcp":
         store = _store_at_port(where, place, timeout)
     elif scheme == "env":
+        meet.wait_for_rank_0()
         store = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))[0]
     else:
         raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")
@@ -393,6 +394,8 @@ def _store_at_port(where: str, place: RankInfo, timeout: timedelta) -> Store:
         raise ConfigurationError(f"init_method: {where!r} needs a host and a port, e.g. tcp://10.0.0.1:23456.")
     has_agent, agents_port = (os.environ.get(name) for name in ("TORCHELASTIC_USE_AGENT_STORE", "MASTER_PORT"))
     serves = place.rank == 0 and not (has_agent == "True" and str(url.port) == agents_port)
+    if not serves:
+        meet.wait_until_served(url.hostname, url.port, timeout.total_seconds())
     return TCPStore(url.hostname, url.port, place.world_size, serves, timeout, multi_tenant=True)
 
 
