@@ -68,6 +68,12 @@ def test_a_pod_that_was_never_seen_to_run_is_replaced_and_not_made_again_once_it
     assert not outcome.wrong, report(outcome)
 
 
+def test_a_pod_that_was_made_again_unseen_and_a_replacement_do_not_begin_together() -> None:
+    """Neither knew a generation, and the folder had a newer one."""
+    outcome = simulate(memory_scenario(2008217))
+    assert not outcome.wrong, report(outcome)
+
+
 def test_an_operator_that_crashes_while_it_stops_has_one_successor() -> None:
     """The model had two of the same name, which held one Lease; one wrote what it had heard a generation ago."""
     outcome = simulate(memory_scenario(721310))

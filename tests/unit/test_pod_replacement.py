@@ -67,6 +67,15 @@ def test_when_the_last_of_the_first_pods_is_lost_all_start_anew() -> None:
     assert world.status.attempt == 2, "nobody who waits is known to have been in the last group"
 
 
+def test_all_start_anew_where_those_that_wait_have_never_been_seen_to_run() -> None:
+    """One of them may have been made again under its name: both agents would begin with generation 0, and ranks find a
+    folder that a later one has written to."""
+    world = digits(container=DDPRUN, nodes=2).settle().runs(1).settle().exits(1, code=137).restarted()
+    assert (world.status.attempt, world.status.replacements) == (2, {})
+    world = digits(container=DDPRUN, nodes=3).settle().runs(1, 2).settle().exits(1, code=137).settle()
+    assert (world.status.attempt, world.status.replacements) == (1, {"1": 1}), "the pod of node 2 has waited for all"
+
+
 def test_a_pod_that_has_trained_in_the_place_of_another_one_waits_for_the_next() -> None:
     """Else each second loss of a pod of two costs the steps since the last save: what survives in memory is its own."""
     world = digits(container=DDPRUN, nodes=2).running().exits(1, code=137).settle().runs(1).settle()

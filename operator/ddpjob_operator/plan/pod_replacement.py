@@ -49,12 +49,17 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     known = set(view.pods) | ranges.parse(status.started_nodes)
     lost = sorted((known - waiting).intersection(view.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
-    return lost if _one_was_in_the_last_group(view, status, waiting) and not any(_group_ended(p) for p in ended) else []
+    if any(_group_ended(p) for p in ended) or not _one_was_in_the_last_group(view, status, waiting, lost):
+        return []
+    return lost
 
 
-def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int]) -> bool:
+def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int], lost: list[int]) -> bool:
     """Whether one of the pods that wait was in the newest generation of ranks: one of those with which the attempt
     began, or one in the place of a lost one whose ranks have been started, as their reports show.
+
+    A pod that has not run beside a lost one that has was perhaps not of the first: a pod that ran and was lost while
+    nobody saw it is made again under its name.
 
     It knows that generation's number, so the next one gets a new number, and Snapshot tells by it whose checkpoint is
     newer. And no older group is whole, because agents start a generation with all nodes, after each has ended its ranks
@@ -66,8 +71,10 @@ def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int]
         for report in view.seen.reports.values()
         if report.attempt == status.attempt
     }
+    ran = ranges.parse(status.started_nodes)
+    first = waiting & ran if ran.intersection(lost) else waiting
     numbers = ((place, naming.replacement(status, place)) for place in waiting)
-    return any(number == 0 or (place, number) in started for place, number in numbers)
+    return any((number == 0 and place in first) or (place, number) in started for place, number in numbers)
 
 
 def _group_ended(pod: Pod) -> bool:
