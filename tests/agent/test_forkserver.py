@@ -251,3 +251,24 @@ def test_a_failure_that_only_the_search_path_of_another_process_explains_is_rule
 
     names = {name.partition(".")[0] for name in os.listdir(os.path.dirname(ddpjob.agent.__file__))}
     assert names.isdisjoint(sys.stdlib_module_names)
+
+
+LEFT = """
+import os, time
+
+def children(pid):
+    return [int(number) for number in open(f"/proc/{pid}/task/{pid}/children").read().split()]
+
+server, end = children(os.getppid())[0], time.monotonic() + 20
+while children(server) and time.monotonic() < end:
+    time.sleep(0.01)
+print("left:", "forkserver" in open(f"/proc/{server}/cmdline").read() and children(server))
+"""
+
+
+def test_nothing_is_left_of_the_processes_between_the_server_and_the_ranks(launcher: Launcher) -> None:
+    """Nobody waits for them, because that takes as long as to fork a rank: as zombies they would fill a pod's limit of
+    processes, restart after restart."""
+    script = launcher.script(LEFT)
+    done = launcher.done("--preload=decimal", "--nproc-per-node=3", script)
+    assert done.stdout.count("left: []") == 3, done.stdout

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # at run time each rank would have typing imported
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
+PIPE_BYTES = 4096  # at most, are written to a pipe in one piece
 CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
 
 
@@ -49,15 +50,17 @@ def main() -> Callable[[], None] | None:
     with reads_recorded() as read, not_collected():
         failed = preload(order)
     refused = unsafe()
-    say(agent, {"refused": refused} if refused else {"ready": True, "failed": failed})
     if refused:
+        say(agent, {"refused": refused})
         return None
+    prepared = Prepared(read)
+    say(agent, {"ready": True, "failed": failed})
     for line in lines:
         run = serve(agent, agent_pid, json.loads(line))
         if run is not None:
             lines.close()
             agent.close()
-            return become(order, run, read)
+            return become(order, run, prepared)
     return None
 
 
@@ -144,6 +147,31 @@ def thread_name(task: str) -> str:
     return "ended"
 
 
+class Prepared:
+    """What all ranks have in common is done here, once: in a rank it copies each page that it changes, 6 ms for torch's
+    modules alone."""
+
+    def __init__(self, read: set[str]) -> None:
+        """read: the variables that were read while torch was imported."""
+        self.torch: Any = sys.modules.get("torch")
+        self.hidden: Any = None
+        watch_group()
+        if self.torch is not None:
+            with contextlib.suppress(ImportError):
+                from ddpjob.agent import late_environment
+
+                self.hidden = late_environment.hide_torch(read)
+        # The kernel forgets children that have ended: to wait for one takes as long as to fork it.
+        self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    def begin(self) -> None:
+        """In a rank, which has its environment."""
+        signal.signal(signal.SIGCHLD, self._ended)
+        reseed(self.torch)
+        if self.hidden is not None:
+            self.hidden.begin()
+
+
 def serve(agent: socket.socket, agent_pid: int, run: dict[str, Any]) -> dict[str, Any] | None:
     """Fork a rank. Returns what to run in the rank, and None in the server."""
     read_end, write_end = os.pipe()
@@ -159,9 +187,8 @@ def serve(agent: socket.socket, agent_pid: int, run: dict[str, Any]) -> dict[str
         fork_again(agent_pid, write_end)
         return run
     os.close(write_end)
-    with open(read_end) as pipe:
-        answer = pipe.read()
-    os.waitpid(between, 0)
+    answer = os.read(read_end, PIPE_BYTES).decode()  # written at once, before it ends
+    os.close(read_end)
     say(agent, {"pid": int(answer)} if answer.isdecimal() else {"error": answer or "it was killed while it forked"})
     return None
 
@@ -172,7 +199,7 @@ def fork_again(agent_pid: int, answer: int) -> None:
     try:
         pid = fork()
     except OSError as error:
-        os.write(answer, f"{type(error).__name__}: {error}".encode())
+        os.write(answer, f"{type(error).__name__}: {error}".encode()[:PIPE_BYTES])
         os._exit(1)
     if pid:
         os.write(answer, str(pid).encode())
@@ -193,7 +220,7 @@ def fork() -> int:
         return os.fork()
 
 
-def become(order: dict[str, Any], run: dict[str, Any], read: set[str]) -> Callable[[], None]:
+def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Callable[[], None]:
     """Become what `python -u SCRIPT` is before the first line of the script. Returns what runs it, to be called last.
 
     Python's stream objects stay: under -u they buffer nothing, whatever kind of file they write to.
@@ -213,13 +240,7 @@ def become(order: dict[str, Any], run: dict[str, Any], read: set[str]) -> Callab
     module = run["run"] == "module"
     sys.argv[:] = run["argv"]
     sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if module else []), *run["argv"]]
-    reseed()
-    watch_group()
-    if "torch" in sys.modules:
-        with contextlib.suppress(ImportError):
-            from ddpjob.agent import late_environment
-
-            late_environment.hide_torch(read)
+    prepared.begin()
     if "triton" in sys.modules:
         # Its nanobind prints hundreds of lines of "leaked" at the end for objects that are frozen.
         atexit.register(gc.unfreeze)
@@ -227,12 +248,11 @@ def become(order: dict[str, Any], run: dict[str, Any], read: set[str]) -> Callab
     return run_module if module else run_script
 
 
-def reseed() -> None:
+def reseed(torch: Any) -> None:
     """Otherwise all ranks draw the same numbers, after each restart too. Python's own generator reseeds itself."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
-    torch = sys.modules.get("torch")
     if torch is not None:
         torch.default_generator.seed()  # the CPU's; those of GPUs are made with CUDA, in the rank
 
@@ -251,10 +271,13 @@ def watch_group() -> None:
     if c10d is not None and gloo is not None:
         gloo.keep_all_of(c10d)
     update = getattr(c10d, "_update_default_pg", None)
-    if update is None or "DDPJOB_BEATS" not in os.environ:
+    if update is None:
         return
 
     def update_and_watch(group: Any) -> None:
+        if "DDPJOB_BEATS" not in os.environ:
+            update(group)
+            return
         with contextlib.suppress(Exception):
             from ddpjob.reporting import watchdog
 

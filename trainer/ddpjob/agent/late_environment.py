@@ -28,21 +28,29 @@ IN_C = frozenset(
 HARMLESS = frozenset("HOME USER LOGNAME LNAME USERNAME CI CXX PYTHONUSERBASE TORCHINDUCTOR_CACHE_DIR".split())
 
 
-def hide_torch(read: set[str]) -> None:
-    """From here on torch looks not imported to the script. read: the variables that were read while it was imported."""
+def hide_torch(read: set[str]) -> Hidden:
+    """From here on torch, which is imported, looks not imported to this process and those that are forked from it.
+
+    read: the variables that were read while it was imported.
+    """
     modules = {n: m for n, m in sys.modules.items() if n == PACKAGE or n.startswith(f"{PACKAGE}.")}
-    if PACKAGE in modules:
-        for name in modules:
-            del sys.modules[name]
-        sys.meta_path.insert(0, _Hidden(modules, read, dict(os.environ)))
+    for name in modules:
+        del sys.modules[name]
+    hidden = Hidden(modules, read)
+    sys.meta_path.insert(0, hidden)
+    return hidden
 
 
-class _Hidden:
+class Hidden:
     """The finder of torch, until it is found; and then its loader, which has nothing to load."""
 
-    def __init__(self, modules: dict[str, ModuleType], read: set[str], before: dict[str, str]) -> None:
-        self._modules, self._read, self._before = modules, read, before
+    def __init__(self, modules: dict[str, ModuleType], read: set[str]) -> None:
+        self._modules, self._read, self._before = modules, read, dict(os.environ)
         self._spec = modules[PACKAGE].__spec__
+
+    def begin(self) -> None:
+        """The script begins, with the environment that this process has now."""
+        self._before = dict(os.environ)
 
     def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: Any = None) -> ModuleSpec | None:
         if name != PACKAGE:

@@ -45,7 +45,6 @@ def keep_all_of(c10d: Any) -> None:
     make = getattr(c10d, "_new_process_group_helper", None)
     if make is None:
         return
-    process = os.getpid()
 
     def make_and_keep(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
@@ -54,7 +53,7 @@ def keep_all_of(c10d: Any) -> None:
             if "gloo" in str(c10d.get_backend_config(group)):  # "cpu:gloo,cuda:nccl" where there are two
                 never_destroy(group)
                 atexit.unregister(_settle_at_exit)
-                atexit.register(_settle_at_exit, process)
+                atexit.register(_settle_at_exit, os.getpid())
         return made
 
     c10d._new_process_group_helper = make_and_keep

@@ -8,6 +8,7 @@ and is closed again is no matter to the store, with libuv and without.
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - every name of a host is encoded so, and each rank would import it: 4 ms
 import functools
 import os
 import socket
@@ -28,12 +29,13 @@ def wait_until_served(host: str, port: int, timeout_seconds: float) -> None:
     while (now := time.monotonic()) < ends:
         try:
             return socket.create_connection((host, port), min(CONNECT_SECONDS, ends - now)).close()
-        except OSError:  # refused, no such name yet, no route yet
-            pass
+        except socket.gaierror:  # no such name yet: a DNS server would hear from all ranks
+            pause = PAUSE_SECONDS_MAX
+        except OSError:  # refused, no route yet
+            pause = min(max(PAUSE_SECONDS, PAUSE_PART * (time.monotonic() - began)), PAUSE_SECONDS_MAX)
         except (OverflowError, ValueError):  # no port, no name: torch says so
             return None
-        passed = time.monotonic() - began
-        time.sleep(min(max(PAUSE_SECONDS, PAUSE_PART * passed), PAUSE_SECONDS_MAX))
+        time.sleep(pause)
     return None
 
 
