@@ -18,6 +18,7 @@ from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.reconcile import Reconciler
 from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
@@ -61,7 +62,7 @@ class Cluster:
         self.jobs, self.version = caches.jobs, 1
         self.edit(raw)
         runtime, client, states = Runtime(utc=lambda: START), cast(Client, self), JobStates(caches.jobs)
-        lookup, reports = Lookup(client, caches, runtime), Reports(caches.jobs, states, runtime, 10.0)
+        lookup, reports = Lookup(client, caches, runtime), Reports(caches.jobs, states, runtime, 10.0, ProgressTurns())
         executor = Executor(client, caches, lookup, cast(Events, self), runtime)
         self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
 

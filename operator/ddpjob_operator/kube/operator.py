@@ -32,6 +32,7 @@ from ddpjob_operator.kube.journal import Journal
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import Queue
 from ddpjob_operator.kube.receive import Receiver, Sender
 from ddpjob_operator.kube.reconcile import Reconciler
@@ -147,13 +148,14 @@ class Operator:
             creates=creates,
             going_on=going_on,
         )
-        self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
+        turns, every = ProgressTurns(), settings.rules.progress_write_seconds
+        self.reports = Reports(self.caches.jobs, states, runtime, every, turns)
         self._events = events
         self._second_look = SecondLook(
             self._client, partial(self._watched, lookup), runtime.log, measuring.changes_missed(self.meter)
         )
         self.reconciler = Reconciler(
-            self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in
+            self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in, turns
         )
         job = self.caches.jobs.get
         told: dict[str, Any] = {"watcher": watchers[0], "kind": lambda key: triggers.kind(job(key))}

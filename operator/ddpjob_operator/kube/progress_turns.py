@@ -45,6 +45,10 @@ class ProgressTurns:
         self._comes_at[key] = now + wait
         return wait
 
+    def comes_in(self, key: Key, now: float) -> float:
+        """Seconds until the job that waits has its turn; 0: it does not wait."""
+        return max(0.0, self._comes_at.get(key, now) - now)
+
     def forget(self, key: Key) -> None:
         """It waits no more: its progress went along with other news, or it is gone."""
         entry = self._entries.pop(key, None)

@@ -58,7 +58,7 @@ class Reconciler:
     settings: Settings
     ready_in: Callable[[Key], float | None] = lambda _key: 0.0
     """Seconds until a job may be reconciled, 0: now; None: not before it is enqueued again."""
-    _progress_turns: ProgressTurns = field(default_factory=ProgressTurns)
+    progress_turns: ProgressTurns = field(default_factory=ProgressTurns)
 
     async def reconcile(self, key: Key) -> float | None:
         """The seconds until time alone makes another reconcile necessary; None: it does not. Raises RetryError."""
@@ -127,7 +127,7 @@ class Reconciler:
         read: that is reported, and whoever fixes the object thereby enqueues the job."""
         raw = self.caches.jobs.get(key)
         if raw is None:
-            self._progress_turns.forget(key)
+            self.progress_turns.forget(key)
             self.states.forget([key])
             return None
         try:
@@ -236,8 +236,8 @@ class Reconciler:
         """Seconds that a write of progress alone has to wait for those of other jobs."""
         progress = job.status.progress
         if progress is not None and _is_only_progress(job.status, todo):
-            return self._progress_turns.ask(key, progress.updated, self.runtime.clock())
-        self._progress_turns.forget(key)
+            return self.progress_turns.ask(key, progress.updated, self.runtime.clock())
+        self.progress_turns.forget(key)
         return 0.0
 
     def _requeue_in(self, todo: Plan, state: JobState) -> float | None:

@@ -10,6 +10,7 @@ import msgspec
 
 from ddpjob_operator.job import topology
 from ddpjob_operator.kube.job_state import JobState, JobStates
+from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Jobs, Key
 from ddpjob_operator.observed import stall
@@ -18,16 +19,23 @@ from ddpjob_operator.plan import agent_restarts
 
 SILENCE_CHECK_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
+# A job whose progress waits for its turn is not planned for each report meanwhile, but as often as this, for the rest
+# of what its ranks say: thousands of jobs would be planned every ten seconds in vain.
+WAITING_SECONDS_MAX = 60.0
 
 
 class Reports:
     """Of all jobs, while this operator leads."""
 
-    def __init__(self, jobs: Jobs, states: JobStates, runtime: Runtime, progress_write_seconds: float) -> None:
+    def __init__(
+        self, jobs: Jobs, states: JobStates, runtime: Runtime, progress_write_seconds: float, turns: ProgressTurns
+    ) -> None:
+        """turns: of the writes of progress."""
         self._jobs = jobs
         self._states = states
         self._runtime = runtime
         self._progress_write_seconds = progress_write_seconds
+        self._turns = turns
         self._silence: stall.Silence | None = None
         self._receiving_since: dt.datetime | None = None
         """After a silence of most jobs; None: there was none."""
@@ -53,9 +61,9 @@ class Reports:
             # The status shows rank 0's metrics; of the other ranks only their steps count.
             report = msgspec.structs.replace(report, metrics={})
         state.make_room(report, None if topology.ranks_follow_nodes(spec) else topology.nproc_per_node(spec))
-        return self._take_from_rank(state, report)
+        return self._take_from_rank(key, state, report)
 
-    def _take_from_rank(self, state: JobState, report: Report) -> float | None:
+    def _take_from_rank(self, key: Key, state: JobState, report: Report) -> float | None:
         known = state.reports.get(report.rank)
         if known is not None and report.attempt < known.attempt:
             return None
@@ -67,7 +75,10 @@ class Reports:
         if not is_news:
             return None
         # The status shows by rank 0's first step how long the start took, and which steps are made twice.
-        return FIRST_REPORT_SECONDS if begins and report.rank == 0 else self._progress_write_seconds
+        if begins and report.rank == 0:
+            return FIRST_REPORT_SECONDS
+        turn = self._turns.comes_in(key, self._runtime.clock())
+        return max(self._progress_write_seconds, min(turn, WAITING_SECONDS_MAX))
 
     def _track(self, state: JobState, report: Report) -> bool:
         """Whether the time until the rank counts as stalled starts again."""
