@@ -27,13 +27,14 @@ ADAPTERS = [Peer()]
 """
 # Pods that are hit are replaced at once. The first ones have made 30 steps, and each other one goes on from the 20th.
 KUBECTL = f"""#!{sys.executable}
-import datetime, json, os, sys
+import datetime, json, os, sys, time
 words, file, log = sys.argv[1:], os.environ["MODEL"], os.environ["AUDIT"]
-state = json.load(open(file)) if os.path.exists(file) else {{"made": 0, "pods": {{}}}}
+state = json.load(open(file)) if os.path.exists(file) else {{"made": 0, "pods": {{}}, "begun": {{}}}}
 
 def make(name):
     state["made"] += 1
     state["pods"][name] = str(state["made"])
+    state["begun"][name] = time.time()
 
 def pod(name, uid):
     status = {{"phase": "Running", "containerStatuses": [{{"imageID": "sha256:1"}}]}}
@@ -62,7 +63,10 @@ elif verb == "get":
     print("{{}}")
 elif verb == "logs":
     is_first = int(state["pods"][words[-1]]) <= state["first"]
-    print("\\n".join(f"STEP {{step}}" for step in (range(1, 31) if is_first else range(21, 25))))
+    begun = state["begun"][words[-1]]
+    print("BEGIN", begun)
+    for step in range(1, 31) if is_first else range(21, 25):
+        print("STEP", step, begun + 0.05)
 elif verb == "exec":
     hit(words[3])
 elif words[:2] == ["delete", "pod"]:
@@ -105,4 +109,4 @@ def test_a_peer_is_measured_with_an_adapter_of_twenty_lines(tmp_path: Path) -> N
 def test_a_system_without_an_adapter_is_named_with_those_that_there_are(tmp_path: Path) -> None:
     done = matrix(tmp_path, "--systems", "nobody")
     assert done.returncode == 2
-    assert "no adapter is named nobody; known: ddpjob, job, peer" in done.stderr
+    assert "no adapter is named nobody; known: ddpjob, ddprun, job, peer" in done.stderr
