@@ -4,7 +4,7 @@
     python bench/reports.py --receiver-only --jobs 500 --seconds 10
 
 All jobs run, and the first rank of each of their nodes reports a step every 5 s as the library does: over a connection
-of its own, with a token whose signature the operator verifies. Operator and trainers are processes of their own, and
+that it keeps, with a token whose signature the operator verifies. Operator and trainers are processes of their own, and
 the API server is a model (tests/support/model_server.py). The first reports of all jobs, of which each is a status, are
 over before the clock starts. With --receiver-only this process takes the reports, and does nothing with them. Prints
 one JSON document.
@@ -117,34 +117,53 @@ class Trainers:
     async def _train(self, number: int) -> None:
         loop = asyncio.get_running_loop()
         due = loop.time() + INTERVAL_SECONDS * number / len(self._texts)
-        step = 0
+        step, connection = 0, _Connection(self._port, number)
         while True:
             await asyncio.sleep(max(0.0, due - loop.time()))
             step += 50
             began = loop.time()
             try:
                 async with asyncio.timeout(POST_SECONDS):
-                    self.codes[await self._post(number, step)] += 1
-            except (OSError, TimeoutError) as error:
+                    self.codes[await connection.post(self._texts[number], step)] += 1
+            except (OSError, TimeoutError, EOFError) as error:
+                connection.close()
                 self.codes[type(error).__name__] += 1
             self.slowest = max(self.slowest, loop.time() - began)
             due += INTERVAL_SECONDS
 
-    async def _post(self, number: int, step: int) -> str:
-        """The code of the answer. What http.client sends for `ddpjob.progress`."""
+
+class _Connection:
+    """Of one pod. Sends what http.client sends for `ddpjob.progress`, and is kept as there."""
+
+    def __init__(self, port: int, number: int) -> None:
+        # Twenty pods have one node: a receiver takes 64 connections of an address.
+        node = number // 20
+        self._port, self._local = port, (f"127.1.{node // 250}.{node % 250 + 1}", 0)
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, token: str, step: int) -> str:
+        """The code of the answer."""
         body = encode(_report(step))
         head = (
             f"POST {receive.PATH} HTTP/1.1\r\nHost: 127.0.0.1:{self._port}\r\nAccept-Encoding: identity\r\n"
             f"Content-Length: {len(body)}\r\nContent-Type: application/json\r\n"
-            f"Authorization: Bearer {self._texts[number]}\r\n\r\n"
+            f"Authorization: Bearer {token}\r\n\r\n"
         )
-        # Twenty pods have one node: a receiver takes 64 connections of an address.
-        node = number // 20
-        local = (f"127.1.{node // 250}.{node % 250 + 1}", 0)
-        reader, writer = await asyncio.open_connection("127.0.0.1", self._port, local_addr=local)
-        with contextlib.closing(writer):
-            writer.write(head.encode() + body)
-            return (await reader.readline()).decode().split()[1]
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port, local_addr=self._local)
+        reader, writer = self._streams
+        writer.write(head.encode() + body)
+        answer = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        code = answer.split()[1]
+        if code != "204" or "connection: close" in answer:
+            self.close()
+        return code
+
+    def close(self) -> None:
+        """The next post opens another."""
+        if self._streams is not None:
+            self._streams[1].close()
+        self._streams = None
 
 
 def _report(step: int) -> Raw:

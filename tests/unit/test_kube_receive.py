@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob.reporting.progress import encode, send
+from ddpjob.reporting.progress import encode
+from ddpjob.reporting.sender import Sender as Library
 from ddpjob_operator.kube import bounded_server, receive
 from ddpjob_operator.kube.receive import PATH, Receiver, Sender
 from ddpjob_operator.kube.runtime import Runtime
@@ -84,6 +85,11 @@ class World:
         answer = client.getresponse()
         return answer.status, answer.read().decode()
 
+    def connections(self) -> int:
+        server = self.receiver._server
+        assert server is not None
+        return len(server.connections)
+
     def raw(self, request: bytes) -> bytes:
         """All that is answered to these bytes until the receiver closes."""
         with closing(self.socket()) as connection:
@@ -140,8 +146,35 @@ def test_the_trainer_librarys_own_sender_is_understood(world: World, tmp_path: P
     (tmp_path / "token").write_text("token-of-rank-0\n")
     environment = {"DDPJOB_STATUS_TOKEN_FILE": str(tmp_path / "token")}
     body = encode({"step": 3, "rank": 0, "worldSize": 2, "metrics": {"loss": "0.5"}, "final": True})
-    assert send(world.url, body, environment) is None
+    assert Library(world.url, environment).send(body) is None
     assert world.reports[0][1].metrics == {"loss": "0.5"}
+
+
+def test_the_librarys_reports_share_a_connection_and_one_that_was_closed_costs_no_report(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new connection costs the operator more than the report."""
+    (tmp_path / "token").write_text("token-of-rank-0\n")
+    with closing(Library(world.url, {"DDPJOB_STATUS_TOKEN_FILE": str(tmp_path / "token")})) as library:
+        assert [library.send(b'{"step": 1}'), library.send(b'{"step": 2}')] == [None, None]
+        assert world.connections() == 1
+        monkeypatch.setattr(receive, "IDLE_SECONDS", 0.01)
+        assert library.send(b'{"step": 3}') is None
+        world.run(room(world, 0))
+        assert library.send(b'{"step": 4}') is None
+    assert [report.step for _, report in world.reports] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bound", ["KEPT_MAX", "KEPT_PER_ADDRESS_MAX"])
+def test_a_connection_beyond_those_that_are_kept_is_closed_with_its_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    """Else a sender could find its connection closed for that of another."""
+    monkeypatch.setattr(bounded_server, bound, 1)
+    with closing(world.client()) as first, closing(world.client()) as second:
+        assert [world.post_on(client, {"step": 1})[0] for client in (first, second)] == [204, 204]
+        assert (first.sock is None, second.sock is None) == (False, True)
+        assert world.post_on(first, {"step": 2}, "token-of-rank-1")[0] == 204
 
 
 def test_hugging_faces_trainer_is_understood_and_gets_the_200_that_it_expects(world: World) -> None:

@@ -14,8 +14,11 @@ from typing import Any, cast
 from aiohttp import web
 
 HEADER_SECONDS = 5.0  # from a connection's first byte to the end of its first headers
-CONNECTIONS_MAX = 1000  # one costs about 20 kB; our own sender closes after each report
+CONNECTIONS_MAX = 4000  # one costs about 20 kB
 CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node
+# As many wait for their client's next request at most. The others are closed with their answer, so that new ones find
+# room, and nobody's is closed for them.
+KEPT_MAX, KEPT_PER_ADDRESS_MAX = 3000, 48
 
 
 @dataclass(eq=False)
@@ -41,7 +44,10 @@ class BoundedServer(web.Server):
         self._settings = settings
         self._open: dict[web.RequestHandler, _Connection] = {}
         """In the order in which they were opened."""
-        self._addresses: collections.Counter[str] = collections.Counter()
+        self._addresses: dict[str, dict[web.RequestHandler, _Connection]] = {}
+        """The same by address."""
+        self._unproven: collections.Counter[str] = collections.Counter()
+        """How many of an address have shown no token."""
 
     def __call__(self) -> web.RequestHandler:
         """The handler of a connection that is about to be made."""
@@ -50,17 +56,25 @@ class BoundedServer(web.Server):
     def admits(self, transport: asyncio.Transport) -> bool:
         """Whether there is room for a connection, made by closing one without a token, or an idle one, if need be."""
         address = _address(transport)
-        if self._addresses[address] >= CONNECTIONS_PER_ADDRESS_MAX and not self._drop(address):
+        if self._count(address) >= CONNECTIONS_PER_ADDRESS_MAX and not self._drop(self._addresses[address]):
             return False
         return len(self._open) < CONNECTIONS_MAX or self._drop(self._busiest())
+
+    def keeps(self, handler: web.RequestHandler) -> bool:
+        """Whether its connection may stay open after the answer."""
+        connection = self._open.get(handler)
+        if connection is None:
+            return False
+        return len(self._open) <= KEPT_MAX and self._count(connection.address) <= KEPT_PER_ADDRESS_MAX
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
         """Count it."""
         super().connection_made(handler, transport)
         address = _address(transport)
-        self._addresses[address] += 1
         deadline = asyncio.get_running_loop().call_later(HEADER_SECONDS, transport.abort)
-        self._open[handler] = _Connection(transport, address, deadline)
+        self._open[handler] = connection = _Connection(transport, address, deadline)
+        self._addresses.setdefault(address, {})[handler] = connection
+        self._unproven[address] += 1
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """Forget it."""
@@ -76,20 +90,23 @@ class BoundedServer(web.Server):
 
     def prove(self, handler: web.RequestHandler) -> None:
         """It has shown a pod's token."""
-        if (connection := self._open.get(handler)) is not None:
+        connection = self._open.get(handler)
+        if connection is not None and not connection.proven:
             connection.proven = True
+            self._is_proven(connection.address)
 
-    def _busiest(self) -> str:
-        """The address with the most connections that have shown no token; empty: all have."""
-        unproven = collections.Counter(c.address for c in self._open.values() if not c.proven)
-        return unproven.most_common(1)[0][0] if unproven else ""
+    def _count(self, address: str) -> int:
+        return len(self._addresses.get(address, ()))
 
-    def _drop(self, address: str) -> bool:
-        """Close the oldest connection of an address that has shown no token, else one that waits for its next report
-        (a sender opens another); whether there was one."""
-        of_address = [(h, c) for h, c in self._open.items() if address in ("", c.address)]
-        oldest = next((h for h, c in of_address if not c.proven), None)
-        oldest = oldest or next((h for h, c in of_address if not c.busy), None)
+    def _busiest(self) -> dict[web.RequestHandler, _Connection]:
+        """The connections of the address with the most that have shown no token; all: each has."""
+        return self._addresses[max(self._unproven, key=self._unproven.__getitem__)] if self._unproven else self._open
+
+    def _drop(self, connections: dict[web.RequestHandler, _Connection]) -> bool:
+        """Close the oldest of these that has shown no token, else one that waits for its next report (a sender opens
+        another); whether there was one."""
+        oldest = next((h for h, c in connections.items() if not c.proven), None)
+        oldest = oldest or next((h for h, c in connections.items() if not c.busy), None)
         if oldest is None:
             return False
         self._open[oldest].transport.abort()
@@ -97,11 +114,21 @@ class BoundedServer(web.Server):
         return True
 
     def _forget(self, handler: web.RequestHandler) -> None:
-        if (connection := self._open.pop(handler, None)) is not None:
-            connection.deadline.cancel()
-            self._addresses[connection.address] -= 1
-            if not self._addresses[connection.address]:
-                del self._addresses[connection.address]
+        if (connection := self._open.pop(handler, None)) is None:
+            return
+        connection.deadline.cancel()
+        if not connection.proven:
+            self._is_proven(connection.address)
+        of_address = self._addresses[connection.address]
+        del of_address[handler]
+        if not of_address:
+            del self._addresses[connection.address]
+
+    def _is_proven(self, address: str) -> None:
+        """One connection less of that address that has shown no token."""
+        self._unproven[address] -= 1
+        if not self._unproven[address]:
+            del self._unproven[address]
 
 
 class _Handler(web.RequestHandler):

@@ -25,9 +25,11 @@ from ddpjob_operator.kube.log import set_up_log
 from ddpjob_operator.kube.measuring import Requests
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.reach import Reach
+from ddpjob_operator.kube.runtime import allow_open_files
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.metrics.meter import Meter
 
+OPEN_FILES = 16_384  # two ports of 4,000 connections each (bounded_server.py), and the watches
 _LOGGER = logging.getLogger("ddpjob_operator")
 
 
@@ -40,6 +42,7 @@ def main(log_format: str | None = None) -> None:
         sys.exit(2)
     set_up_log(settings.log_level, log_format or settings.log_format)
     _LOGGER.info("ddpjob-operator %s %s", metadata.version("ddpjob"), settings.summary())
+    allow_open_files(OPEN_FILES)
     sys.exit(uvloop.run(_serve(settings)))
 
 

@@ -113,6 +113,8 @@ class Receiver:
             self._runtime.log.exception("a progress report was lost")
             answer = _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
         self._server.allow(request.protocol, IDLE_SECONDS, busy=False)
+        if not self._server.keeps(request.protocol):
+            answer.force_close()
         return answer
 
     async def _take(self, request: web.BaseRequest) -> web.Response:

@@ -26,7 +26,8 @@ PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
 REQUEST_SECONDS = 5.0  # for a connection without a valid report; a request on loopback takes a millisecond
 IDLE_SECONDS = 60.0  # for a connection after a report; a trainer posts at most every 5 s
-CONNECTIONS_MAX = 32  # rank 0 alone reports; the others are another user's, or left over from the previous attempt
+CONNECTIONS_MAX = 32  # beside the ranks there may be another user's, and some left over from the previous attempt
+KEPT_MAX = 16  # one beyond them is closed with its answer, so that others find room
 DISCARD_BYTES_MAX = 1 << 20  # of a refused body, because closing on unread data resets the connection with the answer
 CHECK_SECONDS = 0.5  # between two checks of the time limits
 
@@ -155,6 +156,7 @@ class Handler(BaseHTTPRequestHandler):
         if body:
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
+        if body or len(self.server.deadlines) > KEPT_MAX:
             self.send_header("Connection", "close")  # the base class closes for it, too
         if status == HTTPStatus.UNAUTHORIZED:
             self.send_header("WWW-Authenticate", "Bearer")

@@ -30,19 +30,18 @@ import threading
 from collections.abc import Iterator, Mapping
 from time import monotonic
 from typing import Any, Literal
-from urllib.parse import SplitResult, urlsplit
 
 from ddpjob import process
 from ddpjob.core import heartbeat
 from ddpjob.errors import ConfigurationError
 from ddpjob.reporting import injected_faults, termination, watchdog
+from ddpjob.reporting.sender import Sender
 
 METRICS_MAX = 16
 SENTENCE_CHARACTERS_MAX = 300
 TEXT_CHARACTERS_MAX = 64
 BODY_BYTES_MAX = 8192
 BACKOFF_SECONDS_MAX = 60.0
-POST_TIMEOUT_SECONDS = 5.0
 FINAL_FLUSH_SECONDS = 1.0
 SAVED_POST_SECONDS = 1.0  # a receiver takes one post a second; a script may save more often
 PHASES_DECLARED = ("save", "evaluate")
@@ -205,7 +204,7 @@ class Reporter:
 
     def __init__(self, url: str, environ: Mapping[str, str]) -> None:
         self.url = url
-        self.environ = environ
+        self.sender = Sender(url, environ)
         self.interval = _seconds(environ, "DDPJOB_STATUS_INTERVAL", 5.0)
         self.failures = 0
         self.complained = False
@@ -230,6 +229,7 @@ class Reporter:
             self._complain(f"{type(error).__name__}: {error}")
         finally:
             self.finished.set()
+            self.sender.close()
 
     def saved(self) -> None:
         """A checkpoint was saved: a rank that is killed now reports nothing any more, so this does not wait."""
@@ -255,7 +255,7 @@ class Reporter:
             document = self._document(final=final)
             if document is None:
                 return
-            problem = send(self.url, encode(document), self.environ)
+            problem = self.sender.send(encode(document))
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         self.failures = 0 if problem is None else self.failures + 1
@@ -343,42 +343,3 @@ def encode(document: dict[str, Any]) -> bytes:
         if len(body) <= BODY_BYTES_MAX or not document["metrics"]:
             return body
         document = {**document, "metrics": dict(list(document["metrics"].items())[:-1])}
-
-
-def send(url: str, body: bytes, environ: Mapping[str, str]) -> str | None:
-    """Post once; None when the answer is 2xx, else what was wrong.
-
-    http.client, because it follows no redirect (the token would follow too) and knows no proxies.
-    """
-    target = urlsplit(url)
-    connection = _connection(target, environ)
-    try:
-        path = (target.path or "/") + (f"?{target.query}" if target.query else "")
-        connection.request("POST", path, body, {"Content-Type": "application/json", **_authorization(environ)})
-        answer = connection.getresponse()
-        answer.read(BODY_BYTES_MAX)
-        return None if 200 <= answer.status < 300 else f"answered {answer.status} {answer.reason}"
-    finally:
-        connection.close()
-
-
-def _connection(target: SplitResult, environ: Mapping[str, str]) -> Any:
-    import http.client  # 15 ms that only a process with a receiver pays, in the thread
-
-    if target.hostname is None or target.scheme not in ("http", "https"):
-        raise ValueError("DDPJOB_STATUS_URL is no http:// or https:// address")
-    if target.scheme == "http":
-        return http.client.HTTPConnection(target.hostname, target.port, timeout=POST_TIMEOUT_SECONDS)
-    import ssl
-
-    trust = ssl.create_default_context(cafile=environ.get("DDPJOB_STATUS_CA_FILE") or None)
-    return http.client.HTTPSConnection(target.hostname, target.port, timeout=POST_TIMEOUT_SECONDS, context=trust)
-
-
-def _authorization(environ: Mapping[str, str]) -> dict[str, str]:
-    """The token is read for every post: the kubelet renews a projected token in place, at 80 % of its lifetime."""
-    path = environ.get("DDPJOB_STATUS_TOKEN_FILE")
-    if not path:
-        return {}
-    with open(path, encoding="ascii") as file:
-        return {"Authorization": f"Bearer {file.read(BODY_BYTES_MAX).strip()}"}

@@ -1,0 +1,85 @@
+"""Posts to the receiver of progress, over one connection for as long as the receiver keeps it open.
+
+A new connection for each report costs the operator more than the report (docs/measured.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from urllib.parse import SplitResult, urlsplit
+
+if TYPE_CHECKING:
+    from http.client import HTTPConnection
+
+ANSWER_BYTES_MAX = 8192
+TOKEN_BYTES_MAX = 8192
+TIMEOUT_SECONDS = 5.0
+
+
+class Sender:
+    """For one thread. environ: DDPJOB_STATUS_TOKEN_FILE and DDPJOB_STATUS_CA_FILE are read.
+
+    http.client, because it follows no redirect (the token would follow too) and knows no proxies.
+    """
+
+    def __init__(self, url: str, environ: Mapping[str, str]) -> None:
+        self._url = url
+        self._environ = environ
+        self._connection: HTTPConnection | None = None
+
+    def send(self, body: bytes) -> str | None:
+        """Post once; None when the answer is 2xx, else what was wrong. Raises OSError, ValueError, HTTPException."""
+        is_kept = self._connection is not None
+        try:
+            return self._post(body)
+        except ConnectionError:
+            # The receiver has closed it since the last post: it waits a minute, and a new release starts anew.
+            if not is_kept:
+                raise
+            return self._post(body)
+
+    def close(self) -> None:
+        """Close the connection."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _post(self, body: bytes) -> str | None:
+        target = urlsplit(self._url)
+        path = (target.path or "/") + (f"?{target.query}" if target.query else "")
+        headers = {"Content-Type": "application/json", **_authorization(self._environ)}
+        connection = self._connection or _connection(target, self._environ)
+        self._connection = None
+        try:
+            connection.request("POST", path, body, headers)
+            answer = connection.getresponse()
+            answer.read(ANSWER_BYTES_MAX)
+            if answer.isclosed() and not answer.will_close:
+                self._connection = connection
+            return None if 200 <= answer.status < 300 else f"answered {answer.status} {answer.reason}"
+        finally:
+            if self._connection is None:
+                connection.close()
+
+
+def _connection(target: SplitResult, environ: Mapping[str, str]) -> HTTPConnection:
+    import http.client  # 15 ms that only a process with a receiver pays, in the thread
+
+    if target.hostname is None or target.scheme not in ("http", "https"):
+        raise ValueError("DDPJOB_STATUS_URL is no http:// or https:// address")
+    if target.scheme == "http":
+        return http.client.HTTPConnection(target.hostname, target.port, timeout=TIMEOUT_SECONDS)
+    import ssl
+
+    trust = ssl.create_default_context(cafile=environ.get("DDPJOB_STATUS_CA_FILE") or None)
+    return http.client.HTTPSConnection(target.hostname, target.port, timeout=TIMEOUT_SECONDS, context=trust)
+
+
+def _authorization(environ: Mapping[str, str]) -> dict[str, str]:
+    """The token is read for every post: the kubelet renews a projected token in place, at 80 % of its lifetime."""
+    path = environ.get("DDPJOB_STATUS_TOKEN_FILE")
+    if not path:
+        return {}
+    with open(path, encoding="ascii") as file:
+        return {"Authorization": f"Bearer {file.read(TOKEN_BYTES_MAX).strip()}"}
