@@ -30,8 +30,8 @@ from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
 from shared import made_once, one_at_a_time
 
 # Long enough for a kubelet of a busy machine to be late, and to say that it is ready again after the API server was
-# away: it does so every 10 s, and of two nodes that are both late each counts for itself.
-LOST_NODE_SECONDS = 15
+# away: it may come back 35 s later, so that its node is not ready for 15 s, and of two nodes each counts for itself.
+LOST_NODE_SECONDS = 25
 _MENDED_BY = {"kill": "start", "stop": "start", "cut": "join"}
 
 

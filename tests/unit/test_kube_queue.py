@@ -8,7 +8,7 @@ import pytest
 from cancelling import ends_although
 from slow_server import play
 
-from ddpjob_operator.kube.queue import BACK_OFF_SECONDS_MAX, QUICK_SECONDS, Queue, RetryError, Schedule
+from ddpjob_operator.kube.queue import BACK_OFF_SECONDS_MAX, OUTDATED_MIN, QUICK_SECONDS, Queue, RetryError, Schedule
 from ddpjob_operator.kube.runtime import Runtime
 
 START = 10_000.25  # a clock that starts at an odd moment
@@ -146,6 +146,22 @@ def test_a_namespace_has_so_many_reconciles_at_a_time_and_its_others_wait_for_on
     assert jobs.pop(START) == ("quick", "job")
     jobs.failed(("slow", "0"), START)
     assert jobs.pop(START) == ("slow", "2")
+
+
+def test_a_job_with_a_deadline_in_a_week_takes_no_more_memory_with_each_of_its_reports() -> None:
+    """Each reconcile left its request for the deadline behind: a gigabyte a day with a thousand jobs that report."""
+    jobs: Schedule[tuple[str, str]] = Schedule(of_namespace=100)
+    every = [("team", str(number)) for number in range(100)]
+    deadline = START + 7 * 86_400
+    for turn in range(100):
+        now = START + 10 * turn
+        for key in every:
+            jobs.add(key, now)  # a report
+        while (key := jobs.pop(now)) is not None:
+            jobs.done(key, now, again_at=deadline + turn / 1000)  # reckoned anew from the clock each time
+    assert len(jobs) == 100
+    assert len(jobs._later) <= 2 * len(jobs) + OUTDATED_MIN
+    assert sorted(filter(None, (jobs.pop(deadline + 1) for _ in range(101)))) == sorted(every)
 
 
 def test_a_reconcile_that_gets_answers_is_not_stuck_however_long_it_takes() -> None:

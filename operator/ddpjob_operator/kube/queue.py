@@ -27,6 +27,8 @@ BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
 OF_NAMESPACE_MAX = 72
 # A reconcile that takes longer waits for one request, and the others need not wait with it.
 QUICK_SECONDS = 0.1
+# Of so many times that no longer hold none is dropped before its own time.
+OUTDATED_MIN = 64
 
 
 class Watcher:
@@ -49,8 +51,10 @@ class Schedule(Generic[K]):
         self._of_namespace = of_namespace
         self._kind = kind
         self._due: dict[K, float] = {}
+        self._later: list[tuple[float, int, K]] = []
+        """A heap of what is not due, some of it out of date: an earlier request has taken its place."""
         self._heaps: dict[Hashable, dict[int, list[tuple[float, int, K]]]] = {}
-        """By namespace and by kind; in both the one that was served last is at the end."""
+        """What is due, by namespace and by kind; in both the one that was served last is at the end."""
         self._order = itertools.count()
         self._busy: dict[K, float] = {}
         self._busy_in: collections.Counter[Hashable] = collections.Counter()
@@ -64,18 +68,30 @@ class Schedule(Generic[K]):
         at = max(at, self._not_before.get(key, at))
         if at < self._due.get(key, float("inf")):
             self._due[key] = at
-            heap = self._heaps.setdefault(_namespace(key), {}).setdefault(self._kind(key), [])
-            heapq.heappush(heap, (at, next(self._order), key))
+            heapq.heappush(self._later, (at, next(self._order), key))
+            if len(self._later) > 2 * len(self._due) + OUTDATED_MIN:
+                # A job whose deadline is in a week leaves one behind at each reconcile, of which it has 8,000 a day.
+                self._later = [entry for entry in self._later if self._due.get(entry[2]) == entry[0]]
+                heapq.heapify(self._later)
 
     def pop(self, now: float) -> K | None:
         """The key of the next namespace and kind that has been due longest, which is busy from now on; None: nothing is
         due."""
+        self._take_due(now)
         for namespace in list(self._heaps):
             if self._busy_in[namespace] < self._of_namespace:
                 for kind in list(self._heaps[namespace]):
                     if (key := self._pop_of(namespace, kind, now)) is not None:
                         return key
         return None
+
+    def _take_due(self, now: float) -> None:
+        """Only namespaces in which something is due are looked at in turn: there may be a thousand others."""
+        while (top := self._top(self._later)) is not None and top[0] <= now:
+            heapq.heappop(self._later)
+            key = top[2]
+            heap = self._heaps.setdefault(_namespace(key), {}).setdefault(self._kind(key), [])
+            heapq.heappush(heap, top)
 
     def _pop_of(self, namespace: Hashable, kind: int, now: float) -> K | None:
         kinds = self._heaps[namespace]
@@ -127,7 +143,8 @@ class Schedule(Generic[K]):
     def next_at(self) -> float | None:
         """When the next key that may be reconciled is due; None: none is waiting."""
         free = (kinds for name, kinds in self._heaps.items() if self._busy_in[name] < self._of_namespace)
-        tops = [top for kinds in free for heap in kinds.values() if (top := self._top(heap))]
+        heaps = (self._later, *(heap for kinds in free for heap in kinds.values()))
+        tops = [top for heap in heaps if (top := self._top(heap))]
         return min(tops)[0] if tops else None
 
     def stuck_seconds(self, now: float) -> float:
