@@ -12,6 +12,7 @@ import kopf
 import pytest
 from worlds import START, UID, manifest
 
+from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.executor import is_refusal
 from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
@@ -20,7 +21,7 @@ from ddpjob_operator.kube.kopf_workarounds.log_retries import RetriesNowAndThen
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.login import LoginError
 from ddpjob_operator.kube.lookup import is_absent
-from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.operator import LAPSED_SECONDS, Operator
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.tokens import BoundPod
@@ -240,6 +241,28 @@ def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -
         await asyncio.gather(*made._tasks)
         assert made.unhealthy() == "events has ended"
         assert made.broken, "and then the process ends"
+
+    asyncio.run(run())
+
+
+def test_a_job_is_left_to_another_release_only_where_there_is_one() -> None:
+    """Else it was never looked at again: no event comes when a claim that had lapsed is renewed a second later."""
+
+    class Lapsed(Claims):
+        other = False
+
+        def hold(self, _namespace: str) -> bool:
+            return False
+
+        def another_acts(self, _namespace: str) -> bool:
+            return self.other
+
+    async def run() -> None:
+        claims = Lapsed(Client(), (), "kube-system", "ddpjob/ddpjob", Durations())
+        made = Operator(OperatorSettings(), Client(), claims=claims)
+        assert await made.reconciler.reconcile(("default", "digits")) == LAPSED_SECONDS
+        claims.other = True
+        assert await made.reconciler.reconcile(("default", "digits")) is None
 
     asyncio.run(run())
 

@@ -52,6 +52,7 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
+LAPSED_SECONDS = 2.0  # as often as a claim that has lapsed is tried again
 # Longer than any bounded request, with its retries, could take.
 STUCK_SECONDS = 600.0
 
@@ -353,8 +354,8 @@ class Operator:
 
     def _ready_in(self, key: Key) -> float | None:
         """Seconds until the job may be reconciled, 0: now; None: another release has it until claims change."""
-        if not self._may_act(key[0]):
-            return None
+        if self._claims is not None and not self._may_act(key[0]):
+            return None if self._claims.another_acts(key[0]) else LAPSED_SECONDS
         # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
         lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
         gangs = (gang.is_ready(key[0]) for gang in self.caches.gangs.values())
