@@ -293,12 +293,8 @@ class Operator:
     def lead(self) -> None:
         """Reconcile all jobs from now on."""
         self.leads = True
-        parts = {
-            "events": self._events.run(),
-            "queue": self.queue.run(),
-            "silence": self.reports.run(),
-            "second look": self._second_look.run(),
-        }
+        parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
+        parts["second look"] = self._second_look.run()
         parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
         self._leading = [self.run(name, work) for name, work in parts.items()]
         self._enqueue_all()
@@ -347,6 +343,8 @@ class Operator:
         # While another operator leads a queue would only grow, by the names of all jobs that ever were.
         if self.leads:
             self.queue.add(key, in_seconds)
+        elif self.caches.jobs.get(key) is None:
+            self.states.forget([key])  # of whose pods it has passed reports on
 
     def _enqueue_all(self) -> None:
         for key in self.caches.jobs:
