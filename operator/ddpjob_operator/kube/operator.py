@@ -7,7 +7,7 @@ the one that holds the Lease runs the queue, and the others keep their copies up
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping, Sized
+from collections.abc import Coroutine, Iterator, Mapping, Set, Sized
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -89,7 +89,7 @@ class Operator:
             Jobs(self._enqueue, reading.job),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, self._service_changed),
-            Nodes(self._node_changed, runtime.now),
+            Nodes(self._nodes_changed, runtime.now),
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
         self._prepare_to_lead()
@@ -387,9 +387,9 @@ class Operator:
         if not is_made:  # no rule waits for the Service that the job itself makes
             self._enqueue(key)
 
-    def _node_changed(self, name: str) -> None:
+    def _nodes_changed(self, names: Set[str]) -> None:
         for key in self.caches.pods.jobs():
-            if triggers.uses_node(name, self.caches.pods.each(key)):
+            if triggers.uses_node(names, self.caches.pods.each(key)):
                 self._enqueue(key)
 
 

@@ -165,8 +165,10 @@ class Store(Generic[T]):
 
         namespace: the one that was listed, empty for all. key: the job that was listed, None for all.
         """
-        for place, entry in list(self._entries.items()):
-            listed = (not namespace or place[0] == namespace) and key in (None, entry.key)
+        # Of one job its own are looked at alone: it is listed at each of its restarts, beside thousands of others.
+        those = self._entries if key is None else {(key[0], name): e for name, e in self._by_job.get(key, {}).items()}
+        for place, entry in list(those.items()):
+            listed = not namespace or place[0] == namespace
             if listed and place not in named and entry.version <= list_version:
                 self.remove(*place, entry.uid)
         for place, (of, uid, _) in list(self._unreadable.items()):
