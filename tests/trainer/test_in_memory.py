@@ -174,6 +174,91 @@ def test_a_load_in_two_calls_is_kept_from_the_first_save_on(node: Node) -> None:
     assert [node.run(number, train) for number in range(2)] == [0, 0]
 
 
+def train_from_parts(*parts_of_load: tuple[str, ...]) -> tuple[int, ...]:
+    """What each call of load() says. At first the folder gets step 3, with one name more than step 9 in memory has."""
+    snapshot = ddpjob.Snapshot("snapshots")
+    objects, best = parts(), {"best": torch.zeros(())}
+    loaded = tuple(snapshot.load(**{name: (objects | best)[name] for name in names}) for names in parts_of_load)
+    if not any(loaded):
+        steps(0, 3, **objects)
+        snapshot.save(3, **objects, **best)
+        snapshot.wait()
+        for step in range(3, 9):
+            steps(step, step + 1, **objects)
+            snapshot.keep(step + 1, **objects)
+        rescue()
+    return loaded
+
+
+def test_two_calls_of_load_take_the_same_step_however_often_it_was_loaded(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The parameters of one step and the optimizer of another one are no state that ever was."""
+    found = [node.run(number, lambda: train_from_parts(("model",), ("optimizer",))) for number in range(5)]
+    assert found == [(0, 0), (9, 9), (9, 9), (9, 9), (3, 3)]
+    assert "step 9 was loaded before, and no step after it is known" in capfd.readouterr().err
+
+
+def test_a_second_call_of_load_takes_the_folder_where_the_first_one_did(node: Node) -> None:
+    """It would take the optimizer of a newer step, because only the first call asks for what the memory lacks."""
+    found = [node.run(number, lambda: train_from_parts(("model", "best"), ("optimizer",))) for number in range(2)]
+    assert found == [(0, 0), (3, 3)]
+
+
+def test_a_second_call_of_load_that_the_memory_cannot_serve_is_refused_once(node: Node) -> None:
+    """The folder has that name, of a step before that of the parameters."""
+
+    def refused() -> None:
+        with pytest.raises(ddpjob.StateError, match=r"^best: .* than 9, at which model, optimizer was loaded"):
+            train_from_parts(("model", "optimizer"), ("best",))
+
+    def train() -> tuple[int, ...]:
+        return train_from_parts(("model", "optimizer"), ("best",))
+
+    assert node.run(0, train) == (0, 0)
+    node.run(1, refused)
+    assert node.run(2, train) == (3, 3)
+
+
+def test_a_state_that_a_script_names_again_after_load_was_loaded_as_often(node: Node) -> None:
+    """A script that fails in the next step whenever it begins there would never go back to the folder."""
+
+    def train() -> int:
+        snapshot, objects = ddpjob.Snapshot("snapshots"), parts()
+        step = snapshot.load(**objects)
+        if not step:
+            steps(0, 3, **objects)
+            snapshot.save(3, **objects, best=0.5)
+            snapshot.wait()
+            step = 9
+            for each in range(3, step):
+                steps(each, each + 1, **objects)
+                snapshot.keep(each + 1, **objects, best=0.5)
+            rescue()
+            return 0
+        snapshot.keep(step, **objects, best=0.5)
+        rescue()
+        return step
+
+    assert [node.run(number, train) for number in range(5)] == [0, 9, 9, 9, 3]
+
+
+def test_a_script_that_loads_again_after_steps_goes_back_to_the_newest_state(node: Node) -> None:
+    """Some go back where the loss has become infinite."""
+
+    def train() -> tuple[int, ...]:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        steps(step, step + 6, **objects)
+        snapshot.save(step + 4, **objects)
+        snapshot.wait()
+        back = snapshot.load(**objects)
+        rescue()
+        return step, back
+
+    assert [node.run(number, train) for number in range(2)] == [(0, 4), (4, 8)]
+
+
 def test_a_script_that_asks_for_values_is_kept_from_the_first_save_on(node: Node) -> None:
     """It would go on from step 6 with the best loss of step 0."""
 

@@ -56,6 +56,8 @@ class InMemory:
         self._shared: Shared | None = None
         self._world = world
         self._loads = 0
+        self._named: set[str] = set()  # by the calls of load() that take one step
+        self._taken: Found | None = None  # what they take; None: what the folder has
         self._used = wanted and world is not None and _is_rank(world) and "DDPJOB_MEMORY" in os.environ
 
     @property
@@ -103,21 +105,36 @@ class InMemory:
         process.current.keeper = self._keeper
         process.current.at_boundary = self._keeper.boundary
 
-    def find(self) -> Found | None:
-        """The newest state that is whole in the memory of any node; every rank calls it."""
+    def find(self, objects: Mapping[str, Any]) -> Found | None:
+        """The newest state that is whole in the memory of any node; every rank calls it.
+
+        Calls of `load` that name one part each take one step: what the first one took, the others take too. One that
+        names a part again goes back to the newest state.
+        """
         if not self._used or self._world is None or self._present.generation == 0:
             return None  # what is in memory was left by an earlier generation
+        if not _names(objects).isdisjoint(self._named):
+            self._named = set()
+        if self._named:
+            return self._taken
         return recall.find(self._shared, self._world.rank, self._world.world_size, self._present)
 
     def fetch(self, found: Found, objects: Mapping[str, Any]) -> recall.Fetched | None:
-        """That state, if it has these names and is as it was written; every rank calls it."""
+        """That state, if it has these names and is as it was written; every rank calls it. Raises StateError where a
+        part of it was loaded before: the folder's would be of another step."""
         assert self._world is not None, "it was found"
         rank, world_size = self._world.rank, self._world.world_size
         fetched = recall.fetch(self._shared, found, rank, world_size, objects)
+        holder = self._shared if self._world.local_rank == 0 and rank in found.ranks else None
         if fetched is None:
-            return None
-        if self._shared is not None and self._world.local_rank == 0 and rank in found.ranks:
-            self._shared.count_load()
+            if not self._named:
+                return None
+            if holder is not None:
+                holder.forget_copy()
+            raise StateError(_half(self._named, found, objects))
+        if holder is not None and not self._named:
+            holder.count_load()
+        self._took(found, objects)
         if self._keeper is not None:
             self._keeper.loads(found.held.version)
         if fetched.seeded:
@@ -127,6 +144,9 @@ class InMemory:
             )
         return fetched
 
+    def _took(self, found: Found | None, objects: Mapping[str, Any]) -> None:
+        self._named, self._taken = self._named | _names(objects), found
+
     def resumed(self, found: Found, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
         """The objects have the state that was found: it is kept again, also where this node had none. What
         `Snapshot.state` is then.
@@ -134,8 +154,9 @@ class InMemory:
         Not where the script saves values, of which `load` knows no more than the objects that they are loaded into: the
         place of a sampler that DataLoader workers read ahead is not what the sampler itself says.
         """
-        if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
+        if self._keeper is not None:
             self._keeper.resumed(found.held.version.step, found.held.loads + 1, found.held.total)
+        if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
             if found.held.assumed:
                 self._keeper.assume(objects)
             else:
@@ -145,6 +166,7 @@ class InMemory:
 
     def loaded(self, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """`load` has named these objects, and this is what the folder has. What `Snapshot.state` is then."""
+        self._took(None, objects)
         self._loads += 1
         keeper = self._keeper
         if keeper is None:
@@ -168,6 +190,20 @@ def _refuse(name: str) -> None:
         f"{name}: the state in memory has only what load() names, because save() was not called before the restart; "
         f"the next restart does not use it. To keep {name} from the first step on, call snapshot.keep(step, …) after "
         f"each step with all that save() is given."
+    )
+
+
+def _names(objects: Mapping[str, Any]) -> set[str]:
+    """Of one call of load(): also of one that names nothing."""
+    return set(objects) or {""}
+
+
+def _half(named: set[str], found: Found, objects: Mapping[str, Any]) -> str:
+    before = ", ".join(sorted(named - {""})) or "the rest"
+    return (
+        f"{', '.join(sorted(objects))}: the memory does not give it, and the folder has another step than "
+        f"{found.held.version.step}, at which {before} was loaded from memory; the next restart does not use that. "
+        f"Name all in one call of load(), and give keep() all that save() is given."
     )
 
 

@@ -201,8 +201,9 @@ class Shared:
         """What was written is whole."""
         self.node[memory.area_cell(area, AREA_STEP)] = step
 
-    def forget_copy(self, area: int) -> None:
-        """Nothing is there."""
+    def forget_copy(self, area: int | None = None) -> None:
+        """Nothing is there; by default in the newest."""
+        area = self._newest_area if area is None else area
         if area == 0:
             self.node[AREA_BEGUN] = 0
         self.node[memory.area_cell(area, AREA_STEP)] = 0

@@ -299,7 +299,7 @@ class Snapshot:
         refuse_sharded(objects)
         self.wait()
         self._memory.begin()
-        found = self._memory.find()
+        found = self._memory.find(objects)
         chosen = self._agreed(found)
         if chosen is None and found is not None:
             fetched = self._memory.fetch(found, objects)
