@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Set
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.store import Listed, ObjectKey, Raw, version
+from ddpjob_operator.kube.store import Key, Listed, ObjectKey, Raw, version
 from ddpjob_operator.observed.cluster import Node
 
 _LOGGER = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Nodes:
         self._names.pop(name, None)
         self._set(name, READY)
 
-    def one_observation(self) -> contextlib.AbstractContextManager[None]:
+    def one_observation(self, namespace: str = "", key: Key | None = None) -> contextlib.AbstractContextManager[None]:
         """The order in which nodes were seen does not matter."""
         return contextlib.nullcontext()
 
