@@ -222,6 +222,42 @@ def test_who_cannot_renew_its_claim_stops_before_anybody_takes_it() -> None:
     in_virtual_time(story)
 
 
+def test_where_no_other_release_acts_a_job_that_was_refused_is_asked_for_again() -> None:
+    """A stall that was due while the API server answered no list was never found: the job was left to a release that
+    did not exist, and nobody was told when this one could act again."""
+
+    async def story(server: Leases) -> None:
+        everywhere = Release(server, "ddpjob/all")
+        await everywhere.until_it_acts("team")
+        busy = ApiError(429, "TooManyRequests", "slow down")
+        server.broken = lambda _who, verb: busy if verb == "list" else None
+        while everywhere.acts("team"):
+            await asyncio.sleep(0.05)
+        assert not everywhere.claims.another_acts("team"), "so it is looked at again soon"
+        await asyncio.sleep(DURATIONS.retry_seconds + 1)
+        changes = everywhere.changes
+        server.broken = lambda _who, _verb: None
+        await everywhere.until_it_acts("team")
+        await asyncio.sleep(0.05)
+        assert everywhere.changes == changes + 1, "and at the latest now"
+
+    in_virtual_time(story)
+
+
+def test_who_acts_where_this_release_may_not_is_known() -> None:
+    async def story(server: Leases) -> None:
+        everywhere, team = Release(server, "ddpjob/all"), Release(server, "team/own", "team")
+        await team.until_it_acts("team", [everywhere])
+        other = Release(server, "team/other", "team")
+        await asyncio.sleep(5)
+        assert everywhere.claims.another_acts("team")
+        assert other.claims.another_acts("team")
+        assert not everywhere.claims.another_acts("elsewhere")
+        assert not team.claims.another_acts("team")
+
+    in_virtual_time(story)
+
+
 def test_a_claim_that_somebody_deletes_is_not_taken_under_its_holder() -> None:
     async def story(server: Leases) -> None:
         first, second = Release(server, "ddpjob/first"), Release(server, "ddpjob/second")

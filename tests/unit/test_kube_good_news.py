@@ -81,6 +81,19 @@ def test_a_namespace_in_which_pods_are_always_being_made_is_no_list_of_all_its_j
         assert sum(map(len, told.news._put_off.values())) < 2 * SOME_LATER_SECONDS / 0.1
 
 
+def test_what_is_news_after_a_jobs_turn_waits_as_the_first_did() -> None:
+    """Each further pod of it cost a reconcile at once, and perhaps a write, as long as an older job waited."""
+    told, key = Told(), ("a", "job-0")
+    told.creates.under_way.add("a")
+    told.news.add(("a", "older"), 3.0, all_run=False)
+    told.news.add(key, 0.02, all_run=True)
+    told.now += ALL_LATER_SECONDS
+    assert told.due.pop(key) == told.now, "its turn"
+    told.now += 1
+    told.news.add(key, 0.02, all_run=True)
+    assert told.due[key] == told.now + ALL_LATER_SECONDS
+
+
 def test_a_job_that_goes_on_to_make_pods_tells_of_the_first_one_no_sooner_than_of_the_others() -> None:
     """A storm of 500 jobs wrote 170 statuses more: 15 s after its first pod each was looked at once more."""
     told, key = Told(), ("a", "job-0")

@@ -36,7 +36,7 @@ def changes() -> list[str]:
 
 @pytest.fixture
 def nodes(changes: list[str]) -> Nodes:
-    return Nodes(changes.append, lambda: NOW)
+    return Nodes(lambda names: changes.extend(sorted(names)), lambda: NOW)
 
 
 def lost(nodes: Nodes) -> list[str]:
@@ -63,6 +63,21 @@ def clock() -> Clock:
 @pytest.fixture
 def timed(clock: Clock) -> Nodes:
     return Nodes(lambda _: None, clock)
+
+
+def test_who_is_told_of_nodes_is_told_once_where_many_are_judged_anew() -> None:
+    """Each time he looks at every pod. With 5,000 nodes and 10,000 pods that took 6 s in one piece, in which the
+    operator answered nothing and renewed no Lease, at the very moment at which most nodes were cut off."""
+    told: list[int] = []
+    nodes = Nodes(lambda names: told.append(len(names)), lambda: NOW)
+    for number in range(100):
+        nodes.put(node(f"node-{number}"))
+    nodes.retain({("", f"node-{number}") for number in range(100)}, 1)
+    for number in range(60):
+        nodes.put(node(f"node-{number}", "Unknown"))
+    assert nodes.disrupted
+    assert max(told) == 56, "those that were lost until now"
+    assert len(told) == 60 + 1 + 4, "each, all that were lost until then, and the four after them once more"
 
 
 def test_before_the_first_list_nothing_is_known(nodes: Nodes) -> None:

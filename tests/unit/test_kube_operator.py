@@ -12,6 +12,7 @@ import kopf
 import pytest
 from worlds import START, UID, manifest
 
+from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.executor import is_refusal
 from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
@@ -20,7 +21,7 @@ from ddpjob_operator.kube.kopf_workarounds.log_retries import RetriesNowAndThen
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.login import LoginError
 from ddpjob_operator.kube.lookup import is_absent
-from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.operator import LAPSED_SECONDS, Operator
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.tokens import BoundPod
@@ -240,6 +241,50 @@ def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -
         await asyncio.gather(*made._tasks)
         assert made.unhealthy() == "events has ended"
         assert made.broken, "and then the process ends"
+
+    asyncio.run(run())
+
+
+def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_one_that_is_gone() -> None:
+    """It refused the reports of the nodes that the job of the same name before it had not had, and of jobs that were
+    gone it kept the specs for as long as it stood by."""
+
+    async def run() -> None:
+        made = Operator(OperatorSettings(), Client(), Leader(Client(), "ops", "op", "a", Durations()))
+        before, after = manifest(nodes=1), manifest(nodes=2)
+        before["metadata"] |= {"uid": "another uid", "resourceVersion": "1", "generation": 1}
+        after["metadata"] |= {"resourceVersion": "9", "generation": 1}
+        made.job_seen(None, before)
+        assert made.states.spec(("default", "digits")) is not None
+        made.job_seen(None, after)
+        made.caches.pods.put(pod(1))
+        found = made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1"))
+        assert found is not None
+        assert found.node_rank == 1
+        made.job_seen("DELETED", after)
+        assert made.states._parsed == {}
+
+    asyncio.run(run())
+
+
+def test_a_job_is_left_to_another_release_only_where_there_is_one() -> None:
+    """Else it was never looked at again: no event comes when a claim that had lapsed is renewed a second later."""
+
+    class Lapsed(Claims):
+        other = False
+
+        def hold(self, _namespace: str) -> bool:
+            return False
+
+        def another_acts(self, _namespace: str) -> bool:
+            return self.other
+
+    async def run() -> None:
+        claims = Lapsed(Client(), (), "kube-system", "ddpjob/ddpjob", Durations())
+        made = Operator(OperatorSettings(), Client(), claims=claims)
+        assert await made.reconciler.reconcile(("default", "digits")) == LAPSED_SECONDS
+        claims.other = True
+        assert await made.reconciler.reconcile(("default", "digits")) is None
 
     asyncio.run(run())
 

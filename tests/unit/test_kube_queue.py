@@ -85,6 +85,15 @@ def test_a_failing_job_waits_though_events_come() -> None:
     assert jobs.pop(START + 7) == "a"
 
 
+def test_no_job_waits_for_longer_than_the_bound_whatever_an_answer_asks_for() -> None:
+    """A proxy in maintenance answered 503 with Retry-After: 3600, and the job was left alone for an hour, come what
+    may."""
+    jobs = schedule(("a", 0))
+    jobs.pop(START)
+    assert jobs.failed("a", START, at_least=3600.0) == BACK_OFF_SECONDS_MAX
+    assert jobs.pop(START + BACK_OFF_SECONDS_MAX) == "a"
+
+
 def test_a_success_ends_the_back_off() -> None:
     jobs = schedule(("a", 0))
     for _ in range(3):

@@ -286,6 +286,25 @@ def test_accounts_of_pods_that_ended_are_forgotten(world: World, monkeypatch: py
     assert list(world.receiver._accounts) == [POD[0]]
 
 
+def test_accounts_are_not_looked_through_for_each_new_pod_where_all_are_needed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more than 10,000 pods that report, each further one cost a look at all of them."""
+    monkeypatch.setattr(receive, "PODS_REMEMBERED", 10)
+    looked = 0
+
+    def locate(_: BoundPod) -> Sender:
+        nonlocal looked
+        looked += 1
+        return Sender("default", "digits", 0)
+
+    monkeypatch.setattr(world.receiver, "_locate", locate)
+    for number in range(1000):
+        world.receiver._charge(BoundPod("default", f"digits-1-{number}", str(number)))
+    assert len(world.receiver._accounts) == 1000
+    assert looked < 2000
+
+
 @pytest.mark.parametrize("start", [b"", b"POST /v1/pro", b"POST /v1/progress HTTP/1.1\r\nHost: x\r\nX"])
 def test_a_peer_that_is_slow_to_send_its_headers_is_cut_off(
     world: World, monkeypatch: pytest.MonkeyPatch, start: bytes

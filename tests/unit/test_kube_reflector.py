@@ -57,7 +57,7 @@ class Copy:
     def remove(self, namespace: str, name: str, uid: str) -> None:
         self.calls.append(f"remove {name}")
 
-    def one_observation(self) -> contextlib.AbstractContextManager[None]:
+    def one_observation(self, namespace: str = "") -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:

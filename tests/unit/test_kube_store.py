@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from lists import taken
 
+from ddpjob_operator.job.bounds import UnreadableError
+from ddpjob_operator.kube.client import Page
+from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.store import Jobs, Key, Store
 
 KEY = ("team", "digits")
@@ -53,6 +58,62 @@ def test_what_an_admission_webhook_has_added_to_a_new_object_comes_with_the_watc
     assert store.of(KEY) == ["with a gate"]
     store.put(raw(shown="as it was sent"), is_whole=False)
     assert store.of(KEY) == ["with a gate"], "the watch may be sooner than the answer"
+
+
+def test_what_a_list_shows_was_seen_at_once_and_what_comes_of_other_jobs_meanwhile_one_after_the_other() -> None:
+    """While the pods of one job were listed, the order in which those of others failed was not noted; and of two jobs
+    whose pods were listed at a time one had an order that nobody had seen, so that another failure came first."""
+    seen: dict[str, int] = {}
+
+    def noted(_: str | None, name: str, number: int) -> str:
+        seen[name] = number
+        return name
+
+    store = Store(lambda r: str(r["metadata"]["name"]), lambda r: ("team", str(r["job"])), lambda *_: None, noted)
+
+    def put(job: str, page: int) -> dict[str, Any]:
+        return raw(f"{job}-{page}", uid=f"{job}-{page}", job=job)
+
+    async def listed(job: str, pages: int) -> None:
+        async def come() -> AsyncIterator[Page]:
+            for page in range(pages):
+                await asyncio.sleep(0)
+                yield Page([put(job, 2 * page), put(job, 2 * page + 1)], "1")
+
+        await take(come(), store, store.put, namespace="team", key=("team", job))
+
+    async def watch() -> None:
+        for number in range(4):
+            await asyncio.sleep(0)
+            store.put(put("watched", number))
+
+    async def run() -> None:
+        await asyncio.gather(listed("short", 1), listed("long", 3), watch())
+
+    asyncio.run(run())
+    assert seen["short-0"] == seen["short-1"]
+    assert len({seen[f"long-{number}"] for number in range(6)}) == 1
+    in_order = [seen[f"watched-{number}"] for number in range(4)]
+    assert in_order == sorted(set(in_order))
+
+
+def test_a_job_goes_on_when_its_object_can_be_read_again_though_it_is_as_it_was(
+    store: Store[str], changes: list[Any]
+) -> None:
+    """Somebody put a word into a label, and took it out again: the job was never looked at any more."""
+    store.put(raw(version=5))
+    unreadable, store._cut = store._cut, refuses
+    store.put(raw(version=6))
+    store._cut = unreadable
+    assert store.unreadable(KEY)
+    changes.clear()
+    store.put(raw(version=7))
+    assert not store.unreadable(KEY)
+    assert changes == [(KEY, None, None)]
+
+
+def refuses(_: Any) -> str:
+    raise UnreadableError("the attempt is no number")
 
 
 def test_an_answer_that_comes_after_the_object_has_gone_brings_it_not_back(store: Store[str]) -> None:

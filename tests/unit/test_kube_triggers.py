@@ -89,9 +89,9 @@ def test_only_what_says_that_all_goes_well_waits_until_the_pods_of_others_are_ma
 
 
 def test_a_node_concerns_the_jobs_that_have_a_live_pod_on_it() -> None:
-    assert uses_node("a", [pod(node="b"), pod(1, node="a")])
-    assert not uses_node("a", [pod(node="b")])
-    assert not uses_node("a", [pod(trainer=FAILED, node="a")])
+    assert uses_node({"a"}, [pod(node="b"), pod(1, node="a")])
+    assert not uses_node({"a"}, [pod(node="b")])
+    assert not uses_node({"a"}, [pod(trainer=FAILED, node="a")])
 
 
 def test_an_admission_is_news_at_once_and_what_a_scheduler_says_step_by_step_is_gathered() -> None:

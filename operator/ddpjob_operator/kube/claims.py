@@ -134,8 +134,13 @@ class Claims:
         everywhere = self._claims.get("")
         if everywhere is None:
             return namespace in self._claims and self._claims[namespace].holds()
-        fresh = self._unguarded or self._clock() < self._asked_at + self._durations.renew_seconds
-        return everywhere.holds() and fresh and not self._holder_of(namespace)
+        return everywhere.holds() and self._is_fresh() and not self._holder_of(namespace)
+
+    def another_acts(self, namespace: str) -> bool:
+        """Whether another release acts there, as far as we know. Where this one may not act and no other one does, it
+        is only its own claim, or its view of others', that has lapsed: mostly for seconds, unnoticed by `run`."""
+        claim = self._claims.get("", self._claims.get(namespace))
+        return bool((claim is not None and claim.holder()) or self._holder_of(namespace))
 
     def standing_by(self) -> list[str]:
         """A sentence for each place in which another release acts."""
@@ -157,6 +162,7 @@ class Claims:
             self._log_who_acts()
             now = (
                 [name for name, claim in self._claims.items() if claim.holds()],
+                self._is_fresh(),
                 sorted(filter(self._holder_of, self._others)),
             )
             if now != before:
@@ -167,6 +173,10 @@ class Claims:
     async def close(self) -> None:
         """Close all connections."""
         await self._client.close()
+
+    def _is_fresh(self) -> bool:
+        """Whether the claims of others were read lately; a release with a list of namespaces need not."""
+        return self._unguarded or self._clock() < self._asked_at + self._durations.renew_seconds
 
     def _holder_of(self, namespace: str) -> str:
         other = self._others.get(namespace)

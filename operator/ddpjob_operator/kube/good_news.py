@@ -36,7 +36,7 @@ class GoodNews:
         while waiting and next(iter(waiting.values()))[1] <= now:
             del waiting[next(iter(waiting))]  # it had its turn, and a namespace may be busy for hours
         latest = now + (ALL_LATER_SECONDS if all_run else SOME_LATER_SECONDS)
-        if key in waiting:
+        if key in waiting and waiting[key][1] > now:  # else it had its turn, and this is news since then
             latest = min(latest, waiting[key][1])
         # The newest news says how long more of it is to be waited for: of a job that was in the midst of its start when
         # the others were done, a status would be written that is out of date at once.

@@ -175,12 +175,17 @@ class JobStates:
             state.deleted_pods[pod.name] = pod
 
     def spec(self, key: Key) -> api.Spec | None:
-        """As it was last parsed, because reports come far more often than it changes; None: unreadable, or no job."""
-        parsed, raw = self._parsed.get(key), self._jobs.get(key)
-        if parsed is None and raw is not None:
+        """Parsed once per generation, because reports come far more often than it changes, also to an operator that
+        stands by and reconciles nothing. One that cannot be read any more is as it was; None: it never could, or no
+        job."""
+        known, raw = self._parsed.get(key), self._jobs.get(key)
+        if raw is None:
+            return None
+        uid, generation = raw["metadata"]["uid"], raw["metadata"].get("generation")
+        if known is None or known[:2] != (uid, generation):
             with contextlib.suppress(validation.UnreadableError):  # the reconcile reports it
                 return self.parse(key, raw)[0].spec
-        return None if parsed is None else parsed[2].spec
+        return None if known is None or known[0] != uid else known[2].spec
 
     def parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
         """The spec is parsed once per generation: mostly the status alone is new. Raises UnreadableError."""

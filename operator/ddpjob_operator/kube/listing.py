@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ddpjob_operator.kube.client import Page
-from ddpjob_operator.kube.store import ObjectKey, Store, Uids, number
+from ddpjob_operator.kube.store import Key, ObjectKey, Store, Uids, number
 
 
 class Sink(Protocol):
@@ -20,8 +20,8 @@ class Sink(Protocol):
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone."""
 
-    def one_observation(self) -> AbstractContextManager[None]:
-        """While the pages of a list come."""
+    def one_observation(self, namespace: str = "", key: Key | None = None) -> AbstractContextManager[None]:
+        """While the pages of a list come. namespace, key: what is listed."""
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
         """The end of a list: all that it named was put."""
@@ -72,10 +72,10 @@ async def take(
     **listed: Any,
 ) -> str:
     """Put all of a list and drop what it does not name; its version. check: asked before the first object is put.
-    listed: what was listed, as `sink.retain` takes it. A list shows all its objects at once, in one observation."""
+    listed: what is listed, as `sink.retain` takes it. A list shows all its objects at once, in one observation."""
     named: set[ObjectKey] = set()
     at = ""
-    with sink.one_observation():
+    with sink.one_observation(**listed):
         async for items, at in pages:
             check(number(at))
             named |= {place for raw in items if (place := place_of(raw)) is not None}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Set
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.store import Listed, ObjectKey, Raw, version
+from ddpjob_operator.kube.store import Key, Listed, ObjectKey, Raw, version
 from ddpjob_operator.observed.cluster import Node
 
 _LOGGER = logging.getLogger(__name__)
@@ -25,12 +25,13 @@ TOGETHER_SECONDS = 300.0
 
 
 class Nodes:
-    """`changed(name)` is called when a node is no longer, or again, ready. Ready ones cost nothing: there are many.
+    """`changed(names)` is called when nodes are no longer, or again, ready, or when it is judged anew what that means:
+    once for all of them, since who is told may look at every pod. Ready ones cost nothing: there are many.
 
     Since when is counted by our own clock, from when we first saw it: another machine's may be minutes off.
     """
 
-    def __init__(self, changed: Callable[[str], None], now: Callable[[], dt.datetime]) -> None:
+    def __init__(self, changed: Callable[[Set[str]], None], now: Callable[[], dt.datetime]) -> None:
         self._changed = changed
         self._now = now
         self._clock = Clock()
@@ -85,7 +86,7 @@ class Nodes:
         self._names.pop(name, None)
         self._set(name, READY)
 
-    def one_observation(self) -> contextlib.AbstractContextManager[None]:
+    def one_observation(self, namespace: str = "", key: Key | None = None) -> contextlib.AbstractContextManager[None]:
         """The order in which nodes were seen does not matter."""
         return contextlib.nullcontext()
 
@@ -115,7 +116,7 @@ class Nodes:
         if node.ready:
             del self._turned[name]
         self._not_ready = others if node.ready else {**others, name: node}
-        self._changed(name)
+        self._changed({name})
         if self._listed:  # else most are not known yet
             self._judge()
 
@@ -125,8 +126,8 @@ class Nodes:
         changed = sorted(most ^ {n for n, known in self._not_ready.items() if known.with_most})
         judged = {n: dataclasses.replace(self._not_ready[n], with_most=n in most) for n in changed}
         self._not_ready = {**self._not_ready, **judged} if judged else self._not_ready
-        for name in changed:
-            self._changed(name)
+        if changed:
+            self._changed(set(changed))
         self._log_disruption()
 
     def _with_most(self) -> set[str]:

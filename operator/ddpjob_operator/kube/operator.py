@@ -7,7 +7,7 @@ the one that holds the Lease runs the queue, and the others keep their copies up
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping, Sized
+from collections.abc import Coroutine, Iterator, Mapping, Set, Sized
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -52,6 +52,7 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
+LAPSED_SECONDS = 2.0  # as often as a claim that has lapsed is tried again
 # Longer than any bounded request, with its retries, could take.
 STUCK_SECONDS = 600.0
 
@@ -88,7 +89,7 @@ class Operator:
             Jobs(self._enqueue, reading.job),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, self._service_changed),
-            Nodes(self._node_changed, runtime.now),
+            Nodes(self._nodes_changed, runtime.now),
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
         self._prepare_to_lead()
@@ -292,12 +293,8 @@ class Operator:
     def lead(self) -> None:
         """Reconcile all jobs from now on."""
         self.leads = True
-        parts = {
-            "events": self._events.run(),
-            "queue": self.queue.run(),
-            "silence": self.reports.run(),
-            "second look": self._second_look.run(),
-        }
+        parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
+        parts["second look"] = self._second_look.run()
         parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
         self._leading = [self.run(name, work) for name, work in parts.items()]
         self._enqueue_all()
@@ -346,6 +343,8 @@ class Operator:
         # While another operator leads a queue would only grow, by the names of all jobs that ever were.
         if self.leads:
             self.queue.add(key, in_seconds)
+        elif self.caches.jobs.get(key) is None:
+            self.states.forget([key])  # of whose pods it has passed reports on
 
     def _enqueue_all(self) -> None:
         for key in self.caches.jobs:
@@ -353,8 +352,8 @@ class Operator:
 
     def _ready_in(self, key: Key) -> float | None:
         """Seconds until the job may be reconciled, 0: now; None: another release has it until claims change."""
-        if not self._may_act(key[0]):
-            return None
+        if self._claims is not None and not self._may_act(key[0]):
+            return None if self._claims.another_acts(key[0]) else LAPSED_SECONDS
         # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
         lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
         gangs = (gang.is_ready(key[0]) for gang in self.caches.gangs.values())
@@ -388,9 +387,9 @@ class Operator:
         if not is_made:  # no rule waits for the Service that the job itself makes
             self._enqueue(key)
 
-    def _node_changed(self, name: str) -> None:
+    def _nodes_changed(self, names: Set[str]) -> None:
         for key in self.caches.pods.jobs():
-            if triggers.uses_node(name, self.caches.pods.each(key)):
+            if triggers.uses_node(names, self.caches.pods.each(key)):
                 self._enqueue(key)
 
 

@@ -128,10 +128,11 @@ class Schedule(Generic[K]):
         self._release(key, now, again_at)
 
     def failed(self, key: K, now: float, at_least: float = 0.0) -> float:
-        """The reconcile has failed; the seconds until the next. at_least: what the server asked for."""
+        """The reconcile has failed; the seconds until the next. at_least: what the server asked for, or a proxy before
+        it: an hour of maintenance may be over in a minute."""
         count = self._failures[key] = self._failures.get(key, 0) + 1
         # The exponent is bounded as well: 2.0 ** 1025 is an error.
-        wait = max(at_least, min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(count - 1, 10)))
+        wait = min(BACK_OFF_SECONDS_MAX, max(at_least, BACK_OFF_SECONDS_FIRST * 2.0 ** min(count - 1, 10)))
         self._not_before[key] = now + wait
         self._release(key, now, now + wait)
         return wait

@@ -75,6 +75,8 @@ class Receiver:
         self._runtime = runtime
         self._forward = forward
         self._accounts: dict[BoundPod, Account] = {}
+        self._were_live = 0
+        """How many of these were of pods that are there, when they were last looked through."""
         self._server: BoundedServer | None = None
         self._runner: web.ServerRunner | None = None
 
@@ -175,7 +177,7 @@ class Receiver:
         now = self._runtime.clock()
         account = self._accounts.get(pod)
         if account is None:
-            if len(self._accounts) >= PODS_REMEMBERED:
+            if len(self._accounts) >= max(PODS_REMEMBERED, 2 * self._were_live):
                 self._forget_ended()
             account = self._accounts[pod] = Account(REPORTS_BURST, now)
         refilled = account.allowance + (now - account.updated) * REPORTS_PER_SECOND
@@ -188,6 +190,7 @@ class Receiver:
     def _forget_ended(self) -> None:
         """Drop the accounts of pods that the caller no longer knows."""
         self._accounts = {pod: account for pod, account in self._accounts.items() if self._locate(pod) is not None}
+        self._were_live = len(self._accounts)
 
 
 class _RefusedError(Exception):

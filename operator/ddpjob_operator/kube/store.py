@@ -81,7 +81,8 @@ class Store(Generic[T]):
     ) -> None:
         self._merge = merge
         self._observation = 0
-        self._listing = False
+        self._at_once: dict[str | Key, int] = {}
+        """The observations of lists that are under way, by the namespace (empty: all) or the job that is listed."""
         self._cut = cut
         self._key_of = key_of
         self._changed = changed
@@ -135,20 +136,34 @@ class Store(Generic[T]):
         except UnreadableError as error:
             self._set_unreadable(key, place, uid, error)
             return
-        self._unreadable.pop(place, None)
-        self._observation += not self._listing
+        held_up, _, _ = self._unreadable.pop(place, (None, "", ""))
         known = old.value if old is not None and old.uid == uid else None
-        self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observation), is_whole))
+        self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observed(key)), is_whole))
+        if held_up is not None:  # also where the object is as it was before
+            self._changed(held_up, None, None)
 
     @contextlib.contextmanager
-    def one_observation(self) -> Iterator[None]:
-        """For a list, whose pages come one after the other: what is put meanwhile was seen at once, in no order."""
+    def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:
+        """For a list, whose pages come one after the other: what is put of it meanwhile was seen at once, in no order.
+        Beside it come lists of other jobs, and the watch. namespace, key: as `retain` takes them."""
+        scope = namespace if key is None else key
+        if scope in self._at_once:
+            yield
+            return
         self._observation += 1
-        self._listing = True
+        self._at_once[scope] = self._observation
         try:
             yield
         finally:
-            self._listing = False
+            del self._at_once[scope]
+
+    def _observed(self, key: Key) -> int:
+        """The number of an observation that is made of a job now."""
+        scopes: tuple[str | Key, ...] = (key, key[0], "") if self._at_once else ()
+        if (listed := next((self._at_once[scope] for scope in scopes if scope in self._at_once), None)) is not None:
+            return listed
+        self._observation += 1
+        return self._observation
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone, whatever else has its name by now."""
@@ -165,8 +180,10 @@ class Store(Generic[T]):
 
         namespace: the one that was listed, empty for all. key: the job that was listed, None for all.
         """
-        for place, entry in list(self._entries.items()):
-            listed = (not namespace or place[0] == namespace) and key in (None, entry.key)
+        # Of one job its own are looked at alone: it is listed at each of its restarts, beside thousands of others.
+        those = self._entries if key is None else {(key[0], name): e for name, e in self._by_job.get(key, {}).items()}
+        for place, entry in list(those.items()):
+            listed = not namespace or place[0] == namespace
             if listed and place not in named and entry.version <= list_version:
                 self.remove(*place, entry.uid)
         for place, (of, uid, _) in list(self._unreadable.items()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 from msgspec.structs import replace
@@ -43,9 +43,9 @@ def group_changed(admits_first: bool, new: Group | None) -> float:
     return 0.0 if admits_first or new is None or new.deletion_requested else SOME_CHANGED_SECONDS
 
 
-def uses_node(name: str, pods: Iterable[Pod]) -> bool:
-    """Whether a change of this node is worth a reconcile of the job that has these pods."""
-    return any(pod.node == name and pod.live for pod in pods)
+def uses_node(names: Set[str], pods: Iterable[Pod]) -> bool:
+    """Whether a change of these nodes is worth a reconcile of the job that has these pods."""
+    return any(pod.node in names and pod.live for pod in pods)
 
 
 def kind(job: Mapping[str, Any] | None) -> int:
