@@ -122,7 +122,8 @@ def test_a_cluster_that_was_restored_from_a_backup_is_seen_as_it_is(
     start, and one that was gone was still there."""
     world.copy.put(service("of another time", 800))
     world.copy.put(service("a", 900))
-    world.copy.put(service("deleted since", 700))
+    world.copy.put(service("b", 700))
+    world.copy.put(service("deleted since", 750))
     world.copy.remove("team", "deleted since", "deleted since")
     world.there = [service("a", 7), service("b", 8)]
     assert world.look(times=2) == []
