@@ -314,3 +314,28 @@ def test_a_seeded_mistake_is_found(mistake: str) -> None:
     """A model that misses them proves nothing."""
     with pytest.raises(AssertionError):
         lives(200, seed=2, mistake=mistake)
+
+
+@pytest.mark.parametrize(
+    ("early", "boundaries", "version", "is_of_it"),
+    [
+        ((1, 9), [(1, 7), (1, 8)], (1, 9), True),
+        ((1, 9), [(1, 4), (1, 8)], (1, 12), True),  # micro-batches are counted
+        ((1, 9), [(1, 4), (1, 12)], (1, 16), False),  # nothing was written in the step after 12
+        ((1, 9), [(1, 7), (1, 8)], (1, 8), False),
+        ((0, 9), [(1, 8), (0, 8)], (1, 9), False),
+        (None, [(1, 8), None], (1, 9), False),
+    ],
+)
+def test_what_a_rank_wrote_within_its_step_is_of_the_boundary_that_the_others_came_to(
+    early: tuple[int, int] | None,
+    boundaries: list[tuple[int, int] | None],
+    version: tuple[int, int],
+    is_of_it: bool,
+) -> None:
+    """Random states of an older step would be drawn a second time."""
+
+    def of(pair: tuple[int, int] | None) -> Version | None:
+        return None if pair is None else Version(1, *pair)
+
+    assert memory.leads_to(of(early), [of(one) for one in boundaries], Version(1, *version)) is is_of_it

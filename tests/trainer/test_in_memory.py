@@ -5,7 +5,9 @@ Here no rank is killed: `rescue()` is what a survivor does. `tests/agent/test_me
 
 from __future__ import annotations
 
+import functools
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,11 +59,15 @@ class Keeping(torch.nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
-def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: Node) -> None:
+@pytest.mark.parametrize("who_keeps", ["a layer", "the model"])
+def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: Node, who_keeps: str) -> None:
     """Tensors that were read where they lie would change within the training, whenever the next state is written."""
 
     def objects_of() -> dict[str, Any]:
-        model = torch.nn.Sequential(Keeping(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        first = Keeping if who_keeps == "a layer" else torch.nn.Linear
+        model = torch.nn.Sequential(first(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+        if who_keeps == "the model":  # a script that saves memory
+            model.load_state_dict = functools.partial(model.load_state_dict, assign=True)  # type: ignore[method-assign]
         return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 
     def train() -> None:
@@ -75,7 +81,8 @@ def test_what_was_loaded_stays_as_it_is_when_the_memory_is_written_again(node: N
         snapshot = ddpjob.Snapshot("snapshots")
         assert snapshot.load(**objects) == 6
         optimizer = objects["optimizer"].state_dict()["state"]
-        held = packed.tensors_of([objects["model"].state_dict(), objects["model"][0].seen, optimizer, snapshot.state])
+        seen = getattr(objects["model"][0], "seen", None)
+        held = packed.tensors_of([objects["model"].state_dict(), seen, optimizer, snapshot.state])
         before = [tensor.clone() for tensor in held]
         shared = Shared(os.environ["DDPJOB_MEMORY"], 1, 1)
         shared.mapped(0)[:] = b"\xff" * shared.reserved(0)
@@ -296,6 +303,32 @@ def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_lo
     assert node.step == 8
     assert node.run(1, lambda: train(12, steps_after=1)) == (8, 8.5)
     assert node.step != 13, "nobody has named what there is at step 13"
+
+
+@pytest.mark.parametrize(("each", "left"), [(1, 9), (2, None)])
+def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them_after_each_step(
+    node: Node, each: int, left: int | None
+) -> None:
+    """The others may have made that step, and the rank that has failed too: nobody has the one before it any more. A
+    script that names values now and then would be waited for in vain."""
+
+    def train() -> None:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        snapshot.load(**objects)
+        for step in range(8):
+            steps(step, step + 1, **objects)
+            if (step + 1) % each == 0:
+                snapshot.keep(step + 1, **objects, best=step + 1.5)
+        survivor = threading.Thread(target=rescue)
+        objects["optimizer"].register_step_pre_hook(lambda *_: survivor.start())
+        steps(8, 9, **objects)
+        if each == 2:
+            survivor.join()
+        snapshot.keep(9, **objects, best=9.5)
+        survivor.join()
+
+    node.run(0, train)
+    assert node.step == left
 
 
 def test_memory_false_keeps_nothing_and_a_restart_goes_on_from_the_folder(node: Node) -> None:
@@ -685,3 +718,68 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
     assert "rank 1: its random states were lost with its node" in capfd.readouterr().err
     job.lose(1)
     assert job.run_all(2, lambda: train_both(6), ranks=2)[1] == (6, seeded)
+
+
+@pytest.mark.parametrize("each", [1, 4])
+def test_a_rank_that_dies_within_its_step_has_its_random_states_however_steps_are_counted(
+    node: Node, each: int
+) -> None:
+    """Many count micro-batches or samples: dropout would then not be what it was without the failure."""
+
+    def train() -> Any:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        step = snapshot.load(**objects)
+        if step:
+            return step, float(torch.rand(()))
+        torch.manual_seed(10 + world.rank)
+        model = world.wrap(objects["model"])
+        for step in range(each, 9 * each, each):
+            model(torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            if step == 8 * each and world.rank == 1:
+                break
+            ddpjob.should_stop(step)
+            settle()
+        else:
+            rescue()
+        return step, float(torch.rand(()))
+
+    found = [node.run_all(generation, train, ranks=2) for generation in range(2)]
+    assert found[0] == found[1]
+
+
+def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states_and_buffers(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other rank was faster, and its state is of a newer generation: the same step, of which the dead one has
+    written nothing."""
+
+    def fail(*_: Any) -> None:
+        raise InterruptedError
+
+    def train() -> Any:
+        world, generation = ddpjob.init(), int(os.environ["DDPJOB_GENERATION"])
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        if generation in (1, 2) and world.rank == 0:  # whose buffers are the model's
+            objects["optimizer"].register_load_state_dict_pre_hook(fail)
+        try:
+            step = snapshot.load(**objects)
+        except InterruptedError:
+            return None
+        if not step:
+            torch.manual_seed(10 + world.rank)
+            model = world.wrap(objects["model"], broadcast_buffers=False)
+            steps(0, 1, model, objects["optimizer"])
+            snapshot.keep(1, **objects)
+            steps(1, 8, model, objects["optimizer"])
+        buffers = [float(value.sum()) for value in objects["model"].buffers()]
+        rescue()
+        return node.step, buffers, float(torch.rand(()))
+
+    first, *loading, last = (node.run_all(generation, train, ranks=2) for generation in range(4))
+    assert first[0][0] == 8
+    assert first[0][1] != first[1][1]
+    assert [rank_0 for rank_0, _ in loading] == [None, None]
+    assert [last[rank][2] for rank in range(2)] == [first[rank][2] for rank in range(2)], capfd.readouterr().err
+    assert [last[rank][1] for rank in range(2)] == [first[0][1]] * 2

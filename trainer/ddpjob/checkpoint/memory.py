@@ -238,6 +238,7 @@ class Keeper(Survivor):
             self._copies.resumed(self._resumed[0])
             self._copies.loaded = self._loaded
         self._proofs_left, self._sum, self._shared.cells[PID] = 0, None, 0
+        self._shared.forget_slot(EARLY)  # no copy follows from it
         self._copies.begin_with_changes(why)
 
     def _note(self, kept: Kept, step: int) -> None:
@@ -254,6 +255,7 @@ class Keeper(Survivor):
             if self._dirty_since:
                 self._dirty_seconds = max(self._dirty_seconds, time.monotonic() - self._dirty_since)
             self._versions, self._stepped, self._state = kept.versions(), False, None
+            self._names_each_step = step <= memory.step_of(shared.cells[CLOCK]) + 1
             shared.cells[CLOCK] = 2 * step
         if not shared.cells[PID]:
             self._arm(kept, step)

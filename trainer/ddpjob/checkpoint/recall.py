@@ -17,7 +17,19 @@ from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.state_dicts import misfit, unwrapped
 from ddpjob.core import memory
-from ddpjob.core.memory import COPIES, COPY_SLOTS, EARLY, Found, Held, Mark, Proof, Version
+from ddpjob.core.memory import (
+    COPIES,
+    COPY_SLOTS,
+    EARLY,
+    LOADED_BY,
+    LOADED_FROM,
+    LOADED_STEP,
+    Found,
+    Held,
+    Mark,
+    Proof,
+    Version,
+)
 from ddpjob.errors import StateError
 from ddpjob.group import gather
 
@@ -92,11 +104,13 @@ def fetch(
     else:
         first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
     if source and rows[0][1]:  # the buffers of a model are rank 0's
-        buffers = _tried(trouble, lambda: _from_rank(early, 0, rank, world_size)["small"])
-        first = _tried(trouble, lambda: {**first, "small": {**first["small"], **buffers}})
+        small = _tried(trouble, lambda: _from_rank(early, 0, rank, world_size)["small"])
+        first = _tried(trouble, lambda: {**first, "small": {**first["small"], **_buffers(small, large)}})
     state = _tried(trouble, lambda: _checked(large, first["small"], found, objects))
     troubled = [number for number, row in enumerate(_gathered([len(trouble)], world_size)) if row[0]]
     if troubled:
+        if shared is not None:
+            shared.cells[LOADED_STEP] = 0
         if rank == troubled[0]:
             process.log(f"step {version.step} in memory is not used: rank {rank}: {trouble[0]}")
         return None
@@ -131,6 +145,11 @@ def _checked(large: Any, small: Any, found: Found, objects: Mapping[str, Any]) -
     }
 
 
+def _buffers(small: Any, large: Any) -> dict[str, Any]:
+    """Of what is small, what belongs to the modules among what is large."""
+    return {name: value for name, value in small.items() if name in large and "metadata" in large[name]}
+
+
 def _is_copied_from(target: Any) -> bool:
     """Whether this object copies the tensors of a state that it loads, as modules of torch do: no copy is needed first.
 
@@ -139,9 +158,9 @@ def _is_copied_from(target: Any) -> bool:
     model = unwrapped(target)
     return (
         isinstance(model, torch.nn.Module)
-        and type(model).load_state_dict is torch.nn.Module.load_state_dict
+        and getattr(model.load_state_dict, "__func__", None) is torch.nn.Module.load_state_dict
         and all(
-            type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+            str(getattr(module._load_from_state_dict, "__module__", "")).startswith("torch.nn.modules.")
             and not module._load_state_dict_pre_hooks
             and not module._load_state_dict_post_hooks
             for module in model.modules()
@@ -151,14 +170,33 @@ def _is_copied_from(target: Any) -> bool:
 
 def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) -> tuple[Any, Any]:
     """What this rank wrote at the boundary of that step, or with its copy; and before the optimizer's step that led to
-    it."""
+    it, or at that step in the generation whose state was loaded and has not changed since."""
+    if shared is None:
+        return None, None
+    found = _left(shared, version, rank, world_size)
+    step, first, last = (shared.cells[cell] for cell in (LOADED_STEP, LOADED_FROM, LOADED_BY))
+    if found == (None, None) and step == version.step and first < version.generation <= last:
+        version = version._replace(generation=first)
+        own, early = _left(shared, version, rank, world_size)
+        found = None, own or early
+    if found != (None, None):
+        shared.cells[LOADED_STEP] = 0
+        shared.cells[LOADED_FROM], shared.cells[LOADED_BY] = version.generation, shared.generation
+        shared.cells[LOADED_STEP] = version.step
+    return found
+
+
+def _left(shared: Shared, version: Version, rank: int, world_size: int) -> tuple[Any, Any]:
+    """What this rank has left of that version: at the boundary, and before the optimizer's step."""
+    boundaries = [shared.slot_version(slot) for slot in range(EARLY)]
+    own = [slot for slot in (*range(EARLY), *COPY_SLOTS) if shared.slot_version(slot) == version]
+    early = [EARLY] if memory.leads_to(shared.slot_version(EARLY), boundaries, version) else []
     found: list[Any] = []
-    for slots in ([*range(EARLY), *COPY_SLOTS], [EARLY]):
+    for slots in (own, early):
         value = None
         for slot in slots:
-            if shared is not None and shared.slot_version(slot) == version:
-                with contextlib.suppress(StateError, OSError):
-                    value = shared.read_slot(slot)
+            with contextlib.suppress(StateError, OSError):
+                value = shared.read_slot(slot)
         found.append(value if value is not None and value["of"] == (rank, world_size) else None)
     return found[0], found[1]
 

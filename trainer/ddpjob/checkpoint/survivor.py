@@ -42,6 +42,7 @@ class Survivor(abc.ABC):
         self._resumed: tuple[int, int] = (0, 0)  # the step that was loaded from memory, and how often
         self._resumed_total = 0
         self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
+        self._names_each_step = False  # the script: values too, at the last boundary and at the step before it
         self._answered = threading.Lock()
         self._state: State | None = None  # what is being written
         self._moved = 0, 0.0  # how many parts were written, and since when
@@ -142,7 +143,7 @@ class Survivor(abc.ABC):
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""
         usual, taken = 2 * self._dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._dirty_since
-        if self._ends or kept.by_value or taken > HELD_UP * usual:
+        if self._ends or (kept.by_value and not self._names_each_step) or taken > HELD_UP * usual:
             return False
         return taken < usual or threads.would_run(self._pid, self._pid)
 

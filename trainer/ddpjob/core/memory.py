@@ -59,7 +59,8 @@ CHANGED, PLACED = 1, 2
 
 PID, CLOCK, ANSWER, PROOF_GENERATION, PROOF_STEP, PROOF_SUM, FIRST_SLOT = range(7)
 SLOT_STEP, SLOT_GENERATION, SLOT_BYTES = range(3)
-MARK_GENERATION, MARK_STEP, MARK_BEFORE, RANK_CELLS = range(FIRST_SLOT + 3 * SLOTS, FIRST_SLOT + 3 * SLOTS + 4)
+MARK_GENERATION, MARK_STEP, MARK_BEFORE = range(FIRST_SLOT + 3 * SLOTS, FIRST_SLOT + 3 * SLOTS + 3)
+LOADED_STEP, LOADED_FROM, LOADED_BY, RANK_CELLS = range(MARK_BEFORE + 1, MARK_BEFORE + 5)
 """Of a rank.
 
 PID             of the process that takes part; 0: none
@@ -68,6 +69,8 @@ ANSWER          after a failure, one of the answers below
 PROOF_GENERATION, PROOF_STEP, PROOF_SUM  the sum of the bits of parameters and optimizer state at that boundary
 SLOT_STEP, SLOT_GENERATION, SLOT_BYTES  of each slot; SLOT_STEP is written last, 0: nothing is there
 MARK_GENERATION, MARK_STEP, MARK_BEFORE  its last boundary and the one before, where it writes no slot at each
+LOADED_STEP, LOADED_FROM, LOADED_BY  of a step that was loaded: the generation whose state it was, and the last one that
+                has loaded it. A rank that died while it loaded has left the slots of the first one, of the same state
 """
 NONE, SAVED, UNABLE = range(3)
 
@@ -187,6 +190,17 @@ def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
         if proof is not None and seen.setdefault((proof.generation, proof.step), proof.total) != proof.total:
             return rank
     return None
+
+
+def leads_to(early: Version | None, boundaries: Sequence[Version | None], version: Version) -> bool:
+    """Whether what a rank has written before its optimizer's step is of the step that made this state.
+
+    early: with the number after that of the rank's last boundary; how far the next one is from it, the script decides.
+    boundaries: those of which the rank has left something. Others are one further at most.
+    """
+    if early is None or early[:2] != version[:2] or early.step > version.step:
+        return False
+    return not any(one is not None and one[:2] == early[:2] and one.step >= early.step for one in boundaries)
 
 
 def is_newer(folder: Version | None, held: Held) -> bool:
