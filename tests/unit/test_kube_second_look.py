@@ -111,8 +111,35 @@ def test_what_has_come_or_gone_since_the_list_is_not_read(world: World) -> None:
     world.there.append(service("gone", 9))
     world.copy.put(service("gone", 9))
     world.copy.remove("team", "gone", "gone")
-    world.copy.put(service("new", 101))
+    world.meanwhile = lambda: world.copy.put(service("new", 101))
     assert world.look() == []
+
+
+def test_a_cluster_that_was_restored_from_a_backup_is_seen_as_it_is(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts anew, so everything in it looked older than what was known: for a day a job of the present did not
+    start, and one that was gone was still there."""
+    world.copy.put(service("of another time", 800))
+    world.copy.put(service("a", 900))
+    world.copy.put(service("b", 700))
+    world.copy.put(service("deleted since", 750))
+    world.copy.remove("team", "deleted since", "deleted since")
+    world.there = [service("a", 7), service("b", 8)]
+    assert world.look(times=2) == []
+    assert world.copy.newest("team") == 0, "whatever comes now is taken"
+    world.copy.put(service("deleted since", 6))
+    assert world.copy.entry("team", "deleted since") is not None
+    assert world.look(times=3) == [("team", "digits")]
+    assert "services in team: the list is of version 100, and 900 was seen before" in caplog.text
+
+
+def test_one_list_that_is_late_is_no_backup(world: World) -> None:
+    world.copy.put(service("a", 900))
+    world.there = [service("a", 900)]
+    world.meanwhile = lambda: setattr(world, "at", 1000)
+    assert world.look(times=4) == []
+    assert world.copy.newest("team") == 900
 
 
 def test_an_object_of_another_namespace_is_not_missed(world: World) -> None:

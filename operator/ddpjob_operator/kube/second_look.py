@@ -5,6 +5,7 @@ lists again after a broken watch and does not report what the new list lacks (cl
 ever tell, and the job would wait for ever. So while this operator leads, it asks now and then for the names and
 versions of all objects that it watches, without their contents. What our copy lacks in two looks in a row has been
 lost: a watch may be late by seconds where a machine is overloaded, and to read all that again would add to the load.
+Two lists in a row that are older than our copy was before show that the server counts anew.
 docs/measured.md says what that costs.
 """
 
@@ -27,6 +28,12 @@ class Copy(Protocol):
 
     def listed(self, raw: Raw) -> Listed:
         """An object of a list, by its metadata alone. Raises LookupError or TypeError where it has none."""
+
+    def newest(self, namespace: str) -> int:
+        """The version of what is newest in it; 0: not known."""
+
+    def begin_anew(self, namespace: str) -> None:
+        """Whatever version comes is newer than what it has."""
 
     def missed(self, listed: Mapping[tuple[str, str], Listed], at: int, namespace: str) -> set[Listed]:
         """What the list of version `at` has and the copy lacks, or the reverse."""
@@ -60,6 +67,8 @@ class SecondLook:
     """Called with the resource, and how many keys of it are read again."""
     _missed: dict[str, set[Listed]] = field(default_factory=dict)
     """In the last look, by collection."""
+    _counts_anew: set[str] = field(default_factory=set)
+    """The collections whose last list was older than our copy was before."""
     _logged: dict[str, str] = field(default_factory=dict)
 
     async def run(self) -> None:
@@ -85,10 +94,11 @@ class SecondLook:
 
     async def _look_at(self, watched: Watched) -> None:
         listed: dict[tuple[str, str], Listed] = {}
-        at = 0
+        at, newest = 0, watched.copy.newest(watched.namespace)
         async for page in self.client.versions(watched.path, watched.selector):
             listed |= {one.place: one for one in map(watched.copy.listed, page.items)}
             at = number(page.version)
+        self._compare(watched, at, newest)
         missed = watched.copy.missed(listed, at, watched.namespace)
         keys = sorted({one.key for one in missed & self._missed.get(str(watched), set())})
         self._missed[str(watched)] = missed
@@ -99,6 +109,17 @@ class SecondLook:
             self.log.warning("%s: the watch has not shown changes of %s%s; they are read again", watched, some, more)
         for key in keys:
             await watched.read_again(key)
+
+    def _compare(self, watched: Watched, at: int, newest: int) -> None:
+        """at: the version of a list, of which the API server promises that it is no older than what it has shown."""
+        if not 0 < at < newest:
+            self._counts_anew.discard(str(watched))
+        elif str(watched) in self._counts_anew:
+            text = "%s: the list is of version %d, and %d was seen before: a restored backup; all is read again"
+            self.log.warning(text, watched, at, newest)
+            watched.copy.begin_anew(watched.namespace)
+        else:
+            self._counts_anew.add(str(watched))
 
     def _report(self, watched: Watched, text: str) -> None:
         if self._logged.get(str(watched)) != text:

@@ -190,6 +190,20 @@ class Store(Generic[T]):
             if (not namespace or place[0] == namespace) and key in (None, of) and place not in named:
                 self.remove(*place, uid)
 
+    def newest(self, namespace: str) -> int:
+        """The version of the newest object of a namespace, empty: of all; 0: there is none."""
+        those = (e.version for place, e in self._entries.items() if not namespace or place[0] == namespace)
+        return max(those, default=0)
+
+    def begin_anew(self, namespace: str) -> None:
+        """The cluster was restored from a backup, and counts anew: whatever comes of a namespace, empty: of any, is
+        newer than what we have, and what was deleted is there again."""
+        self._tombstones = Uids()
+        for place, entry in self._entries.items():
+            if not namespace or place[0] == namespace:
+                old = msgspec.structs.replace(entry, version=0)
+                self._entries[place] = self._by_job[entry.key][place[1]] = old
+
     def listed(self, raw: Raw) -> Listed:
         """An object of a list, by its metadata alone. Raises LookupError or TypeError where it has none."""
         return Listed(_place_of(raw), raw["metadata"]["uid"], version(raw["metadata"]), self._key_of(raw))
