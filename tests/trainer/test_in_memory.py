@@ -250,20 +250,25 @@ def test_a_state_that_a_script_names_again_after_load_was_loaded_as_often(node: 
     assert [node.run(number, train) for number in range(5)] == [0, 9, 9, 9, 3]
 
 
-def test_a_script_that_loads_again_after_steps_goes_back_to_the_newest_state(node: Node) -> None:
+def test_a_script_that_loads_again_after_steps_goes_back_to_the_newest_state(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Some go back where the loss has become infinite."""
 
     def train() -> tuple[int, ...]:
         objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
         step = snapshot.load(**objects)
-        steps(step, step + 6, **objects)
+        steps(step, step + 4, **objects)
         snapshot.save(step + 4, **objects)
         snapshot.wait()
+        steps(step + 4, step + 6, **objects)
         back = snapshot.load(**objects)
+        snapshot.keep(back, **objects)
         rescue()
         return step, back
 
     assert [node.run(number, train) for number in range(2)] == [(0, 4), (4, 8)]
+    assert "names are one" not in capfd.readouterr().err, "should_stop and keep count alike"
 
 
 def test_a_script_that_asks_for_values_is_kept_from_the_first_save_on(node: Node) -> None:
@@ -329,6 +334,27 @@ def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them
 
     node.run(0, train)
     assert node.step == left
+
+
+def test_a_script_that_counts_otherwise_for_should_stop_than_for_save_goes_on_from_the_folder(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Most begin to count at 0. What the memory calls step 8 was after 9 steps: one would be made twice."""
+
+    def train(*, saves: bool) -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        made = snapshot.load(**objects)
+        for index in range(made, made + 9):
+            steps(index - 1, index, **objects)
+            if saves and index == 4:
+                snapshot.save(index + 1, **objects)
+                snapshot.wait()
+        rescue()
+        return made
+
+    assert [node.run(0, lambda: train(saves=True)), node.run(1, lambda: train(saves=False))] == [0, 5]
+    assert node.run(2, lambda: train(saves=False)) == 5, "it has not saved again, and counts as before"
+    assert "should_stop(4) and the state of step 5 that save() or keep() names are one" in capfd.readouterr().err
 
 
 def test_memory_false_keeps_nothing_and_a_restart_goes_on_from_the_folder(node: Node) -> None:

@@ -79,7 +79,10 @@ class InMemory:
                 self._begin()
             if not self._has_folder and (self._world is None or self._world.rank == 0):
                 process.log(_ALONE if self._keeper is not None else _NOTHING)
-        elif current.loader is not self:
+        elif current.loader is self:
+            if self._keeper is not None:
+                self._keeper.goes_back()
+        else:
             self._used = False
             if current.keeper is not None:
                 current.keeper.turn_off("the script loads from a second Snapshot, which may have another step")

@@ -30,7 +30,7 @@ from ddpjob.checkpoint.slots import Slots
 from ddpjob.checkpoint.streams import Streams
 from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
 from ddpjob.core import memory
-from ddpjob.core.memory import CLOCK, COPIES, EARLY, PID, PROVEN, RESERVED, Version
+from ddpjob.core.memory import CLOCK, COPIES, EARLY, MISCOUNTED, PID, PROVEN, RESERVED, Version
 from ddpjob.errors import StateError
 
 PROOF_STEPS = 3
@@ -60,6 +60,7 @@ class Keeper(Survivor):
         self._store = store
         self._slots = Slots(shared, rank, world_size)
         self._stepped = True  # whether an optimizer has made a step since the last boundary
+        self._marked: int | None = None  # the step that should_stop has named since, the only one
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
         self._proofs_left = 0 if shared.node[PROVEN] else PROOF_STEPS
@@ -121,7 +122,7 @@ class Keeper(Survivor):
 
     def assume(self, objects: Mapping[str, Any]) -> None:
         """`load` has named these: until `save` names what there is, they are kept, if nothing else is trained."""
-        if self._off or self._kept is not None:
+        if self._off or self._kept is not None or self._shared.node[MISCOUNTED]:
             return
         with contextlib.suppress(StateError):  # save() says what is wrong with them
             if objects and Kept(objects).may_be_assumed():
@@ -174,6 +175,10 @@ class Keeper(Survivor):
                     f"next save() or keep() on; until then {self._otherwise}"
                 )
 
+    def goes_back(self) -> None:
+        """The script loads: what should_stop has named is over."""
+        self._marked = None
+
     def loads(self, version: Version) -> None:
         """All ranks load this state from memory."""
         self._loaded = version
@@ -191,6 +196,7 @@ class Keeper(Survivor):
         if self._outgrown is not None and not self._off:
             with self._guarded():
                 self._keep(Kept(self._outgrown))
+        self._check_number(step, named)
         kept = self._kept
         if kept is None or self._off or os.getpid() != self._pid or not (self._stepped or self._copies_instead):
             return
@@ -209,6 +215,18 @@ class Keeper(Survivor):
                 self._copy(self._copies, kept, int(step), named)
         except Exception as error:
             self._give_up(error)
+
+    def _check_number(self, step: int, named: bool) -> None:
+        """Whether `save` gives the state the number that should_stop has given it: `load` would return that one."""
+        if not named:
+            self._marked = step if self._stepped else None
+        elif self._marked not in (None, step) and not self._off and os.getpid() == self._pid:
+            self._shared.node[MISCOUNTED] = 1
+            self._forget_assumed()
+            self.turn_off(
+                f"should_stop({self._marked}) and the state of step {step} that save() or keep() names are one: give "
+                f"both the number of steps made so far"
+            )
 
     @property
     def _copies_instead(self) -> bool:
@@ -313,6 +331,7 @@ class Keeper(Survivor):
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Called before each step of each optimizer of this process."""
+        self._marked = None
         if self._assumed and self._kept is not None and not self._kept.has(optimizer):
             self.forget_assumed()
         kept = self._kept

@@ -37,7 +37,7 @@ FREE, DONE = 0, -1
 GENERATION, RESERVED, PROVEN, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED = range(9)
 AREA_BEGUN, AREA_HEAD, FIRST_PART = range(9, 12)
 OTHER_AREA = FIRST_PART + PARTS_MAX
-AREA_EVERY, OTHER_EVERY, OTHER_RESERVED, COPIES, NODE_CELLS = range(OTHER_AREA + 6, OTHER_AREA + 11)
+AREA_EVERY, OTHER_EVERY, OTHER_RESERVED, COPIES, MISCOUNTED, NODE_CELLS = range(OTHER_AREA + 6, OTHER_AREA + 12)
 """Of the node.
 
 GENERATION      of the ranks that run here: no others write
@@ -54,6 +54,7 @@ AREA_EVERY, OTHER_EVERY  how many steps later the next copy was due at most; 0: 
 OTHER_RESERVED  as RESERVED, of the other area
 COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
                 copied; PLACED: and that `should_stop` finds the same as `save`
+MISCOUNTED      1: `should_stop` counts otherwise than `save`, so nothing is kept before `save` has named it
 """
 CHANGED, PLACED = 1, 2
 
