@@ -783,3 +783,27 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
     assert [rank_0 for rank_0, _ in loading] == [None, None]
     assert [last[rank][2] for rank in range(2)] == [first[rank][2] for rank in range(2)], capfd.readouterr().err
     assert [last[rank][1] for rank in range(2)] == [first[0][1]] * 2
+
+
+def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_batches(node: Node) -> None:
+    """The averages of a BatchNorm are rank 0's; the model would be evaluated with those of the first micro-batch."""
+
+    def train() -> Any:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        began = step = snapshot.load(**objects)
+        model = objects["model"] if began else world.wrap(objects["model"])
+        for step in range(began + 1, 9):
+            for micro_batch in range(3):
+                model(torch.eye(4) * (step + micro_batch + world.rank)).square().sum().backward()
+            objects["optimizer"].step()
+            if step == 8 and world.rank == 0:
+                break
+            ddpjob.should_stop(step)
+            settle()
+        else:
+            rescue()
+        return began or step, [value.tolist() for value in objects["model"].buffers()]
+
+    (before, _), after = (node.run_all(generation, train, ranks=2) for generation in range(2))
+    assert after == [before, before]

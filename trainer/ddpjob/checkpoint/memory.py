@@ -360,12 +360,13 @@ class Keeper(Survivor):
         if kept is None or self._off or self._stepped or self._copies_instead or os.getpid() != self._pid:
             return
         with self._guarded():
-            self._write_early(kept)
+            self._write_early(kept, in_backward=True)
 
-    def _write_early(self, kept: Kept) -> None:
-        """A rank that is killed before the next boundary leaves its random states; the others have the rest."""
+    def _write_early(self, kept: Kept, *, in_backward: bool = False) -> None:
+        """A rank that is killed before the next boundary leaves its random states and buffers; the others have the
+        rest. in_backward: after another micro-batch, which may have changed buffers and drawn nothing."""
         rng = random_states.compact() if self._has_early else None
-        if rng is None or rng == self._early:
+        if rng is None or (rng == self._early and not (in_backward and kept.tensors_of_buffers())):
             return
         self._early = rng
         step = self._shared.cells[CLOCK] // 2 + 1
