@@ -7,8 +7,9 @@ Causes: a rank that fails (kubectl exec; on nodes that kwok plays, the status a 
 deleted, one that is evicted. Scopes: one pod, or all of the job. The script of the pods needs Python alone: it counts
 steps of 50 ms and saves every 20th of them in `--volume`, a folder for each job. The seconds run from the cause until
 each pod that starts again has printed a step, by its own clock; on played nodes until all pods of the job run again.
-The steps lost are those that were printed and are made again (none are known of played nodes); the requests are those
-of the system's own controllers in the audit log of the API server, if one is given. `ddprun` needs nodes that run pods.
+The steps lost are those that any pod had made when the first one began again, and that are made again (none are known
+of played nodes); the requests are those of the system's own controllers in the audit log of the API server, if one is
+given. `ddprun` needs nodes that run pods.
 
 Another system is an adapter of some 20 lines (`Job` below), given as `--adapter FILE`: a module with ADAPTERS, a list.
 Prints one JSON document. The operator or controllers of a system must run already.
@@ -32,17 +33,19 @@ from typing import Any
 
 Raw = dict[str, Any]
 SCRIPT = """
-import os, sys, time
+import glob, os, sys, time
 folder = os.environ["SAVES"]
 os.makedirs(folder, exist_ok=True)
 path, fail = os.path.join(folder, "step"), "/tmp/fail"
 if os.path.exists(fail):
     os.remove(fail)
-print("BEGIN", time.time(), flush=True)
+made = os.open(f"{path}.made.{os.environ['HOSTNAME']}", os.O_RDWR | os.O_CREAT)
+print("BEGIN", time.time(), max(int(open(name).read() or 0) for name in glob.glob(path + ".made.*")), flush=True)
 step = int(open(path).read()) if os.path.exists(path) else 0
 while not os.path.exists(fail):
     step += 1
     print("STEP", step, time.time(), flush=True)
+    os.pwrite(made, f"{step:12}".encode(), 0)
     if step % 20 == 0:
         new = f"{path}.{os.environ['HOSTNAME']}"
         with open(new, "w") as file:
@@ -154,6 +157,8 @@ class Run:
 
     begun: float
     """By the clock of its node, as `first`: of its first step, 0.0 where there is none."""
+    made: int
+    """The last step that any pod of the job had made then, as far as it knows."""
     first: float = 0.0
     steps: list[int] = field(default_factory=list)
 
@@ -214,7 +219,8 @@ class Case:
         time.sleep(self.options.settle)
         found: Raw = {"seconds": max((run.first for run in runs), default=began + seconds) - began, "stepsLost": None}
         if runs:
-            found["stepsLost"] = before - min(run.steps[0] for run in runs) + 1
+            made = max(before, min(runs, key=lambda run: run.begun).made)
+            found["stepsLost"] = max(0, made - min(run.steps[0] for run in runs) + 1)
         return {**found, "requests": requests(self.options.audit_log, self.system, self.namespace, began)}
 
     def job(self) -> Raw:
@@ -233,7 +239,7 @@ class Case:
         for line in kubectl("logs", "-n", self.namespace, pod["metadata"]["name"]).splitlines():
             words = line.split()
             if words[:1] == ["BEGIN"]:
-                runs.append(Run(float(words[1])))
+                runs.append(Run(float(words[1]), int(words[2])))
             elif words[:1] == ["STEP"]:
                 runs[-1].steps.append(int(words[1]))
                 runs[-1].first = runs[-1].first or float(words[2])

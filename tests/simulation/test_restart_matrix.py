@@ -64,7 +64,7 @@ elif verb == "get":
 elif verb == "logs":
     is_first = int(state["pods"][words[-1]]) <= state["first"]
     begun = state["begun"][words[-1]]
-    print("BEGIN", begun)
+    print("BEGIN", begun, 0 if is_first else 30)
     for step in range(1, 31) if is_first else range(21, 25):
         print("STEP", step, begun + 0.05)
 elif verb == "exec":

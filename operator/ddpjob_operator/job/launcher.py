@@ -7,6 +7,7 @@ With such a contradiction the job hangs or fails, because the launcher waits for
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 import shlex
 from collections.abc import Iterator
@@ -46,6 +47,9 @@ NEEDS_TORCHRUN = (
 _INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 
 _KEPT_LENGTH_MAX = 4096
+# Of a longer command, with a whole script in it, what was found is kept where that is short. To read 10 kB takes 5 ms,
+# and each report of each node asks four times.
+_KEPT_OF_LONG_MAX, _OPTIONS_LENGTH_MAX = 4096, 1024
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,21 @@ class Launcher:
 
 def find(command: list[str]) -> Launcher | None:
     """The launcher that `command` (command + args) starts, also inside `sh -c "…"`; None where there is none."""
-    known = _found if sum(map(len, command)) <= _KEPT_LENGTH_MAX else _found.__wrapped__
-    return known(tuple(command))
+    if sum(map(len, command)) <= _KEPT_LENGTH_MAX:
+        return _found(tuple(command))
+    kept = _kept_of_long(hashlib.sha256(repr(command).encode()).digest())
+    if kept:
+        return kept[0]
+    found = _found.__wrapped__(tuple(command))
+    if found is None or len(repr(found.options)) <= _OPTIONS_LENGTH_MAX:
+        kept.append(found)
+    return found
+
+
+@functools.lru_cache(maxsize=_KEPT_OF_LONG_MAX)
+def _kept_of_long(_digest: bytes) -> list[Launcher | None]:
+    """Where it is kept what a long command starts."""
+    return []
 
 
 @functools.lru_cache(maxsize=256)
