@@ -102,6 +102,13 @@ def group_of(view: View, status: api.Status) -> Group | None:
     return next(own, None)
 
 
+def is_forgotten(view: View, status: api.Status) -> bool:
+    """Whether nobody knows how many pods the job's queue has admitted: its API is away, and has been since this
+    operator began."""
+    adapter = adapter_of(view, status)
+    return adapter is not None and adapter.admits_first and _is_away(view, adapter) and group_of(view, status) is None
+
+
 def names_nodes(view: View, status: api.Status) -> bool:
     """Whether a queue has named the node of each pod: one that is to stay away from its node fits nowhere."""
     group = group_of(view, status)
