@@ -377,6 +377,19 @@ def test_a_config_map_that_stays_missing_fails_the_job_after_a_while_and_not_bef
     assert 'configmap "settings" not found' in world.status.message
 
 
+def test_a_config_map_that_is_missing_for_a_moment_after_a_long_pull_fails_no_job() -> None:
+    """The kubelet names the same reason where its own copy of the ConfigMap is late: a job of an image that took eleven
+    minutes to pull had Failed for good."""
+    world = digits().started().waits(0, "ContainerCreating").settle().after(660).settle()
+    scheduled = world.pods["digits-1-0"].scheduled_at
+    world.waits(0, "CreateContainerConfigError", "failed to sync configmap cache: timed out")
+    seen = {"scheduled_at": scheduled, "unconfigured_since": world.now}
+    world.pods["digits-1-0"] = replace(world.pods["digits-1-0"], **seen)
+    assert world.settle().status.reason == "CannotStart"
+    world.runs(0, 1).settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+
+
 # ---------------------------------------------------------------- causes
 
 

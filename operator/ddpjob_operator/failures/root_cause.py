@@ -185,6 +185,11 @@ def settle(
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
 
 
+def lacks_configuration(pod: Pod) -> bool:
+    """Whether a container of it waits for a ConfigMap or a Secret that is not there."""
+    return pod.trainer.state == "waiting" and pod.trainer.reason == CONFIG_ERROR
+
+
 def cannot_start(failure: api.JobFailure) -> bool:
     """Whether it ended before any of its own code ran: because of the job, its node or a passing fault."""
     if failure.reason not in ("", "Error", *rules.START_REASONS):

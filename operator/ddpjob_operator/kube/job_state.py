@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube.store import Jobs, Key
@@ -55,7 +56,7 @@ class JobState:
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
     """As they were last seen, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
-    """When a pod (by uid) was first seen to be silent, stopping or done."""
+    """When a pod (by uid) was first seen to be silent, stopping, done or without its ConfigMap."""
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server does not have either."""
     clock: Clock = field(default_factory=Clock)
@@ -100,15 +101,17 @@ class JobState:
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that show a lost node as we saw them: the API server's clock may be minutes off ours,
-        and a healthy node would be given up at once."""
+        and a healthy node would be given up at once. Of a ConfigMap that is missing it has no time."""
         seen = {(p.uid, "silent") for p in pods if p.silent_since}
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
+        seen |= {(p.uid, "unconfigured") for p in pods if root_cause.lacks_configuration(p)}
         self.first_seen = {key: self.first_seen.get(key, now) for key in seen}
         return [self._by_own_clock(p) for p in pods]
 
     def _by_own_clock(self, pod: Pod) -> Pod:
-        if pod.silent_since is pod.deletion_deadline is pod.done_since is None and not pod.done_beside_sidecars:
+        is_timed = pod.done_beside_sidecars or root_cause.lacks_configuration(pod)
+        if pod.silent_since is pod.deletion_deadline is pod.done_since is None and not is_timed:
             return pod  # most are so, and a job may have thousands
         stopping = self.first_seen.get((pod.uid, "stopping"))
         grace = dt.timedelta()
@@ -119,6 +122,7 @@ class JobState:
             silent_since=self.first_seen.get((pod.uid, "silent")),
             deletion_deadline=None if stopping is None else stopping + grace,
             done_since=self.first_seen.get((pod.uid, "done")),
+            unconfigured_since=self.first_seen.get((pod.uid, "unconfigured")),
         )
 
     def refuse(self, name: str, message: str, now: dt.datetime) -> None:

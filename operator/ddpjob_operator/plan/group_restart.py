@@ -226,8 +226,9 @@ def next_check(view: View, status: api.Status) -> dt.datetime | None:
 
 
 def _config_error_at(view: View, pod: Pod) -> dt.datetime | None:
-    stuck = pod.trainer.state == "waiting" and pod.trainer.reason == root_cause.CONFIG_ERROR
-    return after(pod.scheduled_at, view.settings.config_error_seconds) if stuck else None
+    # Not from when it got its node, because to pull an image may take longer than that.
+    since = pod.unconfigured_since or pod.scheduled_at
+    return after(since, view.settings.config_error_seconds) if root_cause.lacks_configuration(pod) else None
 
 
 def _ending(view: View, text: str, failure: api.JobFailure) -> str:
