@@ -12,6 +12,7 @@ import kopf
 import pytest
 from worlds import START, UID, manifest
 
+from ddpjob_operator.job import validation
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.executor import is_refusal
@@ -229,6 +230,26 @@ def test_only_a_404_that_names_the_object_means_that_it_is_gone() -> None:
     assert is_absent(ApiError(404, "NotFound", 'ddpjobs.training.ddpjob.io "digits" not found'), "digits")
     assert not is_absent(ApiError(404, "NotFound", "the server could not find the requested resource"), "digits")
     assert not is_absent(ApiError(404, "Unknown", "404 page not found"), "digits")
+
+
+@pytest.mark.parametrize("reads_nodes", [False, True])
+def test_how_long_a_pod_is_in_a_state_is_counted_by_our_clock_also_where_nodes_can_be_read(reads_nodes: bool) -> None:
+    """By that of a node which is a minute behind, a trainer that an eviction had ended beside its sidecar counted as
+    completed at once."""
+    done = {"exitCode": 0, "reason": "Completed", "finishedAt": f"{START - dt.timedelta(minutes=1):%Y-%m-%dT%H:%M:%SZ}"}
+    beside = [_state(terminated=done), {"name": "proxy", "state": {"running": {}}}]
+
+    async def run() -> None:
+        made = operator(Runtime(utc=lambda: START))
+        made.caches.pods.put(pod(0, version=2, phase="Running", containerStatuses=beside))
+        if reads_nodes:
+            made.caches.nodes.retain(set(), 1)
+        key, (job, _) = ("default", "digits"), validation.parse(manifest())
+        seen = await made.reconciler._observe(key, job, made.states.of(key, UID))
+        assert (seen.nodes is not None) == reads_nodes
+        assert [p.done_since for p in seen.pods] == [START, None]
+
+    asyncio.run(run())
 
 
 def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -> None:

@@ -165,9 +165,7 @@ class Reconciler:
             for s in services
             if s not in own
         )
-        nodes, pods = self.caches.nodes.seen(), self.caches.pods.of(key)
-        if nodes is None:  # then the pods themselves show whether their node is lost
-            pods = state.by_own_clock(pods, self.runtime.now())
+        nodes, pods = self.caches.nodes.seen(), state.by_own_clock(self.caches.pods.of(key), self.runtime.now())
         return Observed(
             service=bool(own),
             pods=tuple(pods),
