@@ -137,6 +137,8 @@ secrets = st.sampled_from(
 @given(st.lists(secrets | st.text(max_size=8), max_size=12).map("".join))
 @example("password=" + "x" * 5000)
 @example("token=abcdefgh12345678***")
+@example("https://https://://a:b@")
+@example("https://" * 6 + "://a:b@")
 def test_masking_twice_is_masking_once(text: str) -> None:
     assert mask(mask(text)) == mask(text)
 

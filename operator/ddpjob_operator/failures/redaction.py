@@ -111,6 +111,10 @@ _COMPILED = tuple(
 )
 
 
+# What is masked may be what kept something before it from being known: https://https://://a:b@
+_PASSES_MAX = 20
+
+
 def clean(text: str) -> str:
     """The text without what a terminal would obey, what reorders or hides it, and what is no Unicode."""
     text = _LINE_ENDS.sub("\n", _ESCAPES.sub("", text))
@@ -119,6 +123,14 @@ def clean(text: str) -> str:
 
 def mask(text: str) -> str:
     """The text with *** in the place of what looks like a credential. mask(mask(x)) == mask(x)."""
+    for _ in range(_PASSES_MAX):
+        before, text = text, _masked_once(text)
+        if text == before:
+            break  # mostly at once, because most texts hold none
+    return text
+
+
+def _masked_once(text: str) -> str:
     lower = text.lower()
     for words, pattern in _COMPILED:
         if any(word in lower for word in words):
