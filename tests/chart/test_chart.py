@@ -531,6 +531,49 @@ def test_names_stay_within_a_dns_label_whatever_the_release_is_called() -> None:
     assert max(map(len, names)) <= 63
 
 
+def test_the_service_for_metrics_has_room_for_its_suffix_too() -> None:
+    """With a release of 40 characters, or a longer fullnameOverride, the API server refused it: 64 characters."""
+    monitored = ("--set", "metrics.serviceMonitor.enabled=true")
+    for name in (("r" * 53,), ("ops", "--set", f"fullnameOverride={'n' * 55}")):
+        done = helm("template", *name[:1], str(CHART), "--kube-version", OLDEST, *monitored, *name[1:])
+        assert done.returncode == 0, done.stderr
+        found = [document for document in yaml.safe_load_all(done.stdout) if document and document["kind"] == "Service"]
+        assert {len(document["metadata"]["name"]) <= 63 for document in found} == {True}
+        assert len(found) == 2
+
+
+NAMED_LIKE_NUMBERS = (
+    *("gang.kueue.readsJobs.serviceAccount=7", "gang.kueue.readsJobs.namespace=8"),
+    *("serviceAccount.name=11", "priorityClassName=12", "fullnameOverride=ops"),
+)
+SWITCHED_ON = (
+    *("networkPolicy.enabled=true", "metrics.serviceMonitor.enabled=true", "replicas=2"),
+    *("gang.kueue.enabled=true", "gang.kueue.readsJobs.enabled=true"),
+)
+
+
+def names_in(value: Any, key: str = "") -> list[object]:
+    """All values of the fields in which there are names."""
+    if isinstance(value, dict):
+        return [found for name, one in value.items() for found in names_in(one, name)]
+    if isinstance(value, list):
+        return [found for one in value for found in names_in(one, key)]
+    names = ("name", "namespace", "serviceAccountName", "priorityClassName", "value", "values", "matchNames")
+    return [value] if key in (*names, "app.kubernetes.io/instance") else []
+
+
+@pytest.mark.parametrize("watched", ["watchNamespaces={2024,0x1f}", "claimNamespace=1e3"])
+def test_names_that_yaml_takes_for_numbers_stay_names(watched: str) -> None:
+    """A namespace may be called 2024, and a release 1e3: the API server refused all objects of such a release."""
+    sets = [word for one in SWITCHED_ON for word in ("--set", one)]
+    sets += [word for one in (*NAMED_LIKE_NUMBERS, watched) for word in ("--set-string", one)]
+    done = helm("template", "1e3", str(CHART), "--namespace", "2024", "--kube-version", OLDEST, *sets)
+    assert done.returncode == 0, done.stderr
+    found = names_in(list(yaml.safe_load_all(done.stdout)))
+    assert {"2024", "1e3", "7", "8", "11", "12"} <= set(found)
+    assert [name for name in found if not isinstance(name, str)] == []
+
+
 @pytest.mark.parametrize(
     ("release", "settings", "name"),
     [

@@ -6,13 +6,14 @@ import dataclasses
 from typing import Any
 
 import documents
+import msgspec
 import pytest
 from worlds import World, digits, job
 
 from ddpjob_operator.describe.job import describe
 from ddpjob_operator.gangs import choice, native
 from ddpjob_operator.gangs.adapter import Adapter
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, validation
 from ddpjob_operator.observed.groups import Admission, GangApi
 from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, DeleteGroup, DeletePod
 from ddpjob_operator.pods import build
@@ -53,6 +54,18 @@ def test_auto_takes_what_the_api_server_serves_and_says_why(
     spec: dict[str, Any], apis: dict[str, GangApi], kind: str, why: str
 ) -> None:
     assert choice.choose(job(**spec), apis) == (kind, why)
+
+
+def test_a_long_sentence_of_the_api_server_is_cut_and_not_the_end_of_the_job() -> None:
+    """RBAC names each missing role in its refusal. The operator wrote a status that it could not read again, and did
+    nothing more for any job of several nodes."""
+    why = f"the operator may not list podgroups: {'; '.join(f'clusterrole {n} not found' for n in range(40))}"
+    world = digits()
+    world.gang_apis = {"native": GangApi(why_not=why)}
+    world.step()
+    status = validation.stored_status({"status": msgspec.to_builtins(world.status)})
+    assert status.gang == api.Gang(kind="none", attempt=1, why=why[:500])
+    assert world.settle().names() == ["digits-1-0", "digits-1-1"]
 
 
 def test_a_job_for_another_scheduler_gets_no_group_that_this_scheduler_would_not_read() -> None:

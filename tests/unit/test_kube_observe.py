@@ -6,10 +6,12 @@ import datetime as dt
 from typing import Any
 
 import pytest
+from worlds import job
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import observe
 from ddpjob_operator.observed.cluster import Container
+from ddpjob_operator.pods import build
 
 AT = "2031-03-05T07:11:13Z"
 TIME = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -102,6 +104,20 @@ TRAINERS: dict[str, tuple[dict[str, Any], Container]] = {
 @pytest.mark.parametrize(("status", "want"), TRAINERS.values(), ids=TRAINERS)
 def test_the_trainers_state(status: dict[str, Any], want: Container) -> None:
     assert observe.pod(pod(status, ("trainer", "sidecar"))).trainer == want
+
+
+def test_a_sidecar_that_a_webhook_puts_before_the_trainer_is_not_taken_for_it() -> None:
+    """The sidecar of GKE's Cloud Storage FUSE ends with 0 after the trainer: a job whose ranks had failed Succeeded."""
+    made = build.pod(job(container={"name": "pytorch"}), attempt=1, place=0)
+    made["metadata"]["uid"] = "u"
+    made["spec"]["containers"].insert(0, {"name": "gke-gcsfuse-sidecar"})
+    done = {"exitCode": 0, "reason": "Completed", "finishedAt": AT}
+    ended = [state("gke-gcsfuse-sidecar", terminated=done), state("pytorch", terminated=ENDED)]
+    failed = observe.pod({**made, "status": {"phase": "Failed", "containerStatuses": ended}})
+    assert (failed.trainer.exit_code, failed.has_failed, failed.has_completed) == (1, True, False)
+    runs = [state("gke-gcsfuse-sidecar", running={"startedAt": AT}), state("pytorch", terminated=done)]
+    beside = observe.pod({**made, "status": {"phase": "Running", "containerStatuses": runs}})
+    assert (beside.trainer.exit_code, beside.sidecars_run) == (0, True)
 
 
 def test_the_trainer_is_the_first_container_where_none_has_the_name() -> None:

@@ -651,6 +651,18 @@ def test_a_job_that_was_admitted_in_part_restarts_once_and_with_as_many_nodes() 
     assert world.runs(0, 1, 2).settle().status.state == "Running"
 
 
+def test_a_job_that_was_admitted_in_part_runs_on_where_a_new_operator_cannot_ask_its_queue() -> None:
+    """Its pods were stopped to become as many as spec.nodes, and then none was made, for nobody admits them."""
+    world = queued(nodes=4, minNodes=2).settle().admits()
+    world.groups = {n: replaced(g, placement=Placement(count=3)) for n, g in world.groups.items()}
+    world.settle().runs(0, 1, 2).settle()
+    known, world.groups = world.groups, {}
+    world.gang_apis["kueue"] = GangApi(why_not="the API server does not serve workloads")
+    assert (world.settle().status.state, world.status.attempt) == ("Running", 1)
+    world.groups, world.gang_apis["kueue"] = known, GangApi(V1BETA1)
+    assert (world.settle().status.state, world.status.attempt) == ("Running", 1)
+
+
 def test_a_workload_that_asks_for_other_pods_than_the_job_has_is_replaced_while_it_waits() -> None:
     world = queued(nodes=4, minNodes=2).settle().change(nodes=3)
     group = world.groups["digits"]

@@ -381,6 +381,14 @@ def test_clean_pod_policy_says_which_pods_are_left_once_the_job_has_finished(pol
     assert world.names() == left
 
 
+def test_clean_pod_policy_all_leaves_no_pod_of_an_earlier_attempt_either() -> None:
+    """The failed pod of attempt 1 stayed for its log, and with it what it holds: its name, an IP, a local volume."""
+    world = digits(cleanPodPolicy="All").running().exits(1, code=3).settle().stops_all().settle().after(5).settle()
+    assert "digits-1-1" in world.names(), "while the job goes on it stays for its log"
+    world.running().exits(0).exits(1).settle()
+    assert (world.status.state, world.names()) == ("Succeeded", [])
+
+
 def test_ttl_deletes_the_job_that_long_after_it_finished_and_not_before() -> None:
     world = digits(ttlSecondsAfterFinished=30).running().exits(0).exits(1).settle()
     assert world.after(29).plan().actions == ()

@@ -3,14 +3,14 @@
 {{- .Values.nameOverride | default .Chart.Name -}}
 {{- end }}
 
-{{/* The name of everything: the release's, with the chart's where it does not contain it, or fullnameOverride. At most 56
+{{/* The name of everything: the release's, with the chart's where it does not contain it, or fullnameOverride. At most 55
      characters, so that the longest suffix still fits into a DNS label. A release may have dots in its name, and a
      Service may not. */}}
 {{- define "ddpjob.name" -}}
 {{- $chart := include "ddpjob.chart" . -}}
 {{- $release := .Release.Name | replace "." "-" -}}
 {{- $name := ternary $release (printf "%s-%s" $release $chart) (contains $chart $release) -}}
-{{- $name = .Values.fullnameOverride | default $name | trunc 56 | trimSuffix "-" -}}
+{{- $name = .Values.fullnameOverride | default $name | trunc 55 | trimSuffix "-" -}}
 {{- if not (regexMatch "^[a-z]" $name) -}}
 {{- fail (printf "the release %q gives the name %q, and a Service's name must start with a letter: set fullnameOverride" .Release.Name $name) -}}
 {{- end -}}
@@ -31,7 +31,7 @@
 
 {{- define "ddpjob.selector" -}}
 app.kubernetes.io/name: {{ include "ddpjob.chart" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end }}
 
 {{- define "ddpjob.labels" -}}

@@ -206,7 +206,7 @@ class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True
     kueue: a queue, before a pod is made."""
     attempt: Count = 0
     """The attempt that it was chosen for."""
-    why: Annotated[str, Meta(max_length=500)] = ""
+    why: Annotated[str, Meta(max_length=bounds.WHY_MAX)] = ""
     """Why it was chosen."""
     waiting_since: Time | None = None
     """Since when a queue has not admitted the job."""

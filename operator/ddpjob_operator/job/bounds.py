@@ -30,6 +30,8 @@ TEXT_MAX = 16_384
 # A sentence of a report, and that sentence with what to do about it.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600
+# Why a gang was chosen, or cannot be had: the API server's own sentence may be in it.
+WHY_MAX = 500
 # A pod template has some hundred values, and is nested about 15 levels deep.
 SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144

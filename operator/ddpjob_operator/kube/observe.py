@@ -164,8 +164,8 @@ def deletion_requested_at(metadata: Raw) -> dt.datetime | None:
 def trainer(raw: Raw, phase: str) -> Container:
     """The state of the trainer, or of what keeps it from starting."""
     status = raw.get("status") or {}
-    container = trainer_container({"spec": raw.get("spec") or {}}) or {}
-    found = [s for s in status.get("containerStatuses") or () if s.get("name") == container.get("name")]
+    name = _trainers_name(raw)
+    found = [s for s in status.get("containerStatuses") or () if s.get("name") == name]
     seen = _container(found[0]) if found else Container("waiting")
     if seen.state == "ended":
         return seen
@@ -178,8 +178,14 @@ def trainer(raw: Raw, phase: str) -> Container:
     return seen
 
 
+def _trainers_name(raw: Raw) -> object:
+    """That of the job's template, because a webhook may have put a container of its own before it."""
+    container = trainer_container({"spec": raw.get("spec") or {}}) or {}
+    return (raw["metadata"].get("labels") or {}).get(naming.LABEL_TRAINER) or container.get("name")
+
+
 def _sidecars_run(raw: Raw) -> bool:
-    name = (trainer_container({"spec": raw.get("spec") or {}}) or {}).get("name")
+    name = _trainers_name(raw)
     others = [s for s in (raw.get("status") or {}).get("containerStatuses") or () if s.get("name") != name]
     return any("terminated" not in (s.get("state") or {}) for s in others)
 

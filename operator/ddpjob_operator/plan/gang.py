@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator.gangs import choice
 from ddpjob_operator.gangs.adapter import Adapter
-from ddpjob_operator.job import api, ranges, reasons, wording
+from ddpjob_operator.job import api, bounds, ranges, reasons, wording
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.observed.cluster import Refusal
 from ddpjob_operator.observed.groups import Group, Tell
@@ -40,7 +40,8 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
     if kind == "none" and not view.seen.gang_apis:
         return None if gang is None else Decision(replace(status, gang=None), goes_on=True)
     since = gang.waiting_since if gang is not None and (gang.kind, gang.attempt) == (kind, attempt) else None
-    new = api.Gang(kind=kind, attempt=attempt, why=why, waiting_since=since)
+    # What an API server says may be of any length, and a status that is longer than the type allows is never read.
+    new = api.Gang(kind=kind, attempt=attempt, why=why[: bounds.WHY_MAX], waiting_since=since)
     return Decision(replace(status, gang=new), goes_on=True) if new != gang else None
 
 
@@ -99,6 +100,13 @@ def group_of(view: View, status: api.Status) -> Group | None:
     attempt = adapter.attempt_of(_upcoming(status))
     own = (g for g in _own(view) if (g.adapter, g.attempt) == (adapter.name, attempt) and not g.deletion_requested)
     return next(own, None)
+
+
+def is_forgotten(view: View, status: api.Status) -> bool:
+    """Whether nobody knows how many pods the job's queue has admitted: its API is away, and has been since this
+    operator began."""
+    adapter = adapter_of(view, status)
+    return adapter is not None and adapter.admits_first and _is_away(view, adapter) and group_of(view, status) is None
 
 
 def names_nodes(view: View, status: api.Status) -> bool:

@@ -8,6 +8,7 @@ from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.times import after, earliest, is_past
+from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import agent_restarts, invalid_spec, pending, report_age
 from ddpjob_operator.plan.actions import Action, Decision, DeleteJob
 from ddpjob_operator.plan.transitions import enter, new_attempt
@@ -20,14 +21,21 @@ def finished(view: View, status: api.Status) -> Decision | None:
     """A terminal state is final; what is left is to clean up."""
     if view.recorded.state not in TERMINAL:
         return None
-    pods = [*view.pods.values()]
-    unwanted = {"None": [], "Running": [p for p in pods if p.live], "All": pods}[view.spec.clean_pod_policy]
-    actions: tuple[Action, ...] = view.stop([*unwanted, *view.older], None)
+    actions: tuple[Action, ...] = view.stop(_unwanted(view), None)
     ends = after(view.recorded.completion_time, view.spec.ttl_seconds_after_finished)
     if is_past(ends, view.now):
         ends, actions = None, (DeleteJob(view.job.metadata.uid),)
     # Nothing changes any more but the count of the pods that are still there.
     return Decision(replace(view.recorded, nodes=status.nodes), actions, ends)
+
+
+def _unwanted(view: View) -> list[Pod]:
+    """The pods that nobody needs once the job has finished. What is garbage in any case is not among them."""
+    if view.spec.clean_pod_policy == "All":
+        garbage = {p.uid for p in view.garbage}
+        return [p for p in owned(view.job, view.seen) if p.uid not in garbage]
+    live = [p for p in view.pods.values() if p.live and view.spec.clean_pod_policy == "Running"]
+    return [*live, *view.older]
 
 
 def invalid(view: View, status: api.Status) -> Decision | None:

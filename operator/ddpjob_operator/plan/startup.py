@@ -50,7 +50,7 @@ def rescaled(view: View, status: api.Status) -> Decision | None:
     """spec.nodes of an elastic job has changed: its pods stop with their full grace, as for a suspension, and the next
     attempt has the new number. A running torchrun cannot take in more nodes than it was told of, and one whose peers
     are taken away may hang."""
-    if view.wanted_nodes == view.spec.nodes or view.problems:
+    if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
     later = new_attempt(status, view.now)
     was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"

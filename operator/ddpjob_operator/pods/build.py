@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.podspec import gpus, quantity, restarts_of_the_kubelet, trainer_container
+from ddpjob_operator.job.podspec import TRAINER, gpus, quantity, restarts_of_the_kubelet, trainer_container
 from ddpjob_operator.job.topology import all_have_dns_names, members
 from ddpjob_operator.pods import agent_environment, naming, report_token
 from ddpjob_operator.pods import environment as contract
@@ -90,6 +90,7 @@ def pod(
         naming.LABEL_ATTEMPT: str(attempt),
         naming.LABEL_RANK: str(place),
         **({naming.LABEL_REPLACEMENT: str(replacement)} if replacement else {}),
+        **_trainers_label(template),
     }
     metadata = owned_metadata(job, naming.pod_name(job, attempt, place, replacement), labels)
     metadata["annotations"] = (KEEP_FROM_AUTOSCALERS if keep_from_autoscalers else {}) | (
@@ -160,6 +161,11 @@ def owned_metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
         "controller": True,
     }
     return {"name": name, "namespace": job.metadata.namespace, "labels": labels, "ownerReferences": [owner]}
+
+
+def _trainers_label(template: Mapping[str, Any]) -> dict[str, str]:
+    name = (trainer_container(template) or {}).get("name", TRAINER)
+    return {} if name == TRAINER else {naming.LABEL_TRAINER: str(name)}
 
 
 def _trainer(own: dict[str, str], spec: Body) -> None:

@@ -12,6 +12,9 @@ LABEL_JOB = f"{api.GROUP}/job"
 LABEL_ATTEMPT = f"{api.GROUP}/attempt"
 LABEL_RANK = f"{api.GROUP}/rank"
 LABEL_REPLACEMENT = f"{api.GROUP}/replacement"
+LABEL_TRAINER = f"{api.GROUP}/trainer"
+"""The name of the trainer where it is not `trainer` but the template's first container: webhooks add theirs before it
+(Linkerd's proxy, the sidecar of GKE's Cloud Storage FUSE)."""
 
 # Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never gives the
 # port to an outgoing connection; and below the ports that scripts often hard-code (29400, 29500).
