@@ -101,7 +101,10 @@ class InMemory:
             return
         try:
             self._shared = Shared(where, self._present.attempt, self._present.generation)
-            self._keeper = Keeper(self._shared, world.rank, world.world_size, self._otherwise, store_of(world), device)
+            store, has_folder = store_of(world), self._has_folder
+            self._keeper = Keeper(
+                self._shared, world.rank, world.world_size, self._otherwise, store, device, has_folder=has_folder
+            )
         except (OSError, ValueError) as error:
             process.log(f"rank {world.rank}: the state is not kept in memory: {error}; {self._otherwise}")
             return

@@ -47,13 +47,15 @@ class Keeper(Survivor):
         otherwise: str,
         store: Any = None,
         streams: Streams | None = None,
+        *,
+        has_folder: bool = True,
     ) -> None:
         """otherwise: what happens where nothing is kept, for the log. store: of the group. streams: of the device that
-        the rank trains on, if it is not the CPU."""
+        the rank trains on, if it is not the CPU. has_folder: whether what the script saves is there too."""
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
             own = DeviceCopies(shared, rank, world_size, store, streams)
-        super().__init__(shared, own, on_device=streams is not None)
+        super().__init__(shared, own, on_device=streams is not None, has_folder=has_folder)
         self._rank, self._world_size, self._otherwise = rank, world_size, otherwise
         self._outgrown: Mapping[str, Any] | None = None  # they have other parameters now
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that made steps without being named

@@ -1,5 +1,6 @@
 """What a rank does after a failure: a thread of it writes the state that it holds, if nothing has changed that since
-the last boundary, and tells the agent. So does a rank that ends by an exception, on its way out.
+the last boundary, and tells the agent. So does a rank that ends by an exception, on its way out, and without a folder
+one that was told to stop.
 
 `memory.py` knows what is kept and what may be written; `shared.py` has the parts that ranks of a node write.
 """
@@ -32,8 +33,8 @@ HELD_UP = 4  # so many times that is waited, where the main thread does not wait
 class Survivor(abc.ABC):
     """A rank as it is between two boundaries, and what it does when another one has failed."""
 
-    def __init__(self, shared: Shared, own: Copies | None, *, on_device: bool) -> None:
-        self._shared, self._copies, self._on_device = shared, own, on_device
+    def __init__(self, shared: Shared, own: Copies | None, *, on_device: bool, has_folder: bool) -> None:
+        self._shared, self._copies, self._on_device, self._has_folder = shared, own, on_device, has_folder
         self._kept: Kept | None = None
         self._assumed = False  # the objects are those of load(): save() has named none
         self._off = ""  # why nothing is kept
@@ -74,7 +75,9 @@ class Survivor(abc.ABC):
 
     def _at_exit(self) -> None:
         error = termination.ending()
-        if error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE):
+        failed = error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE)
+        # All ranks stop where one pod is told to go, and the agents of the others hold what is in their memory.
+        if failed or (not self._has_folder and process.current.stopped_at is not None):
             self._ends = True
             self.save()
 
