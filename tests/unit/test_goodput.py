@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import datetime as dt
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, digits
 
 from ddpjob.core.failures import Failure
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, bounds, validation
 from ddpjob_operator.observed.reports import Agent, AgentCounts
 
 DDPRUN = {"command": ["ddprun", "train.py"]}
@@ -137,3 +138,15 @@ def test_no_second_is_counted_twice_or_forgotten(events: list[tuple[str, int]]) 
     assert world.status.state_time is not None
     seen = round((world.status.state_time - begin - paused).total_seconds())
     assert total(spent(world)) == pytest.approx(seen, abs=2 * len(events) + 1)
+
+
+def test_a_script_that_reports_huge_numbers_as_steps_leaves_a_status_that_can_be_read() -> None:
+    """With the second restart the steps that were lost were more than a status may hold: the operator could not read
+    its own, and did nothing more for a job whose pods held their GPUs."""
+    world = digits().running()
+    for _ in range(2):
+        world.reports_step(bounds.COUNT_MAX).settle().exits(0, code=75).restarted().after(400).running()
+        world.reports_step(1).settle()
+    status = validation.stored_status({"status": msgspec.to_builtins(world.status)})
+    assert status.goodput is not None
+    assert status.goodput.lost_steps == bounds.COUNT_MAX

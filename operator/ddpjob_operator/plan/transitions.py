@@ -10,7 +10,7 @@ import datetime as dt
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api, budgets
+from ddpjob_operator.job import api, bounds, budgets
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import is_restarted
 from ddpjob_operator.observed.reports import Report
@@ -188,7 +188,9 @@ def _with_lost_steps(status: api.Status, report: Report) -> api.Status:
     furthest = max(before.step, _step_of(failure, before))
     resumed = report.step - 1 if report.resumed_step is None else min(report.step - 1, report.resumed_step)
     goodput = status.goodput or api.Goodput()
-    return replace(status, goodput=replace(goodput, lost_steps=goodput.lost_steps + max(0, furthest - resumed)))
+    # More than the type allows could never be read again; a script may report any number as its step.
+    lost = min(bounds.COUNT_MAX, goodput.lost_steps + max(0, furthest - resumed))
+    return replace(status, goodput=replace(goodput, lost_steps=lost))
 
 
 def _step_of(failure: api.JobFailure | None, progress: api.Progress) -> int:
