@@ -182,6 +182,23 @@ def test_an_exception_ends_the_job_because_torchrun_has_used_all_its_restarts() 
     assert "gave up after 3 restarts (backoffLimit: 3)" in world.status.message
 
 
+@pytest.mark.parametrize(
+    "container",
+    [
+        {"command": ["torchrun", "--max-restarts=1", "train.py"]},
+        {"command": ["torchrun", "train.py"], "env": [{"name": "PET_MAX_RESTARTS", "value": "1"}]},
+    ],
+)
+def test_a_torchrun_that_the_user_gives_fewer_restarts_has_used_only_those(container: dict[str, Any]) -> None:
+    """Kubeflow's elastic jobs have --max_restarts: the first exception ended the job `after 3 restarts`, of which it had
+    made one."""
+    world = World(job(container=container, nodes=2, minNodes=1, backoffLimit=3)).running()
+    world.exits(1, code=1, message="ValueError: no such shard").restarted()
+    assert (world.status.state, world.status.attempt) == ("Restarting", 2)
+    assert world.status.restarts is not None
+    assert world.status.restarts.application == 2, "its own, and the new attempt"
+
+
 def test_a_lost_node_costs_nothing_and_leaves_torchrun_its_restarts() -> None:
     world = elastic(backoffLimit=3).running().node_lost(1).after(120).settle().after(120).restarted()
     assert world.status.attempt == 2

@@ -138,6 +138,15 @@ def nproc_per_node(template: dict[str, Any]) -> int | None:
     return _number(value) if _number(value) > 0 else None
 
 
+def max_restarts(spec: api.Spec) -> int | None:
+    """How often torchrun may start its ranks again in their pods, where the user's template says it and not the job."""
+    launcher = in_template(spec.template)
+    env = {e.get("name"): e.get("value") for e in mappings(trainer_container(spec.template) or {}, "env")}
+    given = launcher.options.get("max_restarts") if launcher else None
+    number = _number(given or env.get("PET_MAX_RESTARTS") or "")
+    return None if number < 0 else number
+
+
 def warnings(spec: api.Spec) -> list[str]:
     """Options of the command's launcher that are allowed, but have a drawback."""
     launcher = in_template(spec.template)

@@ -63,7 +63,8 @@ def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
     policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
     if failure_class == "application" and _torchrun_gave_up(view, cause):
-        history = budget.with_application_spent(history, budgets.limits(view.spec), view.now)
+        given = launcher.max_restarts(view.spec)
+        history = budget.with_application_spent(history, budgets.limits(view.spec), view.now, given)
     verdict = rules.judge(failure_class, history, attempt, budgets.limits(view.spec), view.now)
     charged_to = (verdict.charged_to or "") if verdict.restart else ""
     return Settled(cause, replace(cause, failure_class=failure_class, charged_to=charged_to), verdict)
@@ -71,7 +72,7 @@ def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
     """Whether the torchrun of an elastic job ended by itself because of a failed rank: it does so with 1, when it has
-    restarted its ranks as often as it may (PET_MAX_RESTARTS: all that the application had left)."""
+    restarted its ranks as often as it may (PET_MAX_RESTARTS: all that the application had left, or --max-restarts)."""
     place = view.members.place(cause.node_rank)
     pod = None if place is None else view.known_pods.get(place)
     gave_up = pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1

@@ -269,9 +269,13 @@ def with_newly_spent(
     )
 
 
-def with_application_spent(history: History, limits: Limits, now: dt.datetime) -> History:
-    """The history with all restarts that the application had left, because a launcher was given them and used them."""
+def with_application_spent(history: History, limits: Limits, now: dt.datetime, given: int | None = None) -> History:
+    """The history with all restarts that the application had left, because a launcher was given them and used them.
+
+    given: how many it was given, where it was given fewer.
+    """
     left = max(0, limits.backoff_limit - counted(history, limits, now))
+    left = left if given is None else min(left, given)
     return _with(history, Spent(left, 0, 0), limits, now, 0, made_a_new_step=False)
 
 
