@@ -190,8 +190,8 @@ def test_an_exception_ends_the_job_because_torchrun_has_used_all_its_restarts() 
     ],
 )
 def test_a_torchrun_that_the_user_gives_fewer_restarts_has_used_only_those(container: dict[str, Any]) -> None:
-    """Kubeflow's elastic jobs have --max_restarts: the first exception ended the job `after 3 restarts`, of which it had
-    made one."""
+    """Kubeflow's elastic jobs have --max_restarts: the first exception ended the job `after 3 restarts`, of which it
+    had made one."""
     world = World(job(container=container, nodes=2, minNodes=1, backoffLimit=3)).running()
     world.exits(1, code=1, message="ValueError: no such shard").restarted()
     assert (world.status.state, world.status.attempt) == ("Restarting", 2)
