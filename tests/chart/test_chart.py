@@ -349,7 +349,7 @@ def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, .
     wanted = (90, False) if settings else (VALUES["lostNodeSeconds"], VALUES["keepLogTail"])
     assert (read.rules.lost_node_seconds, read.rules.keep_log_tail) == wanted
     assert read.keep_from_autoscalers is (not settings)
-    assert read.events == ("Warning" if settings else "All")
+    assert read.events == ("Warning" if settings else "Brief")
 
 
 def test_trainers_are_told_the_service_that_leads_to_the_receiver() -> None:

@@ -69,9 +69,8 @@ def test_digits_trains_on_two_nodes_and_ends_exactly_as_it_does_locally(
     status = space.status("digits")
     assert 0 < status["progress"]["step"] <= 1125, "the last word of a process that ends has one second"
     assert status["progress"]["worldSize"] == 2
-    reasons = [e["reason"] for e in space.get("events", "--field-selector=involvedObject.name=digits")["items"]]
-    assert "AllNodesRun" in reasons
-    assert "AllNodesCompleted" in reasons
+    conditions = {c["type"]: c["reason"] for c in status["conditions"] if c["status"] == "True"}
+    assert conditions["Complete"] == "AllNodesCompleted"
 
     space.kubectl("delete", "ddp", "digits")
     left = "pods,services,ddpjobs"

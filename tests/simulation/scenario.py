@@ -62,7 +62,7 @@ class Scenario:
     """How many nodes a queue of Kueue admits at a time; 0: there is no Kueue."""
     more: tuple[Scenario, ...] = ()
     """Further jobs in the same cluster: of each its own spec, launcher, grace, failures, name, labels and start."""
-    events: str = "All"
+    events: str = "Brief"
     """DDPJOB_EVENTS of the operator."""
 
     @property

@@ -61,34 +61,42 @@ def test_where_no_gang_and_no_queue_is_switched_on_nothing_is_asked_of_their_api
     assert "training.ddpjob.io" in groups, "else this test sees nothing"
 
 
-def test_a_job_of_eight_pods_that_just_trains_costs_fourteen_writes() -> None:
+@pytest.mark.parametrize("training_seconds", [30, 500])
+def test_a_job_of_eight_pods_that_just_trains_costs_twelve_writes(training_seconds: int) -> None:
     """In a storm of jobs each write more makes every start later: this is what docs/scaling.md reckons with."""
-    found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30))
-    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}
-    assert found == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | events
-    assert sum(found.values()) == 14
-
-
-def test_without_events_of_what_went_well_it_costs_twelve() -> None:
-    """What an administrator of a large cluster can leave out (`events: Warning`): the conditions say the same."""
-    found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30, events="Warning"))
+    found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds))
     assert found == {"create services": 1, "create pods": 8, "change ddpjobs": 3}
+    assert sum(found.values()) == 12
+
+
+@pytest.mark.parametrize(("training_seconds", "events"), [(700, "Brief"), (30, "All")])
+def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has_two(
+    training_seconds: int, events: str
+) -> None:
+    """Who keeps Events in a log store finds there when a training of a week has ended."""
+    scenario = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=training_seconds, events=events)
+    found = writes(scenario)
+    assert found["event AllNodesCompleted"] == 1
+    assert found.get("event AllNodesRun", 0) == (1 if events == "All" else 0)
 
 
 def test_a_failure_has_its_events_all_the_same() -> None:
     """Otherwise a namespace's Events would not show that a job has restarted."""
-    fails = {1: Failure(rank=3, after_seconds=5, code=1)}
-    found = writes(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30, events="Warning", failures=fails))
-    assert {what for what in found if what.startswith("event")} == {"event RankFailed"}
+    plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
+    fails = replace(plain, failures={1: Failure(rank=3, after_seconds=5, code=1)})
+    warnings = {"event RankFailed"}
+    assert {what for what in writes(replace(fails, events="Warning")) if what.startswith("event")} == warnings
+    told = warnings | {"event Restarting", "event AllNodesRun", "event AllNodesCompleted"}
+    assert {what for what in writes(fails) if what.startswith("event")} == told
 
 
 def test_a_gang_costs_its_group_and_no_other_write_and_a_queue_one_status_and_one_event_more() -> None:
     """A scheduler and a queue say step by step what becomes of a group; each would be a write of the status."""
     plain = Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)
-    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}
     native = writes(replace(plain, gang=True))
     of_group = {"create podgroups": 1, "change podgroups": 1}  # made, and deleted at the end
-    assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group | events
+    assert native == {"create services": 1, "create pods": 8, "change ddpjobs": 3} | of_group
     queued = writes(replace(plain, quota=8, labels={"kueue.x-k8s.io/queue-name": "main"}), Crowd)
     of_workload = {"create workloads": 1, "change workloads": 2, "event WaitingForAdmission": 1}
+    events = {"event AllNodesRun": 1, "event AllNodesCompleted": 1}  # of a job that had to wait
     assert queued == {"create services": 1, "create pods": 8, "change ddpjobs": 4} | of_workload | events

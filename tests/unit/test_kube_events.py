@@ -6,6 +6,7 @@ import asyncio
 import datetime as dt
 from typing import Any
 
+import pytest
 from cancelling import ends_although
 
 from ddpjob_operator.job import api
@@ -40,14 +41,16 @@ class Server:
         self.got.append(body["reason"])
 
 
-def play(*steps: tuple[float, Event | None], error: ApiError | None = None, busy: bool = False) -> list[str]:
+def play(
+    *steps: tuple[float, Event | None], error: ApiError | None = None, busy: bool = False, level: str = "All"
+) -> list[str]:
     """The reasons that arrive when these events are sent after these seconds."""
 
     async def run() -> list[str]:
         server = Server()
         server.error = error
         runtime = Runtime(clock=lambda: server.now)
-        events = Events(server, runtime, busy=lambda _namespace: busy)  # type: ignore[arg-type]
+        events = Events(server, runtime, level=level, busy=lambda _namespace: busy)  # type: ignore[arg-type]
         for seconds, event in steps:
             server.now += seconds
             if event is not None:
@@ -83,6 +86,25 @@ def test_a_state_that_passes_at_once_is_not_told() -> None:
 
 def test_a_state_that_lasts_is_told() -> None:
     assert play((0, CREATING), (PASSING_SECONDS, None), (1, RUN)) == ["CreatingPods", "AllNodesRun"]
+
+
+ROUTINE = Event("Normal", "AllNodesRun", "2 of 2 nodes are running", is_routine=True)
+DONE = Event("Normal", "AllNodesCompleted", "all 2 nodes completed", is_routine=True)
+
+
+def test_a_job_that_just_trains_has_no_events_and_one_that_had_any_has_them_all() -> None:
+    """Else the last Event of a job that took a minute to start, and then completed, would be that it starts."""
+    assert play((0, CREATING), (1, ROUTINE), (30, DONE), level="Brief") == []
+    started_late = play((0, CREATING), (PASSING_SECONDS, None), (1, ROUTINE), (30, DONE), level="Brief")
+    assert started_late == ["CreatingPods", "AllNodesRun", "AllNodesCompleted"]
+    advised = play((0, Event("Normal", "GraceRaised", "1 s")), (0, ROUTINE), level="Brief")
+    assert advised == ["GraceRaised", "AllNodesRun"]
+    assert play((0, RUN), level="Brief") == ["AllNodesRun"], "as after a restart"
+
+
+@pytest.mark.parametrize(("level", "arrive"), [("All", ["RankFailed", "AllNodesRun"]), ("Warning", ["RankFailed"])])
+def test_an_administrator_has_all_events_or_warnings_alone(level: str, arrive: list[str]) -> None:
+    assert play((0, Event("Warning", "RankFailed", "rank 3")), (0, ROUTINE), (0, None), level=level) == arrive
 
 
 def test_what_went_well_makes_way_for_pods_that_are_being_created_but_not_for_ever() -> None:

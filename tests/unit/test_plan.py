@@ -583,6 +583,33 @@ def test_a_whole_life_tells_itself_in_a_few_events() -> None:
     ]
 
 
+def routine(world: World) -> list[str]:
+    """The Events that a job which just trains does without."""
+    return [e.reason for e in world.events if e.is_routine]
+
+
+def test_of_a_job_that_just_trains_the_conditions_say_all_that_its_events_would() -> None:
+    world = digits().running().exits(0).settle().exits(1).settle()
+    assert routine(world) == ["AllNodesRun", "AllNodesCompleted"]
+
+
+def test_the_end_of_a_job_has_its_event_where_it_took_long_or_the_job_is_deleted() -> None:
+    """Who keeps Events in a log store would miss the end of a training of a week, or find no trace of a job."""
+    assert routine(digits().running().after(600).exits(0).settle().exits(1).settle()) == ["AllNodesRun"]
+    deleted = digits(ttlSecondsAfterFinished=0).running().exits(0).settle().exits(1).settle()
+    assert routine(deleted) == ["AllNodesRun"]
+
+
+def test_after_a_restart_or_a_suspension_the_events_say_that_the_job_runs_again() -> None:
+    failed = digits().running().exits(1, code=1).restarted().runs(0).settle().runs(1).settle()
+    assert failed.events[-1].reason == "AllNodesRun"
+    assert not failed.events[-1].is_routine
+    suspended = digits().running().change(suspend=True).settle().stops_all().change(suspend=False).settle()
+    suspended.runs(0, 1).settle()
+    assert suspended.events[-1].reason == "AllNodesRun"
+    assert not suspended.events[-1].is_routine
+
+
 def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
     own = {"env": [{"name": "MASTER_ADDR", "value": "10.0.0.1"}], "command": ["torchrun", "--max-restarts=3", "x.py"]}
     what = job(container=own)

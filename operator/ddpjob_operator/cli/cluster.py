@@ -127,7 +127,8 @@ def events(connect: Connect, job: str, pods: bool) -> int:
     cluster = connect()
     found = jobs.events(cluster, jobs.find(cluster, job), of_pods=pods)
     if not found:
-        click.echo(f"{job} has no Events: a cluster keeps them for an hour", err=True)
+        why = "a cluster keeps them for an hour, and a short job that just trains has none"
+        click.echo(f"{job} has no Events: {why}; ddpjob describe {job} says how it went", err=True)
         return 0
     return answer(output_forms.of_events(found))
 

@@ -47,15 +47,15 @@ class Events:
         *,
         instance: str = "",
         watcher: Watcher | None = None,
-        only_warnings: bool = False,
+        level: str = "All",
         busy: Callable[[str], bool] = lambda _namespace: False,
     ) -> None:
-        """busy: whether pods of this namespace are being created, for which good news makes way."""
+        """level: that of the settings. busy: whether pods of this namespace are being created: good news makes way."""
         self._client = client
         self._clock = runtime.clock
         self._runtime = runtime
         self._instance = instance
-        self._only_warnings = only_warnings
+        self._level = level
         self._busy = busy
         self._waiting: dict[str, collections.deque[_Waiting]] = {}
         """By the uid of the job, in their order."""
@@ -63,6 +63,8 @@ class Events:
         self.queue: Queue[Key] = Queue(self._send_next, runtime, at_a_time=8, of_namespace=4, watcher=watcher)
         """Of jobs, by namespace and uid: one event at a time of each, so that they arrive in their order."""
         self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
+        self._told: collections.OrderedDict[str, None] = collections.OrderedDict()
+        """The uids of jobs that have had an Event, the latest last."""
         self._logged = ""
 
     def __len__(self) -> int:
@@ -73,7 +75,7 @@ class Events:
         for event in events:
             for passing in [w for w in self._waiting.get(job.uid, ()) if w.event.reason in PASSING]:
                 self._remove(passing)
-            if self._only_warnings and event.type != "Warning":
+            if not self._is_wanted(job, event):
                 continue
             if self._has_room(job) and not self._is_repeated(job, event):
                 wait = PASSING_SECONDS if event.reason in PASSING else 0.0
@@ -82,6 +84,14 @@ class Events:
                 )
                 self._count += 1
                 self.queue.add((job.namespace, job.uid), wait)
+                if not wait:
+                    self._tell(job)
+
+    def _is_wanted(self, job: api.Metadata, event: Event) -> bool:
+        """A job that has had an Event gets the routine ones too: its last would else be that it starts."""
+        if self._level == "Warning":
+            return event.type == "Warning"
+        return self._level == "All" or not event.is_routine or job.uid in self._told
 
     async def run(self) -> None:
         """Until cancelled; then those under way are cancelled too."""
@@ -138,8 +148,15 @@ class Events:
             self._sent.popitem(last=False)
         return False
 
+    def _tell(self, job: api.Metadata) -> None:
+        self._told[job.uid] = None
+        self._told.move_to_end(job.uid)
+        if len(self._told) > REMEMBERED_MAX:
+            self._told.popitem(last=False)
+
     async def _post(self, waiting: _Waiting) -> None:
         job = waiting.job
+        self._tell(job)
         try:
             suffix = f"{self._runtime.random.getrandbits(64):016x}"
             event = body(job, waiting.event, waiting.at, self._instance, suffix)

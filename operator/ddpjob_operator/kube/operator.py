@@ -132,7 +132,7 @@ class Operator:
             runtime,
             instance=settings.host_name,
             watcher=watchers[1],
-            only_warnings=settings.events == "Warning",
+            level=settings.events,
             busy=creates.busy,
         )
         reporting = build.Reporting(settings.status_url) if settings.status_url else None

@@ -125,6 +125,8 @@ class Event:
     type: str
     reason: str
     message: str
+    is_routine: bool = False
+    """Whether it only repeats what the conditions of a job say for which nothing else has happened."""
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ _STILL_STOPPING = tuple(
 _BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
 _PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
 _SPACES = re.compile(r" {2,}")
+# A job that has run longer has an Event of its end in any case: two requests matter where many jobs are short.
+SHORT_JOB = dt.timedelta(minutes=10)
 
 
 def finish(view: View, decision: Decision) -> Plan:
@@ -141,7 +143,7 @@ def _condition(
 
 def _events(view: View, old: api.Status, new: api.Status, message: str) -> Iterator[Event]:
     """One for each change of state or reason, and for what no state shows. message: without the remark."""
-    yield from _of_state(old, new, message)
+    yield from _of_state(view, old, new, message)
     yield from _of_acceptance(view, old, new)
     yield from _of_agent_restarts(view, old, new)
     if new.not_kept and new.not_kept != old.not_kept:
@@ -150,14 +152,26 @@ def _events(view: View, old: api.Status, new: api.Status, message: str) -> Itera
         yield from _advisories(view.job)
 
 
-def _of_state(old: api.Status, new: api.Status, message: str) -> Iterator[Event]:
+def _of_state(view: View, old: api.Status, new: api.Status, message: str) -> Iterator[Event]:
     if new.state == "Restarting" and new.reason in _ON_THE_WAY:
         return
     if _is_news(old, new) and new.reason in reasons.ALL:
         reason = reasons.ALL[new.reason]
         # Where nothing was left to stop, this is the first event of the failure.
         is_first = new.state == "Restarting" != old.state
-        yield _event(replaced(reason, warning=True) if is_first else reason, message)
+        event = _event(replaced(reason, warning=True) if is_first else reason, message)
+        yield replaced(event, is_routine=_is_routine(view, old, new))
+
+
+def _is_routine(view: View, old: api.Status, new: api.Status) -> bool:
+    """Whether the job just runs, or has just run. Of one that is deleted by its TTL the Event is what stays."""
+    if new.attempt != 1 or new.restarts not in (None, api.Restarts()):
+        return False
+    if new.reason == reasons.ALL_NODES_RUN.name:
+        return old.state != "Running"
+    is_short = new.start_time is not None and view.now - new.start_time < SHORT_JOB
+    is_kept = view.job.spec.ttl_seconds_after_finished is None
+    return new.reason == reasons.ALL_NODES_COMPLETED.name and is_short and is_kept
 
 
 def _of_acceptance(view: View, old: api.Status, new: api.Status) -> Iterator[Event]:
