@@ -137,6 +137,18 @@ class FakeCluster:
             found = [raw for raw in found if raw["involvedObject"][key.partition(".")[2]] == value]
         return found
 
+    def changes(self, path: str, query: dict[str, str]) -> Iterator[Raw]:
+        """The events of a watch of pods, for ten seconds."""
+        sent: dict[str, str] = {}
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            for raw in self._selected(path, "pods", query):
+                uid, text = raw["metadata"]["uid"], json.dumps(raw)
+                if sent.get(uid) != text:
+                    yield {"type": "MODIFIED" if uid in sent else "ADDED", "object": json.loads(text)}
+                sent[uid] = text
+            time.sleep(0.02)
+
     def _remove(self, path: str) -> None:
         uid = self.objects.pop(path)["metadata"]["uid"]
         for at, raw in list(self.objects.items()):
@@ -196,6 +208,9 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
             if path.path.endswith("/log") and "get pods/log" not in cluster.forbidden:
                 self._log(path.path.split("/")[-2], query)
                 return
+            if "watch" in query and "watch pods" not in cluster.forbidden:
+                self._watch(path.path, query)
+                return
             code, answer = cluster.handle(self.command, self.path, body)
             data = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_response(code)
@@ -212,6 +227,18 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
                 stamp = f"2026-01-01T00:00:00.{number:09d}Z " if "timestamps" in query else ""
                 self.wfile.write(f"{stamp}{line}\n".encode())
                 self.wfile.flush()
+            self.close_connection = True
+
+        def _watch(self, path: str, query: dict[str, str]) -> None:
+            cluster.requests.append("watch pods")
+            self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            for event in cluster.changes(path, query):
+                line = f"{json.dumps(event)}\n"
+                self.wfile.write(f"{len(line):x}\r\n{line}\r\n".encode())
+                self.wfile.flush()
+            self.wfile.write(b"0\r\n\r\n")
             self.close_connection = True
 
         do_GET = do_POST = do_PATCH = do_DELETE = _any  # noqa: N815

@@ -557,6 +557,31 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
     assert done.out == "[0:0] before\n[0:0] after\n"
 
 
+@pytest.mark.parametrize("may_watch", [True, False])
+def test_a_pod_that_lives_for_a_moment_is_followed_where_the_user_may_watch_pods(
+    cluster: FakeCluster, ddpjob: Ddpjob, *, may_watch: bool
+) -> None:
+    """A rank that fails at once has said why; its pod may be gone before the next look."""
+    job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
+    first = cluster.add("pods", pod("digits", 1, 0))
+    cluster.logs |= {"digits-1-0": ["before"], "digits-2-0": ["ValueError: no such shard"]}
+    cluster.forbidden |= set() if may_watch else {"watch pods"}
+
+    def restarts() -> None:
+        first["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 1}}
+        cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)  # a look has just been
+        cluster.add("pods", pod("digits", 2, 0))
+        if may_watch:
+            cluster.wait_for("get pods/log", 2, seconds=0.9)
+        cluster.objects.pop("/api/v1/namespaces/default/pods/digits-2-0")
+        job["status"]["state"] = "Succeeded"
+
+    cluster.after("get pods/log", restarts)
+    done = ddpjob("logs", "digits", "--cluster", "-f")
+    assert done.out == "[0:0] before\n" + ("[0:0] ValueError: no such shard\n" if may_watch else "")
+    assert done.err == ""
+
+
 def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored(state="Pending"))
     waiting = pod("digits")

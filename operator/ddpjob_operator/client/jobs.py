@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ddpjob_operator.client.connection import Cluster, Raw
@@ -96,6 +99,16 @@ def pods(cluster: Cluster, name: str) -> list[Raw]:
     selector = f"{naming.LABEL_JOB}={name}"
     found = cluster.get(f"/api/v1/namespaces/{cluster.namespace}/pods", labelSelector=selector).get("items") or []
     return sorted(found, key=lambda pod: (attempt_of(pod), place_of(pod), pod["metadata"].get("creationTimestamp", "")))
+
+
+def changing_pods(cluster: Cluster, name: str) -> Iterator[Raw]:
+    """Those pods, and then each as it changes, until the server ends that after some minutes. Raises ClusterError."""
+    params = {"watch": "true", "labelSelector": f"{naming.LABEL_JOB}={name}", "timeoutSeconds": "300"}
+    for line in cluster.lines(f"/api/v1/namespaces/{cluster.namespace}/pods", **params):
+        with contextlib.suppress(ValueError):  # the last one may be cut off
+            event = json.loads(line)
+            if isinstance(event, dict) and event.get("type") in ("ADDED", "MODIFIED"):
+                yield event["object"]
 
 
 def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[EventLine]:

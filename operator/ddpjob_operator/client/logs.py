@@ -84,9 +84,18 @@ class ClusterLogs:
         """
         streams = _Streams(self._cluster, self.stored.trainer, self._tail, self._say)
         seen = watch.Watch(self._cluster, self.stored, self._say)
+
+        def add(pod: Raw) -> None:
+            of = jobs.attempt_of(pod)
+            right_attempt = of >= attempt if later else of == attempt
+            if right_attempt and (nodes is None or jobs.place_of(pod) in nodes) and _has_log(pod, self.stored.trainer):
+                streams.add(pod)
+
+        # A pod that has ended and is deleted between two looks would leave nothing of what its ranks have said.
+        threading.Thread(target=self._watch_pods, args=(add, streams.is_closed), daemon=True).start()
         try:
             while True:
-                self._look_for_pods(streams, attempt, nodes, later)
+                self._look_for_pods(add)
                 over = watch.ended(seen.now) or (not later and seen.now.job.status.attempt > attempt)
                 if over:
                     yield from streams.rest()
@@ -97,16 +106,22 @@ class ClusterLogs:
         finally:
             streams.close()
 
-    def _look_for_pods(self, streams: _Streams, attempt: int, nodes: Collection[int] | None, later: bool) -> None:
-        try:
-            pods = jobs.pods(self._cluster, self.name)
-        except NoAnswerError:
-            return  # the look at the job says so
-        for pod in pods:
-            of = jobs.attempt_of(pod)
-            right_attempt = of >= attempt if later else of == attempt
-            if right_attempt and (nodes is None or jobs.place_of(pod) in nodes) and _has_log(pod, self.stored.trainer):
-                streams.add(pod)
+    def _look_for_pods(self, add: Callable[[Raw], None]) -> None:
+        with contextlib.suppress(NoAnswerError):  # the look at the job says so
+            for pod in jobs.pods(self._cluster, self.name):
+                add(pod)
+
+    def _watch_pods(self, add: Callable[[Raw], None], is_closed: Callable[[], bool]) -> None:
+        """Pods as they change, where the user may watch them; each second is looked anyway."""
+        while not is_closed():
+            try:
+                for pod in jobs.changing_pods(self._cluster, self.name):
+                    add(pod)
+            except NoAnswerError:
+                pass
+            except ClusterError:
+                return
+            time.sleep(_RETRY_SECONDS)
 
     def _kept(self) -> api.JobFailure | None:
         """The failure whose log the status keeps, where its pod is gone."""
@@ -122,14 +137,20 @@ class _Streams:
         self._cluster, self._container, self._tail, self._say = cluster, container, tail, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
+        self._adding = threading.Lock()
         self._closed = threading.Event()
 
     def add(self, pod: Raw) -> None:
         """Follow a pod, if it is not followed yet."""
         uid = pod["metadata"]["uid"]
-        if uid not in self._threads:
-            self._threads[uid] = threading.Thread(target=self._read, args=(pod,), daemon=True)
-            self._threads[uid].start()
+        with self._adding:
+            if uid not in self._threads:
+                self._threads[uid] = threading.Thread(target=self._read, args=(pod,), daemon=True)
+                self._threads[uid].start()
+
+    def is_closed(self) -> bool:
+        """Whether nobody reads any more."""
+        return self._closed.is_set()
 
     def until(self, seconds: float) -> Iterator[tuple[int, bytes]]:
         """The lines that come within so many seconds."""
@@ -141,7 +162,7 @@ class _Streams:
     def rest(self) -> Iterator[tuple[int, bytes]]:
         """All lines until every pod has ended, within some seconds."""
         end = time.monotonic() + DRAIN_SECONDS
-        while time.monotonic() < end and any(thread.is_alive() for thread in self._threads.values()):
+        while time.monotonic() < end and any(thread.is_alive() for thread in list(self._threads.values())):
             yield from self.until(0.1)
         while not self._lines.empty():
             yield self._lines.get()
