@@ -67,9 +67,8 @@ def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:
     names = (word for n in ast.walk(test.left) for word in words_of(name_of(n) or text_in(n)))
     if len(test.ops) != 1 or "world" not in names:
         return False
-    below, above = (ast.Eq, ast.LtE, ast.Lt), (ast.NotEq, ast.Gt, ast.GtE)
-    expected = (1, 1, 2)
-    return (type(test.ops[0]), number) in zip(below if holds else above, expected, strict=True)
+    to_one, to_two = (ast.Eq | ast.LtE, ast.Lt) if holds else (ast.NotEq | ast.Gt, ast.GtE)
+    return isinstance(test.ops[0], to_one if number == 1 else to_two) and number in (1, 2)
 
 
 def is_true(node: ast.AST | None) -> TypeGuard[ast.Constant]:
