@@ -234,7 +234,7 @@ def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
     """Each rank divides the data by itself. Without a common seed each divides it differently: some samples are in two
     parts, others in none, and no error is raised."""
     for call in script.calls if script.uses_torch else ():
-        if _draws_unseeded(script, call) and _is_in_partitioner(script, call):
+        if _draws_unseeded(script, call) and _is_in_partitioner(script, call) and not _is_the_same(script, call):
             yield at(
                 call,
                 f"{script.text_of(call)}: without a seed every rank draws a different order, and the parts overlap; "
@@ -279,11 +279,25 @@ def _draws_unseeded(script: Script, call: ast.Call) -> bool:
         if script.argument(call, "generator") is not None or has_hidden_arguments(call):
             return False
         seeds = script.calls_to(*_SEEDS[_MODULES[module]])
-        return not script.mentions("seed_everything", "set_seed", "seed_all") and not any(map(_gives_a_seed, seeds))
+        return not any(map(_gives_a_seed, seeds)) and not any(_may_seed(script, c) for c in script.calls)
     if isinstance(call.func, ast.Attribute) and call.func.attr in _DRAWS:
         makers = script.origins(call.func.value)
         return all(_is_unseeded_generator(script, m) for m in makers)
     return False
+
+
+def _may_seed(script: Script, call: ast.Call) -> bool:
+    """Whether a function may seed all generators: set_seed(1), utils.fix_random_seeds(1), `with numpy_seed(1):`."""
+    words = words_of(name_of(call.func))
+    own = is_method(call, "seed") or "manual" in words or "get" in words or "initial" in words
+    return bool(words & {"seed", "seeds"}) and not own
+
+
+def _is_the_same(script: Script, call: ast.Call) -> bool:
+    """Whether all ranks may get what one of them has drawn."""
+    function = script.function(call)
+    sent = script.calls_to(*(f"torch.distributed.{name}" for name in ("broadcast", "broadcast_object_list")))
+    return any(script.function(c) is function for c in sent)
 
 
 def _is_unseeded_generator(script: Script, maker: object) -> bool:
