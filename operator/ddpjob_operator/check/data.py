@@ -5,7 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, Marker, has_hidden_arguments, is_method, is_true, name_of, words_of
+from ddpjob_operator.check.nodes import (
+    Function,
+    Marker,
+    before,
+    has_hidden_arguments,
+    is_method,
+    is_true,
+    name_of,
+    words_of,
+)
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
@@ -334,12 +343,24 @@ def download_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
     for call in script.calls:
         wanted = script.argument(call, "download")
         asks = is_true(wanted)
-        if (asks or script.called(call) in _DOWNLOADS) and script.on_every_rank(call):
+        downloads = asks or script.called(call) in _DOWNLOADS
+        if downloads and script.on_every_rank(call) and not _comes_first_on_one(script, call):
             yield at(
                 wanted if asks and wanted else call,
                 f"{script.text_of(call.func)}: every rank downloads to the same place at the same time, and may read "
                 "what another is still writing; download on local rank 0, then barrier(), then load",
             )
+
+
+def _comes_first_on_one(script: Script, call: ast.Call) -> bool:
+    """`if local_rank != 0: barrier()` before it: the others begin when the first one has ended."""
+    waiting = (
+        sibling
+        for child, parent in script.above(call)
+        for sibling in before(parent, child)
+        if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test)
+    )
+    return any(script.called(n) == "torch.distributed.barrier" for w in waiting for s in w.body for n in ast.walk(s))
 
 
 def _is_none(node: object) -> bool:
