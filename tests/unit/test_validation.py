@@ -167,6 +167,7 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
             "is not an address at which 2 nodes can find rank 0",
         ),
         (["sh", "-c", "cd /app && torchrun --standalone x.py"], 2, "--standalone is for one node"),
+        (["bash", "-c", "set -e\ntorchrun \\\n  --nnodes=4 \\\n  x.py\n"], 2, "--nnodes=4 contradicts spec.nodes: 2"),
         (["python", "/opt/torch/distributed/launch.py", "--nnodes", "3", "x.py"], 2, "--nnodes=3 contradicts"),
         (["torchrun", "--nnodes=2", "x.py"], 1, "--nnodes=2 contradicts spec.nodes: 1"),
         (

@@ -301,7 +301,8 @@ def _words(command: list[str]) -> list[str]:
     for part in command:
         inner = " " in part.strip() and ("torchrun" in part or "torch.distributed" in part or "ddprun" in part)
         try:
-            words += shlex.split(part, comments=True) if inner else [part]
+            # shlex takes a backslash at the end of a line for a word, and the options below it were not read.
+            words += shlex.split(part.replace("\\\n", " "), comments=True) if inner else [part]
         except ValueError:  # an unclosed quote, which the shell reports
             words.append(part)
     return words
