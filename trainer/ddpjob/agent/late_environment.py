@@ -56,9 +56,9 @@ class Hidden:
         """Also for who only asks whether torch is there, as transformers and datasets do before they import it."""
         if name != PACKAGE:
             return None
-        real = self._spec
-        spec = ModuleSpec(PACKAGE, self, origin=real and real.origin)  # type: ignore[arg-type]
-        spec.submodule_search_locations = real and real.submodule_search_locations
+        spec = ModuleSpec(PACKAGE, self)  # type: ignore[arg-type]
+        if self._spec is not None:
+            spec.origin, spec.submodule_search_locations = self._spec.origin, self._spec.submodule_search_locations
         return spec
 
     def create_module(self, _spec: ModuleSpec) -> ModuleType:
