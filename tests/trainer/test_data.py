@@ -208,13 +208,15 @@ def test_a_damaged_state_is_refused_and_never_an_epoch_without_samples(name, val
 # ---- the same parameters from any number of processes -----------------------------------------------------------
 
 
-def trained(rank: int, world_size: int, url: str, steps: int, state: dict[str, Any] | None, **kwargs: Any) -> Any:
-    """So many steps of a small network, from that state on."""
+def trained(
+    rank: int, world_size: int, url: str, steps: int, state: dict[str, Any] | None, made_of: Any = None, **kwargs: Any
+) -> Any:
+    """So many steps of a small network, from that state on. made_of: what the script makes of the DDP model."""
     world = ddpjob.init(init_method=url, rank=rank, world_size=world_size)
     torch.manual_seed(1)
     x, y = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
     net = torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.GELU(), torch.nn.Linear(16, 3)).double()
-    model = world.wrap(net)
+    model = world.wrap(net) if made_of is None else made_of(world.wrap(net))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     sampler = ddpjob.GlobalBatchSampler(SAMPLES, seed=7, drop_last=False, **kwargs)
     if state is not None:
@@ -260,6 +262,16 @@ def test_parameters_are_the_same_for_1_2_3_and_4_processes(run_ranks, tmp_path):
             assert result["losses"] == reference["losses"]
     for result in of(3, micro_batch=2):
         assert far(result, reference) < 1e-6, "micro-batches changed what is learnt"
+
+
+def test_a_compiled_model_learns_from_two_processes_what_it_learns_from_one(run_ranks, tmp_path):
+    """It was no DistributedDataParallel any more: each gradient was divided by the number of ranks, unsaid."""
+
+    def of(world_size: int, **kwargs: Any) -> Any:
+        url = f"file://{tmp_path}/{world_size}"
+        return run_ranks(lambda rank: trained(rank, world_size, url, 5, None, global_batch=14, **kwargs), world_size)[0]
+
+    assert far(of(2, made_of=lambda model: torch.compile(model, backend="eager"), micro_batch=3), of(1)) < 1e-6
 
 
 def test_parameters_are_the_same_when_4_processes_become_3_and_then_1_in_the_middle_of_an_epoch(run_ranks, tmp_path):

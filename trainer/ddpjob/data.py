@@ -192,7 +192,8 @@ def accumulate(
 ) -> torch.Tensor:
     """Forward and backward of this rank's share: afterwards every gradient is the mean over the whole global batch.
 
-    model         the DDP model, or any module outside a group. Its all-reduce runs once, in the last micro-batch.
+    model         the DDP model, compiled or not, or any module outside a group. Its all-reduce runs once, in the last
+                  micro-batch.
     batch         what `GlobalBatchSampler` yields; or a tensor, a list, or a tuple of tensors, cut along axis 0.
     global_batch  samples of this step over all ranks. A sampler's batch knows its own, which counts: with
                   drop_last=False the last one of an epoch is smaller.
@@ -209,7 +210,7 @@ def accumulate(
     """
     size = batch.global_size if isinstance(batch, Batch) else _at_least(1, "global_batch", global_batch)
     pieces, weight = _pieces(batch, micro_batch)
-    wrapped = model if isinstance(model, DistributedDataParallel) else None
+    wrapped = _data_parallel(model)
     ranks = 1 if wrapped is None else dist.get_world_size(wrapped.process_group)
     total: torch.Tensor | None = None
     for number, piece in enumerate(pieces, start=1):
@@ -220,6 +221,12 @@ def accumulate(
     assert total is not None, "a share has at least one piece"
     process.step_made()
     return total
+
+
+def _data_parallel(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """Also in what torch.compile has made of it, which is another module around it."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 def _pieces(batch: Any, micro_batch: int | None) -> tuple[list[Any], float]:
