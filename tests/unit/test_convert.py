@@ -208,11 +208,15 @@ def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:
         ({}, "torchrun --nnodes 2:6 x.py", (2, 6), "pytorchReplicaSpecs.Worker.replicas"),
         ({"minReplicas": 1, "maxReplicas": 9}, "torchrun --nnodes 2:4 x.py", (2, 4), ""),
         ({}, "torchrun --nnodes=2 x.py", (None, 4), ""),
+        ({"minReplicas": 1, "maxReplicas": 64}, "torchrun --nnodes=4 x.py", (None, 4), "elasticPolicy.minReplicas"),
+        ({"maxReplicas": 64}, "torchrun --nnodes=4 x.py", (None, 4), "elasticPolicy.maxReplicas"),
+        ({"minReplicas": 1, "maxReplicas": 9}, "torchrun --nnodes=$(N) x.py", (1, 9), "elasticPolicy.maxReplicas"),
     ],
 )
 def test_the_nodes_of_an_elastic_job_are_a_range(policy: Any, words: str, made: Any, named: str) -> None:
     """A job that waits for its last node, where it trained with what there was, is slower than before. Kubeflow gives
-    the range to torchrun in the Master's pod, too, and torchrun's own option counts before it."""
+    the range to torchrun in the Master's pod, too, and torchrun's own option counts before it: AWS' examples for FSDP
+    have --nnodes=4 and maxReplicas: 64, and became jobs of 64 nodes."""
     result = converted(elasticPolicy=policy, pytorchReplicaSpecs=replicas(command=words.split()))
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
     told = [name for name in remarks(result) if "elasticPolicy" in name or name.endswith(".replicas")]
@@ -241,6 +245,8 @@ ELASTIC_RUNTIME = RUNTIME.replace("torch: {", "torch: {elasticPolicy: {minNodes:
         (ELASTIC_RUNTIME.replace(", maxNodes: 6", ""), "torchrun train.py", (2, 4)),
         (RUNTIME, "torchrun --nnodes=1:4 train.py", (1, 4)),
         (RUNTIME, "torchrun --nnodes=2 train.py", (None, 4)),
+        (ELASTIC_RUNTIME, "torchrun --nnodes=4 train.py", (None, 4)),
+        (ELASTIC_RUNTIME, "sh -c|exec torchrun --nnodes=4 train.py", (None, 4)),
         (RUNTIME, "sh -c|exec torchrun --nnodes=1:3 train.py", (1, 3)),
     ],
 )

@@ -26,6 +26,7 @@ KUEUE = "Kueue does not queue DDPJobs yet: the label stays, without effect"
 
 _KEPT = ("name", "generateName", "namespace", "labels", "annotations")
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
+ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
 # Options of torchrun that say which machine it runs on: the job sets them for each node.
 IDENTITY = {
     "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
@@ -132,6 +133,17 @@ def set_range(least: int | None, most: int | None, path: Path, command: list[str
         result.set("nodes", most, "the most nodes of an elastic job")
     if least is not None and least < most:
         result.set("minNodes", least, "elastic: trains with this many nodes to spec.nodes")
+    return True
+
+
+def is_fixed(nnodes: str, elastic: Fields, result: Converted) -> bool:
+    """Whether one number in the command makes the ranges of an elasticPolicy moot, as torchrun takes it for the number
+    of nodes. nnodes: the command's --nnodes."""
+    given = [name for name in ELASTIC_RANGE if elastic.given.get(name) is not None]
+    if not given or bounds.number(nnodes, bounds.COUNT_MAX) < 1:
+        return False
+    text = f"--nnodes={nnodes} of the command counts before it: the job is not elastic"
+    result.remark((*elastic.path, given[0]), text)
     return True
 
 

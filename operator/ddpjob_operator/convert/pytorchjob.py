@@ -80,7 +80,7 @@ def _elastic(elastic: Fields, groups: list[Fields], nnodes: str, command: list[s
     if in_command := common.range_of(nnodes):
         (least, most), path = in_command, (*groups[0].path, "template", "spec", "containers")
         where = (*groups[-1].path, "replicas")
-    if least is None and most is None:
+    if (least is None and most is None) or common.is_fixed(nnodes, elastic, result):
         return
     replicas = result.spec["nodes"]
     if not common.set_range(least, most, path, command, result):

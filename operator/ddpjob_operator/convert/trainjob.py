@@ -180,7 +180,7 @@ def _elastic(torch: Fields, nnodes: str, command: list[str], result: Converted) 
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
     least, most = elastic.number("minNodes", 1), elastic.number("maxNodes", 1)
     least, most = common.range_of(nnodes) or (least, most)
-    if least is not None or most is not None:
+    if (least is not None or most is not None) and not common.is_fixed(nnodes, elastic, result):
         path = (*elastic.path, "maxNodes" if least is None else "minNodes")
         common.set_range(least, most, path, command, result)
     elastic.rest(result, {"metrics": common.NO_SCALER})
