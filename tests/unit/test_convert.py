@@ -169,6 +169,21 @@ def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str
     assert named in remarks(converted(**spec))
 
 
+def test_a_job_of_a_queue_is_not_suspended_by_what_the_queue_has_written() -> None:
+    """Kubeflow's own example for Kueue has suspend: true, which Kueue takes away: nobody takes it from a DDPJob."""
+    labelled = {"name": "x", "labels": {"kueue.x-k8s.io/queue-name": "main"}}
+    pytorch = pytorchjob(runPolicy={"suspend": True}) | {"metadata": labelled}
+    train = yaml.safe_load(TRAINJOB) | {"metadata": labelled}
+    train["spec"]["suspend"] = True
+    for body in (pytorch, train):
+        result = checked(room.convert(body, [yaml.safe_load(RUNTIME)]))
+        assert "suspend" not in result.spec
+        (told,) = (text for path, text in remarks(result).items() if path.endswith("suspend"))
+        assert "waits in its queue without it" in told
+        assert "gang.kueue.enabled" in remarks(result)["metadata.labels.kueue.x-k8s.io/queue-name"]
+        assert result.metadata["labels"] == labelled["labels"]
+
+
 def replicas(policy: str | None = None, **container: Any) -> dict[str, Any]:
     given: dict[str, Any] = pytorchjob()["spec"]["pytorchReplicaSpecs"]
     for group in given.values():

@@ -22,7 +22,11 @@ NO_SCALER = (
     "of an elastic job while it runs"
 )
 SET_BY_THE_JOB = "not needed: the job sets the rendezvous of each node"
-KUEUE = "Kueue does not queue DDPJobs yet: the label stays, without effect"
+KUEUE = "the job waits in this queue where the operator has gang.kueue.enabled; elsewhere it starts at once"
+SUSPENDED_BY_KUEUE = (
+    "Kueue sets it and takes it away; a DDPJob waits in its queue without it, and with it for ever; dropped"
+)
+_QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "generateName", "namespace", "labels", "annotations")
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
@@ -45,9 +49,18 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     kind, name = document.get("kind"), metadata.get("name", "-")
     result = Converted(f"Converted from the {kind} {name} by `ddpjob convert`.", metadata)
     labels = metadata.get("labels")
-    if isinstance(labels, dict) and "kueue.x-k8s.io/queue-name" in labels:
-        result.remark(("metadata", "labels", "kueue.x-k8s.io/queue-name"), KUEUE)
+    if isinstance(labels, dict) and _QUEUE in labels:
+        result.remark(("metadata", "labels", _QUEUE), KUEUE)
     return result, source.fields("spec")
+
+
+def set_suspend(fields: Fields, result: Converted) -> None:
+    """suspend, unless it is that of a queue."""
+    suspend = fields.take("suspend")
+    if suspend is True and _QUEUE in result.metadata.get("labels", {}):
+        result.remark((*fields.path, "suspend"), SUSPENDED_BY_KUEUE)
+    elif suspend is not None:
+        result.set("suspend", suspend)
 
 
 def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, Any]:

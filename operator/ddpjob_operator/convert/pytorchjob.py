@@ -160,8 +160,7 @@ def _run_policy(policy: Fields, template: dict[str, Any], result: Converted) -> 
         result.set("activeDeadlineSeconds", seconds)
     if (seconds := policy.number("ttlSecondsAfterFinished")) is not None:
         result.set("ttlSecondsAfterFinished", seconds)
-    if (suspend := policy.take("suspend")) is not None:
-        result.set("suspend", suspend)
+    common.set_suspend(policy, result)
     manager = policy.text("managedBy")
     if manager and manager != "kubeflow.org/training-operator":
         result.set("managedBy", manager)

@@ -56,8 +56,7 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     _elastic(torch, nnodes, launcher.command_of(template), result)
     if (seconds := spec.number("activeDeadlineSeconds", 1)) is not None:
         result.set("activeDeadlineSeconds", seconds)
-    if (suspend := spec.take("suspend")) is not None:
-        result.set("suspend", suspend)
+    common.set_suspend(spec, result)
     manager = spec.text("managedBy")
     if manager and manager != _OWN_CONTROLLER:
         result.set("managedBy", manager)
