@@ -272,6 +272,34 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
 
 
+@pytest.mark.parametrize(
+    ("resources", "command", "made"),
+    [
+        ({"requests": {"cpu": "2"}, "limits": {"cpu": "4"}}, "torchrun train.py", 2),
+        ({"limits": {"cpu": "3500m"}}, "torchrun train.py", 4),
+        ({"requests": {"cpu": 2}}, "torchrun --nproc-per-node=3 train.py", None),
+        ({"requests": {"cpu": 2}}, "python train.py", None),
+        ({"requests": {"cpu": 2}, "limits": {"nvidia.com/gpu": 2}}, "torchrun train.py", None),
+        ({"requests": {"memory": "1Gi"}}, "torchrun train.py", None),
+    ],
+)
+def test_a_trainjob_without_gpus_has_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
+    """Kubeflow Trainer counts so (pkg/runtime/framework/plugins/torch): half of the ranks would be missing."""
+    result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
+    assert result.spec.get("nprocPerNode") == made
+
+
+def test_a_pytorchjob_without_gpus_is_said_to_lose_its_processes() -> None:
+    """There torchrun gets PET_NPROC_PER_NODE=auto, which is the number of the machine's CPUs."""
+    without = replicas(resources={"limits": {"cpu": 8}})
+    assert (
+        "set spec.nprocPerNode"
+        in remarks(converted(nprocPerNode=None, pytorchReplicaSpecs=without))["spec.nprocPerNode"]
+    )
+    assert "spec.nprocPerNode" not in remarks(converted(nprocPerNode=None))
+    assert "spec.nprocPerNode" not in remarks(converted(nprocPerNode="2", pytorchReplicaSpecs=without))
+
+
 def test_options_that_go_on_in_args_are_removed_as_well() -> None:
     """A job with `command: [torchrun]` and the options in args was refused, because they contradict spec.nodes."""
     for first, args in ((["torchrun"], "--nnodes=1:4 --tee 3 x.py"), (["tini"], "torchrun --nnodes=1:4 --tee 3 x.py")):

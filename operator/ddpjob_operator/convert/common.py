@@ -111,21 +111,34 @@ def without_identity(words: list[str]) -> tuple[list[str], list[str]]:
     return [*words[:begin], *kept, *rest], [word for name, group in options if name in IDENTITY for word in group]
 
 
-def set_processes(value: Any, path: Path, template: dict[str, Any], result: Converted) -> None:
-    """nprocPerNode from auto, cpu, gpu or a number."""
+def set_processes(
+    value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
+) -> None:
+    """nprocPerNode from auto, cpu, gpu or a number. on_cpus: how many auto is without a GPU; None: all of the node."""
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if value in (None, "auto", "gpu"):
         command = launcher.command_of(template)
+        found = launcher.find(command)
         # Where nothing starts several processes, the source means one process, which sees all GPUs of its pod.
-        if value != "gpu" and command and launcher.find(command) is None and gpus(template) > 1:
+        if value != "gpu" and command and found is None and gpus(template) > 1:
             result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as before")
+        elif value != "gpu" and found and not gpus(template) and "nproc_per_node" not in found.options:
+            _set_for_cpus(on_cpus, path, result)
     elif value == "cpu":
         result.remark(path, "cpu means a process for each CPU: set spec.nprocPerNode to their number")
     elif isinstance(value, str) and value.isdecimal() and int(value) > 0:
         result.set("nprocPerNode", int(value))
     else:
         raise ConvertError(path, f"must be auto, cpu, gpu or a number, is {value}")
+
+
+def _set_for_cpus(on_cpus: int | None, path: Path, result: Converted) -> None:
+    if on_cpus is None:
+        text = "auto without GPUs is a process for each CPU of the node there, and one here: set spec.nprocPerNode"
+        result.remark(path, text)
+    elif on_cpus > 1:
+        result.set("nprocPerNode", on_cpus, "auto without GPUs is a process for each CPU of the pod")
 
 
 def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> bool:

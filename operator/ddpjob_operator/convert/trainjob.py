@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from ddpjob_operator.convert import common
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.convert.strategic import merge
-from ddpjob_operator.job import launcher
+from ddpjob_operator.job import launcher, podspec
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
@@ -52,7 +53,7 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     of_runtime = torch.take("numProcPerNode")
     if nproc is None:
         nproc, path = of_runtime, (*torch.path, "numProcPerNode")
-    common.set_processes(nproc, path, template, result)
+    common.set_processes(nproc, path, template, result, _cpus(template))
     _elastic(torch, nnodes, launcher.command_of(template), result)
     if (seconds := spec.number("activeDeadlineSeconds", 1)) is not None:
         result.set("activeDeadlineSeconds", seconds)
@@ -104,6 +105,13 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
     nnodes = common.strip_launcher(container, where if own_command else (*path, "spec", "containers"), result)
     job_spec.rest(result, _JOB_FIELDS)
     return template, nnodes
+
+
+def _cpus(template: Mapping[str, Any]) -> int:
+    """CPUs of a pod as Kubeflow Trainer counts processes by them: those requested, else the limit, rounded up."""
+    resources = podspec.mapping(podspec.trainer_container(template) or {}, "resources")
+    requested, limit = (podspec.mapping(resources, name).get("cpu") for name in ("requests", "limits"))
+    return math.ceil(podspec.quantity(requested) or podspec.quantity(limit))
 
 
 def _trainer_job(job_set: Fields, result: Converted) -> Fields:
