@@ -390,6 +390,16 @@ def _patched(pod: dict[str, Any], name: str = "node") -> Iterator[dict[str, Any]
     yield {"podSpecOverrides": [{"targetJobs": [{"name": name}], **pod}]}
 
 
+def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
+    """Kubeflow's example has labels and annotations of the JobSet there: they were dropped without a word."""
+    job = {"name": "node", "template": {"metadata": {"labels": {"a": "b"}}, "spec": {}}}
+    template = {"metadata": {"labels": {"team": "ml"}}, "spec": {"replicatedJobs": [job]}}
+    told = remarks(trainjob(runtimePatches=[{"manager": "me", "trainingRuntimeSpec": {"template": template}}]))
+    path = "spec.runtimePatches[0].trainingRuntimeSpec.template"
+    assert "set it in metadata of the job" in told[f"{path}.metadata"]
+    assert f"{path}.spec.replicatedJobs[0].template.metadata" in told
+
+
 def test_patches_of_every_version_change_the_pod_as_kubernetes_merges() -> None:
     """A volume with a patch of its own must not take the place of the runtime's containers."""
     volume = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}

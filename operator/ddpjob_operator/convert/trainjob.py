@@ -23,6 +23,7 @@ _JOB_FIELDS = {
     "completions": "the number of nodes is spec.nodes",
     "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
 }
+_PATCHED = {"metadata": "is not that of the pods: set it in metadata of the job, or of its template"}
 _JOB_SPEC = {
     "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
     "labels": "set them in metadata.labels of the template",
@@ -159,12 +160,18 @@ def _rule(rule: Fields, result: Converted) -> dict[str, Any] | None:
 def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
     """What the TrainJob changes in the runtime's pod template, by any version of the field."""
     for patch in spec.mappings("runtimePatches"):
-        job_set = patch.fields("trainingRuntimeSpec").fields("template").fields("spec")
+        own = patch.fields("trainingRuntimeSpec")
+        template = own.fields("template")
+        job_set = template.fields("spec")
         for replicated in job_set.mappings("replicatedJobs"):
             if replicated.text("name") == job:
-                yield replicated.fields("template").fields("spec").fields("template").given
+                of_job = replicated.fields("template")
+                yield of_job.fields("spec").fields("template").given
+                of_job.rest(result, _PATCHED)
             else:
                 result.remark(replicated.path, f"is for another Job than {job}")
+        for fields in (own, template, job_set):
+            fields.rest(result, _PATCHED)
     for name in _PATCHES:
         for override in spec.mappings(name):
             targets = [target.text("name") for target in override.mappings("targetJobs")]
