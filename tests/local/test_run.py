@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
 import stat
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -298,8 +300,10 @@ print("started", flush=True)
 dist.init_process_group("nccl")
 """
 WARNED = """
+import fcntl
 import os
 import sys
+import termios
 
 if "torch" in sys.modules:  # never: what is checked need not be imported
     import torch
@@ -481,3 +485,61 @@ def test_a_local_run_needs_no_gang_and_says_that_it_has_none(cli: Cli) -> None:
     done = cli.run("run", job)
     assert done.stdout.count("trained") == 2
     assert "without effect on local processes: spec.gang, spec.topologyKey" in done.stderr
+
+
+SAVES = """
+    import os, signal, sys, time
+    def stop(*_):
+        time.sleep(0.5)
+        open("saved-" + os.environ["RANK"], "w").close()
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    open("trains-" + os.environ["RANK"], "w").close()
+    time.sleep(1000)
+"""
+
+
+def trains(cli: Cli) -> bool:
+    return len(list(cli.folder.glob("trains-*"))) == 2
+
+
+def saved(cli: Cli) -> list[str]:
+    return sorted(path.name for path in cli.folder.glob("saved-*"))
+
+
+def test_a_closed_terminal_leaves_the_nodes_their_time_to_save(cli: Cli) -> None:
+    """A connection that drops at night: the run could not print that it stops, and killed all ranks at once."""
+    ours, theirs = os.openpty()
+    cli.env |= {"TERM": "xterm-256color"}
+    process = cli.start(
+        "run",
+        cli.file(SAVES),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    eventually(lambda: trains(cli))
+    os.close(ours)
+    assert process.wait(SECONDS_MAX) == 130
+    assert saved(cli) == ["saved-0", "saved-1"]
+
+
+def test_ctrl_c_that_ends_tee_too_leaves_the_nodes_their_time_to_save(cli: Cli) -> None:
+    """`ddpjob run … 2>&1 | tee log`: the terminal sends SIGINT to both."""
+    process = cli.start("run", cli.file(SAVES), stderr=subprocess.STDOUT)
+    eventually(lambda: trains(cli))
+    assert process.stdout is not None
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(SECONDS_MAX) == 130
+    assert saved(cli) == ["saved-0", "saved-1"]
+
+
+def test_a_full_disk_behind_stderr_costs_the_sentences_and_never_the_training(cli: Cli) -> None:
+    with open("/dev/full", "w") as full:
+        done = cli.start("run", cli.file("print(1)"), stderr=full)
+        assert done.communicate(timeout=SECONDS_MAX)[0].count(" 1\n") == 2
+    assert done.returncode == 0

@@ -5,10 +5,11 @@ The nodes' output goes to stdout and everything else to stderr, so that a pipe g
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, reasons, topology, wording
@@ -46,7 +47,8 @@ class PlainScreen:
 
     def note(self, text: str) -> None:
         """Show a sentence about the run, which may quote a program or a file."""
-        print(clean(text), file=sys.stderr, flush=True)
+        with _whoever_reads():
+            print(clean(text), file=sys.stderr, flush=True)
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
         """Show lines that a node printed. Raises OutputClosedError when the reader is gone."""
@@ -117,7 +119,7 @@ class LiveScreen(PlainScreen):
 
     def note(self, text: str) -> None:
         """Show a sentence above the table."""
-        with self._console:
+        with _whoever_reads(), self._console:
             self._flush()
             self._board.erase()
             self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
@@ -139,14 +141,15 @@ class LiveScreen(PlainScreen):
             self._foreground = not self._foreground
             self._board.forget()
         if not self._foreground:
-            self._flush()
+            with _whoever_reads():
+                self._flush()
             super().draw(moment, pods)
             return
         present = present_pods(pods)
         self._usages.look({pod.node.pid: pod.gpus for pod in present if pod.live})
         nodes = [node_of(self.job, moment.status, pod, self._usages.seen.get(pod.node.pid)) for pod in present]
         width, height = self._console.size
-        with self._console:
+        with _whoever_reads(), self._console:
             self._flush()
             self._board.draw(table.lines(moment, nodes, width - 1, height - 2))
 
@@ -158,12 +161,14 @@ class LiveScreen(PlainScreen):
     def pause(self) -> None:
         """Give the terminal to the shell."""
         super().pause()
-        self._board.leave()
+        with _whoever_reads():
+            self._board.leave()
 
     def close(self) -> None:
         """Remove the table."""
-        self._flush()
-        self._board.leave()
+        with _whoever_reads():
+            self._flush()
+            self._board.leave()
         self._usages.close()
 
     def _flush(self) -> None:
@@ -176,6 +181,16 @@ class LiveScreen(PlainScreen):
             self._board.erase()
             self._console.print(Text.from_ansi("\n".join(self._pending)), soft_wrap=True)
         self._pending, self._hidden = [], 0
+
+
+@contextlib.contextmanager
+def _whoever_reads() -> Iterator[None]:
+    """A closed terminal, a full disk, or a pipe without a reader costs what is said and never the training: Ctrl-C ends
+    the `tee` of `ddpjob run … 2>&1 | tee log` too, and the nodes are to have their time to save."""
+    try:
+        yield
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python flushes it once more at exit
 
 
 def screen(job: api.DDPJob, plain: bool, group: int | None = None) -> PlainScreen:
