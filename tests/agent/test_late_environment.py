@@ -115,6 +115,29 @@ def test_what_the_jobs_env_sets_is_there_from_the_start_and_needs_no_words(launc
     forget_torchs_own(launcher)
 
 
+def test_a_library_that_only_looks_whether_torch_is_there_does_not_make_it_load_twice(launcher: Launcher) -> None:
+    """transformers, datasets and lightning look before they import it: `bad call flags`, from each such script."""
+    script = launcher.script(
+        """
+        import importlib.util, os, sys
+        from threading import Thread
+        for _ in range(2):
+            spec = importlib.util.find_spec("torch")
+            assert "torch" not in sys.modules and spec.origin.endswith("/torch/__init__.py")
+            assert spec.submodule_search_locations == [os.path.dirname(spec.origin)]
+        threads = [Thread(target=__import__, args=["torch.nn"]) for _ in range(4)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        import torch
+        assert torch.__spec__ is sys.modules["torch"].__spec__ is importlib.util.find_spec("torch") is not spec
+        assert torch.ones(2).sum() == 2
+        """
+    )
+    done = finish(launcher.warm("--max-restarts", 0, script), 100)
+    assert (done.returncode, done.stderr) == (0, "")
+    forget_torchs_own(launcher)
+
+
 def test_many_names_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """One line, whatever the script has set."""
     monkeypatch.setenv("RANK", "0")

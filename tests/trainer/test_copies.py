@@ -183,6 +183,50 @@ def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_
     assert nodes.run(2, lambda: train(30), ranks=2) == 29
 
 
+def saved_otherwise(until: int, who_saves: str) -> int:
+    """Train with weights that are clipped at the beginning of each step, and saved at steps 2 and 40: at the second one
+    save finds other weights than should_stop. Where it began."""
+    world = ddpjob.init()
+    objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+    began = snapshot.load(**objects)
+    model = world.wrap(objects["model"])
+    for step in range(began + 1, until + 1):
+        clip(model)
+        steps(step - 1, step, model, objects["optimizer"])
+        if step == 40:
+            clip(model)
+        if step in (2, 40) and (world.rank == 0 or who_saves == "all ranks"):
+            snapshot.save(step, **objects)
+            snapshot.wait()
+    return began
+
+
+@pytest.mark.parametrize(("who_saves", "until"), [("all ranks", 43), ("rank 0", 46)])
+def test_once_save_finds_other_weights_than_should_stop_nothing_is_copied_at_should_stop_any_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Any, who_saves: str, until: int
+) -> None:
+    """Ranks went on with it up to the next plan, and a restart began with weights that no step begins with."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(copies, "COST_MAX", 1e9)
+    nodes = Node(tmp_path, run_ranks, nodes=2)
+    assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
+    assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
+    assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40
+
+
+def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Any
+) -> None:
+    """The node that never saves knew better, from before: all copied at should_stop again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(copies, "COST_MAX", 1e9)
+    nodes = Node(tmp_path, run_ranks, nodes=2)
+    assert nodes.run(0, lambda: saved_otherwise(18, "rank 0"), ranks=2) == 0
+    assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
+    assert nodes.run(2, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
+    assert nodes.run(3, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
+
+
 def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node: Node) -> None:
     """One area alone would be torn in that moment, and nothing be left."""
 

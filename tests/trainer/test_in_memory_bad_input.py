@@ -51,6 +51,43 @@ def test_tied_weights_come_back_tied_and_as_they_were(node: Node) -> None:
     assert node.run(1, lambda: train(7))[0] == (6, before, True)
 
 
+class Graph(torch.nn.Module):
+    """A layer of a graph network: which node has which neighbors is a sparse buffer."""
+
+    neighbors: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.register_buffer("neighbors", torch.eye(4).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.neighbors @ x)
+
+
+@pytest.mark.parametrize("kind", [Graph, lambda: torch.nn.Sequential(torch.nn.LazyLinear(1))])
+def test_a_model_with_sparse_tensors_or_without_shapes_yet_is_loaded_and_goes_on_after_a_restart(
+    node: Node, kind: Callable[[], torch.nn.Module]
+) -> None:
+    """Under ddprun alone `load` ended with a RuntimeError of torch, at the start or at each restart."""
+
+    def train(until: int) -> int:
+        model = kind()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        snapshot = ddpjob.Snapshot("snapshots")
+        step = began = snapshot.load(model=model, optimizer=optimizer)
+        while step < until:
+            steps(step, step + 1, model, optimizer)
+            step += 1
+            if step == 4:
+                snapshot.save(step, model=model, optimizer=optimizer)
+        rescue()
+        return began
+
+    assert node.run(0, lambda: train(12)) == 0
+    assert node.run(1, lambda: train(12)) == (4 if kind is Graph else 12)
+
+
 def test_ten_thousand_tensors_come_back(node: Node) -> None:
     """The kernel takes 1,024 pieces in a call; a state that is cut off there is none."""
 

@@ -647,6 +647,10 @@ def notebook(*cells: str | list[str]) -> str:
         (["dist = 1", ON_ONE_RANK], "cell 2:3"),
         (["%matplotlib inline\n!pip install torch\nx = !ls\nfiles?", "".join(ON_ONE_RANK)], "cell 2:3"),
         (["%%time\n" + "".join(ON_ONE_RANK)], "cell 1:4"),
+        (["!python train.py \\\n    --epochs 5 \\\n    --lr 1\nx = !ls \\\n  -l\n" + "".join(ON_ONE_RANK)], "cell 1:8"),
+        ([" !pip install torch\n x = 1", "".join(ON_ONE_RANK)], "cell 2:3"),
+        (["print('%d %d'\n      % (1, 2))\n" + "".join(ON_ONE_RANK)], "cell 1:5"),
+        (["%matplotlib inline\nprint('%d %d'\n      % (1, 2))\n" + "".join(ON_ONE_RANK)], "cell 1:6"),
         (["%%bash\nfor i in 1 2; do ls; done", "%%writefile train.py\n" + "".join(ON_ONE_RANK)], "cell 2:4"),
     ],
 )

@@ -169,6 +169,28 @@ def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str
     assert named in remarks(converted(**spec))
 
 
+def test_a_job_whose_name_the_server_makes_gets_one() -> None:
+    """It was refused for a name that the file cannot have."""
+    result = checked(room.convert(pytorchjob() | {"metadata": {"generateName": "mnist-", "namespace": "a"}}, []))
+    assert result.metadata == {"name": "mnist", "namespace": "a"}
+    assert "change it for each job" in remarks(result)["metadata.generateName"]
+
+
+def test_a_job_of_a_queue_is_not_suspended_by_what_the_queue_has_written() -> None:
+    """Kubeflow's own example for Kueue has suspend: true, which Kueue takes away: nobody takes it from a DDPJob."""
+    labelled = {"name": "x", "labels": {"kueue.x-k8s.io/queue-name": "main"}}
+    pytorch = pytorchjob(runPolicy={"suspend": True}) | {"metadata": labelled}
+    train = yaml.safe_load(TRAINJOB) | {"metadata": labelled}
+    train["spec"]["suspend"] = True
+    for body in (pytorch, train):
+        result = checked(room.convert(body, [yaml.safe_load(RUNTIME)]))
+        assert "suspend" not in result.spec
+        (told,) = (text for path, text in remarks(result).items() if path.endswith("suspend"))
+        assert "waits in its queue without it" in told
+        assert "gang.kueue.enabled" in remarks(result)["metadata.labels.kueue.x-k8s.io/queue-name"]
+        assert result.metadata["labels"] == labelled["labels"]
+
+
 def replicas(policy: str | None = None, **container: Any) -> dict[str, Any]:
     given: dict[str, Any] = pytorchjob()["spec"]["pytorchReplicaSpecs"]
     for group in given.values():
@@ -208,11 +230,15 @@ def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:
         ({}, "torchrun --nnodes 2:6 x.py", (2, 6), "pytorchReplicaSpecs.Worker.replicas"),
         ({"minReplicas": 1, "maxReplicas": 9}, "torchrun --nnodes 2:4 x.py", (2, 4), ""),
         ({}, "torchrun --nnodes=2 x.py", (None, 4), ""),
+        ({"minReplicas": 1, "maxReplicas": 64}, "torchrun --nnodes=4 x.py", (None, 4), "elasticPolicy.minReplicas"),
+        ({"maxReplicas": 64}, "torchrun --nnodes=4 x.py", (None, 4), "elasticPolicy.maxReplicas"),
+        ({"minReplicas": 1, "maxReplicas": 9}, "torchrun --nnodes=$(N) x.py", (1, 9), "elasticPolicy.maxReplicas"),
     ],
 )
 def test_the_nodes_of_an_elastic_job_are_a_range(policy: Any, words: str, made: Any, named: str) -> None:
     """A job that waits for its last node, where it trained with what there was, is slower than before. Kubeflow gives
-    the range to torchrun in the Master's pod, too, and torchrun's own option counts before it."""
+    the range to torchrun in the Master's pod, too, and torchrun's own option counts before it: AWS' examples for FSDP
+    have --nnodes=4 and maxReplicas: 64, and became jobs of 64 nodes."""
     result = converted(elasticPolicy=policy, pytorchReplicaSpecs=replicas(command=words.split()))
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
     told = [name for name in remarks(result) if "elasticPolicy" in name or name.endswith(".replicas")]
@@ -241,6 +267,8 @@ ELASTIC_RUNTIME = RUNTIME.replace("torch: {", "torch: {elasticPolicy: {minNodes:
         (ELASTIC_RUNTIME.replace(", maxNodes: 6", ""), "torchrun train.py", (2, 4)),
         (RUNTIME, "torchrun --nnodes=1:4 train.py", (1, 4)),
         (RUNTIME, "torchrun --nnodes=2 train.py", (None, 4)),
+        (ELASTIC_RUNTIME, "torchrun --nnodes=4 train.py", (None, 4)),
+        (ELASTIC_RUNTIME, "sh -c|exec torchrun --nnodes=4 train.py", (None, 4)),
         (RUNTIME, "sh -c|exec torchrun --nnodes=1:3 train.py", (1, 3)),
     ],
 )
@@ -249,6 +277,34 @@ def test_a_trainjob_with_a_range_is_elastic(runtime: str, command: str, made: An
     words = " ".join(command.split("|")[:1]).split() + command.split("|")[1:]
     result = trainjob(runtime, trainer={**yaml.safe_load(TRAINJOB)["spec"]["trainer"], "command": words})
     assert (result.spec.get("minNodes"), result.spec["nodes"]) == made
+
+
+@pytest.mark.parametrize(
+    ("resources", "command", "made"),
+    [
+        ({"requests": {"cpu": "2"}, "limits": {"cpu": "4"}}, "torchrun train.py", 2),
+        ({"limits": {"cpu": "3500m"}}, "torchrun train.py", 4),
+        ({"requests": {"cpu": 2}}, "torchrun --nproc-per-node=3 train.py", None),
+        ({"requests": {"cpu": 2}}, "python train.py", None),
+        ({"requests": {"cpu": 2}, "limits": {"nvidia.com/gpu": 2}}, "torchrun train.py", None),
+        ({"requests": {"memory": "1Gi"}}, "torchrun train.py", None),
+    ],
+)
+def test_a_trainjob_without_gpus_has_a_process_for_each_cpu(resources: Any, command: str, made: int | None) -> None:
+    """Kubeflow Trainer counts so (pkg/runtime/framework/plugins/torch): half of the ranks would be missing."""
+    result = trainjob(trainer={"image": "i", "command": command.split(), "resourcesPerNode": resources})
+    assert result.spec.get("nprocPerNode") == made
+
+
+def test_a_pytorchjob_without_gpus_is_said_to_lose_its_processes() -> None:
+    """There torchrun gets PET_NPROC_PER_NODE=auto, which is the number of the machine's CPUs."""
+    without = replicas(resources={"limits": {"cpu": 8}})
+    assert (
+        "set spec.nprocPerNode"
+        in remarks(converted(nprocPerNode=None, pytorchReplicaSpecs=without))["spec.nprocPerNode"]
+    )
+    assert "spec.nprocPerNode" not in remarks(converted(nprocPerNode=None))
+    assert "spec.nprocPerNode" not in remarks(converted(nprocPerNode="2", pytorchReplicaSpecs=without))
 
 
 def test_options_that_go_on_in_args_are_removed_as_well() -> None:
@@ -339,6 +395,16 @@ def _patched(pod: dict[str, Any], name: str = "node") -> Iterator[dict[str, Any]
     yield {"runtimePatches": [{"manager": "me", "trainingRuntimeSpec": {"template": template}}]}
     yield {"podTemplateOverrides": [{"targetJobs": [{"name": name}], "spec": pod}]}
     yield {"podSpecOverrides": [{"targetJobs": [{"name": name}], **pod}]}
+
+
+def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
+    """Kubeflow's example has labels and annotations of the JobSet there: they were dropped without a word."""
+    job = {"name": "node", "template": {"metadata": {"labels": {"a": "b"}}, "spec": {}}}
+    template = {"metadata": {"labels": {"team": "ml"}}, "spec": {"replicatedJobs": [job]}}
+    told = remarks(trainjob(runtimePatches=[{"manager": "me", "trainingRuntimeSpec": {"template": template}}]))
+    path = "spec.runtimePatches[0].trainingRuntimeSpec.template"
+    assert "set it in metadata of the job" in told[f"{path}.metadata"]
+    assert f"{path}.spec.replicatedJobs[0].template.metadata" in told
 
 
 def test_patches_of_every_version_change_the_pod_as_kubernetes_merges() -> None:

@@ -87,6 +87,15 @@ def test_auto_means_what_really_runs_on_a_node(spec: dict, expected: int) -> Non
     assert topology.nproc_per_node(job(**spec).spec) == expected
 
 
+@pytest.mark.parametrize("name", ["nvidia.com/gpu", "nvidia.com/gpu.shared", "nvidia.com/mig-1g.10gb.shared"])
+def test_a_job_with_gpus_uses_nccl_under_whatever_name_they_have(name: str) -> None:
+    """A GPU that is shared has a name of its own: such a job trained with gloo, and nccl was refused."""
+    spec = job(container={"resources": {"limits": {name: 1}}}).spec
+    assert (topology.backend(spec), topology.nproc_per_node(spec), build.wants_one_pod_per_node(spec)) == (
+        "nccl", 1, True
+    )  # fmt: skip
+
+
 def test_threads_follow_the_cpu_limit_and_never_the_machine() -> None:
     def threads(cpu: object, nproc: int) -> str:
         what = job(nprocPerNode=nproc, container={"resources": {"limits": {"cpu": cpu}}} if cpu else None)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, Marker, has_hidden_arguments, is_method, is_true, name_of, words_of
+from ddpjob_operator.check.nodes import (
+    Function,
+    Marker,
+    before,
+    has_hidden_arguments,
+    is_method,
+    is_true,
+    name_of,
+    words_of,
+)
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
@@ -234,7 +243,7 @@ def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
     """Each rank divides the data by itself. Without a common seed each divides it differently: some samples are in two
     parts, others in none, and no error is raised."""
     for call in script.calls if script.uses_torch else ():
-        if _draws_unseeded(script, call) and _is_in_partitioner(script, call):
+        if _draws_unseeded(script, call) and _is_in_partitioner(script, call) and not _is_the_same(script, call):
             yield at(
                 call,
                 f"{script.text_of(call)}: without a seed every rank draws a different order, and the parts overlap; "
@@ -279,11 +288,25 @@ def _draws_unseeded(script: Script, call: ast.Call) -> bool:
         if script.argument(call, "generator") is not None or has_hidden_arguments(call):
             return False
         seeds = script.calls_to(*_SEEDS[_MODULES[module]])
-        return not script.mentions("seed_everything", "set_seed", "seed_all") and not any(map(_gives_a_seed, seeds))
+        return not any(map(_gives_a_seed, seeds)) and not any(_may_seed(script, c) for c in script.calls)
     if isinstance(call.func, ast.Attribute) and call.func.attr in _DRAWS:
         makers = script.origins(call.func.value)
         return all(_is_unseeded_generator(script, m) for m in makers)
     return False
+
+
+def _may_seed(script: Script, call: ast.Call) -> bool:
+    """Whether a function may seed all generators: set_seed(1), utils.fix_random_seeds(1), `with numpy_seed(1):`."""
+    words = words_of(name_of(call.func))
+    own = is_method(call, "seed") or "manual" in words or "get" in words or "initial" in words
+    return bool(words & {"seed", "seeds"}) and not own
+
+
+def _is_the_same(script: Script, call: ast.Call) -> bool:
+    """Whether all ranks may get what one of them has drawn."""
+    function = script.function(call)
+    sent = script.calls_to(*(f"torch.distributed.{name}" for name in ("broadcast", "broadcast_object_list")))
+    return any(script.function(c) is function for c in sent)
 
 
 def _is_unseeded_generator(script: Script, maker: object) -> bool:
@@ -320,12 +343,24 @@ def download_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
     for call in script.calls:
         wanted = script.argument(call, "download")
         asks = is_true(wanted)
-        if (asks or script.called(call) in _DOWNLOADS) and script.on_every_rank(call):
+        downloads = asks or script.called(call) in _DOWNLOADS
+        if downloads and script.on_every_rank(call) and not _comes_first_on_one(script, call):
             yield at(
                 wanted if asks and wanted else call,
                 f"{script.text_of(call.func)}: every rank downloads to the same place at the same time, and may read "
                 "what another is still writing; download on local rank 0, then barrier(), then load",
             )
+
+
+def _comes_first_on_one(script: Script, call: ast.Call) -> bool:
+    """`if local_rank != 0: barrier()` before it: the others begin when the first one has ended."""
+    waiting = (
+        sibling
+        for child, parent in script.above(call)
+        for sibling in before(parent, child)
+        if isinstance(sibling, ast.If) and script.depends_on_rank(sibling.test)
+    )
+    return any(script.called(n) == "torch.distributed.barrier" for w in waiting for s in w.body for n in ast.walk(s))
 
 
 def _is_none(node: object) -> bool:

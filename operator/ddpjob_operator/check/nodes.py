@@ -11,6 +11,7 @@ from typing import TypeGuard
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = Function | ast.Lambda | ast.ClassDef | ast.Module
 
+_GROUP_WORDS = {"distributed", "ddp", "initialized", "multiprocessing"}
 _RANK_WORDS = {"rank", "rank0", "main", "master", "chief", "primary", "leader", "coordinator", "gpu"}
 
 
@@ -41,6 +42,33 @@ def leaves(body: list[ast.stmt]) -> bool:
 def is_main_guard(test: ast.expr) -> bool:
     """`if __name__ == "__main__":`"""
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
+
+
+def means_one_process(test: ast.expr, *, holds: bool) -> bool:
+    """Whether a condition, where it holds or where it does not, says that there is no group of processes: `not
+    args.distributed`, `world_size == 1`, and what is false where `dist.is_initialized()` is asked."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return means_one_process(test.operand, holds=not holds)
+    if isinstance(test, ast.BoolOp):  # where `a and b` holds both do; where it does not, either of them
+        said = [means_one_process(value, holds=holds) for value in test.values]
+        return any(said) if isinstance(test.op, ast.And) == holds else all(said)
+    if isinstance(test, ast.Compare):
+        return _is_count_of_one(test, holds)
+    asked = test.func if isinstance(test, ast.Call) else test
+    words = words_of(text_in(asked.slice) if isinstance(asked, ast.Subscript) else name_of(asked))
+    available = dotted(asked).endswith(("dist.is_available", "distributed.is_available"))
+    of_group = available or words & _GROUP_WORDS or words - {"is", "use"} == {"dist"}
+    return not holds and bool(of_group)
+
+
+def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:
+    """world_size == 1, or a world_size > 1 that does not hold."""
+    number = test.comparators[0].value if isinstance(test.comparators[0], ast.Constant) else None
+    names = (word for n in ast.walk(test.left) for word in words_of(name_of(n) or text_in(n)))
+    if len(test.ops) != 1 or "world" not in names:
+        return False
+    to_one, to_two = (ast.Eq | ast.LtE, ast.Lt) if holds else (ast.NotEq | ast.Gt, ast.GtE)
+    return isinstance(test.ops[0], to_one if number == 1 else to_two) and number in (1, 2)
 
 
 def is_true(node: ast.AST | None) -> TypeGuard[ast.Constant]:

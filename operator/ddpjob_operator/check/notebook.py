@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 _WRITES = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+|--append\s+)?(\S+\.py)\s*$")
 # Cell magics below which the rest of the cell is Python as it stands.
 _PYTHON = re.compile(r"%%(?:time|timeit|capture|prun)\b")
-_MAGIC = re.compile(r"(\s*)[%!?]|(\s*)[\w.]+\?{1,2}\s*$")
+_MAGIC = re.compile(r"(\s*)(?:%{1,2}[A-Za-z]|[!?])|(\s*)[\w.]+\?{1,2}\s*$")
 _ASSIGNED = re.compile(r"(\s*[\w, ]+=\s*)[%!]")
 
 
@@ -44,7 +47,7 @@ def parts(text: str) -> list[Part]:
         if _WRITES.match(first):
             written.append(Part(lines[1:], [(number, i) for i in range(2, len(lines) + 1)]))
         elif not first.startswith("%%") or _PYTHON.match(first):
-            own.lines += map(_without_magic, lines)
+            own.lines += lines if _is_python(lines) else _without_magic(lines)
             own.places += [(number, i) for i in range(1, len(lines) + 1)]
     return [own, *written]
 
@@ -56,7 +59,30 @@ def _lines(source: object) -> list[str]:
     return source.splitlines() if isinstance(source, str) else []
 
 
-def _without_magic(line: str) -> str:
+def _is_python(lines: list[str]) -> bool:
+    """A cell without magic stays as it is: a line of an expression may begin with `%`, where it was wrapped."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse("\n".join(lines))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
+def _without_magic(lines: list[str]) -> Iterator[str]:
+    """As IPython reads a cell: the indent of its first line is taken off all, and a line of magic goes on in the next
+    one after a backslash."""
+    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+    goes_on = False
+    for line in lines:
+        plain = "" if goes_on else _plain(line.removeprefix(indent))
+        goes_on = line.endswith("\\") and (goes_on or plain != line.removeprefix(indent))
+        yield plain
+
+
+def _plain(line: str) -> str:
+    """The line, or what stands in the place of its magic."""
     assigned = _ASSIGNED.match(line)
     if assigned:
         return f"{assigned[1]}None"

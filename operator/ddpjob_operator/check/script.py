@@ -21,6 +21,7 @@ from ddpjob_operator.check.nodes import (
     has_hidden_arguments,
     is_named_like_a_rank,
     leaves,
+    means_one_process,
     name_of,
     parts_of,
     text_in,
@@ -325,9 +326,13 @@ class Script(Values):
         return self._guarded[node]
 
     def _has_a_guard(self, node: ast.AST) -> bool:
-        if any(self.depends_on_rank(test) for test in self.enclosing_tests(node)):
+        if any(self.depends_on_rank(test) or self._is_set_on_some(test) for test in self.enclosing_tests(node)):
             return True
         for child, parent in self.above(node):
+            if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
+                inside = parent.body if isinstance(parent, ast.If) else [parent.body]
+                if means_one_process(parent.test, holds=child in inside):
+                    return True
             if isinstance(parent, ast.With | ast.AsyncWith) and any(
                 self.depends_on_rank(item.context_expr) for item in parent.items if item is not child
             ):
@@ -338,7 +343,15 @@ class Script(Values):
 
     def _leaves_some(self, statement: ast.stmt) -> bool:
         """`if rank != 0: return`: what follows is not for all."""
-        return isinstance(statement, ast.If) and leaves(statement.body) and self.depends_on_rank(statement.test)
+        if not isinstance(statement, ast.If) or not leaves(statement.body):
+            return False
+        return self.depends_on_rank(statement.test) or means_one_process(statement.test, holds=False)
+
+    def _is_set_on_some(self, test: ast.expr) -> bool:
+        """`if writer is not None`, where only rank 0 has made a writer."""
+        names = [n for n in ast.walk(test) if isinstance(n, ast.Name | ast.Attribute)]
+        values = [o for n in names for o in self.origins(n) if isinstance(o, ast.expr) and o is not n]
+        return any(self.depends_on_rank(t) for value in values for t in self.enclosing_tests(value))
 
 
 def _is_constant(node: ast.expr | None, value: object) -> bool:

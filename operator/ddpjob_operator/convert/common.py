@@ -22,10 +22,15 @@ NO_SCALER = (
     "of an elastic job while it runs"
 )
 SET_BY_THE_JOB = "not needed: the job sets the rendezvous of each node"
-KUEUE = "Kueue does not queue DDPJobs yet: the label stays, without effect"
+KUEUE = "the job waits in this queue where the operator has gang.kueue.enabled; elsewhere it starts at once"
+SUSPENDED_BY_KUEUE = (
+    "Kueue sets it and takes it away; a DDPJob waits in its queue without it, and with it for ever; dropped"
+)
+_QUEUE = "kueue.x-k8s.io/queue-name"
 
-_KEPT = ("name", "generateName", "namespace", "labels", "annotations")
+_KEPT = ("name", "namespace", "labels", "annotations")
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
+ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
 # Options of torchrun that say which machine it runs on: the job sets them for each node.
 IDENTITY = {
     "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
@@ -41,12 +46,26 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     annotations = metadata.get("annotations")
     if isinstance(annotations, dict) and annotations.pop(_OF_THE_SERVER, None) and not annotations:
         del metadata["annotations"]
+    generated = source.fields("metadata").text("generateName") if "name" not in metadata else ""
+    if generated:
+        metadata = {"name": generated.rstrip("-"), **metadata}
     kind, name = document.get("kind"), metadata.get("name", "-")
     result = Converted(f"Converted from the {kind} {name} by `ddpjob convert`.", metadata)
+    if generated:
+        result.remark(("metadata", "generateName"), f"a name is needed; {name} stands for one: change it for each job")
     labels = metadata.get("labels")
-    if isinstance(labels, dict) and "kueue.x-k8s.io/queue-name" in labels:
-        result.remark(("metadata", "labels", "kueue.x-k8s.io/queue-name"), KUEUE)
+    if isinstance(labels, dict) and _QUEUE in labels:
+        result.remark(("metadata", "labels", _QUEUE), KUEUE)
     return result, source.fields("spec")
+
+
+def set_suspend(fields: Fields, result: Converted) -> None:
+    """suspend, unless it is that of a queue."""
+    suspend = fields.take("suspend")
+    if suspend is True and _QUEUE in result.metadata.get("labels", {}):
+        result.remark((*fields.path, "suspend"), SUSPENDED_BY_KUEUE)
+    elif suspend is not None:
+        result.set("suspend", suspend)
 
 
 def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, Any]:
@@ -97,21 +116,34 @@ def without_identity(words: list[str]) -> tuple[list[str], list[str]]:
     return [*words[:begin], *kept, *rest], [word for name, group in options if name in IDENTITY for word in group]
 
 
-def set_processes(value: Any, path: Path, template: dict[str, Any], result: Converted) -> None:
-    """nprocPerNode from auto, cpu, gpu or a number."""
+def set_processes(
+    value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
+) -> None:
+    """nprocPerNode from auto, cpu, gpu or a number. on_cpus: how many auto is without a GPU; None: all of the node."""
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if value in (None, "auto", "gpu"):
         command = launcher.command_of(template)
+        found = launcher.find(command)
         # Where nothing starts several processes, the source means one process, which sees all GPUs of its pod.
-        if value != "gpu" and command and launcher.find(command) is None and gpus(template) > 1:
+        if value != "gpu" and command and found is None and gpus(template) > 1:
             result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as before")
+        elif value != "gpu" and found and not gpus(template) and "nproc_per_node" not in found.options:
+            _set_for_cpus(on_cpus, path, result)
     elif value == "cpu":
         result.remark(path, "cpu means a process for each CPU: set spec.nprocPerNode to their number")
     elif isinstance(value, str) and value.isdecimal() and int(value) > 0:
         result.set("nprocPerNode", int(value))
     else:
         raise ConvertError(path, f"must be auto, cpu, gpu or a number, is {value}")
+
+
+def _set_for_cpus(on_cpus: int | None, path: Path, result: Converted) -> None:
+    if on_cpus is None:
+        text = "auto without GPUs is a process for each CPU of the node there, and one here: set spec.nprocPerNode"
+        result.remark(path, text)
+    elif on_cpus > 1:
+        result.set("nprocPerNode", on_cpus, "auto without GPUs is a process for each CPU of the pod")
 
 
 def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> bool:
@@ -132,6 +164,17 @@ def set_range(least: int | None, most: int | None, path: Path, command: list[str
         result.set("nodes", most, "the most nodes of an elastic job")
     if least is not None and least < most:
         result.set("minNodes", least, "elastic: trains with this many nodes to spec.nodes")
+    return True
+
+
+def is_fixed(nnodes: str, elastic: Fields, result: Converted) -> bool:
+    """Whether one number in the command makes the ranges of an elasticPolicy moot, as torchrun takes it for the number
+    of nodes. nnodes: the command's --nnodes."""
+    given = [name for name in ELASTIC_RANGE if elastic.given.get(name) is not None]
+    if not given or bounds.number(nnodes, bounds.COUNT_MAX) < 1:
+        return False
+    text = f"--nnodes={nnodes} of the command counts before it: the job is not elastic"
+    result.remark((*elastic.path, given[0]), text)
     return True
 
 

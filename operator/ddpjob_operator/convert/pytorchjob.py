@@ -80,7 +80,7 @@ def _elastic(elastic: Fields, groups: list[Fields], nnodes: str, command: list[s
     if in_command := common.range_of(nnodes):
         (least, most), path = in_command, (*groups[0].path, "template", "spec", "containers")
         where = (*groups[-1].path, "replicas")
-    if least is None and most is None:
+    if (least is None and most is None) or common.is_fixed(nnodes, elastic, result):
         return
     replicas = result.spec["nodes"]
     if not common.set_range(least, most, path, command, result):
@@ -160,8 +160,7 @@ def _run_policy(policy: Fields, template: dict[str, Any], result: Converted) -> 
         result.set("activeDeadlineSeconds", seconds)
     if (seconds := policy.number("ttlSecondsAfterFinished")) is not None:
         result.set("ttlSecondsAfterFinished", seconds)
-    if (suspend := policy.take("suspend")) is not None:
-        result.set("suspend", suspend)
+    common.set_suspend(policy, result)
     manager = policy.text("managedBy")
     if manager and manager != "kubeflow.org/training-operator":
         result.set("managedBy", manager)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from ddpjob_operator.convert import common
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.convert.strategic import merge
-from ddpjob_operator.job import launcher
+from ddpjob_operator.job import launcher, podspec
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
@@ -22,6 +23,7 @@ _JOB_FIELDS = {
     "completions": "the number of nodes is spec.nodes",
     "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
 }
+_PATCHED = {"metadata": "is not that of the pods: set it in metadata of the job, or of its template"}
 _JOB_SPEC = {
     "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
     "labels": "set them in metadata.labels of the template",
@@ -52,12 +54,11 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     of_runtime = torch.take("numProcPerNode")
     if nproc is None:
         nproc, path = of_runtime, (*torch.path, "numProcPerNode")
-    common.set_processes(nproc, path, template, result)
+    common.set_processes(nproc, path, template, result, _cpus(template))
     _elastic(torch, nnodes, launcher.command_of(template), result)
     if (seconds := spec.number("activeDeadlineSeconds", 1)) is not None:
         result.set("activeDeadlineSeconds", seconds)
-    if (suspend := spec.take("suspend")) is not None:
-        result.set("suspend", suspend)
+    common.set_suspend(spec, result)
     manager = spec.text("managedBy")
     if manager and manager != _OWN_CONTROLLER:
         result.set("managedBy", manager)
@@ -107,6 +108,13 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
     return template, nnodes
 
 
+def _cpus(template: Mapping[str, Any]) -> int:
+    """CPUs of a pod as Kubeflow Trainer counts processes by them: those requested, else the limit, rounded up."""
+    resources = podspec.mapping(podspec.trainer_container(template) or {}, "resources")
+    requested, limit = (podspec.mapping(resources, name).get("cpu") for name in ("requests", "limits"))
+    return math.ceil(podspec.quantity(requested) or podspec.quantity(limit))
+
+
 def _trainer_job(job_set: Fields, result: Converted) -> Fields:
     """The replicated job whose pods train."""
     jobs = list(job_set.mappings("replicatedJobs"))
@@ -152,12 +160,18 @@ def _rule(rule: Fields, result: Converted) -> dict[str, Any] | None:
 def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
     """What the TrainJob changes in the runtime's pod template, by any version of the field."""
     for patch in spec.mappings("runtimePatches"):
-        job_set = patch.fields("trainingRuntimeSpec").fields("template").fields("spec")
+        own = patch.fields("trainingRuntimeSpec")
+        template = own.fields("template")
+        job_set = template.fields("spec")
         for replicated in job_set.mappings("replicatedJobs"):
             if replicated.text("name") == job:
-                yield replicated.fields("template").fields("spec").fields("template").given
+                of_job = replicated.fields("template")
+                yield of_job.fields("spec").fields("template").given
+                of_job.rest(result, _PATCHED)
             else:
                 result.remark(replicated.path, f"is for another Job than {job}")
+        for fields in (own, template, job_set):
+            fields.rest(result, _PATCHED)
     for name in _PATCHES:
         for override in spec.mappings(name):
             targets = [target.text("name") for target in override.mappings("targetJobs")]
@@ -180,7 +194,7 @@ def _elastic(torch: Fields, nnodes: str, command: list[str], result: Converted) 
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
     least, most = elastic.number("minNodes", 1), elastic.number("maxNodes", 1)
     least, most = common.range_of(nnodes) or (least, most)
-    if least is not None or most is not None:
+    if (least is not None or most is not None) and not common.is_fixed(nnodes, elastic, result):
         path = (*elastic.path, "maxNodes" if least is None else "minNodes")
         common.set_range(least, most, path, command, result)
     elastic.rest(result, {"metrics": common.NO_SCALER})

@@ -101,14 +101,15 @@ def grace_seconds(template: Mapping[str, Any]) -> int:
 
 
 def gpus(template: Mapping[str, Any]) -> int:
-    """GPUs in the trainer's limits: any resource `*/gpu`, and MIG slices such as nvidia.com/mig-1g.10gb."""
+    """GPUs in the trainer's limits: any resource `*/gpu`, also shared, and MIG slices: nvidia.com/mig-1g.10gb."""
     return sum(int(quantity(value)) for name, value in limits(template).items() if is_gpu(name))
 
 
 def is_gpu(resource: str) -> bool:
-    """Whether a resource name means GPUs: nvidia.com/gpu, amd.com/gpu, nvidia.com/mig-1g.10gb."""
+    """Whether a resource name means GPUs: nvidia.com/gpu, amd.com/gpu, nvidia.com/mig-1g.10gb; with time-slicing or MPS
+    NVIDIA's device plugin may call them nvidia.com/gpu.shared (renameByDefault)."""
     domain, _, kind = resource.partition("/")
-    return bool(domain) and (kind == "gpu" or kind.startswith("mig-"))
+    return bool(domain) and (kind in ("gpu", "gpu.shared") or kind.startswith("mig-"))
 
 
 def cpus(template: Mapping[str, Any]) -> int | None:

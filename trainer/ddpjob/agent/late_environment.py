@@ -42,7 +42,7 @@ def hide_torch(read: set[str]) -> Hidden:
 
 
 class Hidden:
-    """The finder of torch, until it is found; and then its loader, which has nothing to load."""
+    """The finder of torch, until it is imported; and then its loader, which has nothing to load."""
 
     def __init__(self, modules: dict[str, ModuleType], read: set[str]) -> None:
         self._modules, self._read, self._before = modules, read, dict(os.environ)
@@ -53,17 +53,21 @@ class Hidden:
         self._before = dict(os.environ)
 
     def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: Any = None) -> ModuleSpec | None:
+        """Also for who only asks whether torch is there, as transformers and datasets do before they import it."""
         if name != PACKAGE:
             return None
-        with contextlib.suppress(ValueError):  # two threads may import at once
-            sys.meta_path.remove(self)
-        return ModuleSpec(PACKAGE, self)  # type: ignore[arg-type]
+        spec = ModuleSpec(PACKAGE, self)  # type: ignore[arg-type]
+        if self._spec is not None:
+            spec.origin, spec.submodule_search_locations = self._spec.origin, self._spec.submodule_search_locations
+        return spec
 
     def create_module(self, _spec: ModuleSpec) -> ModuleType:
         return self._modules[PACKAGE]
 
     def exec_module(self, module: ModuleType) -> None:
         """The import system has put torch in `sys.modules` by now; its submodules follow, or they would load again."""
+        with contextlib.suppress(ValueError):  # who asked for the loader before may load again
+            sys.meta_path.remove(self)
         module.__spec__ = self._spec
         sys.modules.update(self._modules)
         with contextlib.suppress(Exception):  # in a torch with other internals the line is missing, and the rank runs

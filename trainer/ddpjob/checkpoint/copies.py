@@ -156,14 +156,18 @@ class Copies:
         if self._noted is None or at.step != self._step:
             return
         versions, named = self._noted
-        if named != at.named:
-            is_placed = self._versions_of(at.kept) == versions
-            if not is_placed and self._is_placed is not False:
-                self.forget()
-            self._is_placed = is_placed and self._is_placed is not False
-            self._shared.node[COPIES] = PLACED if self._is_placed else CHANGED
+        if named != at.named and self._is_placed is not False:
+            if self._versions_of(at.kept) == versions:
+                self._is_placed, self._shared.node[COPIES] = True, PLACED
+            else:
+                self._misplaced()
         self._copy_if_due(at)
         self._ended = time.perf_counter()
+
+    def _misplaced(self) -> None:
+        """`save` finds other parameters than should_stop: what was copied there is of no step."""
+        self.forget()
+        self._is_placed, self._shared.node[COPIES] = False, CHANGED
 
     def _copy_if_due(self, at: Boundary) -> None:
         if self._stopped or at.step == self._resumed:
@@ -174,7 +178,9 @@ class Copies:
         if self._rank == 0:
             self._decide(at)
         plan = self._plan
-        if plan is None or plan.changes < self.changes or (plan.named and not at.named):
+        if plan is None or plan.changes < self.changes:
+            return
+        if not at.named and (plan.named or self._is_placed is False):
             return
         counted, self._counted = self._counted, at.step
         if copies.is_due(plan, at.step, counted):
@@ -279,7 +285,9 @@ class Copies:
                     self._next = copies.plan_of(self._store.get(self._key).decode())
                     self._told += 1
         if self._next is not None and self._step >= self._next.first:
-            self._plan, self._next = self._next, None
+            before, self._plan, self._next = self._plan, self._next, None
+            if before and before.changes and self._plan.named > before.named and self._is_placed is not False:
+                self._misplaced()  # as rank 0 has found, which alone calls save
 
     def _decide(self, at: Boundary) -> None:
         """Make a plan where there is none, or another one is better."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ddpjob.checkpoint import packed
 from ddpjob.checkpoint.state_dicts import copied, sharded, state_of, unwrapped
@@ -254,6 +255,10 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.
     """The key in the state_dict, the module, the attribute."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise StateError(f"{name}: {key} is not dense, and would be when it comes back")
+        if is_lazy(value):
+            raise StateError(f"{name}: {key} has no shape before the first forward pass")
         prefix, _, leaf = key.rpartition(".")
         if key in parameters:
             continue

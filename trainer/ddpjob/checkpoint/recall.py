@@ -39,7 +39,8 @@ PIECE_BYTES = 64 << 20
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> Found | None:
     """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory.
 
-    What the ranks of one node have found out about the script is told to all nodes, because all copy at the same steps.
+    What the ranks of one node have found out about the script is told to all nodes, because all copy at the same steps;
+    first what those of rank 0's have, because it may be the only one that calls save.
     """
     held, proof = (None, None) if shared is None else (shared.held(), shared.proof())
     own = [0] * 8 if held is None else [1, held.version.generation, held.version.step, *map(int, held[1:])]
@@ -49,7 +50,7 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     own.append(0 if shared is None else shared.node[COPIES])
     rows = _gathered(own, world_size)
     if shared is not None:
-        shared.node[COPIES] = max(row[-1] for row in rows)
+        shared.node[COPIES] = rows[0][-1] or max(row[-1] for row in rows)
     found = memory.newest(
         [_held(row, present.attempt) if row[0] else None for row in rows],
         present,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from ddpjob.errors import StateError
 
@@ -241,7 +242,10 @@ def _counted(groups: list[int]) -> str:
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value.shape if isinstance(value, torch.Tensor) else None for key, value in state.items()}
+    return {
+        key: value.shape if isinstance(value, torch.Tensor) and not is_lazy(value) else None
+        for key, value in state.items()
+    }
 
 
 def _does_not_fit(target: Any, saved: Any) -> str:
