@@ -242,12 +242,7 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             for data in _printed(cluster, name, query):
-                if data.endswith(b"\n"):
-                    self._chunk(data)
-                    continue
-                self.close_connection = True
-                self._chunk(data) if data else self.connection.recv(1)  # until the client has gone
-                return
+                self._chunk(data)
             self._chunk(b"")
 
         def _watch(self, path: str, query: dict[str, str]) -> None:
@@ -298,15 +293,20 @@ def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
 
 
 def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator[bytes]:
-    """The lines of a log, as a request asks for them; where its connection breaks the begin of one, b"" for silence."""
+    """The lines of a log, as a request asks for them. Raises ConnectionAbortedError where it is to break."""
     broken = cluster.broken.pop(0) if cluster.broken else ""
     since = dt.datetime.fromisoformat(query.get("sinceTime", "2026-01-01T00:00:00Z").replace("Z", "+00:00"))
     for number, line in enumerate(cluster.log_lines(name, follow=query.get("follow") == "true")):
         time.sleep(cluster.line_seconds)
-        if since <= START:
-            stamp = f"{_time(number, cluster.zone)} " if "timestamps" in query else ""
-            data = f"{stamp}{line}\n".encode()
-            yield data if number == 0 or not broken else data[:-2] if broken == "cut" else b""
+        if since > START:
+            continue
+        stamp = f"{_time(number, cluster.zone)} " if "timestamps" in query else ""
+        data = f"{stamp}{line}\n".encode()
+        if broken and number:
+            yield from [data[:-2]] * (broken == "cut")
+            time.sleep(2.0 * (broken == "silent"))
+            raise ConnectionAbortedError
+        yield data
 
 
 def _time(number: int, zone: dt.timezone) -> str:
