@@ -97,7 +97,8 @@ class LocalCluster:
     def observe(self) -> Observed:
         """The present state. A deleted pod whose end has been observed before is removed."""
         for name in self.ended_pods():
-            del self.pods[name]
+            # What it printed is told later, so others keep the pod: with three descriptors, and a process to be reaped.
+            self.pods.pop(name).node.close()
         self._observations += 1
         for pod in self.pods.values():
             pod.known = facts.merge(pod.known, self._view(pod), self._observations)
