@@ -555,3 +555,16 @@ def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
     _, err = process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 0, err
     assert saved(cli) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
+    """`/mnt/snapshots` of the cluster, which only root may make here: a stack of this program was shown."""
+    (cli.folder / "file").touch()
+    volume = {"name": "v", "hostPath": {"path": f"{cli.folder}/file/snapshots", "type": "DirectoryOrCreate"}}
+    job = cli.file("pass", container={"volumeMounts": [{"name": "v", "mountPath": "/snapshots"}]})
+    document = yaml.safe_load(job.read_text())
+    document["spec"]["template"]["spec"]["volumes"] = [volume]
+    job.write_text(yaml.safe_dump(document))
+    done = cli.run("run", job)
+    assert done.returncode == 1
+    assert f"✖ job stopped: node 0 cannot be started: {cli.folder}/file/snapshots: Not a directory\n" in done.stderr
