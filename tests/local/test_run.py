@@ -568,3 +568,13 @@ def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
     done = cli.run("run", job)
     assert done.returncode == 1
     assert f"✖ job stopped: node 0 cannot be started: {cli.folder}/file/snapshots: Not a directory\n" in done.stderr
+
+
+def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
+    """Clusters of universities have ISO-8859-1: the first € of a rank ended the run in a stack."""
+    cli.env["PYTHONIOENCODING"] = "latin-1"
+    done = cli.run("run", cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())"), "--logs", "logs")
+    assert done.returncode == 0
+    assert r"[0:0] costs 5 \u20ac" in done.stdout
+    (log,) = (cli.folder / "logs").glob("job/latest/job-1-0.log")
+    assert log.read_text(encoding="utf-8") == "costs 5 €\n"
