@@ -578,3 +578,11 @@ def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
     assert r"[0:0] costs 5 \u20ac" in done.stdout
     (log,) = (cli.folder / "logs").glob("job/latest/job-1-0.log")
     assert log.read_text(encoding="utf-8") == "costs 5 €\n"
+
+
+def test_a_status_on_stdout_goes_through_the_pipe_that_it_is(cli: Cli) -> None:
+    """`ddpjob run … --status /dev/stdout | jq` read nothing, and the run went on without it."""
+    done = cli.run("run", cli.file("pass"), "--status", "/dev/stdout")
+    assert done.returncode == 0
+    assert "goes on without it" not in done.stderr
+    assert '"state": "Succeeded"' in done.stdout
