@@ -543,3 +543,15 @@ def test_a_full_disk_behind_stderr_costs_the_sentences_and_never_the_training(cl
         done = cli.start("run", cli.file("print(1)"), stderr=full)
         assert done.communicate(timeout=SECONDS_MAX)[0].count(" 1\n") == 2
     assert done.returncode == 0
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
+    """`nohup ddpjob run … &` is how a training goes on when one goes home; the run had stopped by the morning."""
+    script = f"{SAVES.rpartition('time.sleep')[0]}while not os.path.exists('go'): time.sleep(0.05)"
+    process = cli.start("run", cli.file(script), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    eventually(lambda: trains(cli))
+    process.send_signal(signal.SIGHUP)
+    (cli.folder / "go").touch()
+    _, err = process.communicate(timeout=SECONDS_MAX)
+    assert process.returncode == 0, err
+    assert saved(cli) == []

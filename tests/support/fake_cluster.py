@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import threading
 import time
@@ -16,6 +17,7 @@ from typing import Any
 from ddpjob_operator.client.errors import read
 
 Raw = dict[str, Any]
+START = dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc)
 USER = "jane"
 KINDS = {"ddpjobs": ("training.ddpjob.io", "ddpjobs.training.ddpjob.io"), "configmaps": ("", "configmaps")}
 
@@ -35,7 +37,13 @@ class FakeCluster:
         """`create configmaps`"""
         self.answers: dict[str, tuple[int, Raw]] = {}
         """What is answered to `create ddpjobs.training.ddpjob.io` (or this `for real`, and not for dry runs)
-        instead of carrying it out."""
+        instead of carrying it out; of `get pods/log NAME` for one object alone."""
+        self.broken: list[str] = []
+        """What happens to the next requests for logs after the first line: `cut` within the second one, `silent`."""
+        self.zone = dt.timezone.utc
+        """That of the nodes, in which a kubelet writes the times of lines."""
+        self.line_seconds = 0.0
+        """Before each line of a log."""
         self.seconds = 0.0
         self.crd = True
         self.on_patch: Callable[[Raw], None] = lambda _: None
@@ -93,8 +101,9 @@ class FakeCluster:
                 f'group "{group}" in the namespace "{asked.namespace}"'
             )
             return _failure(403, "Forbidden", text)
-        if what in self.answers:
-            return self.answers[what]
+        for known in (what, f"{what} {asked.name}"):
+            if known in self.answers:
+                return self.answers[known]
         if "dryRun" not in query and f"{what} for real" in self.answers:
             return self.answers[f"{what} for real"]
         if asked.resource.startswith("ddpjobs") and not self.crd:
@@ -156,6 +165,15 @@ class FakeCluster:
             if "ownerReferences" in raw["metadata"] and not owners:
                 del self.objects[at]
 
+    def shows_log(self, path: str) -> bool:
+        """Whether a path is that of a log, which is not refused."""
+        refused = "get pods/log" in self.forbidden or f"get pods/log {path.split('/')[-2]}" in self.answers
+        return path.endswith("/log") and not refused
+
+    def shows_changes(self, query: dict[str, str]) -> bool:
+        """Whether a request is a watch, which is not refused."""
+        return "watch" in query and "watch pods" not in self.forbidden
+
     def log_lines(self, name: str, *, follow: bool) -> Iterator[str]:
         """What a pod has printed; with `follow`, until it has ended."""
         sent = 0
@@ -205,10 +223,10 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
             cluster.tokens.add(self.headers.get("Authorization") or "")
             path = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(path.query))
-            if path.path.endswith("/log") and "get pods/log" not in cluster.forbidden:
+            if cluster.shows_log(path.path):
                 self._log(path.path.split("/")[-2], query)
                 return
-            if "watch" in query and "watch pods" not in cluster.forbidden:
+            if cluster.shows_changes(query):
                 self._watch(path.path, query)
                 return
             code, answer = cluster.handle(self.command, self.path, body)
@@ -221,13 +239,11 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
         def _log(self, name: str, query: dict[str, str]) -> None:
             cluster.requests.append("get pods/log")
             self.send_response(200)
-            self.send_header("Connection", "close")
+            self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            for number, line in enumerate(cluster.log_lines(name, follow=query.get("follow") == "true")):
-                stamp = f"2026-01-01T00:00:00.{number:09d}Z " if "timestamps" in query else ""
-                self.wfile.write(f"{stamp}{line}\n".encode())
-                self.wfile.flush()
-            self.close_connection = True
+            for data in _printed(cluster, name, query):
+                self._chunk(data)
+            self._chunk(b"")
 
         def _watch(self, path: str, query: dict[str, str]) -> None:
             cluster.requests.append("watch pods")
@@ -235,11 +251,13 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             for event in cluster.changes(path, query):
-                line = f"{json.dumps(event)}\n"
-                self.wfile.write(f"{len(line):x}\r\n{line}\r\n".encode())
-                self.wfile.flush()
-            self.wfile.write(b"0\r\n\r\n")
+                self._chunk(f"{json.dumps(event)}\n".encode())
+            self._chunk(b"")
             self.close_connection = True
+
+        def _chunk(self, data: bytes) -> None:
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.flush()
 
         do_GET = do_POST = do_PATCH = do_DELETE = _any  # noqa: N815
 
@@ -272,6 +290,29 @@ def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
     path = folder / "kubeconfig"
     path.write_text(json.dumps(config))
     return path
+
+
+def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator[bytes]:
+    """The lines of a log, as a request asks for them. Raises ConnectionAbortedError where it is to break."""
+    broken = cluster.broken.pop(0) if cluster.broken else ""
+    since = dt.datetime.fromisoformat(query.get("sinceTime", "2026-01-01T00:00:00Z").replace("Z", "+00:00"))
+    for number, line in enumerate(cluster.log_lines(name, follow=query.get("follow") == "true")):
+        time.sleep(cluster.line_seconds)
+        if since > START:
+            continue
+        stamp = f"{_time(number, cluster.zone)} " if "timestamps" in query else ""
+        data = f"{stamp}{line}\n".encode()
+        if broken and number:
+            yield from [data[:-2]] * (broken == "cut")
+            time.sleep(2.0 * (broken == "silent"))
+            raise ConnectionAbortedError
+        yield data
+
+
+def _time(number: int, zone: dt.timezone) -> str:
+    """As the kubelet writes it, with nanoseconds."""
+    text = START.astimezone(zone).isoformat()
+    return f"{text[:19]}.{number:09d}{text[19:].replace('+00:00', 'Z')}"
 
 
 def _patch(raw: Raw, body: Any) -> None:

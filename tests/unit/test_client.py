@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import signal
 import subprocess
@@ -19,6 +20,9 @@ from fake_cluster import FakeCluster, fake_cluster, kubeconfig, pod
 from worlds import manifest
 
 from ddpjob_operator.cli.main import main
+from ddpjob_operator.client import jobs
+from ddpjob_operator.client.connection import Target, connect
+from ddpjob_operator.client.logs import ClusterLogs
 
 Ddpjob = Callable[..., "Done"]
 
@@ -580,6 +584,74 @@ def test_a_pod_that_lives_for_a_moment_is_followed_where_the_user_may_watch_pods
     done = ddpjob("logs", "digits", "--cluster", "-f")
     assert done.out == "[0:0] before\n" + ("[0:0] ValueError: no such shard\n" if may_watch else "")
     assert done.err == ""
+
+
+@pytest.mark.parametrize("hours", [0, 2, -7])
+def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_the_node(
+    cluster: FakeCluster, ddpjob: Ddpjob, hours: int
+) -> None:
+    """An API server that is upgraded cut a line, whose rest never came; with nodes east of Greenwich nothing came
+    for as many hours."""
+    cluster.zone = dt.timezone(dt.timedelta(hours=hours))
+    cluster.broken = ["cut"]
+    job = cluster.add("ddpjobs", stored())
+    trainer = cluster.add("pods", pod("digits"))
+    cluster.logs["digits-1-0"] = ["one", "two", "three"]
+
+    def ends() -> None:
+        cluster.wait_for("get pods/log", 2)
+        trainer["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
+        job["status"]["state"] = "Succeeded"
+
+    cluster.after("get pods/log", ends)
+    assert ddpjob("logs", "digits", "--cluster", "-f").out == "[0:0] one\n[0:0] two\n[0:0] three\n"
+
+
+def test_a_connection_that_was_dropped_without_a_word_costs_no_line_of_a_followed_log(cluster: FakeCluster) -> None:
+    """A load balancer forgets connections on which nothing has come for some minutes, as of a rank that evaluates."""
+    cluster.broken = ["silent"]
+    cluster.add("ddpjobs", stored(state="Succeeded"))
+    cluster.add("pods", pod("digits", exit_code=0))
+    cluster.logs["digits-1-0"] = ["one", "two"]
+    api_server = connect(Target(silent_seconds=0.3))
+    source = ClusterLogs(api_server, jobs.find(api_server, "digits"), print)
+    assert list(source.follow(1, None, later=True)) == [(0, b"one\n"), (0, b"two\n")]
+
+
+@pytest.mark.long  # it takes the 11 s after which a log that says nothing more is given up
+def test_a_long_log_of_a_job_that_has_ended_is_followed_to_its_end(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """Of what came later than ten seconds after the job's end nothing was shown, and the exit code was 0."""
+    cluster.line_seconds = 1.1
+    cluster.add("ddpjobs", stored(state="Succeeded"))
+    cluster.add("pods", pod("digits", exit_code=0))
+    cluster.logs["digits-1-0"] = [str(number) for number in range(10)]
+    done = ddpjob("logs", "digits", "--cluster", "-f")
+    assert done.out == "".join(f"[0:0] {number}\n" for number in range(10))
+
+
+def test_a_log_may_take_longer_than_a_request(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """200 MB over a VPN: `does not answer within 10 s`, without a line."""
+    cluster.line_seconds = 0.4
+    cluster.add("ddpjobs", stored())
+    cluster.add("pods", pod("digits"))
+    cluster.logs["digits-1-0"] = ["one", "two", "three", "four"]
+    done = ddpjob("logs", "digits", "--cluster", "--request-timeout", "1s")
+    assert (done.code, done.out) == (0, "one\ntwo\nthree\nfour\n")
+
+
+def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """Node 0 is lost, and the others would tell when."""
+    message = 'Get "https://10.0.0.5:10250/containerLogs": dial tcp 10.0.0.5:10250: i/o timeout'
+    cluster.answers["get pods/log digits-1-0"] = 500, {"kind": "Status", "message": message}
+    cluster.add("ddpjobs", stored())
+    for place in (0, 1):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = ["epoch 1"]
+    done = ddpjob("logs", "digits", "--cluster")
+    assert (done.code, done.out) == (1, "[1:1] epoch 1\n")
+    assert done.err.endswith(f"{message}\n")
 
 
 def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:

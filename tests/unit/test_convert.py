@@ -169,6 +169,13 @@ def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str
     assert named in remarks(converted(**spec))
 
 
+def test_a_job_whose_name_the_server_makes_gets_one() -> None:
+    """It was refused for a name that the file cannot have."""
+    result = checked(room.convert(pytorchjob() | {"metadata": {"generateName": "mnist-", "namespace": "a"}}, []))
+    assert result.metadata == {"name": "mnist", "namespace": "a"}
+    assert "change it for each job" in remarks(result)["metadata.generateName"]
+
+
 def test_a_job_of_a_queue_is_not_suspended_by_what_the_queue_has_written() -> None:
     """Kubeflow's own example for Kueue has suspend: true, which Kueue takes away: nobody takes it from a DDPJob."""
     labelled = {"name": "x", "labels": {"kueue.x-k8s.io/queue-name": "main"}}

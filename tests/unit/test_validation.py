@@ -373,3 +373,12 @@ def test_env_replaces_a_variable_of_the_trainer(write) -> None:
     override.set_variable(document, "A=1")
     override.set_variable(document, "A=2=3")
     assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "A", "value": "2=3"}]
+
+
+def test_env_leaves_a_variable_where_others_refer_to_it(write) -> None:
+    """Kubernetes puts into $(ROOT) the value of a variable that stands before: after it, the text stays as it is."""
+    env = "env: [{name: ROOT, value: /a}, {name: DATA, value: $(ROOT)/data}, {name: ROOT, value: /b}]"
+    document = yamlfile.read_job(write(GOOD.replace("command: [x]", env)))
+    override.set_variable(document, "ROOT=/c")
+    made = document.data["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert made == [{"name": "ROOT", "value": "/c"}, {"name": "DATA", "value": "$(ROOT)/data"}]

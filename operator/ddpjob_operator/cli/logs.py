@@ -7,6 +7,7 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
+from ddpjob_operator.client.errors import ClusterError
 from ddpjob_operator.job.wording import count
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -85,13 +86,26 @@ def show(
             for of_node, piece in source.follow(chosen, None if wanted is None else nodes, later=later):
                 lines.write(of_node, piece)
         else:
-            for of_node in nodes:
-                for piece in source.read(chosen, of_node):
-                    lines.write(of_node, piece)
+            _write_all(source, chosen, nodes, lines)
         lines.close()
     except BrokenPipeError:  # `| head` has what it wanted; Python would flush once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return 0
+
+
+def _write_all(source: Source, attempt: int, nodes: Collection[int], lines: Lines) -> None:
+    """What nodes have printed. Raises ClusterError at the end for those whose log could not be read: a node that is
+    lost must not hide what the others tell of it."""
+    wrong: list[str] = []
+    for node in nodes:
+        try:
+            for piece in source.read(attempt, node):
+                lines.write(node, piece)
+        except ClusterError as error:  # noqa: PERF203 - the next may be readable
+            wrong.append(str(error))
+    if wrong:
+        lines.close()
+        raise ClusterError("\n".join(dict.fromkeys(wrong)))
 
 
 def _choose(source: Source, attempt: int | None, previous: bool, *, wait: bool) -> int:

@@ -24,6 +24,7 @@ Raw = dict[str, Any]
 T = TypeVar("T")
 
 REQUEST_SECONDS = 10.0
+SILENT_SECONDS = 120.0  # load balancers drop a silent connection after 4 to 10 minutes, without a word to its ends
 MERGE = "application/merge-patch+json"
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 NO_CLIENT = "commands for a cluster need the Kubernetes client: pip install 'ddpjob[client]', from a clone '.[client]'"
@@ -36,17 +37,19 @@ class Target:
     context: str | None = None
     namespace: str | None = None
     request_seconds: float = REQUEST_SECONDS
+    silent_seconds: float = SILENT_SECONDS
+    """Without a byte for so long, the connection of an answer without an end is taken for a dead one."""
 
 
 class Cluster:
     """Requests to one API server, in one namespace. Each method raises ClusterError."""
 
-    def __init__(self, client: Any, context: str, namespace: str, seconds: float) -> None:
+    def __init__(self, client: Any, context: str, namespace: str, seconds: float, silent: float) -> None:
         self._client = client
         self.context = context
         """The words for it in messages: context kind-test (https://127.0.0.1:6443)."""
         self.namespace = namespace
-        self._seconds = seconds
+        self._seconds, self._silent_seconds = seconds, silent
 
     def get(self, path: str, **params: str) -> Raw:
         """An object, or a list."""
@@ -64,24 +67,25 @@ class Cluster:
         """Delete an object, and in the background what it owns."""
         return self._json("DELETE", path, params)
 
-    def text(self, path: str, **params: str) -> str:
-        """An answer that is no JSON: a log."""
-        answer = self._send("GET", path, params, stream=False)
-        return bytes(answer.data).decode(errors="replace")
-
-    def lines(self, path: str, **params: str) -> Iterator[str]:
-        """The lines of an answer without an end, such as a log that is followed; ends with the connection."""
+    def pieces(self, path: str, **params: str) -> Iterator[bytes]:
+        """An answer of any length that is no JSON, as it comes: a log."""
         answer = self._send("GET", path, params, stream=True)
-        rest = b""
         try:
-            for chunk in answer.stream(2**16, decode_content=True):
-                *whole, rest = (rest + chunk).split(b"\n")
-                yield from (line.decode(errors="replace") for line in whole)
+            yield from answer.stream(2**16, decode_content=True)
         except Exception as error:
-            if not _is_network(error):
-                raise
+            if _is_network(error):
+                raise NoAnswerError(f"{self.context} does not answer{_why(error, self._silent_seconds)}") from None
+            raise
         finally:
             answer.close()
+
+    def lines(self, path: str, **params: str) -> Iterator[str]:
+        """The lines of an answer without an end, such as a log that is followed. One that is cut by the end of the
+        connection is left out: whoever asks again gets it whole."""
+        rest = b""
+        for piece in self.pieces(path, **params):
+            *whole, rest = (rest + piece).split(b"\n")
+            yield from (line.decode(errors="replace") for line in whole)
         if rest:
             yield rest.decode(errors="replace")
 
@@ -117,7 +121,7 @@ class Cluster:
         def send() -> Any:
             return self._client.rest_client.pool_manager.request(
                 method, url, body=data, headers=headers, preload_content=not stream, retries=False,
-                timeout=_timeout(self._seconds, None if stream else self._seconds),
+                timeout=_timeout(self._seconds, self._silent_seconds if stream else self._seconds),
             )  # fmt: skip
 
         try:
@@ -145,7 +149,8 @@ def connect(target: Target) -> Cluster:
     else:
         name, namespace = _of_kubeconfig(kubernetes.config, settings, target.context)
     where = f"{name} ({settings.host})"
-    return Cluster(kubernetes.client.ApiClient(settings), where, target.namespace or namespace, target.request_seconds)
+    client = kubernetes.client.ApiClient(settings)
+    return Cluster(client, where, target.namespace or namespace, target.request_seconds, target.silent_seconds)
 
 
 def has_kubeconfig() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -14,7 +15,7 @@ from ddpjob_operator.client.errors import ClusterError, NoAnswerError, NotFoundE
 from ddpjob_operator.job import api, topology
 from ddpjob_operator.manifest.yamlfile import InputError
 
-DRAIN_SECONDS = 10.0  # the rest of a log after the job's end
+DRAIN_SECONDS = 10.0  # after the job's end, from one line of a log to the next
 _RETRY_SECONDS = 1.0
 _QUEUE_MAX = 10_000  # lines that wait for a reader of stdout that is slower than the job
 
@@ -70,8 +71,11 @@ class ClusterLogs:
         pods = [pod for pod in self._pods if (jobs.attempt_of(pod), jobs.place_of(pod)) == (attempt, node)]
         more = {} if self._tail is None else {"tailLines": str(self._tail)}
         for pod in pods:
-            text = self._cluster.text(_log_path(pod), container=self.stored.trainer, **more)
-            yield text.encode() + (b"" if text.endswith("\n") or not text else b"\n")
+            end = b"\n"
+            for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **more):
+                yield piece
+                end = piece[-1:]
+            yield b"" if end == b"\n" else b"\n"
         failure = self._kept()
         if not pods and failure and (failure.attempt, failure.node_rank) == (attempt, node):
             self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
@@ -137,6 +141,8 @@ class _Streams:
         self._cluster, self._container, self._tail, self._say = cluster, container, tail, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
+        self._last: dict[str, str] = {}
+        """The time of the last line of each pod, by its uid."""
         self._adding = threading.Lock()
         self._closed = threading.Event()
 
@@ -160,10 +166,12 @@ class _Streams:
                 yield self._lines.get(timeout=left)
 
     def rest(self) -> Iterator[tuple[int, bytes]]:
-        """All lines until every pod has ended, within some seconds."""
+        """All lines until every pod has ended; a log of which nothing comes for some seconds is given up."""
         end = time.monotonic() + DRAIN_SECONDS
         while time.monotonic() < end and any(thread.is_alive() for thread in list(self._threads.values())):
-            yield from self.until(0.1)
+            for line in self.until(0.1):
+                yield line
+                end = time.monotonic() + DRAIN_SECONDS
         while not self._lines.empty():
             yield self._lines.get()
 
@@ -172,35 +180,34 @@ class _Streams:
         self._closed.set()
 
     def _read(self, pod: Raw) -> None:
-        place, last = jobs.place_of(pod), ""
         while not self._closed.is_set():
             try:
-                last = self._read_once(pod, place, last)
+                self._read_once(pod)
                 if self._has_ended(pod):
                     return
             except NoAnswerError:
-                pass
+                pass  # read again also where the pod has ended since: its last lines say why
             except ClusterError as error:
                 if not isinstance(error, NotFoundError):
                     self._say(f"the log of {pod['metadata']['name']} is not shown: {error}")
                 return
             self._closed.wait(_RETRY_SECONDS)
 
-    def _read_once(self, pod: Raw, place: int, last: str) -> str:
-        """Read from the time of the last line on; the time of the last line then."""
+    def _read_once(self, pod: Raw) -> None:
+        """Read from the last line on, until the log or the connection ends."""
+        uid, place = pod["metadata"]["uid"], jobs.place_of(pod)
+        before = self._last.get(uid, "")
         params = {"container": self._container, "follow": "true", "timestamps": "true"}
-        if last:
-            params["sinceTime"] = last.partition(".")[0].rstrip("Z") + "Z"  # whole seconds: what was read comes again
+        if before:
+            # Whole seconds: what was read comes again. With its zone: it is the node's, and not always UTC.
+            params["sinceTime"] = re.sub(r"\.\d+", "", before)
         elif self._tail is not None:
             params["tailLines"] = str(self._tail)
-        before = last
         for line in self._cluster.lines(_log_path(pod), **params):
             at, _, text = line.partition(" ")
-            if at <= before:
-                continue
-            last = at
-            self._put(place, text.encode() + b"\n")
-        return last
+            if at > before:
+                self._last[uid] = max(at, self._last.get(uid, ""))
+                self._put(place, text.encode() + b"\n")
 
     def _has_ended(self, pod: Raw) -> bool:
         path = _log_path(pod).removesuffix("/log")

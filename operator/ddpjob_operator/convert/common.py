@@ -28,7 +28,7 @@ SUSPENDED_BY_KUEUE = (
 )
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
-_KEPT = ("name", "generateName", "namespace", "labels", "annotations")
+_KEPT = ("name", "namespace", "labels", "annotations")
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
 ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
 # Options of torchrun that say which machine it runs on: the job sets them for each node.
@@ -46,8 +46,13 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     annotations = metadata.get("annotations")
     if isinstance(annotations, dict) and annotations.pop(_OF_THE_SERVER, None) and not annotations:
         del metadata["annotations"]
+    generated = source.fields("metadata").text("generateName") if "name" not in metadata else ""
+    if generated:
+        metadata = {"name": generated.rstrip("-"), **metadata}
     kind, name = document.get("kind"), metadata.get("name", "-")
     result = Converted(f"Converted from the {kind} {name} by `ddpjob convert`.", metadata)
+    if generated:
+        result.remark(("metadata", "generateName"), f"a name is needed; {name} stands for one: change it for each job")
     labels = metadata.get("labels")
     if isinstance(labels, dict) and _QUEUE in labels:
         result.remark(("metadata", "labels", _QUEUE), KUEUE)

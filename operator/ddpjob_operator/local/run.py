@@ -225,7 +225,10 @@ class Runner:
     def __enter__(self) -> Runner:
         """Start to listen to signals, and to draw."""
         processes.become_subreaper()
-        self._signals = {number: signal.signal(number, self._on_signal) for number in STOP_SIGNALS}
+        # Of a program under `nohup` SIGHUP is ignored, and it is to stay so: that one outlives its terminal.
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        stops = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+        self._signals = {number: signal.signal(number, self._on_signal) for number in stops}
         self._signals[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop_key)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self.screen.start()

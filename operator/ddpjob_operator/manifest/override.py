@@ -49,8 +49,11 @@ def set_variable(document: Document, variable: str) -> None:
     if trainer is None:
         return  # the template is wrong, which the validation reports
     env = trainer.get("env") if isinstance(trainer.get("env"), list) else []
-    kept = [e for e in env or () if not (isinstance(e, dict) and e.get("name") == name)]
-    trainer["env"] = [*kept, {"name": name, "value": value}]
+    own = [i for i, e in enumerate(env or ()) if isinstance(e, dict) and e.get("name") == name]
+    kept = [e for i, e in enumerate(env or ()) if i not in own]
+    # In its place, because another variable may refer to it: $(NAME) means one that stands before.
+    first = own[0] if own else len(kept)
+    trainer["env"] = [*kept[:first], {"name": name, "value": value}, *kept[first:]]
 
 
 def _path(text: str) -> FieldPath:
