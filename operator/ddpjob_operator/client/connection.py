@@ -171,7 +171,11 @@ def _of_kubeconfig(config: Any, settings: Any, wanted: str | None) -> tuple[str,
     """The name for messages, and the namespace of the context."""
     named = os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
-        contexts, active = (_contexts(config, named), None) if wanted else config.list_kube_config_contexts(named)
+        active: Any = None
+        if wanted:
+            contexts = _contexts(config, named)
+        else:
+            contexts, active = config.list_kube_config_contexts(named)
         names = [str(c["name"]) for c in contexts]
         if wanted is not None and wanted not in names:
             there = ", ".join(names) or "none"
