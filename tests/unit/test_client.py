@@ -573,6 +573,7 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
 
     def restarts() -> None:
         first["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 1}}
+        cluster.wait_for("get pods")  # whether it has ended, once its log is read
         second = cluster.add("pods", pod("digits", 2, 0))
         cluster.logs["digits-2-0"] = ["after"]
         job["status"]["attempt"] = 2
