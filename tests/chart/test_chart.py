@@ -298,6 +298,7 @@ def claim_rules(role: dict[str, Any]) -> list[tuple[list[str], list[str]]]:
         ((), ALL_CLAIM, ["kube-system"]),
         (("claimNamespace=ops",), ALL_CLAIM, ["ops"]),
         (("claimNamespace=null",), ALL_CLAIM, ["kube-system"]),  # as --reuse-values leaves it after an upgrade
+        (("watchNamespaces=null",), ALL_CLAIM, ["kube-system"]),  # as `watchNamespaces:` with nothing below it
         ((NAMESPACED,), NAMESPACE_CLAIM, ["team-a", "team-b"]),
     ],
     ids=["all namespaces", "another place", "values of the chart before", "two namespaces"],
