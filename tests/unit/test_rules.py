@@ -58,6 +58,14 @@ CLASSES: dict[str, tuple[Failure, rules.Class]] = {
     ),
     "out of a GPU's memory, in older words": (Failure(exception="torch.cuda.OutOfMemoryError: x"), "outOfMemory"),
     "out of memory in Python": (Failure(exit_code=1, exception="MemoryError"), "outOfMemory"),
+    "out of memory in numpy": (
+        Failure(exit_code=1, exception="numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB"),
+        "outOfMemory",
+    ),
+    "out of memory in C++": (Failure(exit_code=134, exception="std::bad_alloc: std::bad_alloc"), "outOfMemory"),
+    "a GPU that others have filled": (
+        Failure(exit_code=1, exception="torch.AcceleratorError: CUDA error: out of memory"), "outOfMemory"
+    ),
     "out of memory while it was told to stop": (
         Failure(container_reason="OOMKilled", deletion_requested=True), "outOfMemory"
     ),

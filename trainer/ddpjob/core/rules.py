@@ -44,9 +44,11 @@ SYMPTOMS = re.compile(
 )
 # Only torch's errors are about peers: a database that refuses a connection is a ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-# torch's, Python's, and the agent's of a SIGKILL by the kernel (agent/oom_kills.py).
+# torch's, CUDA's where torch allocates nothing itself (a GPU that others have filled), Python's and numpy's, C++'s, and
+# the agent's of a SIGKILL by the kernel (agent/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
-    rf"OutOfMemoryError|^MemoryError|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
+    r"OutOfMemoryError|CUDA (?:driver )?error: out of memory|^[\w.]*MemoryError\b|^std::bad_alloc\b"
+    rf"|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
 )
 # A GPU that has failed, and not the program on it. From NVIDIA's and PyTorch's texts; no such GPU was here.
 DEVICE = re.compile(
