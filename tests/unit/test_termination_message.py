@@ -203,6 +203,8 @@ DEALLOCATED = (
     "Exception ignored while calling deallocator <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>:\n"
 )
 CHILD = "AssertionError: can only test a child process"
+CALLED = "subprocess.CalledProcessError: Command '['/opt/bin/python3.11', 't.py']' returned non-zero exit status 1."
+GIT = "subprocess.CalledProcessError: Command '['git', 'rev-parse', 'HEAD']' returned non-zero exit status 128."
 UNWRITTEN = (
     f"--- Logging error ---\n{FRAME}TypeError: not all arguments converted\nCall stack:\n  File 't.py'\nMessage: 'a'\n"
 )
@@ -240,6 +242,11 @@ UNWRITTEN = (
         (f"{UNWRITTEN}{FRAME}{PEER}\n", PEER, True),
         (f"{DELETED}{FRAME}{CHILD}\n{FRAME}{SHARD}\n", SHARD, False),
         (f"Exception ignored, as ordered by --keep-going\nstep 2\n{FRAME}{SHARD}\n", SHARD, False),
+        # launchers
+        (f"{FRAME}{SHARD}\n{FRAME}{CALLED}", SHARD, False),
+        (f"{FRAME}{PEER}\n{FRAME}{CALLED}", PEER, True),
+        (f"loading\n{FRAME}{CALLED}", CALLED, False),
+        (f"{FRAME}{SHARD}\n{FRAME}{GIT}", GIT, False),
         # multiprocessing and data loaders
         (
             FRAME + "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal " + FRAME + SHARD + "\n",

@@ -31,6 +31,8 @@ _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|In
 _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
 # Printed of an error that ends no program: in a `__del__` (a DataLoader's at the end of any), or in a line of the log.
 _ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")
+# `accelerate launch` on one GPU, or a wrapper of the user's, of the Python that it has started and that has said more.
+_OF_A_CHILD = re.compile(r"^subprocess\.CalledProcessError: Command '\[?'?[^ ']*(?:python[\d.]*|torchrun|ddprun)[' ]")
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
@@ -249,7 +251,8 @@ def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool)
 
 def _cause(exceptions: list[Failure]) -> Failure:
     """The last that is no symptom; where all are, the last."""
-    return next((r for r in reversed(exceptions) if not r.symptom), exceptions[-1] if exceptions else Failure())
+    own = [r for r in exceptions if not _OF_A_CHILD.match(r.exception)] or exceptions
+    return next((r for r in reversed(own) if not r.symptom), own[-1] if own else Failure())
 
 
 def _has_followed(row: Failure, exceptions: list[Failure]) -> bool:
