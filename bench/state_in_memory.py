@@ -2,6 +2,7 @@
 
     python bench/state_in_memory.py                       # states of 1 and 100 MB, two ranks of one node, 5 rounds
     python bench/state_in_memory.py --megabytes 1500 --ranks 4 --rounds 3
+    python bench/state_in_memory.py --megabytes 1500 --warm 8  # on a virtual machine that is slow to get its memory
     python bench/state_in_memory.py --step                # what a step pays, with 300 tensors and AdamW
     python bench/state_in_memory.py --gpu --megabytes 100 1500  # what copies of a GPU's state cost, on one GPU
     python bench/state_in_memory.py --parts --megabytes 100 500 --ranks 4  # one rank writes, or each a part
@@ -76,7 +77,9 @@ first, loaded = step, time.monotonic()
 while step < 27 or (again and step < first + 2):
     optimizer.zero_grad()
     if not again and step == 17 and rank == 1:
-        time.sleep(2)  # what was saved is in the folder
+        time.sleep(1.5)  # what was saved is in the folder
+        os.write(1, b"SOON\\n")
+        time.sleep(0.5)
         os.write(1, f"KILL {time.monotonic()}\\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
     model(torch.ones(4, width)).sum().backward()
@@ -137,8 +140,20 @@ def end(pid: int) -> None:
             process.kill()
 
 
-def restart(megabytes: int, ranks: int, how: str) -> tuple[int, Seconds] | None:
+def held(gibibytes: int) -> mmap.mmap | None:
+    """Memory that this process has, in huge pages: when it is given back, new processes get it without a delay."""
+    if not gibibytes:
+        return None
+    room = mmap.mmap(-1, gibibytes << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room.madvise(mmap.MADV_HUGEPAGE)
+    for page in range(0, len(room), mmap.PAGESIZE):
+        room[page] = 1
+    return room
+
+
+def restart(megabytes: int, ranks: int, how: str, warm: int = 0) -> tuple[int, Seconds] | None:
     """(steps repeated, the seconds of PARTS); None: it failed. 0.0: not seen, because no agent of ours is there."""
+    room = held(warm)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
         module = TORCHRUN if how == "torchrun" else ["ddpjob.agent"]
@@ -155,6 +170,8 @@ def restart(megabytes: int, ranks: int, how: str) -> tuple[int, Seconds] | None:
                 lines.append(line.split())
                 if lines[-1][:1] == ["MEMORY"]:
                     watched = Watched(lines[-1][1])
+                elif lines[-1] == ["SOON"] and room is not None:
+                    room.close()
             job.wait()
             too_long.cancel()
         killed = [float(line[1]) for line in lines if line[:1] == ["KILL"]]
@@ -170,7 +187,7 @@ def restart(megabytes: int, ranks: int, how: str) -> tuple[int, Seconds] | None:
     return 17 - int(first), [*parts, ended - killed[0]]
 
 
-def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str]) -> None:
+def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str], warm: int) -> None:
     """A table: medians, the slowest of all, and the median of all beside that of torchrun."""
     print(f"| {ranks} ranks | steps repeated | {' | '.join(PARTS)} | slowest | beside torchrun |")
     print("|---" * (len(PARTS) + 4) + "|")
@@ -178,7 +195,7 @@ def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str]) -> None:
         found: dict[str, list[tuple[int, Seconds]]] = {how: [] for how in ways}
         for _ in range(rounds):
             for how, its in found.items():
-                if (result := restart(megabytes, ranks, how)) is not None:
+                if (result := restart(megabytes, ranks, how, warm)) is not None:
                     its.append(result)
         others = [seconds[-1] for _, seconds in found.get("torchrun", [])]
         for how, its in found.items():
@@ -370,6 +387,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which variants; all by default")
+    parser.add_argument("--warm", type=int, default=0, help="GiB that are written to, and given back before the kill")
     parser.add_argument("--step", action="store_true", help="what a step pays")
     parser.add_argument("--gpu", action="store_true", help="what copies of a GPU's state cost, on one GPU")
     parser.add_argument("--parts", action="store_true", help="one rank writes the state, or each of them a part")
@@ -382,7 +400,7 @@ def main() -> None:
     elif asked.step:
         step_cost()
     else:
-        compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways)
+        compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways, asked.warm)
     print(machine.line())
 
 

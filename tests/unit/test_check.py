@@ -183,6 +183,76 @@ def test_tcp_is_wrong_only_where_the_launcher_serves_the_store_itself(launcher: 
     assert rules_in(text, Job(nodes=2, launcher=launcher)) == rules
 
 
+OTHERWISE = """
+try:
+    local_rank = int(os.environ["LOCAL_RANK"])
+    dist.init_process_group("nccl")
+except KeyError:
+    INIT
+===
+if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    dist.init_process_group("nccl")
+else:
+    INIT
+===
+rank = os.environ.get("RANK")
+if os.environ.get("RANK") is not None:
+    dist.init_process_group("nccl")
+else:
+    INIT
+===
+launched = int(os.environ.get("LOCAL_RANK", -1)) != -1
+if not launched:
+    INIT
+===
+if not os.environ.get("LOCAL_RANK"):
+    INIT
+===
+if args.distributed and args.world_size > 1:
+    dist.init_process_group("nccl")
+if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    INIT
+===
+import sys
+if sys.platform == "win32":
+    INIT
+else:
+    dist.init_process_group("nccl")
+===
+def worker(rank, size):
+    os.environ["MASTER_ADDR"] = "localhost"
+    INIT
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        dist.init_process_group("nccl")
+    else:
+        mp.spawn(worker, args=(2,), nprocs=2)
+"""
+ALONE = (
+    'dist.init_process_group("gloo", init_method="tcp://127.0.0.1:23456", rank=0, world_size=1)',
+    'dist.init_process_group("gloo", init_method="file:///tmp/meet", rank=0, world_size=1)',
+    'os.environ["MASTER_PORT"] = "29500"',
+    'dist.init_process_group(rank=int(os.environ["LOCAL_RANK"]))',
+)
+
+
+@pytest.mark.parametrize("alone", ALONE)
+@pytest.mark.parametrize("lines", OTHERWISE.split("===\n"))
+def test_what_a_script_does_without_a_launcher_is_no_mistake_in_a_job(lines: str, alone: str) -> None:
+    """ArcFace of insightface has tcp:// in `except KeyError`, for one GPU: the error forbade its run and its submit."""
+    job = Job(nodes=2, nproc=2, gpus=2, launcher="torchrun", known=True)
+    assert rules_in(HEAD + lines.replace("INIT", alone), job) <= {"set-device-missing"}
+    assert rules_in(HEAD + alone, job)
+
+
+def test_a_script_that_tries_nccl_first_may_do_without_a_gpu() -> None:
+    job = Job(nodes=2, nproc=2, gpus=0, launcher="torchrun", known=True)
+    init = 'dist.init_process_group("nccl")'
+    assert rules_in(f"{HEAD}try:\n    {init}\nexcept RuntimeError:\n    {init.replace('nccl', 'gloo')}\n", job) == set()
+    assert rules_in(f"{HEAD}try:\n    {init}\nfinally:\n    pass\n", job) == {"nccl-without-gpu"}
+    assert rules_in(f"{HEAD}if 'RANK' in os.environ:\n    {init}\n", job) == {"nccl-without-gpu"}
+
+
 P = "import argparse\nparser = argparse.ArgumentParser()\n"
 OLD, NEW = 'parser.add_argument("--local_rank", type=int)\n', 'parser.add_argument("--local-rank", type=int)\n'
 PARSE = "args = parser.parse_args()\n"
@@ -562,6 +632,10 @@ def test_the_script_is_found_behind_the_launchers_of_frameworks(
 def test_the_lines_of_a_shell_script_may_go_on_in_the_next() -> None:
     script = "set -e\nif true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"
     assert read(["bash", "-c", script]).script == "train.py"
+
+
+def test_what_follows_a_hash_within_a_word_is_no_comment() -> None:
+    assert read(["bash", "-c", "R=${HOSTNAME##*-} torchrun --nproc-per-node 2 train.py"]).script == "train.py"
 
 
 @given(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
+from ddpjob_operator.check.otherwise import is_otherwise
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import INIT, Script
@@ -58,7 +59,7 @@ def _port_hurts(job: Job) -> bool:
 
 def fixed_texts(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
     """The literal value of a variable that is set unconditionally; none where a condition or an argument decides."""
-    if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
+    if any(not is_main_guard(test) for test in script.enclosing_tests(node)) or is_otherwise(script, node):
         return []
     values = [script.texts(v) for v in _plain(script, value)]
     return [text for texts in values for text in texts] if all(values) else []
@@ -130,7 +131,8 @@ def _methods(script: Script, scheme: str) -> Iterator[tuple[ast.Call, ast.expr]]
     for call in script.calls_to(INIT):
         method = script.argument(call, "init_method", 1)
         origins = script.origins(method)
-        if method and all(isinstance(o, ast.expr) and _prefix(o).startswith(scheme) for o in origins):
+        certain = all(isinstance(o, ast.expr) and _prefix(o).startswith(scheme) for o in origins)
+        if method and certain and not is_otherwise(script, call):
             yield call, method
 
 
@@ -187,7 +189,10 @@ def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
     for call in script.inits:
         given = script.argument(call, "backend", 0)
         asked = any(_asks_for_gpu(test) for test in script.enclosing_tests(call))
-        if given and [t.lower() for t in script.texts(given)] == ["nccl"] and not asked:
+        # try nccl, except: gloo
+        asked = asked or any(isinstance(p, ast.Try) and p.handlers for _, p in script.above(call))
+        certain = given and [t.lower() for t in script.texts(given)] == ["nccl"]
+        if given and certain and not asked and not is_otherwise(script, call):
             yield at(
                 given,
                 'backend "nccl" needs a GPU in each process, and the job has none; add nvidia.com/gpu to '

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, leaves, name_of
+from ddpjob_operator.check.otherwise import is_otherwise
 from ddpjob_operator.check.rule import Found, Job, Severity, rule
 from ddpjob_operator.check.script import DDP, INIT, Kind, Script
 
@@ -39,7 +40,8 @@ def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
         rank = script.argument(call, "rank", 4 if script.called(call) == INIT else None)
         kinds = script.kinds(rank)
         # A script that starts its processes itself may be meant for one node only, unless the job has several.
-        if several and rank and (kinds == {Kind.LOCAL} or (kinds <= {Kind.LOCAL, Kind.INDEX} and job.nodes)):
+        certain = kinds == {Kind.LOCAL} or (kinds <= {Kind.LOCAL, Kind.INDEX} and job.nodes)
+        if several and rank and certain and not is_otherwise(script, call):
             severity, where = several
             right = (
                 'int(os.environ["RANK"])'
