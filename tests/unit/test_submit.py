@@ -401,9 +401,7 @@ def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
     assert cluster.find("ddpjobs", "piped") is not None
 
 
-def test_a_field_without_a_value_is_as_if_it_were_not_there(
-    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
-) -> None:
+def test_a_field_without_a_value_is_as_if_it_were_not_there(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`resources:` with all below it commented out: a stack of this program was shown."""
     empty = "image: i, resources: null, workingDir: null, volumeMounts: null"
     (folder / "job.yaml").write_text(JOB.replace("image: i", empty))
