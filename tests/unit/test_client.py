@@ -452,6 +452,18 @@ def test_wait_ends_as_soon_as_the_answer_is_known(
     assert ddpjob("wait", "digits", "--for", wanted).code == code
 
 
+def test_a_wait_for_a_suspension_lasts_until_the_last_pod_has_ended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """Whoever goes on then takes the GPUs or the volume that the pods still hold, while they save."""
+    text = "suspended; digits-1-0 still stopping"
+    stops = {**SUSPENDED, "status": "False", "reason": "NotSuspended"}
+    job = cluster.add("ddpjobs", stored(state="Suspended", reason="Suspending", message=text, conditions=[stops]))
+    done = ddpjob("wait", "digits", "--for", "Suspended", "--timeout", "1s")
+    assert done.code == 1
+    assert f"digits is Suspended: {text}" in done.err
+    job["status"] |= {"reason": "Suspended", "conditions": [SUSPENDED]}
+    assert ddpjob("wait", "digits", "--for", "Suspended").code == 0
+
+
 def test_wait_ends_after_its_timeout_and_says_how_the_job_is(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored(state="Pending", message="13 nodes have them free"))
     done = ddpjob("wait", "digits", "--timeout", "1s")
