@@ -16,6 +16,8 @@ from agents import Launcher, finish
 from free_port import free_port
 from shell import eventually, hears
 
+from ddpjob.agent.wire import Link, job_key
+
 # Writes down each start; a rank that is to fail waits until all of its generation are there.
 TRAIN = """
 import os, signal, sys, time
@@ -137,6 +139,48 @@ def test_no_rank_looks_for_rank_0_while_its_node_still_imports_torch(launcher: L
     done, *began = [float((launcher.folder / name).read_text()) for name in ("done", "began-0", "began-1")]
     assert min(began) > done
     assert max(began) < done + 10
+
+
+class Met:
+    """A node that this test plays: welcomed by node 0, and it hears what that orders."""
+
+    def __init__(self, launcher: Launcher, port: int, replacement: int) -> None:
+        connection = eventually(lambda: connected(port))
+        about = {"nodes": 2, "nproc": 1, "generation": -1, "replacement": replacement}
+        self._link = Link(connection, job_key(launcher.mark, {}), node=1, about=about)
+        self._said: list[dict[str, Any]] = []
+        self.hears("welcome")
+
+    def hears(self, word: str) -> Any:
+        """What node 0 says under that word next, whatever it says besides."""
+        return eventually(lambda: self._said.extend(self._link.receive()) or self._take(word))
+
+    def _take(self, word: str) -> Any:
+        return next((said[word] for said in self._said if word in said), None)
+
+    def close(self) -> None:
+        self._link.close()
+
+
+def connected(port: int) -> socket.socket | None:
+    try:
+        return socket.create_connection(("127.0.0.1", port))
+    except ConnectionRefusedError:
+        return None
+
+
+def test_a_pod_that_comes_while_node_0_imports_is_not_told_to_start_what_has_been_stopped(launcher: Launcher) -> None:
+    """Its ranks began in a generation that nobody else was in, and the next one was restarted because of them."""
+    launcher.script(IMPORTS.replace("HUNDREDTHS", "0"), "slow.py")
+    first, _ = group(launcher, 2, "--preload=slow", launcher.script(TRAIN))
+    leader = launcher.ddprun(*first, NODE="0")
+    lost, new = (Met(launcher, int(first[3]), replacement) for replacement in (0, 1))
+    (launcher.folder / "imported").touch()
+    assert new.hears("start")["generation"] == 1
+    leader.terminate()
+    finish(leader)
+    lost.close()
+    new.close()
 
 
 def test_sigterm_is_heard_while_node_0_still_imports(launcher: Launcher) -> None:

@@ -94,6 +94,32 @@ def test_a_backend_that_torch_does_not_have_is_not_tried_again(launcher: Launche
     assert "(AssertionError: Unknown backend type gluu); permanent: PermanentFailure" in done.stderr
 
 
+COMPLAINTS = """
+import json, os, sys
+class DistBackendError(RuntimeError): __module__ = "torch.distributed"
+SAID = "NCCL error in: NCCLUtils.cpp:77, unhandled system error, NCCL version 2.26.2\\nncclSystemError: System call"
+def recorded(text):  # as torch's @record
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file: json.dump({"message": {"message": text}}, file)
+    sys.exit(1)
+def wrapped():
+    try: raise DistBackendError(SAID)
+    except DistBackendError as error: raise ValueError("step 7 failed") from error
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+"""
+
+
+@pytest.mark.parametrize(
+    "line", ["    raise DistBackendError(SAID)", "    recorded('DistBackendError: ' + SAID)", "    wrapped()"]
+)
+def test_a_complaint_about_a_peer_is_one_in_nccls_second_line_and_below_the_scripts_own(
+    launcher: Launcher, line: str
+) -> None:
+    """The rank that complained was charged, as for an exception of its own."""
+    done = launcher.done("--preload=json", launcher.script(COMPLAINTS + line))
+    assert done.returncode == 0
+    assert "ncclSystemError: System call); charged to infrastructure" in done.stderr
+
+
 @pytest.mark.parametrize("line", ["sys.exit()", "sys.exit(0)", "raise SystemExit"])
 def test_a_good_end_by_exit_is_none_that_is_told(launcher: Launcher, line: str) -> None:
     done = launcher.done("--preload=json", "--max-restarts", 0, launcher.script(f"import sys\n{line}"))

@@ -298,9 +298,10 @@ def claim_rules(role: dict[str, Any]) -> list[tuple[list[str], list[str]]]:
         ((), ALL_CLAIM, ["kube-system"]),
         (("claimNamespace=ops",), ALL_CLAIM, ["ops"]),
         (("claimNamespace=null",), ALL_CLAIM, ["kube-system"]),  # as --reuse-values leaves it after an upgrade
+        (("watchNamespaces=null",), ALL_CLAIM, ["kube-system"]),  # as `watchNamespaces:` with nothing below it
         ((NAMESPACED,), NAMESPACE_CLAIM, ["team-a", "team-b"]),
     ],
-    ids=["all namespaces", "another place", "values of the chart before", "two namespaces"],
+    ids=["all namespaces", "another place", "values of the chart before", "an empty list", "two namespaces"],
 )
 def test_releases_can_claim_what_they_watch_and_see_each_other(
     settings: tuple[str, ...], name: str, places: list[str]

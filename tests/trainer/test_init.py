@@ -17,7 +17,7 @@ from script_ends import finish
 import ddpjob
 from ddpjob.core import stall_limits
 from ddpjob.core.rank_info import RankInfo
-from ddpjob.group import join
+from ddpjob.group import join, stop
 
 TRAINER = str(Path(ddpjob.__file__).parents[1])
 
@@ -386,8 +386,8 @@ def test_ranks_that_finish_together_leave_nothing_on_stderr_that_looks_like_a_fa
 
     def body(rank: int) -> None:
         if rank != 0:  # a rank that looks again late: the others have long been there
-            join.POLL_SECONDS = 0.3
-        join.LEAVE_LAST_SECONDS = 30.0  # longer than this machine is ever held up
+            stop.COUNT_SECONDS = 0.3
+        stop.LEAVE_LAST_SECONDS = 30.0  # longer than this machine is ever held up
         world = ddpjob.init(init_method=f"tcp://127.0.0.1:{free_port}", rank=rank, world_size=3)
         world.close()
         os._exit(0)  # as the interpreter's end does it: the store goes with its process

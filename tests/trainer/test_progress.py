@@ -1,9 +1,12 @@
 """progress(): what a receiver gets, and that training never notices whether it does."""
 
 import contextlib
+import datetime
 import importlib
 import json
 import multiprocessing
+import socket
+import ssl
 import sys
 import threading
 from pathlib import Path
@@ -11,9 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 
 import ddpjob
 from ddpjob import process
+from ddpjob.reporting.sender import Sender
 
 progress_file = importlib.import_module("ddpjob.reporting.progress")
 
@@ -166,6 +173,53 @@ def test_a_receiver_that_refuses_is_mentioned_once_and_asked_again_later(receive
     assert said.count("ddpjob:") == 1
     assert receiver.url in said
     assert "401" in said
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """Of localhost, with its key in the same file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now, day = datetime.datetime.now(datetime.timezone.utc), datetime.timedelta(days=1)
+    made = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now - day, now + day)
+    made = made.add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+    pem = serialization.Encoding.PEM
+    own = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    path = tmp_path / "certificate.pem"
+    path.write_bytes(own + made.sign(key, hashes.SHA256()).public_bytes(pem))
+    return str(path)
+
+
+def answer_and_close(server: socket.socket, context: ssl.SSLContext | None, closed: threading.Event) -> None:
+    """Each post on a connection of its own, which is closed after the answer, though that lets the client keep it."""
+    with contextlib.suppress(OSError):
+        while True:
+            connection = server.accept()[0]
+            connection = context.wrap_socket(connection, server_side=True) if context else connection
+            while not connection.recv(65536).endswith(b"{}"):
+                pass
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            connection.close()
+            closed.set()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_connection_that_the_receiver_has_closed_costs_no_report(certificate, scheme):
+    """Behind TLS the log said `progress is not reported`, and the next report came late."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH) if scheme == "https" else None
+    if context is not None:
+        context.load_cert_chain(certificate)
+    with socket.create_server(("localhost", 0)) as server:
+        closed = threading.Event()
+        threading.Thread(target=answer_and_close, args=[server, context, closed], daemon=True).start()
+        url = f"{scheme}://localhost:{server.getsockname()[1]}/"
+        sender = Sender(url, {"DDPJOB_STATUS_CA_FILE": certificate})
+        for _ in range(3):
+            assert sender.send(b"{}") is None
+            assert closed.wait(20)
+            closed.clear()
+        sender.close()
+        server.shutdown(socket.SHUT_RDWR)  # whoever accepts is woken up
 
 
 def test_pauses_double_up_to_a_minute():

@@ -160,8 +160,11 @@ def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_gr
         ddpjob.init(init_method=meeting_file, rank=rank, world_size=2)
         assert not ddpjob.should_stop(1)
         if rank == 1:
+            steps.wait_for("joined")
+            steps.note("going")
             os._exit(9)
-        steps.note("pid", os.getpid())
+        steps.note("joined")
+        steps.wait_for("going")
         sigterm()
         wait_until(lambda: False)
 
@@ -171,14 +174,20 @@ def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_gr
     assert time.monotonic() - begin < 20
 
 
-def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_symptom_that_it_is(end_ranks, meeting_file):
+def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_symptom_that_it_is(
+    end_ranks, steps, meeting_file
+):
     from ddpjob.core import rules
 
     def body(rank: int) -> None:
         world = ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=0.5)
         assert not ddpjob.should_stop(1)
         if rank == 1:
+            steps.wait_for("joined")
+            steps.note("going")
             os._exit(9)
+        steps.note("joined")
+        steps.wait_for("going")
         join.store_of(world).set("stop/asked", "1")
         wait_until(lambda: process.current.agreement.promised)
         ddpjob.should_stop(2)
@@ -207,6 +216,27 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps
             assert list((steps.folder / "s").glob("step-*"))
 
     assert [(o.exit_code, o.error) for o in end_ranks(body, 2)] == [(RESUMABLE, "Stopped: 75")] * 2
+
+
+def test_a_rank_that_has_stopped_stays_until_rank_0_has_written_in_a_group_that_the_script_has_made_too(
+    end_ranks, steps, meeting_file
+):
+    """As under Hugging Face's Trainer and Accelerate: torchrun ended rank 0 in the middle of a checkpoint of 30 s."""
+
+    def body(rank: int) -> None:
+        dist.init_process_group("gloo", init_method=meeting_file, rank=rank, world_size=2)
+        assert not ddpjob.should_stop(1)
+        sigterm()
+        step = next(step for step in itertools.count(2) if ddpjob.should_stop(step))
+        if rank == 0:
+            time.sleep(0.5)
+            steps.note("written")
+        else:  # when all else is done at its end
+            process.at_exit_of_child(lambda: steps.note("ended-after", (steps.folder / "written").exists()), 1)
+        raise ddpjob.Stopped(step)
+
+    assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [RESUMABLE] * 2
+    assert steps.wait_for("ended-after") == "True"
 
 
 def test_a_rank_that_has_stopped_and_waits_for_a_lost_one_ends_on_the_next_sigterm(end_ranks, meeting_file):

@@ -634,6 +634,10 @@ def test_the_lines_of_a_shell_script_may_go_on_in_the_next() -> None:
     assert read(["bash", "-c", script]).script == "train.py"
 
 
+def test_what_follows_a_hash_within_a_word_is_no_comment() -> None:
+    assert read(["bash", "-c", "R=${HOSTNAME##*-} torchrun --nproc-per-node 2 train.py"]).script == "train.py"
+
+
 @given(
     st.lists(st.sampled_from(["python", "-m", "torchrun", "accelerate", "launch", "bash", "-c", "a.py", "--x", "''"]))
 )

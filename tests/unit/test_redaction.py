@@ -29,6 +29,9 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
         ("login with hf_abcdefghijklmnopqrstuvwxyz012345", "login with ***"),
         ("ghp_abcdefghijklmnopqrstuvwxyz0123456789", "***"),
         ("sk-proj-abcdefghijklmnopqrstuv", "***"),
+        ("sk-ant-api03-abc-DEF_ghi0123456789jklm sk-3fAb_cdefghijklm-nopqr", "*** ***"),
+        ("sk-0123456789abcdef0123456789abcdef", "***"),
+        ("glrt-abcdefghijklmnopqrst glcbt-64_abcdefghijklmnop xapp-1-A0B1C2D3E4-123", "*** *** ***"),
         (f"sent {JWT} to it", "sent *** to it"),
         ("Authorization: Bearer abc.def.ghi", "Authorization: Bearer ***"),
         ("{'authorization': 'Basic dXNlcjpw'}", "{'authorization': 'Basic ***'}"),
@@ -56,6 +59,15 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
         ("db_password_prod=abc", "db_password_prod=***"),
         ("mysql --password hunter2 -h db", "mysql --password *** -h db"),
         ("machine db login me password hunter2", "machine db login me password ***"),
+        ("machine db\n      login me\n      password a1", "machine db\n      login me\n      password ***"),
+        # As subprocess.CalledProcessError and shlex print a command.
+        ("['train.py', '--wandb_key', '0123456789abcdef'] returned", "['train.py', '--wandb_key', '***'] returned"),
+        ('["--db-password", "a b", "--lr"]', '["--db-password", "***", "--lr"]'),
+        ("['--password', 'hunter2']", "['--password', '***']"),
+        (
+            "aws configure set aws_secret_access_key wJalrXUtnFEMI/K7MDENG",
+            "aws configure set aws_secret_access_key ***",
+        ),
         ("curl -u me:hunter2 https://x", "curl -u me:*** https://x"),
         ("sshpass -p hunter2 ssh x", "sshpass -p *** ssh x"),
         ("Cookie: session=abc; other=def", "Cookie: ***"),
@@ -137,6 +149,12 @@ def test_what_looks_like_a_credential_is_masked_and_its_name_stays(text: str, ma
         "auth: enabled; author: somebody1234; key: model.layers.0.weight",
         "ssh login1 -p 2222 on the login node: srun -p gpu-a100",
         "kernel 6.1.0-18-amd64, torch 2.13.0+cu128, nccl 2.27.3",
+        # Jobs, options and folders that begin as a known token does.
+        "rank 0 (pod global-llm-pretrain-1-0, node gpu-1) and pod sk-llama-finetune-run-1-0, xapp-anomaly-detector-1-0",
+        "train.py: error: unrecognized arguments: --global-batch-size-per-device 8",
+        "/data/glue-finetuned-bert-base/config.json, glove-embeddings-6b-300d.txt",
+        "abfss://training-datasets-prod-eu@account.dfs.core.windows.net/train",
+        "cls_token: torch.float32, token_embeddings: torch.Size([50257, 768]), token-classification: conll2003-ner",
     ],
 )
 def test_what_is_no_credential_stays_as_it_is(text: str) -> None:

@@ -58,6 +58,14 @@ CLASSES: dict[str, tuple[Failure, rules.Class]] = {
     ),
     "out of a GPU's memory, in older words": (Failure(exception="torch.cuda.OutOfMemoryError: x"), "outOfMemory"),
     "out of memory in Python": (Failure(exit_code=1, exception="MemoryError"), "outOfMemory"),
+    "out of memory in numpy": (
+        Failure(exit_code=1, exception="numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB"),
+        "outOfMemory",
+    ),
+    "out of memory in C++": (Failure(exit_code=134, exception="std::bad_alloc: std::bad_alloc"), "outOfMemory"),
+    "a GPU that others have filled": (
+        Failure(exit_code=1, exception="torch.AcceleratorError: CUDA error: out of memory"), "outOfMemory"
+    ),
     "out of memory while it was told to stop": (
         Failure(container_reason="OOMKilled", deletion_requested=True), "outOfMemory"
     ),
@@ -122,6 +130,11 @@ def test_the_class_follows_from_what_kubernetes_and_the_process_say(failure: Fai
         "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
         "torch.distributed.DistNetworkError: failed to recv, got 0 bytes. Connection was likely closed.",
         "c10::DistBackendError: [Rank 1] Watchdog caught collective operation timeout",
+        # A node that lost its power or its network; a peer that never came.
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: No route to host",
+        "RuntimeError: [../gloo/transport/tcp/pair.cc:535] Read error [10.1.3.122]:42916: Connection timed out",
+        "torch.distributed.DistBackendError: [1] is setting up NCCL communicator and retrieving ncclUniqueId from [0] "
+        "via c10d key-value store by key '0', but store->get('0') got error: wait timeout after 600000ms, keys: /0",
     ],
 )
 def test_what_torch_says_of_a_lost_peer_is_a_symptom(exception: str) -> None:
@@ -136,6 +149,7 @@ def test_what_torch_says_of_a_lost_peer_is_a_symptom(exception: str) -> None:
         "ConnectionRefusedError: [Errno 111] Connection refused",
         "requests.exceptions.ConnectionError: Connection reset by peer",
         "BrokenPipeError: [Errno 32] Broken pipe",
+        "RuntimeError: the feature store: Connection timed out",
         IN_USE,
         "RuntimeError: [/gloo/transport/tcp/listener.cc:61] bind: Address already in use",
         "",

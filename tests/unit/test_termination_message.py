@@ -197,6 +197,18 @@ def test_what_plays_tricks_on_a_terminal_is_taken_out() -> None:
 
 # ---------------------------------------------------------------- exceptions
 
+# As Python 3.11 and 3.14 print what goes wrong in a `__del__`, and logging a line that it cannot write.
+DELETED = "Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>\n"
+DEALLOCATED = (
+    "Exception ignored while calling deallocator <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>:\n"
+)
+CHILD = "AssertionError: can only test a child process"
+CALLED = "subprocess.CalledProcessError: Command '['/opt/bin/python3.11', 't.py']' returned non-zero exit status 1."
+GIT = "subprocess.CalledProcessError: Command '['git', 'rev-parse', 'HEAD']' returned non-zero exit status 128."
+UNWRITTEN = (
+    f"--- Logging error ---\n{FRAME}TypeError: not all arguments converted\nCall stack:\n  File 't.py'\nMessage: 'a'\n"
+)
+
 
 @pytest.mark.parametrize(
     ("log", "exception", "symptom"),
@@ -222,6 +234,19 @@ def test_what_plays_tricks_on_a_terminal_is_taken_out() -> None:
         (FRAME + PEER + "\n" + FRAME + SHARD, SHARD, False),
         (FRAME + PEER, PEER, True),
         (REFUSED, REFUSED, False),
+        # what ends no program
+        (f"{FRAME}{SHARD}\n{DELETED}{FRAME}{CHILD}\n", SHARD, False),
+        (f"{FRAME}{PEER}\n{DELETED}{FRAME}{CHILD}\n", PEER, True),
+        (f"{FRAME}{PEER}\n{DEALLOCATED}{chained(SHARD, CHILD)}", PEER, True),
+        (f"{FRAME}{PEER}\nException ignored in: <_io.TextIOWrapper>\nBrokenPipeError: [Errno 32]", PEER, True),
+        (f"{UNWRITTEN}{FRAME}{PEER}\n", PEER, True),
+        (f"{DELETED}{FRAME}{CHILD}\n{FRAME}{SHARD}\n", SHARD, False),
+        (f"Exception ignored, as ordered by --keep-going\nstep 2\n{FRAME}{SHARD}\n", SHARD, False),
+        # launchers
+        (f"{FRAME}{SHARD}\n{FRAME}{CALLED}", SHARD, False),
+        (f"{FRAME}{PEER}\n{FRAME}{CALLED}", PEER, True),
+        (f"loading\n{FRAME}{CALLED}", CALLED, False),
+        (f"{FRAME}{SHARD}\n{FRAME}{GIT}", GIT, False),
         # multiprocessing and data loaders
         (
             FRAME + "ValueError: Caught ValueError in DataLoader worker process 0.\nOriginal " + FRAME + SHARD + "\n",

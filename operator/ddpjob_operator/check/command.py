@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -76,7 +75,7 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
         return
     for line in re.split(r"&&|\|\||;|\n", words[option + 1].replace("\\\n", " ")):
         try:
-            split = shlex.split(line, comments=True)
+            split = launcher.shell_words(line)
         except ValueError:  # an unclosed quote, or one that the split has cut
             continue
         yield list(itertools.dropwhile(lambda word: word in _SHELL_WORDS or "=" in word, split))

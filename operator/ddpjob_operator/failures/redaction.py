@@ -30,12 +30,13 @@ _CONTROL = re.compile(
 
 # A name that goes on so is not that of a secret itself: secretName, token_file, token_count.
 _NOT = (
-    r"(?![_-]?(?:names?|refs?|key_?refs?|types?|counts?|ids?|files?|paths?|dirs?|ur[li]|len(?:gth)?|limits?|size)"
+    r"(?![_-]?(?:names?|refs?|key_?refs?|types?|counts?|ids?|files?|paths?|dirs?|ur[li]|len(?:gth)?|limits?|size"
+    r"|embeddings?|classification)"
     r"(?![a-z]))"
 )
 _KEYS = (
     r"(?:api|access|private|account|session|storage|shared[_-]?access|signing|encryption|master|auth|secret|service"
-    r"|client)"
+    r"|client|wandb)"
 )
 _STRONG = rf"(?:secret|credentials?|{_KEYS}[_-]?key){_NOT}"
 # Logs of training are full of tokens, and `eos_token: end` is no secret: what is masked there is long or has a digit.
@@ -45,7 +46,9 @@ _PASSWORD = rf"(?:passw(?:or)?d|passphrase|passcode|(?<=[_;-])pwd){_NOT}[\w-]{{0
 _REST_OF_NAME = r"[\w-]{0,40}[\"']?\s{0,3}"
 _ANY = r"[^\s\"',;&()<>\[\]{}]{8,}"
 _VALUE = rf"(?:(?=[^\s\"',;&]{{0,200}}[0-9]){_ANY}|[\w+/=.~-]{{16,}})"
-_NUMBER = r"(?![-+]?[0-9][0-9.,:e+-]{0,30}(?![\w+/=~]))"
+_NUMBER = r"(?!torch\.|[-+]?[0-9][0-9.,:e+-]{0,30}(?![\w+/=~]))"
+# Between an option and its value: on a command line, or in a list, as subprocess.CalledProcessError has it.
+_OPTION, _THEN = r"(?<![^\s\"'])--[\w-]{0,40}", r"(?:[\"'],)?\s{1,3}"
 _SCHEMES = r"(?:basic|bearer|oauth|digest|token|api-?key|key|negotiate|ntlm|splunk|aws4-hmac-sha256)"
 
 # The words of each, of which a text holds one or is none for the pattern: most hold none, and each pattern costs 0.1 us
@@ -56,7 +59,8 @@ _PATTERNS = (
     ("private key", r"\A((?:[A-Za-z0-9+/=]{1,100}[\n ])+)-----END [A-Z ]{0,40}PRIVATE KEY"),
     # https://user:password@host up to the last @ (a password may hold one), https://token@host
     ("://", r"://[^\s/:@\"']{0,200}:(?!\d{1,5}/)((?:(?!://)[^\s\"'<>]){1,200})@"),
-    ("://", r"://([^\s/:@]{20,})@"),
+    # but for abfss://container@account, where data are.
+    ("://", r"(?<!abfs)(?<!abfss)(?<!wasb)(?<!wasbs)://([^\s/:@]{20,})@"),
     ("authorization", rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?{_SCHEMES}\s{{1,3}}([^\s\"',;]+)"),
     ("authorization", rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?({_VALUE})"),
     ("bearer", rf"\bbearer\s{{1,3}}({_VALUE})"),
@@ -68,8 +72,8 @@ _PATTERNS = (
         rf"{_PASSWORD}[\"']?\s{{0,3}}[:=]\s{{0,3}}(?:\"([^\"\n]+)\"|'([^'\n]+)'"
         r"|[\"']?([^\s\"',;&]+))",
     ),
-    ("--", r"(?<!\S)--[\w-]{0,40}passw(?:or)?d\s{1,3}(?:\"([^\"\n]+)\"|'([^'\n]+)'|([^\s-][^\s]*))"),
-    ("login", r"\blogin\s{1,3}\S{1,100}\s{1,3}password\s{1,3}(\S+)"),
+    ("--", rf"{_OPTION}passw(?:or)?d{_THEN}(?:\"([^\"\n]+)\"|'([^'\n]+)'|([^\s-][^\s]*))"),
+    ("login", r"\blogin\s{1,20}\S{1,100}\s{1,20}password\s{1,20}(\S+)"),
     ("-u", r"(?<!\S)(?:-u|--user)[\s=]{1,3}[^\s:]{1,100}:(\S+)"),
     # docker login -p x, mysql -px
     (
@@ -84,7 +88,8 @@ _PATTERNS = (
     # kaggle.json, KAGGLE_KEY: a key of hexadecimal digits; .npmrc and .docker/config.json: a login in base64
     ("key", r"(?<![a-z])key[\"']?\s{0,3}[:=]\s{0,3}[\"']?([0-9a-f]{32,64})(?![\w-])"),
     ("auth", rf"(?<![a-z])auth[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?({_NUMBER}{_VALUE})"),
-    ("--", rf"(?<!\S)--[\w-]{{0,40}}{_NAMED}[\w-]{{0,20}}\s{{1,3}}({_NUMBER}{_VALUE})"),
+    ("--", rf"{_OPTION}{_NAMED}[\w-]{{0,20}}{_THEN}[\"']?({_NUMBER}{_VALUE})"),
+    ("secret_access_key", rf"secret_access_key{_THEN}[\"']?({_VALUE})"),
     # Addresses that are a credential as a whole: who knows them may post.
     (
         "slack.com/|webhook|telegram.org/",
@@ -93,14 +98,17 @@ _PATTERNS = (
     ),
     # Tokens known by their looks. Clouds: AWS, Google, Azure, Alibaba, Tencent; code: GitHub, GitLab, npm, PyPI,
     # Docker; models and runs: Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack,
-    # Stripe, SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT.
+    # Stripe, SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT. Jobs and folders
+    # are called global-pretrain-large and sk-finetune-bert-large, so what follows such a beginning counts too.
     (
         "",
         r"(?<![A-Za-z0-9])((?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|LTAI[A-Za-z0-9]{12,}|AKID[A-Za-z0-9]{13,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
-        r"|\w{3}8Q~[\w.~-]{30,}|[A-Za-z0-9+/]{86}==|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|gl[a-z]{2,6}-[\w-]{16,}"
-        r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_[a-z]{3}_[\w-]{20,}|(?:hf|api_org)_[A-Za-z0-9]{20,}|sk-[\w-]{20,}"
+        r"|\w{3}8Q~[\w.~-]{30,}|[A-Za-z0-9+/]{86}==|gh[oprsu]_[A-Za-z0-9]{20,}|github_pat_\w{20,}"
+        r"|gl(?:pat|oas|dt|rtr?|cbt|ptt|ft|imt|agent|wt|soat|ffct)-[\w-]{16,}"
+        r"|npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|dckr_[a-z]{3}_[\w-]{20,}|(?:hf|api_org)_[A-Za-z0-9]{20,}"
+        r"|sk-(?:proj|ant|svcacct|admin|or|lf)-[\w-]{20,}|sk-(?=[\w-]{0,200}[A-Z])[\w-]{20,}|sk-[a-z0-9]{20,}"
         r"|wandb_v1_\w{20,}|nvapi-[\w-]{20,}|r8_[A-Za-z0-9]{30,}|(?:gsk|pplx|xai)[_-][A-Za-z0-9]{30,}|dapi[0-9a-f]{32}"
-        r"|xox[a-z]-[\w-]{10,}|xapp-[\w-]{10,}|(?:sk|rk)_(?:live|test)_\w{16,}|whsec_[\w+/=]{20,}"
+        r"|xox[a-z]-[\w-]{10,}|xapp-\d-[\w-]{10,}|(?:sk|rk)_(?:live|test)_\w{16,}|whsec_[\w+/=]{20,}"
         r"|SG\.[\w-]{16,}\.[\w-]{16,}|hv[sbr]\.[\w-]{20,}|gl(?:sa|c)_[\w=]{20,}|shp(?:at|ss|ca|pa)_[0-9a-fA-F]{32}"
         r"|do[opr]_v1_[0-9a-f]{40,}|AT[AC]TT3[\w=-]{20,}|sntry[su]_[\w+/=-]{20,}|\d{8,10}:AA[\w-]{30,}"
         r"|AGE-SECRET-KEY-1[0-9A-Z]{20,}|eyJ[\w-]{8,200}\.[\w.-]{8,})",

@@ -29,6 +29,10 @@ _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exc
 # "ValueError: no such shard": what an exception looks like where its traceback is not seen.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?::.*)?$")
 _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
+# Printed of an error that ends no program: in a `__del__` (a DataLoader's at the end of any), or in a line of the log.
+_ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")
+# `accelerate launch` on one GPU, or a wrapper of the user's, of the Python that it has started and that has said more.
+_OF_A_CHILD = re.compile(r"^subprocess\.CalledProcessError: Command '\[?'?[^ ']*(?:python[\d.]*|torchrun|ddprun)[' ]")
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
@@ -156,7 +160,7 @@ class _Stream:
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
-        self.inside = self.chained = False
+        self.inside = self.chained = self.passed_over = False
         self.thrown = ""
         self.where = ""
         self.chain: list[Failure] = []
@@ -169,6 +173,8 @@ class _Stream:
             self.inside, self.where = True, ""
         elif _CHAINED.match(line):
             self.chained = True
+        elif _ENDS_NOTHING.match(line):
+            self.inside, self.passed_over = False, True
         elif thrown := _TERMINATE.match(line):
             self.thrown = thrown[1]
         elif self.thrown and (what := _WHAT.match(line)):
@@ -186,11 +192,12 @@ class _Stream:
         # torchrun's own error is not what happened, and a group is known by those in it.
         if ends and "ChildFailedError" not in line and not _GROUP.search(line):
             self._add(line, chains)
+        self.passed_over = False
 
     def _add(self, line: str, chains: list[list[Failure]]) -> None:
         if not (self.chained and self.chain):
             self.chain = []
-            chains.append(self.chain)
+            chains += [] if self.passed_over else [self.chain]
         self.chained, self.thrown = False, ""
         self.chain.append(self._raised(line))
         self.where = ""
@@ -244,7 +251,8 @@ def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool)
 
 def _cause(exceptions: list[Failure]) -> Failure:
     """The last that is no symptom; where all are, the last."""
-    return next((r for r in reversed(exceptions) if not r.symptom), exceptions[-1] if exceptions else Failure())
+    own = [r for r in exceptions if not _OF_A_CHILD.match(r.exception)] or exceptions
+    return next((r for r in reversed(own) if not r.symptom), own[-1] if own else Failure())
 
 
 def _has_followed(row: Failure, exceptions: list[Failure]) -> bool:

@@ -301,11 +301,19 @@ def _words(command: list[str]) -> list[str]:
     for part in command:
         inner = " " in part.strip() and ("torchrun" in part or "torch.distributed" in part or "ddprun" in part)
         try:
-            # shlex takes a backslash at the end of a line for a word, and the options below it were not read.
-            words += shlex.split(part.replace("\\\n", " "), comments=True) if inner else [part]
+            words += shell_words(part) if inner else [part]
         except ValueError:  # an unclosed quote, which the shell reports
             words.append(part)
     return words
+
+
+def shell_words(text: str) -> list[str]:
+    """The words of a shell's script without its comments. Raises ValueError for a quote that is not closed.
+
+    Unlike shlex a shell goes on in the next line after a backslash, and has no comment within a word: ${HOSTNAME##*-}.
+    """
+    hidden = re.sub(r"(?<=[^\s;&|()])#", "\0", text.replace("\\\n", " "))
+    return [word.replace("\0", "#") for word in shlex.split(hidden, comments=True)]
 
 
 def _after_options(words: list[str]) -> list[str]:

@@ -369,9 +369,9 @@ def print_without_our_frames() -> None:
             with contextlib.suppress(Exception):
                 import traceback
 
-                from ddpjob.reporting.termination import exception_line
+                from ddpjob.reporting.termination import cause_line
 
-                record(exception_line(error), "".join(traceback.format_exception(kind, error, trace)))
+                record(cause_line(error), "".join(traceback.format_exception(kind, error, trace)))
         users(kind, error, trace)
 
     sys.excepthook = hook

@@ -20,7 +20,7 @@ from ddpjob.agent.memory import created
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
-from ddpjob.core.failures import EXCEPTION_MAX, KILLED_BY_KERNEL, Failure
+from ddpjob.core.failures import EXCEPTION_MAX, KILLED_BY_KERNEL, Failure, first_line
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
@@ -382,7 +382,7 @@ def _recorded(path: str) -> tuple[str, str]:
         return "", ""
     extra = message.get("extraInfo")
     trace = extra.get("py_callstack") if isinstance(extra, dict) else ""
-    return message["message"].strip().split("\n", 1)[0][:EXCEPTION_MAX], trace if isinstance(trace, str) else ""
+    return first_line(message["message"])[:EXCEPTION_MAX], trace if isinstance(trace, str) else ""
 
 
 def _with_message(failure: Failure, message: Failure) -> Failure:

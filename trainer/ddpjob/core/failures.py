@@ -173,6 +173,13 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
     return min(failures, key=lambda failure: failure.precedence)
 
 
+def first_line(text: str) -> str:
+    """Of what an exception says. NCCL's error has its kind, by which a lost peer is known, in the second."""
+    first, _, rest = text.strip().partition("\n")
+    second = rest.partition("\n")[0].rstrip()
+    return f"{first} {second}" if second.startswith("nccl") and second[4:5].isupper() else first
+
+
 def where_of(trace: Iterable[str]) -> str:
     """The last line of a traceback that is the user's own and no library's: train.py:41. "" where there is none."""
     found = ""

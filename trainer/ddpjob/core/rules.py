@@ -29,11 +29,14 @@ STARTS_MAX = 10
 PEERS_LOST_FREE = 1
 
 # What a rank raises when its peer is gone, which is no root cause. Seen with torch 2.13 on gloo; the NCCL lines are
-# from its documentation and were not run here (docs/measured.md, failures).
+# from its documentation and were not run here (docs/measured.md, failures). A node that goes without a word closes no
+# connection, and gloo says what the kernel finds (seen with a link that was taken down). "wait timeout" is what
+# torch 2.6 and later say for "Socket Timeout".
 SYMPTOMS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Connection was likely closed"
     r"|remote process exited|DistStoreError|DistNetworkError|RendezvousConnectionError|RendezvousClosedError"
-    r"|RendezvousTimeoutError|connectFullMesh failed|monitoredBarrier|Socket Timeout"
+    r"|RendezvousTimeoutError|connectFullMesh failed|monitoredBarrier|Socket Timeout|wait timeout after \d+ms, keys"
+    r"|gloo/transport/.*(?:Connection timed out|No route to host|Network is unreachable)"
     r"|Timed out waiting \d+ms for (?:recv|send) operation|Application timeout caused pair closure"
     r"|ProcessGroupNCCL.*(?:watchdog|timeout)|Watchdog caught collective operation timeout"
     r"|NCCL communicator was aborted|ncclRemoteError|ncclSystemError",
@@ -41,9 +44,11 @@ SYMPTOMS = re.compile(
 )
 # Only torch's errors are about peers: a database that refuses a connection is a ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-# torch's, Python's, and the agent's of a SIGKILL by the kernel (agent/oom_kills.py).
+# torch's, CUDA's where torch allocates nothing itself (a GPU that others have filled), Python's and numpy's, C++'s, and
+# the agent's of a SIGKILL by the kernel (agent/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
-    rf"OutOfMemoryError|^MemoryError|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
+    r"OutOfMemoryError|CUDA (?:driver )?error: out of memory|^[\w.]*MemoryError\b|^std::bad_alloc\b"
+    rf"|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
 )
 # A GPU that has failed, and not the program on it. From NVIDIA's and PyTorch's texts; no such GPU was here.
 DEVICE = re.compile(

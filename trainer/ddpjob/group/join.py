@@ -10,7 +10,6 @@ import faulthandler
 import functools
 import os
 import re
-import time
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
@@ -36,12 +35,7 @@ from ddpjob.reporting.progress import report_start
 
 TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them
-# A rank that stopped waits for rank 0's snapshot: torchrun gives the processes of its node 30 s from the first that
-# ends with another code than 0. The grace period of the pod ends this sooner.
-STOPPED_CLOSE_SECONDS = 600.0
-LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to disconnect; they need milliseconds
 END_SECONDS = 2.0  # how long a rank that failed may take to end
-POLL_SECONDS, POLL_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
 NCCL_ERRORS, TORCHRUNS_OWN, PYTORCHS_OWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1", "3"
 _LEFT = "left/{}"  # this rank has left in order
 
@@ -527,7 +521,7 @@ def _leave(group: _Group) -> None:
             action()
     finally:
         if dist.is_initialized():
-            wait_for_others(group, CLOSE_SECONDS if process.current.stopped_at is None else STOPPED_CLOSE_SECONDS)
+            wait_for_others(group, CLOSE_SECONDS if process.current.stopped_at is None else stop.STOPPED_CLOSE_SECONDS)
             settle(failed=False)
             dist.destroy_process_group()
 
@@ -542,19 +536,4 @@ def wait_for_others(group: _Group, limit_seconds: float) -> None:
     world = group.world
     with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
         group.store.set(_LEFT.format(world.rank), "1")
-        if _all_counted(group.store, "leaving", world.world_size, limit_seconds):
-            # Rank 0 may serve the store, so it goes when the others have read from it for the last time. Otherwise
-            # torch prints 20 lines of "recvValue failed" on each of them, at the end of a training that went well.
-            _all_counted(group.store, "gone", world.world_size if world.is_main else 0, LEAVE_LAST_SECONDS)
-
-
-def _all_counted(store: Store, key: str, wanted: int, limit_seconds: float) -> bool:
-    """Count this rank, and wait until so many are counted, at most that long."""
-    deadline = time.monotonic() + limit_seconds
-    pause = POLL_SECONDS
-    count = store.add(key, 1)
-    while count < wanted and time.monotonic() < deadline and not stop.must_leave_now():
-        time.sleep(pause)
-        pause = min(1.2 * pause, POLL_SECONDS_MAX)
-        count = store.add(key, 0)
-    return count >= wanted
+        stop.wait_for_all(group.store, world.rank, world.world_size, limit_seconds)

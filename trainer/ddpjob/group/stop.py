@@ -37,6 +37,11 @@ POLL_SECONDS_REQUESTED = 0.02
 # together: then SIGTERM ends the process, so that a failed group restarts at once and not after its whole grace.
 AGREE_SECONDS = 5.0
 NEVER = 1 << 62
+# A rank that stopped waits for rank 0's snapshot: torchrun gives the processes of its node 30 s from the first that
+# ends with another code than 0. The grace period of the pod ends this sooner.
+STOPPED_CLOSE_SECONDS = 600.0
+LEAVE_LAST_SECONDS = 1.0  # rank 0 waits so long for the others to disconnect; they need milliseconds
+COUNT_SECONDS, COUNT_SECONDS_MAX = 0.01, 0.2  # a thousand ranks may wait for a snapshot for minutes
 
 _REQUESTED, _PROMISES, _DECISION, _STEP = "stop/asked", "stop/here", "stop/at", "stop/step/{}"
 
@@ -89,6 +94,26 @@ def leave() -> None:
             sigterm.restore()
 
 
+def wait_for_all(store: Any, rank: int, world_size: int, limit_seconds: float) -> None:
+    """Wait until every rank has come to this, at most that long. Raises RuntimeError where the store is gone."""
+    if _all_counted(store, "leaving", world_size, limit_seconds):
+        # Rank 0 may serve the store, so it goes when the others have read from it for the last time. Otherwise
+        # torch prints 20 lines of "recvValue failed" on each of them, at the end of a training that went well.
+        _all_counted(store, "gone", world_size if rank == 0 else 0, LEAVE_LAST_SECONDS)
+
+
+def _all_counted(store: Any, key: str, wanted: int, limit_seconds: float) -> bool:
+    """Count this rank, and wait until so many are counted, at most that long."""
+    deadline = time.monotonic() + limit_seconds
+    pause = COUNT_SECONDS
+    count: int = store.add(key, 1)
+    while count < wanted and time.monotonic() < deadline and not must_leave_now():
+        time.sleep(pause)
+        pause = min(1.2 * pause, COUNT_SECONDS_MAX)
+        count = store.add(key, 0)
+    return count >= wanted
+
+
 class Agreement:
     """One group's way to one step; `reached` is called by the training, all else happens in the thread."""
 
@@ -125,6 +150,13 @@ class Agreement:
         self._thread.join(AGREE_SECONDS)
         with contextlib.suppress(RuntimeError):
             self._promise(NEVER)
+
+    def wait_for_others(self) -> None:
+        """In a group that the script has made: until all ranks end."""
+        self._sigterm.received = False
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+                wait_for_all(self._store, self._rank, self._world_size, STOPPED_CLOSE_SECONDS)
 
     def _watch(self) -> None:
         try:
@@ -216,6 +248,9 @@ def _end_as_resumable() -> None:
     if step is None or not (error is None or isinstance(error, SystemExit)):
         return
     termination.tell_stopped(step)
+    agreement = process.current.agreement  # None where the group was that of `init`, and is left
+    if agreement is not None and (error is None or termination.exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE)):
+        agreement.wait_for_others()
     if not process.current.stopped_raised and (error is None or termination.exit_code(error) == 0):
         process.log(
             f"stopped after step {step}: exit code {rules.RESUMABLE_EXIT_CODE}, not 0, for the training is not "

@@ -33,9 +33,10 @@ class Sender:
         is_kept = self._connection is not None
         try:
             return self._post(body)
-        except ConnectionError:
-            # The receiver has closed it since the last post: it waits a minute, and a new release starts anew.
-            if not is_kept:
+        except OSError as error:
+            # The receiver has closed it since the last post: it waits a minute, and a new release starts anew. With TLS
+            # that is an SSLEOFError, which is no ConnectionError.
+            if not is_kept or isinstance(error, TimeoutError):
                 raise
             return self._post(body)
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpjob import process
 from ddpjob.core import rules
-from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure
+from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, first_line
 from ddpjob.errors import Stopped
 
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
@@ -50,7 +50,7 @@ def tell(error: BaseException) -> None:
             return
         # `except ValueError: sys.exit(1)`, which is also how torch.multiprocessing.spawn ends a child.
         cause = (error.__context__ or error) if isinstance(error, SystemExit) else error
-        if _is_symptom(cause):
+        if _complaint(cause) is not None:
             # The kubelet takes the end of the log only where this file is empty, and torchrun's table there names the
             # rank of this pod that crashed without an exception.
             return
@@ -102,8 +102,13 @@ def exception_line(error: BaseException) -> str:
     """ValueError: no such shard: 7"""
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
-    text = _text(error).strip().split("\n", 1)[0]
+    text = first_line(_text(error))
     return f"{module}{kind.__qualname__}{': ' if text else ''}{text}"[:EXCEPTION_MAX]
+
+
+def cause_line(error: BaseException) -> str:
+    """The line of what it was raised from where that says that a peer is gone, else its own."""
+    return exception_line(_complaint(error) or error)
 
 
 def exit_sentence(error: BaseException) -> str:
@@ -155,14 +160,14 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be made)"
 
 
-def _is_symptom(error: BaseException) -> bool:
-    """Also where the script raised its own exception from the peer's."""
+def _complaint(error: BaseException) -> BaseException | None:
+    """What says that a peer is gone, also where the script raised its own exception from that."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__
-    return any(rules.is_symptom(f"{type(link).__name__}: {_text(link)}") for link in chain)
+    return next((link for link in chain if rules.is_symptom(f"{type(link).__name__}: {_text(link)}")), None)
 
 
 def _leave(message: Failure) -> None:
