@@ -118,6 +118,7 @@ def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
 ) -> None:
     """Until then old ranks with another world size still train, and hold the volume."""
     namespace.start()
+    namespace.bind("digits-1-0", "digits-1-1")
     namespace.hold("digits-1-0", "digits-1-1")
     namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": true}}')
     assert "2 pods still stopping" in namespace.reaches("Suspended", "Suspending")

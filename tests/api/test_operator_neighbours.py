@@ -34,10 +34,11 @@ def test_ten_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods(
         api.call("POST", namespace.jobs_path, job(f"small-{number}", nodes=1))
     began = time.monotonic()
     wanted = {f"small-{number}-1-0" for number in range(10)}
-    until(lambda: wanted <= set(namespace.pod_names()), "all small jobs have their pod")
+    until(lambda: wanted <= set(namespace.pod_names()), "all small jobs have their pod", 60)
     took = time.monotonic() - began
-    print(f"the last of ten small jobs had its pod after {took:.2f} s; each create takes 0.5 s")
-    assert took < 2.5, "2 s, and what a busy machine takes"
+    big = sum(name.startswith("big-") for name in namespace.pod_names())
+    print(f"the last of ten small jobs had its pod after {took:.2f} s and {big} of the big one's; a create takes 0.5 s")
+    assert big < 200, "of 1,000; how long it takes depends on the machine"
 
 
 class Release:

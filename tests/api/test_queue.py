@@ -84,6 +84,7 @@ def test_a_suspended_job_gives_its_quota_back_when_its_pods_have_ended(queue: Qu
     queue.runs()
     queue.submit("other", gpus=4)
     queue.namespace.reaches("Pending", "WaitingForAdmission", name="other")
+    queue.namespace.bind("digits-1-0")
     queue.namespace.hold("digits-1-0")
     queue.namespace.kubectl("patch", "ddp", "digits", "--type=merge", "-p", '{"spec": {"suspend": true}}')
     until(lambda: "digits-1-1" not in queue.namespace.pod_names(), "one pod has stopped")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from clusters import until
 from pods import Space, job, trainer
 
 # The library writes the exception where no noise reaches it. Without it the end of the log is all that is known, and of
@@ -25,11 +24,10 @@ def test_an_image_that_does_not_exist_is_said_while_the_job_waits_for_it(space: 
     body = job("unpullable", nodes=1)
     trainer(body)["image"] = "registry.invalid/no-such-image:1"
     space.kubectl("apply", "-f", "-", stdin=body)
-    until(lambda: space.status("unpullable").get("reason") == "CannotStart", "the status says so", 60)
-    message = space.status("unpullable")["message"]
-    assert "unpullable-1-0" in message
-    assert "registry.invalid/no-such-image:1" in message
-    assert space.status("unpullable")["state"] != "Failed", "a registry may come back"
+    status = space.waits("unpullable", lambda s: s.get("reason") == "CannotStart", "the status says so", 60)
+    assert "unpullable-1-0" in status["message"]
+    assert "registry.invalid/no-such-image:1" in status["message"]
+    assert status["state"] != "Failed", "a registry may come back"
 
 
 def test_a_command_that_does_not_exist_fails_the_job_by_its_name(space: Space) -> None:

@@ -203,7 +203,7 @@ def test_a_fault_restarts_the_group_once_and_is_told_and_charged_as_what_it_was(
 
 def test_a_rank_that_ended_by_itself_stays_for_its_log_and_the_others_do_not(broken: Space) -> None:
     broken.ends("an-exception")
-    assert sorted(broken.pods("an-exception")) == ["an-exception-1-1", "an-exception-2-0", "an-exception-2-1"]
+    broken.keeps("an-exception", "an-exception-1-1", "an-exception-2-0", "an-exception-2-1")
     assert "no such shard" in broken.kubectl("logs", "an-exception-1-1")
     warnings = [reason for kind, reason, _ in broken.events("an-exception") if kind == "Warning"]
     assert warnings == ["RankFailed"], "one failure is one warning"
@@ -212,7 +212,7 @@ def test_a_rank_that_ended_by_itself_stays_for_its_log_and_the_others_do_not(bro
 def test_a_rank_that_stood_still_stays_for_its_log_which_is_in_the_status_too(broken: Space) -> None:
     """The operator deleted its pod, and with it the one output that explains the hang."""
     status = broken.ends("a-hang")
-    assert sorted(broken.pods("a-hang")) == ["a-hang-1-1", "a-hang-2-0", "a-hang-2-1"]
+    broken.keeps("a-hang", "a-hang-1-1", "a-hang-2-0", "a-hang-2-1")
     assert broken.get("pod", "a-hang-1-1")["status"]["reason"] == "DeadlineExceeded"
     assert "attempt 1 trains" in broken.kubectl("logs", "a-hang-1-1")
     assert "attempt 1 trains" in status["lastFailure"]["logTail"]
@@ -283,20 +283,15 @@ def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other(
     status = jobs.ends("powerless")
     assert status["state"] == "Succeeded"
     lost_with(status, dead, rank)
+    jobs.keeps("powerless", "powerless-2-0", "powerless-2-1")  # the lost pod is deleted by force
     assert {p["spec"]["nodeName"] for p in jobs.pods("powerless").values()} == {survivor}
-    assert sorted(jobs.pods("powerless")) == ["powerless-2-0", "powerless-2-1"], "the lost pod is deleted by force"
     assert uids(jobs, "aside") == aside
     assert jobs.status("aside")["attempt"] == 1, "a job that has no pod there goes on"
 
 
 def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
-    """The pods once no other is left: attempt 2 begins when the containers of attempt 1 have ended, and the kubelet of
-    a node that is well takes a second more to let its pod go."""
-    until(
-        lambda: sorted(uids(jobs, name)) == [f"{name}-2-0", f"{name}-2-1"],
-        "there are pods of attempt 2 and no other, though the node is still away",
-        20,
-    )
+    """The pods once no other is left, though the node is still away."""
+    jobs.keeps(name, f"{name}-2-0", f"{name}-2-1")
     return uids(jobs, name)
 
 
@@ -311,7 +306,7 @@ def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
     zombie = f"returning-1-{rank}"
     until(lambda: zombie in running_on(away, jobs), "its kubelet shows what runs there")
     break_node("cut", away)
-    status = jobs.waits("returning", lambda s: s.get("attempt") == 2 and s["state"] == "Running", "attempt 2 runs", 90)
+    status = jobs.waits("returning", lambda s: s.get("attempt") == 2 and s["state"] == "Running", "attempt 2 runs", 150)
     lost_with(status, away, rank)
     pods = of_attempt_2_alone(jobs, "returning")
     break_node("join", away)
@@ -333,7 +328,7 @@ def test_a_kubelet_that_halts_leaves_processes_that_never_come_back_into_the_job
     zombie = f"halting-1-{rank}"
     until(lambda: zombie in running_on(halted, jobs), "its kubelet shows what runs there")
     break_node("stop", halted)
-    status = jobs.waits("halting", lambda s: s.get("attempt") == 2 and s["state"] == "Running", "attempt 2 runs", 90)
+    status = jobs.waits("halting", lambda s: s.get("attempt") == 2 and s["state"] == "Running", "attempt 2 runs", 150)
     lost_with(status, halted, rank)
     pods = of_attempt_2_alone(jobs, "halting")
     break_node("start", halted)
@@ -367,8 +362,9 @@ def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], ope
     node = other(nodes[:2], leader(operator)[1])
     try:
         # Without --force: drain evicts only what somebody makes again.
-        kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=60s")
+        kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=150s")
         status = jobs.ends("drained")
+        jobs.keeps("drained", "drained-2-0", "drained-2-1")
         assert {p["spec"]["nodeName"] for p in jobs.pods("drained").values()} == {other(nodes[:2], node)}
     finally:
         kubectl("uncordon", node)
@@ -445,7 +441,8 @@ def digits(name: str) -> dict[str, Any]:
     body = yaml.safe_load((ROOT / "examples/digits.yaml").read_text())
     body["metadata"]["name"] = name
     command = trainer(body)["command"]
-    command[command.index("--epochs") + 1] = "8"
+    # On a quick machine 360 steps were made before the first of them had been seen and a rank been killed for it.
+    command[command.index("--epochs") + 1] = "20"
     trainer(body)["env"] = [{"name": "DDPJOB_STATUS_INTERVAL", "value": "1"}]
     return body
 
@@ -464,29 +461,29 @@ def trainings(jobs: Space, all_with_torch: None) -> Space:
             to_break.pop(name)()  # at once: while one waits for the other's first step it would end
         return not to_break
 
-    until(all_are_broken, "both make a step", 240)
+    until(all_are_broken, "both make a step", 300)
     return jobs
 
 
 @pytest.mark.timeout(900)  # torch takes its time to import, six times at once
 def test_training_that_was_killed_ends_with_exactly_the_result_of_an_undisturbed_run(trainings: Space) -> None:
-    status = trainings.ends("struck", 240)
+    status = trainings.ends("struck", 400)
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, CHARGED), status
     failure = status["lastFailure"]
     told = (failure["rank"], failure["pod"], failure["exitCode"], failure["signal"], failure["class"])
     assert told == (1, "struck-1-1", 137, "SIGKILL", "application"), "not torchrun's 1, and not the peer's complaint"
     assert failure["step"] > 0
-    trainings.ends("calm", 240)
+    trainings.ends("calm", 400)
     assert result(trainings, "struck-2-0") == result(trainings, "calm-1-0")
 
 
 @pytest.mark.timeout(600)
 def test_training_whose_pod_is_deleted_stops_at_one_step_and_is_not_charged(trainings: Space) -> None:
-    status = trainings.ends("moved", 240)
+    status = trainings.ends("moved", 400)
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 2, (0, 1, 0)), status
     failure = status["lastFailure"]
     assert (failure["rank"], failure["pod"], failure["class"]) == (0, "moved-1-0", "infrastructure")
-    trainings.ends("calm", 240)
+    trainings.ends("calm", 400)
     assert result(trainings, "moved-2-0") == result(trainings, "calm-1-0")
 
 

@@ -23,11 +23,19 @@ def variables(pod: dict[str, Any]) -> dict[str, str]:
     return {entry["name"]: entry.get("value", "") for entry in pod["spec"]["containers"][0]["env"]}
 
 
+def operators(namespace: str) -> set[str]:
+    """The pods of the operator."""
+    return set(
+        kubectl("-n", namespace, "get", "pods", "-l", "app.kubernetes.io/name=ddpjob-operator", "-o", "name").split()
+    )
+
+
 def test_a_newer_operator_leaves_running_pods_alone_though_it_would_build_others(space: Space, operator: str) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("lasting", WAITS))
     space.reaches("lasting", "Running")
     before = space.pods("lasting")
     uids = {name: pod["metadata"]["uid"] for name, pod in before.items()}
+    old = operators(operator)
     repository, _, tag = NEXT_IMAGE.rpartition(":")
     # What is different for sure: new pods are told another address to report to.
     url = "http://reports.invalid/other"
@@ -37,6 +45,8 @@ def test_a_newer_operator_leaves_running_pods_alone_though_it_would_build_others
         helm("upgrade", *chart, "--timeout", "120s", *image, "--set", f"progress.url={url}")
         deployments = json.loads(kubectl("-n", operator, "get", "deployments", "-o", "json"))["items"]
         assert {d["spec"]["template"]["spec"]["containers"][0]["image"] for d in deployments} == {NEXT_IMAGE}
+        # Helm waits for the new ones; the last old one, which may lead, is told to end only then.
+        until(lambda: not old & operators(operator), "the old operators are gone", 60)
         space.kubectl("apply", "-f", "-", stdin=job("later", "pass", nodes=1))
         space.reaches("later", "Succeeded")
         (later,) = space.pods("later").values()

@@ -74,3 +74,52 @@ def test_hugging_faces_trainer_saves_at_one_step_of_all_ranks_and_goes_on_there(
     said = output(again)
     assert f"resumes from {tmp_path}/checkpoint-{last}" in said
     assert (again.returncode, "done: 200 steps" in said) == (0, True), said
+
+
+STOPS_IN_AN_EPOCH = """
+import os, signal, sys, torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from ddpjob.huggingface import StopTogether
+
+class Line(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
+    def forward(self, x, labels):
+        y = self.line(x)
+        return {"loss": torch.nn.functional.mse_loss(y, labels), "logits": y}
+
+class Told(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == 25:
+            os.kill(os.getpid(), signal.SIGTERM)
+    def on_evaluate(self, args, state, control, **_):
+        print("evaluated at step", state.global_step, flush=True)
+    def on_train_end(self, args, state, control, **_):
+        print("the end is told to all callbacks", flush=True)
+
+data = [{"x": torch.tensor([i / 160]), "labels": torch.tensor([3 * i / 160 + 1])} for i in range(160)]
+arguments = TrainingArguments(
+    sys.argv[1], num_train_epochs=10, per_device_train_batch_size=8, eval_strategy="epoch", save_strategy="epoch",
+    save_total_limit=1, load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+    disable_tqdm=True, report_to=[], use_cpu=True,
+)
+trainer = Trainer(Line(), arguments, train_dataset=data, eval_dataset=data, callbacks=[Told(), StopTogether()])
+trainer.train()
+"""
+
+
+def test_hugging_faces_trainer_ends_right_after_the_checkpoint_and_leaves_it(tmp_path: Path) -> None:
+    """At the end of an epoch and of a training it evaluates, for longer than there is time, saves into the same folder
+    again, and removes every checkpoint but the best."""
+    pytest.importorskip("transformers", reason=WHY)
+    (tmp_path / "train.py").write_text(STOPS_IN_AN_EPOCH)
+    told = subprocess.run(
+        [sys.executable, "train.py", "out"],
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150, check=False,
+    )  # fmt: skip
+    assert told.returncode == 75, told.stdout
+    last = max(int(folder.name.split("-")[1]) for folder in (tmp_path / "out").glob("checkpoint-*"))
+    assert 25 < last < 40, told.stdout
+    assert told.stdout.count("evaluated at step") == 1, told.stdout
+    assert "the end is told to all callbacks" in told.stdout

@@ -48,3 +48,10 @@ def test_a_full_disk_costs_the_file_and_never_the_training() -> None:
     log = Log(Path("/dev/full"))
     assert fed(log, b"one\n", b"two\n") == ["one", "two"]
     assert "No space left on device; the log of this node is not kept any more" in log.error
+
+
+def test_of_a_progress_bar_of_many_kb_the_last_state_is_shown_too(log: Log) -> None:
+    """tqdm writes 100 bytes ten times a second: of an epoch of a minute its state after four seconds was shown."""
+    bar = b"".join(b"\r%3d%%|%s| %d/100" % (i, b"#" * i + b" " * (100 - i), i) for i in range(101))
+    assert fed(log, *(bar[i : i + 700] for i in range(0, len(bar), 700)), b"\n") == [f"100%|{'#' * 100}| 100/100"]
+    assert fed(log, b"x" * 5000, b"\rshort\n") == ["short"]

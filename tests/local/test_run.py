@@ -555,3 +555,34 @@ def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
     _, err = process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 0, err
     assert saved(cli) == []
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:
+    """`/mnt/snapshots` of the cluster, which only root may make here: a stack of this program was shown."""
+    (cli.folder / "file").touch()
+    volume = {"name": "v", "hostPath": {"path": f"{cli.folder}/file/snapshots", "type": "DirectoryOrCreate"}}
+    job = cli.file("pass", container={"volumeMounts": [{"name": "v", "mountPath": "/snapshots"}]})
+    document = yaml.safe_load(job.read_text())
+    document["spec"]["template"]["spec"]["volumes"] = [volume]
+    job.write_text(yaml.safe_dump(document))
+    done = cli.run("run", job)
+    assert done.returncode == 1
+    assert f"✖ job stopped: node 0 cannot be started: {cli.folder}/file/snapshots: Not a directory\n" in done.stderr
+
+
+def test_a_locale_without_a_character_costs_that_character(cli: Cli) -> None:
+    """Clusters of universities have ISO-8859-1: the first € of a rank ended the run in a stack."""
+    cli.env["PYTHONIOENCODING"] = "latin-1"
+    done = cli.run("run", cli.file("import os; os.write(1, 'costs 5 €\\n'.encode())"), "--logs", "logs")
+    assert done.returncode == 0
+    assert r"[0:0] costs 5 \u20ac" in done.stdout
+    (log,) = (cli.folder / "logs").glob("job/latest/job-1-0.log")
+    assert log.read_text(encoding="utf-8") == "costs 5 €\n"
+
+
+def test_a_status_on_stdout_goes_through_the_pipe_that_it_is(cli: Cli) -> None:
+    """`ddpjob run … --status /dev/stdout | jq` read nothing, and the run went on without it."""
+    done = cli.run("run", cli.file("pass"), "--status", "/dev/stdout")
+    assert done.returncode == 0
+    assert "goes on without it" not in done.stderr
+    assert '"state": "Succeeded"' in done.stdout

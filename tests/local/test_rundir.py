@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import uuid
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shell import Cli
 
-from ddpjob_operator.local.run_folder import LATEST, MARK, RUNS_KEPT, RunFolder
+from ddpjob_operator.local.run_folder import LATEST, MARK, RUNS_KEPT, RunFolder, is_running
 
 RUNS = RUNS_KEPT + 5
 
@@ -148,6 +149,21 @@ def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:
     assert (running.path / "volumes" / "job-1-0").exists()
     running.close()
     assert not (running.path / "volumes").exists()
+
+
+def test_two_who_look_at_a_run_that_was_killed_both_see_that_it_has_ended(tmp_path: Path) -> None:
+    """`ddpjob list` said Running while `ddpjob logs -f` looked at the same moment."""
+    killed = RunFolder("job", tmp_path)
+    os.close(killed.lock)  # as SIGKILL leaves it
+    answers: list[bool] = []
+    threads = [
+        threading.Thread(target=lambda: answers.extend(is_running(killed.path) for _ in range(2000))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [False] * 8000
 
 
 def test_latest_points_to_the_newest_run_and_what_a_user_has_called_so_stays(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import pytest
 import warm
 from faulty_api import OWN_TOKEN, FaultyApi
+from patient import answered
 from shared import made_once
 
 from ddpjob_operator.job import api as types
@@ -74,10 +75,7 @@ def read(path: str) -> bytes | None:
     second of CPU each time, and the pods of these tests need it."""
     server, headers, context = _access(os.environ["KUBECONFIG"])
     try:
-        with urllib.request.urlopen(
-            urllib.request.Request(server + path, headers=headers), None, 20, context=context
-        ) as answer:
-            return bytes(answer.read())
+        return answered(urllib.request.Request(server + path, headers=headers), 20, context)
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return None

@@ -237,7 +237,6 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
             self.wfile.write(data)
 
         def _log(self, name: str, query: dict[str, str]) -> None:
-            cluster.requests.append("get pods/log")
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
@@ -293,7 +292,10 @@ def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
 
 
 def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator[bytes]:
-    """The lines of a log, as a request asks for them. Raises ConnectionAbortedError where it is to break."""
+    """The lines of a log, as a request asks for them; it counts when the first one has gone out. Raises
+    ConnectionAbortedError where it is to break."""
+    if not cluster.logs.get(name):
+        cluster.requests.append("get pods/log")
     broken = cluster.broken.pop(0) if cluster.broken else ""
     since = dt.datetime.fromisoformat(query.get("sinceTime", "2026-01-01T00:00:00Z").replace("Z", "+00:00"))
     for number, line in enumerate(cluster.log_lines(name, follow=query.get("follow") == "true")):
@@ -307,6 +309,8 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
             time.sleep(2.0 * (broken == "silent"))
             raise ConnectionAbortedError
         yield data
+        if number == 0:
+            cluster.requests.append("get pods/log")
 
 
 def _time(number: int, zone: dt.timezone) -> str:

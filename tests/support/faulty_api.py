@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from patient import answered
 
 from ddpjob_operator.kube.login import login
 
@@ -161,8 +162,7 @@ class FaultyApi:
         headers = {"Authorization": f"Bearer {OWN_TOKEN}", NOT_COUNTED: "1", "Content-Type": kind, "Accept": accept}
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers, method=method)
-        with urllib.request.urlopen(request, timeout=30) as response:
-            answer = response.read()
+        answer = answered(request, 30)
         return None if isinstance(body, bytes) else json.loads(answer)
 
     def find(self, path: str) -> Any:

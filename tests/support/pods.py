@@ -26,8 +26,7 @@ RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 # All processes that have a rank, but not the one that looks for them.
 _KILL = """
-import glob, os, time
-print(time.time(), flush=True)
+import glob, os
 for path in glob.glob("/proc/[0-9]*/environ"):
     pid = int(path.split("/")[2])
     try:
@@ -117,11 +116,17 @@ class Space:
         """The node that a pod got."""
         return str(self.get("pod", pod)["spec"].get("nodeName", ""))
 
-    def kill(self, pod: str) -> float:
-        """kill -9 of the rank's process; when, by the pod's clock. The kernel protects the first process of a pod from
-        such signals, so that must be another one: torchrun, or the pod's own pause with shareProcessNamespace."""
+    def keeps(self, name: str, *pods: str) -> None:
+        """Waits until these are the pods of a job and no other: the next attempt begins when the containers of the one
+        before have ended, and a kubelet takes a moment more to let their pods go."""
+        until(lambda: sorted(self.pods(name)) == sorted(pods), f"{', '.join(pods)} are the pods of {name}", 60)
+
+    def kill(self, pod: str) -> None:
+        """kill -9 of the rank's process. The kernel protects the first process of a pod from such signals, so that must
+        be another one: torchrun, or the pod's own pause with shareProcessNamespace."""
+        # What it says may be lost: the runtime may end it with the container that it has killed.
         said = self.kubectl("exec", pod, "--", "python", "-c", _KILL, check=False)
-        return float(said.split()[0])  # no more of it: the runtime may end it with the container that it has killed
+        assert "Error from server" not in said, said
 
     @contextlib.contextmanager
     def following(self, pod: str) -> Iterator[Callable[[], str]]:

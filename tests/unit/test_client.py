@@ -99,6 +99,30 @@ def test_a_context_that_is_not_there_is_named_with_one_that_is(cluster: FakeClus
     assert "did you mean test?" in done.err
 
 
+@pytest.mark.parametrize("current", [None, ""])
+def test_a_context_is_enough_where_none_is_the_current_one(
+    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, current: str | None
+) -> None:
+    """Some have none (`kubectl config unset current-context`), so that no command goes where it was not sent."""
+    config = json.loads((tmp_path / "kubeconfig").read_text())
+    del config["current-context"]
+    config |= {} if current is None else {"current-context": current}
+    (tmp_path / "kubeconfig").write_text(json.dumps(config))
+    cluster.add("ddpjobs", stored())
+    assert "digits" in ddpjob("get", "--context", "test").out
+    done = ddpjob("get", "--context", "tets")
+    assert (done.code, "did you mean test?" in done.err) == (2, True)
+    assert ddpjob("get").code == 2
+
+
+def test_a_context_is_looked_for_where_there_is_no_kubeconfig(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    done = ddpjob("get", "--context", "test")
+    assert (done.code, done.err) == (2, f"--context test: not in {tmp_path}/none (there: none)\n")
+
+
 def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
     cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
@@ -561,6 +585,7 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
 
     def restarts() -> None:
         first["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 1}}
+        cluster.wait_for("get pods")  # whether it has ended, once its log is read
         second = cluster.add("pods", pod("digits", 2, 0))
         cluster.logs["digits-2-0"] = ["after"]
         job["status"]["attempt"] = 2

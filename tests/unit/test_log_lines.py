@@ -27,6 +27,8 @@ FAREWELLS = [
     "[rank0]:[W1119 12:00:00.012 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been destroyed",
     "[W1119 12:00:00.123456789 socket.cpp:752] [c10d] The client socket has failed",
     "/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: 1 leaked semaphore\n  warnings.warn(",
+    "Exception ignored in: <function Loader.__del__ at 0x7f1>\nTraceback (most recent call last):\n"
+    '  File "t.py", line 3, in __del__\n    assert self._pid\nAssertionError: can only test a child process',
     "wandb: Synced 5 W&B file(s)\nwandb: Find logs at: ./wandb/run",
     "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.",
     "[2024-01-01 00:00:00,000] [ERROR] [launch.py:325:sigkill_handler] ['t.py'] exits with return code = 1",

@@ -269,6 +269,15 @@ def test_the_exception_is_the_last_that_is_no_symptom(log: str, exception: str, 
     assert (failure.exception, failure.symptom) == (exception, symptom)
 
 
+def test_nccls_error_keeps_the_line_of_the_script_that_raised_it() -> None:
+    """It has a second line, and that one came without a place."""
+    failure = read(
+        f"{FRAME}{NCCL}\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\nLast error:\n"
+    )
+    assert (failure.where, failure.symptom) == ("t.py:3", False)
+    assert failure.exception.endswith("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.")
+
+
 def test_an_exception_group_is_known_by_the_exceptions_in_it() -> None:
     group = """
   + Exception Group Traceback (most recent call last):

@@ -31,9 +31,21 @@ class StopTogether(TrainerCallback):  # type: ignore[misc]  # transformers is no
         """Asks after each optimizer step."""
         if should_stop(state.global_step):
             self._stopped = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # it would come before the checkpoint, and with `best` decide on it
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:  # noqa: ARG002
+        """After the checkpoint: nothing else of what the trainer does at the end of an epoch and of a training.
+
+        It would evaluate, for longer than there is time, save into the same folder again, load the best model, and with
+        save_total_limit=1 remove all other checkpoints.
+        """
+        if self._stopped:
+            control.should_evaluate = control.should_save = False
+            state.best_model_checkpoint = None  # the checkpoint has it
         return control
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
-        """After the checkpoint. Raises Stopped, so that what follows `train()` is not done for half a training."""
+        """Raises Stopped, so that what follows `train()` is not done for half a training."""
         if self._stopped:
             raise Stopped(state.global_step)

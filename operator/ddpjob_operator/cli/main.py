@@ -5,6 +5,7 @@ Imports stand inside the commands: `ddpjob --help` must not wait for what it doe
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -254,6 +255,9 @@ def kubectl_plugin() -> None:
 
 def main(name: str = "ddpjob") -> None:
     """The program `ddpjob`."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # As stderr is by itself: a character that the locale lacks must not end a run.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = cli.main(prog_name=name, standalone_mode=False)
     except click.ClickException as error:

@@ -171,7 +171,11 @@ def _of_kubeconfig(config: Any, settings: Any, wanted: str | None) -> tuple[str,
     """The name for messages, and the namespace of the context."""
     named = os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
-        contexts, active = config.list_kube_config_contexts(named)
+        active: Any = None
+        if wanted:
+            contexts = _contexts(config, named)
+        else:
+            contexts, active = config.list_kube_config_contexts(named)
         names = [str(c["name"]) for c in contexts]
         if wanted is not None and wanted not in names:
             there = ", ".join(names) or "none"
@@ -186,6 +190,12 @@ def _of_kubeconfig(config: Any, settings: Any, wanted: str | None) -> tuple[str,
         raise
     except Exception as error:  # a file of any content: the package raises what it happens to meet
         raise InputError(f"{named}: the kubeconfig cannot be used: {_short(error)}") from None
+
+
+def _contexts(config: Any, named: str) -> list[Any]:
+    """All contexts; the package's own list needs a current one, which some leave out on purpose."""
+    merged = config.kube_config.KubeConfigMerger(named).config
+    return [context.value for context in merged["contexts"]] if merged else []
 
 
 @contextlib.contextmanager

@@ -79,8 +79,12 @@ def _own_lines(log: str) -> list[str]:
 
 
 def _without_warnings(log: list[str]) -> Iterator[str]:
-    """Without the libraries' summaries, and the code below a warning of Python's."""
-    is_summary = False
+    """Without the libraries' summaries, the code below a warning of Python's, and errors that Python has ignored."""
+    is_summary = is_ignored = False
     for line in (PREFIX.sub("", line[:LINE_MAX]) for line in log):
+        if is_ignored or line.startswith("Exception ignored "):
+            # Its trace; the exception's own line is the last of it.
+            is_ignored = line.startswith(("Exception ignored ", "Traceback ", " "))
+            line = ""
         below, is_summary = is_summary and _CODE_BELOW.match(line), bool(_SUMMARY.match(line))
         yield "" if below or is_summary else line

@@ -180,7 +180,8 @@ class _Stream:
         elif self.thrown and (what := _WHAT.match(line)):
             self._add(f"{self.thrown}: {what[1]}", chains)
         elif _OF_NCCL.match(line) and self.chain:
-            self.chain[-1] = self._raised(f"{self.chain[-1].exception} {line}")
+            before = self.chain[-1]
+            self.chain[-1] = self._raised(f"{before.exception} {line}")._replace(where=before.where)
         elif line[0].isspace():
             self.where = where_of([line]) or self.where
         else:

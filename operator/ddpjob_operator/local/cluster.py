@@ -71,6 +71,10 @@ class LocalPod:
         return self.node.exit is None
 
 
+class RefusedError(Exception):
+    """The machine refuses a process, a port or a folder; the text says of which node, and why."""
+
+
 class LocalCluster:
     """Processes, ports and folders of one job. `show(pod, lines)` takes what the nodes print."""
 
@@ -97,7 +101,8 @@ class LocalCluster:
     def observe(self) -> Observed:
         """The present state. A deleted pod whose end has been observed before is removed."""
         for name in self.ended_pods():
-            del self.pods[name]
+            # What it printed is told later, so others keep the pod: with three descriptors, and a process to be reaped.
+            self.pods.pop(name).node.close()
         self._observations += 1
         for pod in self.pods.values():
             pod.known = facts.merge(pod.known, self._view(pod), self._observations)
@@ -120,7 +125,7 @@ class LocalCluster:
         return [n for n, p in self.pods.items() if p.seen_ended and p.deletion_requested_at and not p.open]
 
     def execute(self, job: api.DDPJob, actions: tuple[Action, ...]) -> None:
-        """Carry out a plan's actions. Raises OSError where the machine refuses a process, a port or a folder."""
+        """Carry out a plan's actions. Raises RefusedError."""
         for action in actions:
             if isinstance(action, CreateService):
                 self._service = True
@@ -189,6 +194,13 @@ class LocalCluster:
         return (pod for pod in self.pods.values() if pod.live)
 
     def _create(self, job: api.DDPJob, action: CreatePod) -> None:
+        try:
+            self._start(job, action)
+        except OSError as error:
+            what = f"{error.filename}: " if error.filename else ""
+            raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
+
+    def _start(self, job: api.DDPJob, action: CreatePod) -> None:
         body = self.body(job, action)
         name = body["metadata"]["name"]
         base = self._slots[action.place]

@@ -27,11 +27,12 @@ def write_atomically(path: Path, data: bytes) -> None:
 
     A link stays a link, and what is no regular file (/dev/stdout, a pipe) is written to and never replaced.
     """
-    path = Path(os.path.realpath(path))
+    # Before the links are resolved: that of /dev/stdout names a pipe by a path that is not there.
     if path.exists() and not path.is_file():
         with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:
             there.write(data)  # a pipe that nobody reads must not hold the job
         return
+    path = Path(os.path.realpath(path))
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

@@ -42,14 +42,15 @@ class Log:
         return self._tail.decode(errors="replace")
 
     def _extend(self, part: bytes) -> None:
-        room = LINE_MAX - len(self._line)
-        self._line += part[:room]
-        self._cut += max(0, len(part) - room)
+        # A progress bar rewrites its line after each \r: what a terminal shows in the end is the last of them.
+        line = self._line + part
+        begin = line.rstrip(b"\r").rfind(b"\r") + 1
+        self._cut = (0 if begin else self._cut) + max(0, len(line) - begin - LINE_MAX)
+        self._line = line[begin : begin + LINE_MAX]
 
     def _finish(self, part: bytes) -> str:
         self._extend(part)
-        # A progress bar rewrites its line after each \r: what a terminal shows in the end is the last of them.
-        text = self._line.rstrip(b"\r").rsplit(b"\r", 1)[-1].decode(errors="replace")
+        text = self._line.rstrip(b"\r").decode(errors="replace")
         if self._cut:
             text += f" … [{self._cut:,} bytes more in {self.path}]"
         self._line, self._cut = b"", 0

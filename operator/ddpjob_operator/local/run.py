@@ -41,7 +41,7 @@ from ddpjob_operator.local import (
     table,
     told,
 )
-from ddpjob_operator.local.cluster import LocalCluster, LocalPod
+from ddpjob_operator.local.cluster import LocalCluster, LocalPod, RefusedError
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.reports import BadReportError, Report
@@ -247,13 +247,22 @@ class Runner:
 
     def run(self) -> int:
         """Run until the job has ended, or was stopped; the exit code."""
+        try:
+            self._until_done()
+        except RefusedError as error:
+            self.screen.close()
+            self.screen.note(f"✖ {self.job.metadata.name} stopped: {error}")
+            return FAILED
+        return self._summarize()
+
+    def _until_done(self) -> None:
         while True:
             self._begin_stop()
             self._inject_faults()
             wait = self._reconcile()
             # Before the wait: what ended last may have been the last that could wake us.
             if self._is_done():
-                return self._summarize()
+                return
             self._pause()
             self.teller.tick()
             self.screen.draw(self._moment(), list(self.cluster.pods.values()))
