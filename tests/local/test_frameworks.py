@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 WHY = "not installed: `make test-frameworks` installs it"
-SIGTERM_TO_RANK_1 = json.dumps([{"rank": 1, "step": 60, "signal": "TERM"}])
+SIGTERM_TO_RANK_0, SIGTERM_TO_RANK_1 = (json.dumps([{"rank": i, "step": 60, "signal": "TERM"}]) for i in range(2))
 
 
 def start(script: str, snapshots: Path, **environ: str) -> subprocess.Popen[str]:
@@ -123,3 +123,48 @@ def test_hugging_faces_trainer_ends_right_after_the_checkpoint_and_leaves_it(tmp
     assert 25 < last < 40, told.stdout
     assert told.stdout.count("evaluated at step") == 1, told.stdout
     assert "the end is told to all callbacks" in told.stdout
+
+
+FITS_TWICE = """
+import os, sys, torch
+from lightning.pytorch import LightningModule, Trainer
+from ddpjob import process
+from ddpjob.lightning import JobCallback
+
+class Line(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.line = torch.nn.Linear(1, 1)
+    def training_step(self, batch, _):
+        return self.line(batch[0]).square().mean()
+    def validation_step(self, batch, _):
+        print("validates, declared:", process.current.paused, flush=True)
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(80, 1)), batch_size=8)
+model, callback = Line(), JobCallback("last.ckpt")
+for steps in (10, 400):  # as where a part of a model is trained first
+    trainer = Trainer(
+        max_steps=steps, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[callback], num_sanity_val_steps=0,
+        check_val_every_n_epoch=1,
+    )
+    trainer.fit(model, loader, torch.utils.data.DataLoader(loader.dataset, batch_size=80))
+    print("fitted, declared:", process.current.paused, flush=True)
+"""
+
+
+def test_lightnings_second_fit_saves_when_it_is_told_to_stop_and_validations_are_declared(tmp_path: Path) -> None:
+    """Lightning gives SIGTERM back at the end of each fit: in the next one it killed the rank, and nothing was saved.
+    A validation that takes longer than a step may take was a stall."""
+    pytest.importorskip("lightning", reason=WHY)
+    (tmp_path / "train.py").write_text(FITS_TWICE)
+    told = subprocess.run(
+        [sys.executable, "train.py"], env=os.environ | {"DDPJOB_FAULTS": SIGTERM_TO_RANK_0},
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150, check=False,
+    )  # fmt: skip
+    assert told.returncode == 75, (told.returncode, told.stdout)
+    assert (tmp_path / "last.ckpt").exists(), told.stdout
+    assert "validates, declared: evaluate" in told.stdout, told.stdout
+    assert "fitted, declared: None" in told.stdout, told.stdout

@@ -169,6 +169,17 @@ def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str
     assert named in remarks(converted(**spec))
 
 
+def test_what_refers_to_the_container_by_its_name_still_finds_it() -> None:
+    """A variable with the CPUs of the container `pytorch`, which is now `trainer`: the kubelet found no such one."""
+
+    def cpus(name: str) -> dict[str, Any]:
+        reference = {"containerName": name, "resource": "limits.cpu"}
+        return {"name": "CPUS", "valueFrom": {"resourceFieldRef": reference}}
+
+    assert trainer(converted(pytorchReplicaSpecs=replicas(env=[cpus("pytorch")])))["env"] == [cpus("trainer")]
+    assert trainer(converted(pytorchReplicaSpecs=replicas(env=[cpus("other")])))["env"] == [cpus("other")]
+
+
 def test_a_job_whose_name_the_server_makes_gets_one() -> None:
     """It was refused for a name that the file cannot have."""
     result = checked(room.convert(pytorchjob() | {"metadata": {"generateName": "mnist-", "namespace": "a"}}, []))

@@ -8,6 +8,7 @@
 Needs lightning (or pytorch_lightning), which this package does not install.
 """
 
+import contextlib
 import signal
 from typing import Any
 
@@ -16,9 +17,10 @@ try:
 except ImportError:
     from pytorch_lightning import Callback
 
+from ddpjob import process
 from ddpjob.errors import Stopped
 from ddpjob.group.stop import should_stop
-from ddpjob.reporting.progress import progress
+from ddpjob.reporting.progress import pause, progress
 
 
 class JobCallback(Callback):  # type: ignore[misc]  # lightning is not there where types are checked
@@ -29,12 +31,23 @@ class JobCallback(Callback):  # type: ignore[misc]  # lightning is not there whe
 
     def __init__(self, checkpoint: str | None = None) -> None:
         self._checkpoint = checkpoint
+        self._validation = contextlib.ExitStack()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002 - Lightning's names
         """Lightning's SIGTERM handler broadcasts, in the middle of whatever collective this rank is in. Ours waits for
         the end of the step."""
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         should_stop(trainer.global_step)
+        if process.current.sigterm is not None:
+            process.current.sigterm.handle()  # again: at the end of an earlier fit() Lightning has given SIGTERM back
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """No step is made until its end."""
+        self._validation.enter_context(pause("evaluate"))
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
+        """Steps go on."""
+        self._validation.close()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:  # noqa: ARG002
         """After each batch; raises Stopped after the agreed step, when the checkpoint is written."""

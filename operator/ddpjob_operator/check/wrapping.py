@@ -52,7 +52,9 @@ def model_not_wrapped(script: Script, job: Job) -> Iterator[Found]:
         model = _trained(script, call)
         if model is None or not script.methods_called("step") or not script.on_every_rank(call):
             continue
-        if is_module(script, model) and not _varies_or_leaves(script, call, model):
+        outer = script.parent(call)  # what gets the optimizer may average in its step()
+        given_away = isinstance(outer, ast.Call) and not _keeps(script, outer)
+        if is_module(script, model) and not given_away and not _varies_or_leaves(script, call, model):
             yield at(
                 call,
                 f"{script.text_of(call.func)}({script.text_of(model)}.parameters(), …): the model is not wrapped, so "
@@ -138,7 +140,7 @@ def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
             continue
         if (
             _is_wrapped(script, inner.value)
-            and not _is_called(script, call, inner.value)
+            and not _goes_through_ddp(script, call)
             and _leads_to_backward(script, call)
         ):
             name = script.text_of(inner.value)
@@ -157,10 +159,9 @@ def _is_wrapped(script: Script, model: ast.expr) -> bool:
     return len(before) < len(origins) and moved == before
 
 
-def _is_called(script: Script, call: ast.Call, model: ast.expr) -> bool:
-    """Whether the wrapper itself is called in the same function too."""
-    function = script.function(call)
-    return any(c.func is not model and ast.dump(c.func) == ast.dump(model) for c in script.calls_in(function))
+def _goes_through_ddp(script: Script, call: ast.Call) -> bool:
+    """Whether a wrapped model is called in the same function too: this one, or a student beside its teacher."""
+    return any(_is_wrapped(script, c.func) for c in script.calls_in(script.function(call)))
 
 
 def _leads_to_backward(script: Script, call: ast.Call) -> bool:

@@ -74,11 +74,20 @@ def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, 
     if not listed:
         raise ConvertError((*path, "spec", "containers"), "is missing: the trainer's container")
     trainer = next((c for c in listed if c.get("name") in (usual, TRAINER)), listed[0])
-    trainer["name"] = TRAINER
     pod = template["spec"]
+    _rename(pod, str(trainer.get("name")))
+    trainer["name"] = TRAINER
     if pod.get("restartPolicy") is not None:
         pod.pop("restartPolicy")  # a DDPJob sets Never; what it meant is said at the source's own restartPolicy
     return trainer
+
+
+def _rename(part: Any, name: str) -> None:
+    """Lets what refers to the container, a resourceFieldRef, name it as it is called now: its pod would not start."""
+    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        if isinstance(value, dict) and value.get("containerName") == name:
+            value["containerName"] = TRAINER
+        _rename(value, name)
 
 
 def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:
