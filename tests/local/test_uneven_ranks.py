@@ -24,7 +24,10 @@ dist.destroy_process_group()
 COMPLAINS = """
 import os, pathlib, sys, time
 if os.environ["RANK"] == "0":
+    pathlib.Path("ends").touch()
     sys.exit(0)
+while not pathlib.Path("ends").exists():  # rank 0 may start later
+    time.sleep(0.01)
 time.sleep(0.5)
 raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:29595")
 """

@@ -201,6 +201,15 @@ def test_a_rank_that_only_lost_a_peer_writes_nothing_so_that_torchruns_table_is_
     assert log.read_bytes() == b""
 
 
+def test_what_has_killed_a_worker_of_a_data_loader_is_told_and_not_only_that_it_is_gone(log):
+    """`exited unexpectedly` said nothing of the memory that was too small, for the worker or in /dev/shm."""
+    error = RuntimeError("DataLoader worker (pid(s) 2032) exited unexpectedly")
+    error.__cause__ = RuntimeError("DataLoader worker (pid 2032) is killed by signal: Killed. ")
+    termination.tell(error)
+    assert message(log)["exception"] == "RuntimeError: DataLoader worker (pid 2032) is killed by signal: Killed."
+    assert message(log)["traceback"].endswith("exited unexpectedly\n")
+
+
 def test_what_the_script_wrote_itself_stays_and_what_a_killed_rank_left_does_not(log):
     log.write_text("out of disk, said the script")
     termination.tell(raised(FAILURE))

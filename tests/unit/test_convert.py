@@ -169,6 +169,20 @@ def test_a_field_without_a_counterpart_is_named(spec: dict[str, Any], named: str
     assert named in remarks(converted(**spec))
 
 
+def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_own_names() -> None:
+    """Kubeflow sets both by pods. With several processes a node a DDPJob has neither: torchrun got empty texts."""
+    script = (
+        'cd /app\ntorchrun --nnodes=$WORLD_SIZE --node_rank "${RANK}" --nproc_per_node=4 \\\n'
+        "  --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT train.py --rank $RANK"
+    )
+    result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c"], args=[script]))
+    made = script.replace("$WORLD_SIZE", "$NNODES").replace("${RANK}", "${NODE_RANK}")
+    assert (trainer(result)["command"], trainer(result)["args"]) == (["bash", "-c"], [made])
+    assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
+    whole = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", script.replace("$WORLD_SIZE", "4")]))
+    assert "--nnodes=4 " in trainer(whole)["command"][2]
+
+
 def test_what_refers_to_the_container_by_its_name_still_finds_it() -> None:
     """A variable with the CPUs of the container `pytorch`, which is now `trainer`: the kubelet found no such one."""
 

@@ -127,7 +127,7 @@ def test_a_leader_that_is_gone_or_hangs_costs_the_trainer_a_bounded_wait(monkeyp
         standby.leader = f"127.0.0.1:{hangs.sockets[0].getsockname()[1]}"
         began = time.monotonic()
         assert await post(standby, 8) == (503, "5")
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 20, "it would hang for ever"
         hangs.close()
 
     with_two(story)

@@ -203,6 +203,8 @@ DEALLOCATED = (
     "Exception ignored while calling deallocator <function _MultiProcessingDataLoaderIter.__del__ at 0x7f1>:\n"
 )
 CHILD = "AssertionError: can only test a child process"
+KILLED = "RuntimeError: DataLoader worker (pid 2032) is killed by signal: Bus error. It is possible that dataloader's"
+GONE = "RuntimeError: DataLoader worker (pid(s) 2032) exited unexpectedly"
 CALLED = "subprocess.CalledProcessError: Command '['/opt/bin/python3.11', 't.py']' returned non-zero exit status 1."
 GIT = "subprocess.CalledProcessError: Command '['git', 'rev-parse', 'HEAD']' returned non-zero exit status 128."
 UNWRITTEN = (
@@ -253,6 +255,8 @@ UNWRITTEN = (
             SHARD,
             False,
         ),
+        (chained(KILLED, GONE), KILLED, False),
+        (chained("_queue.Empty", GONE), GONE, False),
         (FRAME + SPAWN + FRAME + SHARD, SHARD, False),
         # C++
         (

@@ -211,7 +211,8 @@ def _of_chain(chain: list[Failure]) -> Failure:
     """What began with the loss of a peer is a symptom, whatever was raised for it; what came before it is not."""
     if chain[0].symptom:
         return chain[0]
-    return next(r for r in reversed(chain) if not r.symptom)
+    own = [r for r in reversed(chain) if not r.symptom]
+    return next((r for r in own if rules.WORKER_KILLED.match(r.exception)), own[0])
 
 
 def _read_log(log: str) -> ContainerReport:

@@ -50,6 +50,8 @@ OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|CUDA (?:driver )?error: out of memory|^[\w.]*MemoryError\b|^std::bad_alloc\b"
     rf"|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
 )
+# What torch then raises its "exited unexpectedly" from; without shared memory the signal is SIGBUS.
+WORKER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: ")
 # A GPU that has failed, and not the program on it. From NVIDIA's and PyTorch's texts; no such GPU was here.
 DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|CUDA-capable device\(s\) is/are busy or unavailable"

@@ -56,7 +56,7 @@ def tell(error: BaseException) -> None:
             return
         trace = "".join(traceback.format_exception(cause, limit=-FRAMES_MAX))
         signal = "SIGINT" if isinstance(error, KeyboardInterrupt) else ""
-        exception = exit_sentence(error) or exception_line(cause)
+        exception = exit_sentence(error) or cause_line(cause)
         _leave(_of_rank()._replace(exit_code=code, signal=signal, exception=exception, traceback=trace))
 
 
@@ -107,8 +107,10 @@ def exception_line(error: BaseException) -> str:
 
 
 def cause_line(error: BaseException) -> str:
-    """The line of what it was raised from where that says that a peer is gone, else its own."""
-    return exception_line(_complaint(error) or error)
+    """The line of what it was raised from where that says more: that a peer is gone, or what has killed a data loader's
+    worker. Else its own."""
+    killed = (link for link in _chain(error) if rules.WORKER_KILLED.match(_whole(link)))
+    return exception_line(_complaint(error) or next(killed, error))
 
 
 def exit_sentence(error: BaseException) -> str:
@@ -162,12 +164,21 @@ def _text(error: BaseException) -> str:
 
 def _complaint(error: BaseException) -> BaseException | None:
     """What says that a peer is gone, also where the script raised its own exception from that."""
+    return next((link for link in _chain(error) if rules.is_symptom(_whole(link))), None)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """It and what it was raised from."""
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__
-    return next((link for link in chain if rules.is_symptom(f"{type(link).__name__}: {_text(link)}")), None)
+    return chain
+
+
+def _whole(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_text(error)}"
 
 
 def _leave(message: Failure) -> None:
