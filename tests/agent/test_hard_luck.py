@@ -20,6 +20,7 @@ from free_port import free_port
 from shell import eventually
 
 from ddpjob.agent import logs, node, processes
+from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.agent.options import parse
 
 LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
@@ -237,6 +238,29 @@ def test_a_helper_that_cannot_be_forked_leaves_no_descriptor_open(monkeypatch: p
     before = os.listdir("/proc/self/fd")
     with pytest.raises(BlockingIOError):
         processes.call_in_child(lambda: b"")
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is tried again: what each try leaves would make it fail for ever."""
+    folder = logs.Folder(parse(["--nproc=3", "--tee=3", "--log-dir", str(tmp_path), "train.py"], {}))
+    before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
+
+    def open_four(*args: Any) -> int:
+        opened.append(args if len(opened) < 4 else refuse())
+        return really_open(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pipe", refuse)
+        patched.setattr(os, "open", open_four)
+        with contextlib.suppress(BlockingIOError):
+            Heartbeats(1)
+        with contextlib.suppress(BlockingIOError):
+            folder.prepare("0", range(3))
+    folder.copy_last()
+    assert len(opened) == 4
     assert os.listdir("/proc/self/fd") == before
 
 

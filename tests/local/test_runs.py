@@ -134,3 +134,12 @@ def test_a_report_that_cannot_be_written_is_refused_before_anything_starts(cli: 
     assert done.returncode == 2
     assert "--report nowhere/run.html: there is no such folder" in done.stderr
     assert done.stdout == ""
+
+
+def test_logs_that_the_disk_has_no_room_for_are_one_line(cli: Cli) -> None:
+    """`ddpjob logs > all.log` ended in a stack of this program."""
+    assert cli.run("run", cli.file("print(1)")).returncode == 0
+    for words in (["logs"], ["logs", "-f"]):
+        with open("/dev/full", "w") as full:
+            done = cli.run(*words, stdout=full)
+        assert (done.returncode, done.stderr) == (1, "stdout: No space left on device\n")

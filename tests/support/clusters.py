@@ -34,7 +34,8 @@ from ddpjob_operator.kube.login import login
 
 CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"
-WAIT_SECONDS = 30.0
+# More than the 30 s after which the cluster's garbage collector learns of a CRD that was just installed.
+WAIT_SECONDS = 60.0
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"

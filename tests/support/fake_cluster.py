@@ -294,13 +294,15 @@ def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
 def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator[bytes]:
     """The lines of a log, as a request asks for them; it counts when the first one has gone out. Raises
     ConnectionAbortedError where it is to break."""
-    if not cluster.logs.get(name):
+    printed = len(cluster.logs.get(name, ()))
+    skipped = max(0, printed - int(query.get("tailLines", printed)))
+    if skipped == printed:
         cluster.requests.append("get pods/log")
     broken = cluster.broken.pop(0) if cluster.broken else ""
     since = dt.datetime.fromisoformat(query.get("sinceTime", "2026-01-01T00:00:00Z").replace("Z", "+00:00"))
     for number, line in enumerate(cluster.log_lines(name, follow=query.get("follow") == "true")):
         time.sleep(cluster.line_seconds)
-        if since > START:
+        if since > START or number < skipped:
             continue
         stamp = f"{_time(number, cluster.zone)} " if "timestamps" in query else ""
         data = f"{stamp}{line}\n".encode()
@@ -309,7 +311,7 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
             time.sleep(2.0 * (broken == "silent"))
             raise ConnectionAbortedError
         yield data
-        if number == 0:
+        if number == skipped:
             cluster.requests.append("get pods/log")
 
 

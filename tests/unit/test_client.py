@@ -586,6 +586,30 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
     assert done.out == "[0:0] before\n[0:0] after\n"
 
 
+def test_of_pods_that_come_later_a_followed_tail_shows_all(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """`--tail 0 -f` is for what happens from now on; what the next attempt printed until it was seen was left out."""
+    job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))
+    first = cluster.add("pods", pod("digits", 1, 0))
+    cluster.logs |= {"digits-1-0": ["before"], "digits-2-0": ["ValueError: no such shard"]}
+
+    def restarts() -> None:
+        first["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 1}}
+        cluster.add("pods", pod("digits", 2, 0, exit_code=1))
+        job["status"]["state"] = "Failed"
+
+    cluster.after("get pods/log", restarts)
+    assert ddpjob("logs", "digits", "--cluster", "-f", "--tail", 0).out == "[0:0] ValueError: no such shard\n"
+
+
+def test_the_log_of_a_node_that_the_job_has_no_more_is_shown(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """`ddpjob scale --nodes 2` while its logs are followed: what node 2 said last ended them in a stack."""
+    cluster.add("ddpjobs", stored())
+    for place in (0, 2):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = ["saved"]
+    assert ddpjob("logs", "digits", "--cluster").out == "[0:0] saved\n[2] saved\n"
+
+
 @pytest.mark.parametrize("may_watch", [True, False])
 def test_a_pod_that_lives_for_a_moment_is_followed_where_the_user_may_watch_pods(
     cluster: FakeCluster, ddpjob: Ddpjob, *, may_watch: bool

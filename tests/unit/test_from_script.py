@@ -277,3 +277,10 @@ def test_stdin_is_a_script_or_a_yaml(typed: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ddpjob_operator.cli", "run", "-", "--dry-run"]
     done = subprocess.run(words, input=typed, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert ("stdin.py" in done.stdout) == typed.startswith("print")
+
+
+def test_stdin_that_is_no_utf_8_is_one_line(tmp_path: Path) -> None:
+    """`iconv` forgotten: a stack of this program was shown."""
+    words = [sys.executable, "-m", "ddpjob_operator.cli", "run", "-", "--dry-run"]
+    done = subprocess.run(words, input="print('é')".encode("latin-1"), capture_output=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, b"stdin:1: it is not UTF-8\n")

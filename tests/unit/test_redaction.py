@@ -152,6 +152,7 @@ def test_what_looks_like_a_credential_is_masked_and_its_name_stays(text: str, ma
         # Jobs, options and folders that begin as a known token does.
         "rank 0 (pod global-llm-pretrain-1-0, node gpu-1) and pod sk-llama-finetune-run-1-0, xapp-anomaly-detector-1-0",
         "train.py: error: unrecognized arguments: --global-batch-size-per-device 8",
+        "--use-auth-token --gradient-accumulation-steps 4 and ['--ask-password', '--host', 'db']",
         "/data/glue-finetuned-bert-base/config.json, glove-embeddings-6b-300d.txt",
         "abfss://training-datasets-prod-eu@account.dfs.core.windows.net/train",
         "cls_token: torch.float32, token_embeddings: torch.Size([50257, 768]), token-classification: conll2003-ner",

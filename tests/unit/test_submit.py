@@ -143,7 +143,10 @@ def test_what_git_ignores_and_what_is_no_program_stays_here(folder: Path) -> Non
 
 def test_gitignore_means_what_it_means_to_git(folder: Path) -> None:
     """git itself is asked."""
-    (folder / ".gitignore").write_text("*.tmp\nbuild/\n!important.tmp\ndocs/**/gen\n# no\n\\#yes\nspace\\ \n")
+    unreadable = "!\n[z-a]\nend\\\n"
+    (folder / ".gitignore").write_text(
+        f"*.tmp\nbuild/\n!important.tmp\ndocs/**/gen\n# no\n\\#yes\nspace\\ \n{unreadable}"
+    )
     (folder / "sub").mkdir()
     (folder / "sub/.gitignore").write_text("/local\n!x.tmp\n")
     names = "a.tmp important.tmp build/x docs/a/b/gen docs/gen #yes sub/local sub/x.tmp sub/deep/local sub/build/y"

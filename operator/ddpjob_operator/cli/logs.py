@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
+from ddpjob_operator.cli.output import closed
 from ddpjob_operator.client.errors import ClusterError
 from ddpjob_operator.job.wording import count
 from ddpjob_operator.manifest.yamlfile import InputError
@@ -88,8 +88,8 @@ def show(
         else:
             _write_all(source, chosen, nodes, lines)
         lines.close()
-    except BrokenPipeError:  # `| head` has what it wanted; Python would flush once more at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except OSError as error:
+        return closed(error)
     return 0
 
 

@@ -14,9 +14,16 @@ def answer(text: str) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        # Python flushes once more at exit, and would fail once more.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if not isinstance(error, BrokenPipeError):
-            click.echo(f"stdout: {error.strerror}", err=True)
-            return 1
+        return closed(error)
     return 0
+
+
+def closed(error: OSError) -> int:
+    """The exit code where stdout takes no more: a full disk is said. Raises an error that is of a file."""
+    if error.filename is not None:
+        raise error
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit, and would fail once more
+    if isinstance(error, BrokenPipeError):
+        return 0
+    click.echo(f"stdout: {error.strerror}", err=True)
+    return 1

@@ -86,7 +86,7 @@ def as_file(source: Source) -> Iterator[Source]:
     """The source with a script from stdin, or the cells of a notebook, in a file that is there for so long."""
     code, name = "", "stdin.py"
     if source.file == STDIN:
-        text = sys.stdin.read()
+        text = _typed()
         if _is_yaml(text):
             yield replace(source, text=text)
             return
@@ -159,6 +159,15 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
         )
     trainer["command"] = [*head, *arguments]
     trainer.pop("args", None)
+
+
+def _typed() -> str:
+    try:
+        text = sys.stdin.read()
+        text.encode()  # in the C locale other bytes are read as halves of surrogate pairs
+    except UnicodeError:
+        raise InputError("stdin:1: it is not UTF-8") from None
+    return text
 
 
 def _is_yaml(text: str) -> bool:

@@ -11,7 +11,7 @@ import click
 
 from ddpjob_operator.cli import sections
 from ddpjob_operator.cli.cluster import Connect, cluster_options, end_of, say
-from ddpjob_operator.cli.output import answer
+from ddpjob_operator.cli.output import answer, closed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -159,10 +159,10 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
         for node, piece in source.follow(1, None, later=True):
             sys.stdout.buffer.write(source.prefix(node).encode() + piece)
             sys.stdout.buffer.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more at exit
+    except OSError as error:
+        code = closed(error)
         say(f"{name} goes on in the cluster")
-        return 0
+        return code
     except KeyboardInterrupt:
         say(
             f"{name} goes on in the cluster: ddpjob logs -f {name} follows it, ddpjob suspend or delete {name} stops it"

@@ -7,7 +7,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 from ddpjob_operator.client import jobs, watch
 from ddpjob_operator.client.connection import Cluster, Raw
@@ -62,8 +62,9 @@ class ClusterLogs:
         return rank // topology.nproc_per_node(spec)
 
     def prefix(self, node: int) -> str:
-        """[1:1] where a node is one rank, else [1]."""
-        rank = topology.rank_of_place(self.stored.job.spec, node)
+        """[1:1] where a node is one rank, else [1], as of a node that the job had before it was scaled down."""
+        spec = self.stored.job.spec
+        rank = topology.rank_of_place(spec, node) if node < spec.nodes else None
         return f"[{node}] " if rank is None else f"[{node}:{rank}] "
 
     def read(self, attempt: int, node: int) -> Iterator[bytes]:
@@ -86,7 +87,7 @@ class ClusterLogs:
 
         Raises JobGoneError where the job is deleted meanwhile.
         """
-        streams = _Streams(self._cluster, self.stored.trainer, self._tail, self._say)
+        streams = _Streams(self._cluster, self.stored.trainer, self._tails(), self._say)
         seen = watch.Watch(self._cluster, self.stored, self._say)
 
         def add(pod: Raw) -> None:
@@ -109,6 +110,10 @@ class ClusterLogs:
                 self._on_look(self.stored)
         finally:
             streams.close()
+
+    def _tails(self) -> dict[str, int]:
+        """How many of the lines that a pod has printed are shown, by its uid; of those that come later all are."""
+        return {} if self._tail is None else {pod["metadata"]["uid"]: self._tail for pod in self._pods}
 
     def _look_for_pods(self, add: Callable[[Raw], None]) -> None:
         with contextlib.suppress(NoAnswerError):  # the look at the job says so
@@ -137,8 +142,8 @@ class ClusterLogs:
 class _Streams:
     """A thread for each pod, which reads its log to the end, again where the connection breaks."""
 
-    def __init__(self, cluster: Cluster, container: str, tail: int | None, say: Say) -> None:
-        self._cluster, self._container, self._tail, self._say = cluster, container, tail, say
+    def __init__(self, cluster: Cluster, container: str, tails: Mapping[str, int], say: Say) -> None:
+        self._cluster, self._container, self._tails, self._say = cluster, container, tails, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
         self._last: dict[str, str] = {}
@@ -201,8 +206,8 @@ class _Streams:
         if before:
             # Whole seconds: what was read comes again. With its zone: it is the node's, and not always UTC.
             params["sinceTime"] = re.sub(r"\.\d+", "", before)
-        elif self._tail is not None:
-            params["tailLines"] = str(self._tail)
+        elif uid in self._tails:
+            params["tailLines"] = str(self._tails[uid])
         for line in self._cluster.lines(_log_path(pod), **params):
             at, _, text = line.partition(" ")
             if at > before:

@@ -5,11 +5,13 @@ The same files give the same bytes. Sizes are known from the file system before 
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import gzip
 import hashlib
 import io
 import os
+import re
 import stat
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -161,7 +163,11 @@ def _ignore_file(root: Path, below: str) -> Iterator[tuple[str, Any]]:
     except ImportError:
         text = f"{root / below / '.gitignore'}: reading it needs pathspec: pip install 'ddpjob[client]'"
         raise InputError(f"{text}, from a clone '.[client]'") from None
-    yield below, pathspec.GitIgnoreSpec.from_lines(lines)
+    patterns: list[Any] = []
+    for line in lines:
+        with contextlib.suppress(ValueError, re.error):  # `[z-a]`, or a \ at the end, which git matches with nothing
+            patterns += pathspec.GitIgnoreSpec.from_lines([line]).patterns
+    yield below, pathspec.GitIgnoreSpec(patterns)
 
 
 def _is_ignored(path: str, name: str, is_folder: bool, ignores: list[tuple[str, Any]]) -> bool:

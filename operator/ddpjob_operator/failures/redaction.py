@@ -48,7 +48,7 @@ _ANY = r"[^\s\"',;&()<>\[\]{}]{8,}"
 _VALUE = rf"(?:(?=[^\s\"',;&]{{0,200}}[0-9]){_ANY}|[\w+/=.~-]{{16,}})"
 _NUMBER = r"(?!torch\.|[-+]?[0-9][0-9.,:e+-]{0,30}(?![\w+/=~]))"
 # Between an option and its value: on a command line, or in a list, as subprocess.CalledProcessError has it.
-_OPTION, _THEN = r"(?<![^\s\"'])--[\w-]{0,40}", r"(?:[\"'],)?\s{1,3}"
+_OPTION, _THEN = r"(?<![^\s\"'])--[\w-]{0,40}", r"(?:[\"'],)?\s{1,3}(?![\"']?--)"
 _SCHEMES = r"(?:basic|bearer|oauth|digest|token|api-?key|key|negotiate|ntlm|splunk|aws4-hmac-sha256)"
 
 # The words of each, of which a text holds one or is none for the pattern: most hold none, and each pattern costs 0.1 us

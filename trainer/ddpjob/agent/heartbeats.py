@@ -23,13 +23,18 @@ class Heartbeats:
     """The pages of this node's ranks."""
 
     def __init__(self, ranks: int) -> None:
+        """Raises OSError, with nothing left open: it is tried again."""
         self._descriptor = _file()
-        os.ftruncate(self._descriptor, ranks * PAGE_BYTES)
-        memory = memoryview(mmap.mmap(self._descriptor, 0))
+        try:
+            os.ftruncate(self._descriptor, ranks * PAGE_BYTES)
+            memory = memoryview(mmap.mmap(self._descriptor, 0))
+            self.notify_read, self._notify_write = os.pipe()
+        except OSError:
+            os.close(self._descriptor)
+            raise
+        os.set_blocking(self.notify_read, False)
         self._pages = [memory[rank * PAGE_BYTES :][:PAGE_BYTES] for rank in range(ranks)]
         self._cells = [page[:CELLS_BYTES].cast("q") for page in self._pages]
-        self.notify_read, self._notify_write = os.pipe()
-        os.set_blocking(self.notify_read, False)
         self._asked = 0
 
     def where(self, local_rank: int) -> str:

@@ -65,7 +65,7 @@ class Folder:
             hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             files.append(Files(out, err, os.path.join(folder, "error.json")))
-        self.tails = list(self._make_tails(attempt, files, ranks))
+        self.tails.extend(self._make_tails(attempt, files, ranks))  # those before one that fails are closed with them
         return files
 
     def copy(self) -> bool:
