@@ -442,7 +442,7 @@ def _refuses(cluster: Cluster, body: dict[str, Any]) -> None:
 
 def until(what: Callable[[], Any]) -> Any:
     """What it gives, once it no longer fails: an API server takes a new CRD into use within seconds."""
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         with contextlib.suppress(AssertionError):
             return what()

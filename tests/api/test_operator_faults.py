@@ -154,8 +154,7 @@ def test_a_job_deleted_while_no_watch_is_open_leaves_no_ghost(namespace: Namespa
         namespace.api.break_(what, 503, times=float("inf"))
     namespace.api.close_watches()
     namespace.kubectl("delete", "ddp", "digits", "--wait=false")
-    # The cluster's own garbage collector learns of a new CRD only every 30 s.
-    until(lambda: namespace.job() is None and not namespace.pods(), "it is gone", 60)
+    until(lambda: namespace.job() is None and not namespace.pods(), "it is gone")
     mended = time.monotonic()
     namespace.api.mend()
     namespace.api.close_watches(gone=True)

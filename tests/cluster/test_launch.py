@@ -30,7 +30,7 @@ def params(jobs: Space, all_with_torch: None) -> str:
     return trained(jobs, ONE_PROCESS_PER_NODE).removesuffix(" world 2")
 
 
-@pytest.mark.timeout(4 * SECONDS_MAX)  # others that import torch may come first
+@pytest.mark.timeout(6 * SECONDS_MAX)  # others that import torch may come first
 @pytest.mark.parametrize("name", [*BY_DAY, *(pytest.param(name, marks=pytest.mark.long) for name in AT_NIGHT)])
 def test_a_note_trains_in_one_world_on_pods_and_ends_with_the_same_parameters(
     jobs: Space, params: str, name: str

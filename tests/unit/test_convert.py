@@ -183,6 +183,24 @@ def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_o
     assert "--nnodes=4 " in trainer(whole)["command"][2]
 
 
+@pytest.mark.parametrize("value", [5, True, "torchrun train.py", {"a": 1}])
+def test_a_command_that_is_no_list_is_refused_without_a_traceback(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(pytorchjob(pytorchReplicaSpecs=replicas(command=value))))
+    said = str(CliRunner().invoke(cli, ["convert", str(path)]).exception)
+    assert "spec.template.spec.containers[0].command: must be a list of words" in said
+
+
+def test_a_runtime_with_a_text_for_its_metadata_is_refused_without_a_traceback() -> None:
+    own, of_job = yaml.safe_load(RUNTIME), yaml.safe_load(RUNTIME)
+    own["metadata"] = "torch-distributed"
+    job = of_job["spec"]["template"]["spec"]["replicatedJobs"][0]
+    job |= {"name": "other", "template": job["template"] | {"metadata": "trainer"}}
+    for runtime in (own, of_job):
+        with pytest.raises(ConvertError):
+            trainjob(yaml.safe_dump(runtime))
+
+
 def test_what_refers_to_the_container_by_its_name_still_finds_it() -> None:
     """A variable with the CPUs of the container `pytorch`, which is now `trainer`: the kubelet found no such one."""
 
