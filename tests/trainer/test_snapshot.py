@@ -201,6 +201,15 @@ def test_the_newest_states_stay_and_what_crashes_left_is_removed(tmp_path):
     }
 
 
+def test_what_a_killed_process_of_the_same_number_has_left_is_no_obstacle(tmp_path):
+    """A container that is started again gives its process the same number: its first save failed, and so ended it."""
+    snapshot = ddpjob.Snapshot(tmp_path)
+    snapshot.load()
+    (tmp_path / f".tmp-000001-{os.getpid()}-1").write_bytes(b"half")
+    saved(snapshot, 1)
+    assert steps(tmp_path) == [1]
+
+
 def test_a_write_that_fails_is_raised_by_the_next_call_and_the_older_state_stays(tmp_path, monkeypatch):
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)

@@ -251,6 +251,8 @@ def test_restart_policies_become_limits_and_rules() -> None:
     assert rule["action"] == "FailJob"
     assert (1 in codes, 127 in codes, 128 in codes, 137 in codes) == (True, True, False, False)
     assert 75 not in codes, "a rank that has saved its state ends with it, and must be resumed"
+    kept_trying = remarks(converted(pytorchReplicaSpecs=replicas("ExitCode")))
+    assert "backoffLimit: 3" in kept_trying["spec.pytorchReplicaSpecs.Master.restartPolicy"], "there it has no limit"
 
 
 def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:

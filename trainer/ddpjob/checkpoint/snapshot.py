@@ -209,6 +209,7 @@ class Snapshot:
     def _publish(self, writer: int, document: dict[str, Any]) -> None:
         self._files += 1
         tmp = self.folder / f".tmp-{writer:06d}-{os.getpid()}-{self._files}"
+        tmp.unlink(missing_ok=True)  # of a process that was killed: in a container each has the same number
         try:
             with _HashingFile(tmp) as file:
                 torch.save(document, file)
