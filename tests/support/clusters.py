@@ -36,6 +36,7 @@ CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"
 # More than the 30 s after which the cluster's garbage collector learns of a CRD that was just installed.
 WAIT_SECONDS = 60.0
+ANSWERS_WITHIN_SECONDS = 30.0
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -90,14 +91,18 @@ def _access(_kubeconfig: str) -> tuple[str, dict[str, str], Any]:
 
 
 def skip_without_cluster() -> None:
-    """These tests never use a cluster that was not named for them."""
+    """These tests never use a cluster that was not named for them. One that was named is waited for, and must answer:
+    in the moment in which it was away, hundreds of tests were skipped and the run was green."""
     if not os.environ.get("KUBECONFIG"):
         pytest.skip("KUBECONFIG is not set; these tests never use a cluster that was not named for them")
     if not shutil.which("kubectl"):
         pytest.skip("kubectl is not on the PATH")
-    answer = kubectl("get", "--raw", "/readyz", check=False)
-    if answer.strip() != "ok":
-        pytest.skip(f"the cluster in KUBECONFIG does not answer: {answer.strip()}")
+    until(
+        lambda: kubectl("get", "--raw", "/readyz", check=False).strip() == "ok",
+        f"the cluster in KUBECONFIG={os.environ['KUBECONFIG']} answers",
+        ANSWERS_WITHIN_SECONDS,
+        every=0.5,
+    )
 
 
 @contextlib.contextmanager

@@ -184,10 +184,11 @@ def test_without_the_kubernetes_client_the_command_that_installs_it_is_named(
 
 
 def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
-    """A script has to tell a failed job from a wrong name."""
+    """A script has to tell a failed job from a wrong name, and only those that wait for its end do."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
         text = ddpjob(command, "--help").out
-        assert "Exit codes: 0 done, 1 the job failed" in text
+        failed = "the job failed, or " if command in ("submit", "wait") else ""
+        assert f"Exit codes: 0 done, 1 {failed}the cluster refused or did not answer" in " ".join(text.split())
         assert f"Example: ddpjob {command}" in text
         assert len(text.splitlines()) <= 45, "one screen"
 
@@ -476,6 +477,18 @@ def test_wait_ends_as_soon_as_the_answer_is_known(
     assert ddpjob("wait", "digits", "--for", wanted).code == code
 
 
+def test_a_wait_for_a_suspension_lasts_until_the_last_pod_has_ended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """Whoever goes on then takes the GPUs or the volume that the pods still hold, while they save."""
+    text = "suspended; digits-1-0 still stopping"
+    stops = {**SUSPENDED, "status": "False", "reason": "NotSuspended"}
+    job = cluster.add("ddpjobs", stored(state="Suspended", reason="Suspending", message=text, conditions=[stops]))
+    done = ddpjob("wait", "digits", "--for", "Suspended", "--timeout", "1s")
+    assert done.code == 1
+    assert f"digits is Suspended: {text}" in done.err
+    job["status"] |= {"reason": "Suspended", "conditions": [SUSPENDED]}
+    assert ddpjob("wait", "digits", "--for", "Suspended").code == 0
+
+
 def test_wait_ends_after_its_timeout_and_says_how_the_job_is(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored(state="Pending", message="13 nodes have them free"))
     done = ddpjob("wait", "digits", "--timeout", "1s")
@@ -668,6 +681,14 @@ def test_a_connection_that_was_dropped_without_a_word_costs_no_line_of_a_followe
 
 
 @pytest.mark.long  # it takes the 11 s after which a log that says nothing more is given up
+def test_logs_end_with_0_whatever_became_of_the_job(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """As `kubectl logs` does; the help promised 1 for a job that failed, and a script that relied on it went on."""
+    cluster.add("ddpjobs", stored(state="Failed"))
+    cluster.add("pods", pod("digits", exit_code=1))
+    assert ddpjob("logs", "digits", "--cluster", "-f").code == 0
+    assert ddpjob("get", "digits").code == 0
+
+
 def test_a_long_log_of_a_job_that_has_ended_is_followed_to_its_end(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """Of what came later than ten seconds after the job's end nothing was shown, and the exit code was 0."""
     cluster.line_seconds = 1.1

@@ -183,6 +183,24 @@ def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_o
     assert "--nnodes=4 " in trainer(whole)["command"][2]
 
 
+@pytest.mark.parametrize("value", [5, True, "torchrun train.py", {"a": 1}])
+def test_a_command_that_is_no_list_is_refused_without_a_traceback(tmp_path: Path, value: Any) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(pytorchjob(pytorchReplicaSpecs=replicas(command=value))))
+    said = str(CliRunner().invoke(cli, ["convert", str(path)]).exception)
+    assert "spec.template.spec.containers[0].command: must be a list of words" in said
+
+
+def test_a_runtime_with_a_text_for_its_metadata_is_refused_without_a_traceback() -> None:
+    own, of_job = yaml.safe_load(RUNTIME), yaml.safe_load(RUNTIME)
+    own["metadata"] = "torch-distributed"
+    job = of_job["spec"]["template"]["spec"]["replicatedJobs"][0]
+    job |= {"name": "other", "template": job["template"] | {"metadata": "trainer"}}
+    for runtime in (own, of_job):
+        with pytest.raises(ConvertError):
+            trainjob(yaml.safe_dump(runtime))
+
+
 def test_what_refers_to_the_container_by_its_name_still_finds_it() -> None:
     """A variable with the CPUs of the container `pytorch`, which is now `trainer`: the kubelet found no such one."""
 
@@ -233,6 +251,8 @@ def test_restart_policies_become_limits_and_rules() -> None:
     assert rule["action"] == "FailJob"
     assert (1 in codes, 127 in codes, 128 in codes, 137 in codes) == (True, True, False, False)
     assert 75 not in codes, "a rank that has saved its state ends with it, and must be resumed"
+    kept_trying = remarks(converted(pytorchReplicaSpecs=replicas("ExitCode")))
+    assert "backoffLimit: 3" in kept_trying["spec.pytorchReplicaSpecs.Master.restartPolicy"], "there it has no limit"
 
 
 def test_elastic_restarts_count_where_there_is_no_backoff_limit() -> None:

@@ -11,6 +11,7 @@ import click
 import documents
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from ddpjob_operator.cli.main import cli
 from ddpjob_operator.job import validation
@@ -65,6 +66,25 @@ def test_every_ddpjob_in_a_page_is_valid(block: documents.Block) -> None:
             assert [str(problem) for problem in validation.parse(document)[1]] == []
 
 
+EXAMPLES = {str(path): path.read_text(encoding="utf-8") for path in sorted(documents.ROOT.glob("examples/**/*.yaml"))}
+
+
+def test_no_job_shown_pulls_the_image_that_its_reader_has_built() -> None:
+    """An image without a tag is pulled each time, and that of this repository is in no registry: on kind such a job
+    waits for ever, beside the image that was loaded."""
+    texts = EXAMPLES | {str(block): block.text for block in documents.blocks("yaml")}
+    jobs = [(place, job) for place, text in texts.items() for job in yaml.safe_load_all(text) if isinstance(job, dict)]
+    containers = [
+        (place, container)
+        for place, job in jobs
+        if job.get("kind") == "DDPJob"
+        for container in job["spec"]["template"]["spec"]["containers"]
+    ]
+    built = [(place, container) for place, container in containers if container["image"] == "ddpjob-trainer"]
+    assert len(built) > len(EXAMPLES)
+    assert [place for place, container in built if container.get("imagePullPolicy") != "IfNotPresent"] == []
+
+
 @pytest.mark.parametrize("block", documents.blocks("python"), ids=str)
 def test_every_python_block_is_python(block: documents.Block) -> None:
     ast.parse(block.text)
@@ -86,3 +106,22 @@ def test_every_command_in_a_page_has_the_options_that_it_is_shown_with(place: st
     command = cli.get_command(click.Context(cli), words[0])
     assert command is not None, f"{place}: no such command: {words[0]}"
     command.make_context(words[0], words[1:])  # raises for an option that is not there
+
+
+def test_the_tutorial_shows_what_the_commands_print_of_its_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever follows it looks for the line that it names, and takes another output for a mistake of his own."""
+    page = documents.ROOT / "docs/tutorial.md"
+    told = " ".join(page.read_text(encoding="utf-8").split())
+    script, mistake = (block.text for block in documents.blocks("python") if block.page == page)
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(script + "\n", encoding="utf-8")
+    made = CliRunner().invoke(cli, ["init", "train.py"]).output
+    assert made.strip() in [block.text for block in documents.blocks("yaml") if block.page == page]
+    place = "            step += 1\n"
+    assert script.count(place) == 1
+    wrong = script.replace(place, place + "".join(f"            {line}\n" for line in mistake.splitlines()))
+    Path("train.py").write_text(wrong + "\n", encoding="utf-8")
+    found = CliRunner().invoke(cli, ["check", "train.py", "--nodes", "2"]).output
+    assert " ".join(found.split()) in told

@@ -401,6 +401,16 @@ def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
     assert cluster.find("ddpjobs", "piped") is not None
 
 
+def test_a_field_without_a_value_is_as_if_it_were_not_there(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """`resources:` with all below it commented out: a stack of this program was shown."""
+    empty = "image: i, resources: null, workingDir: null, volumeMounts: null"
+    (folder / "job.yaml").write_text(JOB.replace("image: i", empty))
+    assert ddpjob("submit", "job.yaml", "--gpus", 2, "--code", ".").code == 0
+    trainer = trainer_of(cluster.find("ddpjobs", "mine"))
+    assert trainer["resources"] == {"limits": {"nvidia.com/gpu": 2}}
+    assert trainer["workingDir"] == "/code"
+
+
 def notebook(*cells: str) -> str:
     return json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]})
 

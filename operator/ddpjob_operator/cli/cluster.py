@@ -23,7 +23,7 @@ else:
     FloatParam = click.ParamType  # generic since click 8.2 alone
 
 
-CODES = """Exit codes: 0 done, 1 the job failed, or the cluster refused or did not answer,
+CODES = """Exit codes: 0 done, 1 the cluster refused or did not answer,
 2 wrong input, 130 interrupted."""
 
 
@@ -144,7 +144,12 @@ def events(connect: Connect, job: str, pods: bool) -> int:
 @click.option("--timeout", type=Seconds(), metavar="TIME", help="How long: 30s, 15m, 2h.  [no limit]")
 @cluster_options
 def wait_for(connect: Connect, job: str, wanted: str, timeout: float | None) -> int:
-    """Wait until JOB is in a state, and end with 1 as soon as it can no longer be, or after --timeout."""
+    """Wait until JOB is in a state, and end with 1 as soon as it can no longer be, or after --timeout.
+
+    \b
+    Exit codes: 0 done, 1 the job failed, or the cluster refused or did not answer,
+    2 wrong input, 130 interrupted.
+    """
     from ddpjob_operator.client import actions
 
     return 0 if actions.wait(connect(), job, wanted, timeout, say) else 1

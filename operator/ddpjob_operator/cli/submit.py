@@ -245,7 +245,7 @@ def _apply(job: Raw, wishes: Wishes) -> None:
     if wishes.image:
         trainer["image"] = wishes.image
     if wishes.gpus:
-        resources = trainer.setdefault("resources", {})
+        resources = trainer["resources"] = trainer.get("resources") or {}
         resources["limits"] = {**(resources.get("limits") or {}), "nvidia.com/gpu": wishes.gpus}
 
 

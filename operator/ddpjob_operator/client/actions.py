@@ -121,8 +121,9 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return lambda _: False
 
     def holds(stored: jobs.Stored) -> bool:
+        # The condition first: a job is in the state Suspended while its pods still save, and hold what they have.
         condition = find_condition(stored.job.status, word)
-        return stored.job.status.state == word or (condition is not None and condition.status == "True")
+        return stored.job.status.state == word if condition is None else condition.status == "True"
 
     return holds
 

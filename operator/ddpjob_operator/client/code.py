@@ -46,7 +46,7 @@ def into(job: Raw, archive: Archive) -> Raw:
     template = job["spec"]["template"]
     pod, trainer = template["spec"], trainer_container(template)
     assert trainer is not None, "the job was validated"
-    folder = trainer.setdefault("workingDir", FOLDER)
+    folder = trainer["workingDir"] = trainer.get("workingDir") or FOLDER
     mounted = [str(m.get("mountPath")).rstrip("/") for m in mappings(trainer, "volumeMounts")]
     if folder.rstrip("/") in mounted or any(v.get("name") == NAME for v in mappings(pod, "volumes")):
         raise InputError(

@@ -144,7 +144,7 @@ def _restarts(groups: list[Fields], policy: Fields, elastic: Fields, result: Con
         result.set("backoffLimit", limit, "restarts of the whole group; lost nodes and evictions are not charged")
     elif restarts is not None:
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
-    elif words[0] in ("OnFailure", "Always"):
+    elif words[0] in ("OnFailure", "Always", "ExitCode"):
         result.remark(path, f"{words[0]} restarts one pod, without limit; a DDPJob restarts all nodes, backoffLimit: 3")
     if words[0] == "ExitCode":
         codes = [code for code in range(1, 128) if code != RESUMABLE]

@@ -73,7 +73,7 @@ def _runtime(spec: Fields, runtimes: Sequence[Mapping[str, Any]], result: Conver
     reference = spec.fields("runtimeRef")
     name, kind = reference.text("name"), reference.text("kind") or "ClusterTrainingRuntime"
     for runtime in runtimes:
-        if runtime.get("kind") == kind and (runtime.get("metadata") or {}).get("name") == name:
+        if runtime.get("kind") == kind and podspec.mapping(runtime, "metadata").get("name") == name:
             result.title = f"{result.title[:-1]}, with the {kind} {name}."
             return runtime
     raise ConvertError(
@@ -120,8 +120,8 @@ def _trainer_job(job_set: Fields, result: Converted) -> Fields:
     jobs = list(job_set.mappings("replicatedJobs"))
 
     def step(job: Fields) -> Any:
-        metadata = (job.given.get("template") or {}).get("metadata") or {}
-        return (metadata.get("labels") or {}).get(_STEP)
+        metadata = podspec.mapping(podspec.mapping(job.given, "template"), "metadata")
+        return podspec.mapping(metadata, "labels").get(_STEP)
 
     found = next((j for j in jobs if step(j) == "trainer"), None) or next(
         (j for j in jobs if j.given.get("name") == "node"), None

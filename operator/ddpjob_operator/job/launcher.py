@@ -104,7 +104,7 @@ def options_begin(words: list[str]) -> int | None:
 def command_of(template: dict[str, Any]) -> list[str]:
     """command + args of the trainer, as text."""
     trainer = trainer_container(template) or {}
-    parts = [*(trainer.get("command") or []), *(trainer.get("args") or [])]
+    parts = [p for name in ("command", "args") if isinstance(listed := trainer.get(name), list) for p in listed]
     return [part for part in parts if isinstance(part, str)]
 
 
