@@ -133,7 +133,7 @@ def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
         subprocess.run(shlex.split(stop), check=True, capture_output=True)
         time.sleep(seconds)  # the time itself is what is tested
         subprocess.run(shlex.split(start), check=True, capture_output=True)
-        until(lambda: kubectl("get", "--raw", "/readyz", check=False).strip() == "ok", "the API server is back", 60)
+        until(lambda: kubectl("get", "--raw", "/readyz", check=False).strip() == "ok", "the API server is back", 120)
 
     yield away
     all_take_pods(nodes)
@@ -165,7 +165,7 @@ def break_node(nodes: list[str]) -> Iterator[Callable[[str, str], None]]:
             broken[node] = _MENDED_BY[how]
         else:
             broken.pop(node, None)
-            kubectl("wait", "--for=condition=Ready", f"node/{node}", "--timeout=60s")
+            kubectl("wait", "--for=condition=Ready", f"node/{node}", "--timeout=150s")
 
     try:
         yield do
