@@ -499,6 +499,8 @@ def test_the_notes_name_what_is_installed_and_what_to_do_next(tmp_path: Path) ->
 
 def test_the_notes_say_what_is_different_from_the_default(tmp_path: Path) -> None:
     said = notes(tmp_path, "--set", NAMESPACED, "--set", "progress.enabled=false", "--is-upgrade")
+    assert "kubectl apply -n team-a -f" in said, "a job in another namespace is seen by nobody, and has no state"
+    assert "kubectl get ddpjobs -n team-a --watch" in said
     assert "watches team-a, team-b" in said
     assert "STEP, PROGRESS and ETA columns stay empty" in said
     crds = re.search(r"Helm does not upgrade CRDs.*?--server-side --force-conflicts -f (\S+)", said, re.S)

@@ -10,7 +10,8 @@ import pytest
 from shell import eventually
 from worlds import job
 
-from ddpjob_operator.local.cluster import LocalCluster
+from ddpjob_operator.job import api
+from ddpjob_operator.local.cluster import LocalCluster, LocalPod
 from ddpjob_operator.local.pod_process import Slot
 from ddpjob_operator.plan.actions import CreatePod, DeletePod
 from ddpjob_operator.pods import build
@@ -24,21 +25,40 @@ def world(tmp_path: Path) -> Iterator[LocalCluster]:
     made.close()
 
 
+def run_and_delete(world: LocalCluster, what: api.DDPJob, attempt: int) -> LocalPod:
+    """A pod that ends by itself, and is then deleted."""
+    world.execute(what, (CreatePod(attempt, 0),))
+    (pod,) = world.pods.values()
+    while pod.open:
+        for key, _ in world.selector.select(1):
+            world.handle(key)
+    world.observe()
+    world.execute(what, (DeletePod(pod.name, pod.name),))
+    world.observe()
+    return pod
+
+
+def test_an_empty_dir_goes_with_its_pod(world: LocalCluster) -> None:
+    """A cache of 20 GB in it was there once for each attempt, until the run ended or the disk was full."""
+    trainer = {
+        "name": "trainer",
+        "image": "i",
+        "command": ["sh", "-c", "echo 1 > /cache/file && cat /cache/file"],
+        "volumeMounts": [{"name": "v", "mountPath": "/cache"}],
+    }
+    what = job(nodes=1, template={"spec": {"containers": [trainer], "volumes": [{"name": "v", "emptyDir": {}}]}})
+    pod = run_and_delete(world, what, 1)
+    assert pod.log.path.read_text() == "1\n"
+    assert not (world.folder / "volumes" / pod.name).exists()
+
+
 def test_a_pod_that_is_gone_holds_no_descriptor_and_no_process(world: LocalCluster) -> None:
     """A run with many restarts, or 64 nodes and a few, ended in `Too many open files`."""
     what = job(nodes=1, container={"command": ["true"]})
     kept = []  # as the screen keeps them: what they have printed is told after their end
 
     def attempt(number: int) -> int:
-        world.execute(what, (CreatePod(number, 0),))
-        (pod,) = world.pods.values()
-        kept.append(pod)
-        while pod.open:
-            for key, _ in world.selector.select(1):
-                world.handle(key)
-        world.observe()
-        world.execute(what, (DeletePod(pod.name, pod.name),))
-        world.observe()
+        kept.append(run_and_delete(world, what, number))
         return len(os.listdir("/proc/self/fd"))
 
     first = attempt(1)

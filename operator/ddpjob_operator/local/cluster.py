@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime as dt
 import os
 import selectors
+import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -103,6 +104,7 @@ class LocalCluster:
         for name in self.ended_pods():
             # What it printed is told later, so others keep the pod: with three descriptors, and a process to be reaped.
             self.pods.pop(name).node.close()
+            shutil.rmtree(self.folder / "volumes" / name, ignore_errors=True)  # an emptyDir lives as long as its pod
         self._observations += 1
         for pod in self.pods.values():
             pod.known = facts.merge(pod.known, self._view(pod), self._observations)
