@@ -115,6 +115,23 @@ def test_all_ranks_told_at_once_and_again_stop_after_one_step(end_ranks, steps, 
     assert len(set(steps.stopped())) == 1
 
 
+def test_steps_that_a_script_counts_as_floats_are_agreed_on_too(end_ranks, steps, meeting_file):
+    """As of samples / batch: the thread that agrees could not read them, and all waited for hours."""
+
+    def body(rank: int) -> None:
+        with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=20):
+            for step in range(1, 10_000):
+                dist.all_reduce(torch.ones(1))
+                if (rank, step) == (1, 20):
+                    sigterm()
+                if ddpjob.should_stop(64 * step / 64):
+                    steps.note(f"stopped-{rank}", step)
+                    raise ddpjob.Stopped(step)
+
+    assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [RESUMABLE] * 2
+    assert len(set(steps.stopped())) == 1, steps.stopped()
+
+
 def test_a_rank_that_is_blocked_in_a_collective_hears_the_signal_and_answers(end_ranks, steps, meeting_file):
     """Its Python handler runs only after the collective, which waits for a rank that waits for its answer."""
 

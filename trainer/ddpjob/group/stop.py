@@ -56,7 +56,7 @@ def should_stop(step: int) -> bool:
     one is left alone, and this rank only follows the others. Raises RendezvousError where a rank got SIGTERM and
     the others did not agree within the time-out of a step.
     """
-    state = process.current
+    state, step = process.current, int(step)  # of samples / batch it is a float
     if state.at_boundary is not None:
         state.at_boundary(step)
     if state.agreement is None:
