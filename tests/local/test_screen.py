@@ -103,7 +103,7 @@ def test_the_table_shows_state_steps_pace_and_each_node_and_the_lines_scroll_abo
     assert re.search(r"^ +node 1 +rank 1 +Running +pid \d+ +CPU +\d+ % +[\d.]+ MB$", text, re.M)
     assert text.index("a line of the training") < text.index("Running  step")
     (job.parent / "go").touch()
-    text = terminal.until(lambda t: "Succeeded" in t)
+    text = terminal.until(lambda t: "✔ digits Succeeded" in t)
     assert re.search(r"✔ digits Succeeded in \d+s   loss 0\.412", text)
     assert "node 0" not in text, "the table gives the terminal back"
     assert terminal.child.wait() == 0
@@ -117,7 +117,7 @@ def test_a_terminal_of_40_columns_shows_the_same_cut_and_never_wrapped(job: Path
     long = next(line for line in text.splitlines() if "node 0" in line)
     assert len(long) <= 40
     (job.parent / "go").touch()
-    terminal.until(lambda t: "Succeeded" in t)
+    terminal.until(lambda t: "✔ digits Succeeded" in t)
 
 
 def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(job: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(j
         text = terminal.until(lambda t: len([line for line in t.splitlines() if "─" in line]) == 1 and "node 1" in t)
         assert max(map(len, text.splitlines())) <= columns
     (job.parent / "go").touch()
-    text = terminal.until(lambda t: "Succeeded" in t)
+    text = terminal.until(lambda t: "✔ digits Succeeded" in t)
     assert "node 0" not in text
     assert terminal.child.wait() == 0
 
@@ -150,7 +150,7 @@ def test_in_the_background_there_are_plain_lines_and_the_table_comes_with_fg(job
     shell.type("fg")
     shell.until(lambda t: "━" in t and "node 1" in t and "step 313" in t)
     (job.parent / "go").touch()
-    shell.until(lambda t: "Succeeded" in t)
+    shell.until(lambda t: "✔ digits Succeeded" in t)
     shell.type("exit")
     shell.child.wait()
 
@@ -159,12 +159,12 @@ def test_no_color_is_obeyed(job: Path) -> None:
     terminal = Terminal(job, columns=80, NO_COLOR="1")
     terminal.until(lambda t: "step 312" in t)
     (job.parent / "go").touch()
-    terminal.until(lambda t: "Succeeded" in t)
+    terminal.until(lambda t: "✔ digits Succeeded" in t)
     assert not re.search(rb"\x1b\[[\d;]*(3[0-7]|38)[;m]", terminal.raw)
 
 
 def test_a_terminal_that_cannot_redraw_gets_plain_lines(job: Path) -> None:
     (job.parent / "go").touch()
     terminal = Terminal(job, columns=80, TERM="dumb")
-    terminal.until(lambda t: "Succeeded" in t)
+    terminal.until(lambda t: "✔ digits Succeeded" in t)
     assert b"\x1b[" not in terminal.raw
