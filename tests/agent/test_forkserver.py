@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import zipfile
 from typing import Any
@@ -72,6 +73,14 @@ def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launc
     forked = facts(launcher, "--preload=json,decimal", *how.split(), OF_THE_USER="1")
     fresh = facts(launcher, "--no-preload", *how.split(), OF_THE_USER="1")
     assert {k: (forked[k], fresh[k]) for k in fresh if forked[k] != fresh[k]} == {}
+
+
+def test_a_broken_connection_is_an_error_that_a_rank_of_a_warm_agent_lives_through(launcher: Launcher) -> None:
+    """With the default action of SIGPIPE, a survivor that writes to its dead peer is killed, and saves nothing."""
+    script = launcher.script("import signal; print(signal.getsignal(signal.SIGPIPE), signal.getsignal(signal.SIGXFSZ))")
+    ignored = f"{signal.SIG_IGN} {signal.SIG_IGN}\n"
+    assert launcher.done(script).stdout == ignored
+    assert launcher.warm(script).communicate(timeout=120)[0] == ignored
 
 
 def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> None:

@@ -94,6 +94,8 @@ def _as_a_new_program(environ: Mapping[str, str], argv: Sequence[str], kept: set
         with contextlib.suppress(OSError):  # the one that listed the folder is closed by now
             if int(name) > 2 and int(name) not in kept and not os.get_inheritable(int(name)):
                 os.close(int(name))
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # a new Python ignores them, whatever Popen has restored
+        signal.signal(number, signal.SIG_IGN)
     os.environ.clear()
     os.environ.update(environ)
     sys.argv[:] = argv
@@ -115,7 +117,6 @@ def _forget_pytest() -> None:
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     faulthandler.disable()
     atexit._clear()
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
