@@ -21,11 +21,11 @@ TORN = -1
 """The state of a rank within its optimizer's step."""
 Mistake = Literal[
     "", "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
-    "parts of two steps", "a part of a dead writer",
+    "parts of two steps", "a part of a dead writer", "a step that the dead have made",
 ]  # fmt: skip
 MISTAKES: tuple[Mistake, ...] = (
     "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
-    "parts of two steps", "a part of a dead writer",
+    "parts of two steps", "a part of a dead writer", "a step that the dead have made",
 )  # fmt: skip
 
 
@@ -62,6 +62,8 @@ class Rank:
     assumed: bool = False
     """Whether it keeps what `load` has named, because it has not saved."""
     answer: int = memory.NONE
+    patience: int = 50
+    """How often it waits for its own step, because one that died was further."""
 
 
 class Walk:
@@ -84,6 +86,8 @@ class Walk:
         ]
         self.survivor = 0
         """The furthest step of a rank that outlived its group and was given the time to write."""
+        self.delivers = True
+        """Whether what a rank has sent comes to the others after its death."""
         self.stories = {"memory": 0, "folder": 0, "begin": 0, "rescued": 0}
 
     def run(self) -> None:
@@ -108,8 +112,7 @@ class Walk:
         if memory.is_clean(rank.clock) or rank.clock == 0:
             if not rank.summed:
                 # The gradients are summed over all: nobody has them before all have come here.
-                if all(other.step >= rank.step and (other.alive or other.summed) for other in self.ranks):
-                    rank.summed = True
+                rank.summed = all(self.has_sent(other, rank.step) for other in self.ranks)
             else:
                 rank.clock |= 1
                 rank.state, rank.before = TORN, rank.state
@@ -122,6 +125,12 @@ class Walk:
                 self.folder.append((Version(1, self.generation, rank.step), rank.state))
                 for other in self.ranks if self.saves == "all" else [rank]:
                     other.assumed = False
+
+    def has_sent(self, other: Rank, step: int) -> bool:
+        """Whether a rank at this step gets what it waits for from that one."""
+        if other.alive:
+            return other.step >= step
+        return (other.step == step and other.summed) or (other.step > step and self.delivers)
 
     def note(self, rank: Rank) -> None:
         """What is small, into the older of two slots: random states, learning rates."""
@@ -152,6 +161,7 @@ class Walk:
             gone = self.chance.sample(self.ranks, count)
         for rank in gone:
             rank.alive = False
+        self.delivers = self.chance.random() < 0.8
 
     def rescue(self) -> None:
         """Each agent lets its ranks write; some get no time, some die while they do."""
@@ -171,6 +181,14 @@ class Walk:
             if undisturbed:
                 assert all(rank.answer != memory.NONE for rank in ranks if rank.alive), "the rescue never ends"
                 self.survivor = max([self.survivor, *(rank.step for rank in ranks if self.counts(rank))])
+                self.survivor = max([self.survivor, *(self.could_make(rank) for rank in ranks)])
+
+    def could_make(self, rank: Rank) -> int:
+        """The step of a rank that died on the same node, which that one has the gradients for."""
+        dead = [other for other in self.ranks if other.node is rank.node and not other.alive and rank.alive]
+        is_behind = any(other.step > rank.step and other.answer == memory.NONE for other in dead)
+        has_all = all(self.has_sent(other, rank.step) for other in self.ranks)
+        return rank.step + 1 if is_behind and has_all and self.counts(rank) else 0
 
     def counts(self, rank: Rank) -> bool:
         """Whether what a survivor has is what the next generation must begin with, or less."""
@@ -194,9 +212,12 @@ class Walk:
             if memory.is_there(node.held, now, assumed=rank.assumed):
                 rank.answer = memory.SAVED
                 return None
-            others = [o.clock for o in ranks if o is not rank and o.alive and o.answer == memory.NONE]
-            if memory.turn(rank.clock, others) == "wait":
-                return self.advance(rank) if rank.summed else None
+            others = [o for o in self.ranks if o.node is node and o is not rank and o.answer == memory.NONE]
+            if self.mistake == "a step that the dead have made":
+                others = [other for other in others if other.alive]
+            if rank.patience and memory.turn(rank.clock, [other.clock for other in others]) == "wait":
+                rank.patience -= 1
+                return self.advance(rank)
         if self.begin(rank, ranks):
             self.take(rank, ranks)
         return None

@@ -20,6 +20,7 @@ import ddpjob
 from ddpjob import process
 from ddpjob.checkpoint import packed
 from ddpjob.checkpoint.shared import Shared
+from ddpjob.core import memory
 
 
 @pytest.fixture
@@ -334,6 +335,43 @@ def test_a_rank_within_its_step_names_the_values_of_it_first_where_it_names_them
 
     node.run(0, train)
     assert node.step == left
+
+
+@pytest.mark.parametrize("makes_it", [True, False])
+def test_a_rank_makes_the_step_that_one_of_its_node_had_made_before_it_was_killed(node: Node, makes_it: bool) -> None:
+    """On a busy machine a rank may be late by the milliseconds that this takes, and the step that all had made was
+    repeated. One that waits in vain writes the state that it has."""
+
+    def train() -> None:
+        objects, asked, ask = parts(), threading.Event(), memory.turn
+        ddpjob.Snapshot("snapshots").load(**objects)
+        steps(0, 6, **objects)
+        killed = Shared(os.environ["DDPJOB_MEMORY"].rpartition(":")[0] + ":1", 1, 0).cells
+        killed[memory.PID], killed[memory.CLOCK] = ended_process(), 2 * 7
+
+        def asks(*clocks: Any) -> Any:
+            asked.set()
+            return ask(*clocks)
+
+        memory.turn = asks
+        survivor = threading.Thread(target=rescue)
+        survivor.start()
+        assert asked.wait(30)
+        if makes_it:
+            steps(6, 7, **objects)
+        survivor.join()
+
+    node.run(0, train)
+    assert node.step == (7 if makes_it else 6)
+
+
+def ended_process() -> int:
+    """Its number, which no process has any more."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
 
 
 def test_a_script_that_counts_otherwise_for_should_stop_than_for_save_goes_on_from_the_folder(

@@ -99,18 +99,19 @@ class Shared:
 
     def others(self) -> set[int]:
         """The other local ranks that live, take part, and have not answered yet."""
-        return {
-            rank
-            for rank, cells in enumerate(self._all)
-            if rank != self.local_rank
-            and cells[memory.PID]
-            and cells[memory.ANSWER] == memory.NONE
-            and os.path.exists(f"/proc/{cells[memory.PID]}")
-        }
+        return {rank for rank in self._unanswered() if os.path.exists(f"/proc/{self._all[rank][memory.PID]}")}
 
     def clocks_of_others(self) -> list[int]:
-        """Of those."""
-        return [self._all[rank][memory.CLOCK] for rank in self.others()]
+        """Of those, and of the ones that were killed: a rank that is a step further had this rank's gradients before it
+        died, so this one has what it needs to make that step too."""
+        return [self._all[rank][memory.CLOCK] for rank in self._unanswered()]
+
+    def _unanswered(self) -> list[int]:
+        return [
+            rank
+            for rank, cells in enumerate(self._all)
+            if rank != self.local_rank and cells[memory.PID] and cells[memory.ANSWER] == memory.NONE
+        ]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:

@@ -225,10 +225,11 @@ def step_of(clock: int) -> int:
 
 
 def turn(own: int, others: Sequence[int]) -> Literal["write", "wait"]:
-    """Whether a clean rank writes its state, or another one of its node is, or soon will be, a step further.
+    """Whether a clean rank writes its state, or soon has a newer one: another rank of its node is a step further.
 
-    own, others: the clocks of the ranks that live. A rank within its optimizer's step comes to the next boundary
-    without any other rank.
+    own, others: the clocks of the ranks that have not answered, of those too that were killed: one that was further had
+    passed its all-reduce, so this rank's is over, or soon is. A rank within its optimizer's step comes to the next
+    boundary without any other rank.
     """
     return "wait" if any(other > own for other in others) else "write"
 
