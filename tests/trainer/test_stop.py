@@ -235,13 +235,16 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps
     assert [(o.exit_code, o.error) for o in end_ranks(body, 2)] == [(RESUMABLE, "Stopped: 75")] * 2
 
 
+@pytest.mark.parametrize("joins", [False, True])
 def test_a_rank_that_has_stopped_stays_until_rank_0_has_written_in_a_group_that_the_script_has_made_too(
-    end_ranks, steps, meeting_file
+    end_ranks, steps, meeting_file, joins
 ):
     """As under Hugging Face's Trainer and Accelerate: torchrun ended rank 0 in the middle of a checkpoint of 30 s."""
 
     def body(rank: int) -> None:
         dist.init_process_group("gloo", init_method=meeting_file, rank=rank, world_size=2)
+        if joins:
+            ddpjob.init()
         assert not ddpjob.should_stop(1)
         sigterm()
         step = next(step for step in itertools.count(2) if ddpjob.should_stop(step))

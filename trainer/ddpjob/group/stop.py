@@ -220,7 +220,7 @@ def _begin() -> Agreement:
     state, place = process.current, process.place()
     state.stopped_at, state.stopped_raised = None, False
     state.sigterm = state.sigterm or process.Sigterm()
-    store = None if place.world_size == 1 else _store()
+    store = None if place.world_size == 1 else store_of_group()
     if place.world_size == 1 or store is not None:
         state.sigterm.handle()
     process.at_exit_of_child(_end_as_resumable, 5)
@@ -229,7 +229,7 @@ def _begin() -> Agreement:
     return Agreement(store, state.sigterm, place.rank, place.world_size, limit_seconds)
 
 
-def _store() -> Any:
+def store_of_group() -> Any:
     """The store of the group: that of `init`, else the one that the script made."""
     group = process.current.group
     if group is not None and group.store is not None:
