@@ -250,6 +250,12 @@ def test_a_script_that_tries_nccl_first_may_do_without_a_gpu() -> None:
     init = 'dist.init_process_group("nccl")'
     assert rules_in(f"{HEAD}try:\n    {init}\nexcept RuntimeError:\n    {init.replace('nccl', 'gloo')}\n", job) == set()
     assert rules_in(f"{HEAD}try:\n    {init}\nfinally:\n    pass\n", job) == {"nccl-without-gpu"}
+    for ends in (
+        "RuntimeError as e:\n    print(e)\n    raise",
+        "Exception:\n    sys.exit(1)",
+        "KeyboardInterrupt:\n    pass",
+    ):
+        assert rules_in(f"{HEAD}import sys\ntry:\n    {init}\nexcept {ends}\n", job) == {"nccl-without-gpu"}
     assert rules_in(f"{HEAD}if 'RANK' in os.environ:\n    {init}\n", job) == {"nccl-without-gpu"}
 
 
