@@ -638,6 +638,7 @@ def test_the_script_is_found_behind_the_launchers_of_frameworks(
 def test_the_lines_of_a_shell_script_may_go_on_in_the_next() -> None:
     script = "set -e\nif true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"
     assert read(["bash", "-c", script]).script == "train.py"
+    assert read(["bash", "-c", "# NCCL_DEBUG=INFO \\\ntorchrun train.py"]).script == "train.py", "a comment ends there"
 
 
 def test_what_follows_a_hash_within_a_word_is_no_comment() -> None:
