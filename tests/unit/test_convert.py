@@ -234,6 +234,12 @@ def test_a_job_of_a_queue_is_not_suspended_by_what_the_queue_has_written() -> No
         assert result.metadata["labels"] == labelled["labels"]
 
 
+def test_labels_of_a_wrong_type_are_no_traceback_for_a_suspended_job() -> None:
+    """As without `suspend`: they stay for the API server, which names them."""
+    source = pytorchjob(runPolicy={"suspend": True}) | {"metadata": {"name": "x", "labels": 3}}
+    assert room.convert(source, []).spec["suspend"] is True
+
+
 def replicas(policy: str | None = None, **container: Any) -> dict[str, Any]:
     given: dict[str, Any] = pytorchjob()["spec"]["pytorchReplicaSpecs"]
     for group in given.values():
