@@ -635,10 +635,10 @@ def test_a_pod_that_lives_for_a_moment_is_followed_where_the_user_may_watch_pods
 
     def restarts() -> None:
         first["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 1}}
-        cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)  # a look has just been
+        cluster.answers["list pods"] = 200, {"items": [first]}  # the look each second comes too late
         cluster.add("pods", pod("digits", 2, 0))
         if may_watch:
-            cluster.wait_for("get pods/log", 2, seconds=0.9)
+            cluster.wait_for("get pods/log", 2)
         cluster.objects.pop("/api/v1/namespaces/default/pods/digits-2-0")
         job["status"]["state"] = "Succeeded"
 
