@@ -730,6 +730,7 @@ def notebook(*cells: str | list[str]) -> str:
         (["%%time\n" + "".join(ON_ONE_RANK)], "cell 1:4"),
         (["!python train.py \\\n    --epochs 5 \\\n    --lr 1\nx = !ls \\\n  -l\n" + "".join(ON_ONE_RANK)], "cell 1:8"),
         ([" !pip install torch\n x = 1", "".join(ON_ONE_RANK)], "cell 2:3"),
+        (["\n !pip install torch\n x = 1", "\n%%bash\ncd /data && ls", "".join(ON_ONE_RANK)], "cell 3:3"),
         (["print('%d %d'\n      % (1, 2))\n" + "".join(ON_ONE_RANK)], "cell 1:5"),
         (["%matplotlib inline\nprint('%d %d'\n      % (1, 2))\n" + "".join(ON_ONE_RANK)], "cell 1:6"),
         (["%%bash\nfor i in 1 2; do ls; done", "%%writefile train.py\n" + "".join(ON_ONE_RANK)], "cell 2:4"),
