@@ -181,6 +181,11 @@ def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_o
     assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
     whole = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", script.replace("$WORLD_SIZE", "4")]))
     assert "--nnodes=4 " in trainer(whole)["command"][2]
+    named = "export NNODES=$WORLD_SIZE\nNODE_RANK=${RANK:-0}\ntorchrun --nnodes=$NNODES --node_rank=$NODE_RANK train.py"
+    made = named.replace("$WORLD_SIZE", "$NNODES").replace("${RANK", "${NODE_RANK")
+    result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", named]))
+    assert trainer(result)["command"][2] == made, "else NNODES, which the job has set, would be empty"
+    assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
 
 
 @pytest.mark.parametrize("value", [5, True, "torchrun train.py", {"a": 1}])

@@ -32,8 +32,8 @@ _KEPT = ("name", "namespace", "labels", "annotations")
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
 # Kubeflow's WORLD_SIZE and RANK count pods. A DDPJob sets them for scripts without a launcher, one process a node.
 _OF_PODS = (
-    (re.compile(r"(--nnodes[=\s]+[\"']?\$[({]?)WORLD_SIZE\b"), r"\1NNODES"),
-    (re.compile(r"(--node[-_]rank[=\s]+[\"']?\$[({]?)RANK\b"), r"\1NODE_RANK"),
+    (re.compile(r"((?:--nnodes[=\s]+|\bNNODES=)[\"']?\$[({]?)WORLD_SIZE\b"), r"\1NNODES"),
+    (re.compile(r"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?\$[({]?)RANK\b"), r"\1NODE_RANK"),
 )
 ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
 # Options of torchrun that say which machine it runs on: the job sets them for each node.
