@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import itertools
+import typing
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +15,9 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from slow_server import SlowServer, Town, play
 
 import metrics_page
+from ddpjob.core import budget
 from ddpjob_operator.gangs import ADAPTERS
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube import access, measuring
 from ddpjob_operator.kube.client import Client
 from ddpjob_operator.kube.exposition import Snapshot, read
@@ -168,6 +170,16 @@ def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> Non
         assert meter.remembered == 1000
     assert lines() == empty
     assert meter.remembered == 0
+
+
+def test_every_end_that_a_job_may_have_is_zero_before_the_first() -> None:
+    """A counter that begins at 1 has not increased: the first failed job was missing in the dashboard."""
+    found = scraped(Meter(), moment())
+    ends = {name for name, value in found.items() if name.startswith("ddpjob_jobs_finished_total") and value == 0}
+    why = ["AllNodesCompleted", "DeadlineExceeded", *filter(None, typing.get_args(budget.Stop))]
+    states = ("Succeeded", *("Failed" for _ in why[1:]))
+    assert ends == {f'ddpjob_jobs_finished_total{{reason="{r}",state="{s}"}}' for r, s in zip(why, states, strict=True)}
+    assert set(why) <= set(reasons.ALL)
 
 
 def test_a_job_that_ended_ten_minutes_ago_has_no_series_of_its_own() -> None:

@@ -200,6 +200,7 @@ _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
     names.WORK_SECONDS.name: [(name,) for name in names.QUEUES],
     names.WATCH_RESTARTS.name: [(name, cause) for name in names.CACHES for cause in ("end", "error")],
     names.MISSED.name: [(name,) for name in names.CACHES],
+    names.FINISHED.name: list(names.ENDS),
     names.RESTARTS.name: [(name, scope) for name in names.CLASSES for scope in names.SCOPES],
     names.SPENT_SECONDS.name: [(name,) for name in names.SPENT],
     names.DETECTION.name: [(scope,) for scope in names.SCOPES],

@@ -11,7 +11,8 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpjob_operator.job import api
+from ddpjob.core import budget
+from ddpjob_operator.job import api, reasons
 
 Kind = Literal["counter", "gauge", "histogram", "info", "stateset"]
 
@@ -23,6 +24,12 @@ SPENT = ("productive", "idle", "unreported", "starting", "restarting")
 SCOPES = ("rank", "pod", "group")
 """What is started again: ranks in the pods that they have, single pods, all pods."""
 UNTIL = ("running", "first_step")
+ENDS = (
+    ("Succeeded", reasons.ALL_NODES_COMPLETED.name),
+    *(("Failed", stop) for stop in typing.get_args(budget.Stop) if stop),
+    ("Failed", reasons.DEADLINE_EXCEEDED.name),
+)
+"""How a job may end: its state and the reason."""
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "other")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OTHER")
 NO_CODE = "<error>"
