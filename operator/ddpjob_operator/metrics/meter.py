@@ -44,6 +44,7 @@ class Queue(NamedTuple):
     oldest_seconds: float = 0.0
     longest_seconds: float = 0.0
     working: int = 0
+    unfinished_seconds: float = 0.0
 
 
 class Moment(NamedTuple):
@@ -242,6 +243,7 @@ def _of_operator(moment: Moment) -> Iterator[core.Metric]:
         (names.QUEUE_DEPTH, lambda queue: queue.depth),
         (names.QUEUE_OLDEST, lambda queue: queue.oldest_seconds),
         (names.LONGEST_SECONDS, lambda queue: queue.longest_seconds),
+        (names.UNFINISHED_SECONDS, lambda queue: queue.unfinished_seconds),
     )
     for metric, value in of_queue:
         yield _family(metric, [((queue.name,), value(queue)) for queue in queues])

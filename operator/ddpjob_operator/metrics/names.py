@@ -108,6 +108,12 @@ LONGEST_SECONDS = Metric(
     "How long the work that waits longest for an answer has been waiting for it.",
     ("name",),
 )
+UNFINISHED_SECONDS = Metric(
+    "workqueue_unfinished_work_seconds",
+    "gauge",
+    "How long all work that is under way has been waiting for answers, together.",
+    ("name",),
+)
 QUEUE_OLDEST = Metric(
     "ddpjob_queue_oldest_seconds", "gauge", "Since when the oldest key that is due waits for its turn.", ("name",)
 )
@@ -207,8 +213,8 @@ JOB_PROGRESS_TIME = Metric(
 
 OF_OPERATOR = (
     RECONCILES, RECONCILE_ERRORS, RECONCILE_SECONDS, ACTIVE_WORKERS, QUEUE_DEPTH, QUEUE_ADDS, QUEUE_RETRIES,
-    QUEUE_SECONDS, WORK_SECONDS, LONGEST_SECONDS, QUEUE_OLDEST, REQUESTS, REQUEST_SECONDS, WATCH_RESTARTS, MISSED,
-    LEADER, LEADS, INFO, CACHE_OBJECTS,
+    QUEUE_SECONDS, WORK_SECONDS, LONGEST_SECONDS, UNFINISHED_SECONDS, QUEUE_OLDEST, REQUESTS, REQUEST_SECONDS,
+    WATCH_RESTARTS, MISSED, LEADER, LEADS, INFO, CACHE_OBJECTS,
 )  # fmt: skip
 """Of one operator's process."""
 OF_ALL_JOBS = (
