@@ -38,7 +38,8 @@ for `rule_files`, and the dashboards beside them can be imported as they are. Wi
 the scraper in `networkPolicy.metricsFrom`.
 
 Whoever reaches the port reads the names of jobs and namespaces, as with kube-state-metrics. `metrics.perJob=false`
-leaves out all series of single jobs; jobs are then still counted by namespace and state.
+leaves out all series of single jobs; jobs are then still counted by namespace and state. Without them the alerts that
+name a job never fire, and the dashboard of a job, "Nodes" and "Goodput by job" are empty.
 
 A local run keeps the same names in a file for node-exporter's textfile collector (`--collector.textfile.directory`):
 `ddpjob run job.yaml --metrics-file /var/lib/node_exporter/ddpjob.prom`. It has no series of the operator.

@@ -390,6 +390,14 @@ def test_an_alert_on_the_operator_fires_on_its_fault_and_no_other_does(life: Any
     assert found[0].fired(tmp_path) == OF_THE_OPERATOR[life]
 
 
+def test_a_release_without_a_leader_is_an_alert_also_beside_one_that_has_one(tmp_path: Path) -> None:
+    """The job of a ServiceMonitor is the name of the release's Service: one Prometheus may scrape several releases."""
+    history = History()
+    for _ in range(20):
+        history.take(b'ddpjob_operator_leads{job="a-metrics"} 1.0\nddpjob_operator_leads{job="b-metrics"} 0.0\n')
+    assert history.fired(tmp_path) == {"DDPJobNoLeader"}
+
+
 def test_every_alert_was_made_to_fire() -> None:
     """A new alert wants its story here."""
     assert set().union(*OF_JOBS.values(), *OF_THE_OPERATOR.values()) == ALERTS

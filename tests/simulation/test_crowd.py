@@ -185,7 +185,7 @@ SEEDS: dict[Mutant, int] = {
     quota_never_returned: 1,
     end_untold: 1,
     more_pods_than_admitted: 21,
-    quota_counted_by_nobody: 85,
+    quota_counted_by_nobody: 245,
 }
 
 

@@ -69,6 +69,23 @@ def test_a_job_of_eight_pods_that_just_trains_costs_twelve_writes(training_secon
     assert sum(found.values()) == 12
 
 
+def test_a_job_that_just_trains_costs_no_read() -> None:
+    """What the operator reads are lists of all that it watches, which are as many however many jobs there are."""
+    simulation, reads = Simulation(Scenario(spec={"nodes": 8}, cluster_nodes=8, training_seconds=30)), set()
+    request = simulation.api.request
+
+    def seen(method: str, path: str, params: Any = None, *more: Any) -> Any:
+        if method == "GET":
+            reads.add((path.rpartition("/")[2], (params or {}).get("labelSelector", "")))
+        return request(method, path, params, *more)
+
+    with mock.patch.object(simulation.api, "request", seen):
+        outcome = simulation.run()
+    assert (outcome.wrong, outcome.end) == ([], "Succeeded")
+    assert {what for what, _ in reads} == {"ddpjobs", "pods", "services", "nodes"}
+    assert {selector for _, selector in reads} <= {"", "training.ddpjob.io/job"}, "of no single job"
+
+
 @pytest.mark.parametrize(("training_seconds", "events"), [(700, "Brief"), (30, "All")])
 def test_the_end_of_a_long_job_is_an_event_more_and_with_all_events_each_job_has_two(
     training_seconds: int, events: str

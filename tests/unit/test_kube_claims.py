@@ -29,6 +29,8 @@ class Leases:
     def __init__(self) -> None:
         self.objects: dict[str, Raw] = {}
         self.version = 0
+        self.seconds = 0.01
+        """How long it takes to carry out a request, and as long until the answer has come."""
         self.broken: Callable[[str, str], ApiError | None] = lambda _who, _what: None
 
     def put(self, path: str, body: Raw) -> Raw:
@@ -49,34 +51,37 @@ class Client:
         await self._way("get" if params is None else "list")
         if params is not None:
             name = params["fieldSelector"].removeprefix("metadata.name=")
-            return {
-                "items": [copy.deepcopy(raw) for at, raw in self._server.objects.items() if at.endswith(f"/{name}")]
-            }
+            found = [copy.deepcopy(raw) for at, raw in self._server.objects.items() if at.endswith(f"/{name}")]
+            return await self._back({"items": found})
         if path not in self._server.objects:
             raise ApiError(404, "NotFound", f'"{path}" not found')
-        return copy.deepcopy(self._server.objects[path])
+        return await self._back(copy.deepcopy(self._server.objects[path]))
 
     async def create(self, path: str, body: Raw, params: Any = None) -> Raw:
         await self._way("create")
         at = f"{path}/{body['metadata']['name']}"
         if at in self._server.objects:
             raise ApiError(409, "AlreadyExists", "exists")
-        return self._server.put(at, body)
+        return await self._back(self._server.put(at, body))
 
     async def replace(self, path: str, body: Raw, params: Any = None) -> Raw:
         await self._way("update")
         there = self._server.objects.get(path)
         if there is None or there["metadata"]["resourceVersion"] != body["metadata"].get("resourceVersion"):
             raise ApiError(409, "Conflict", "changed")
-        return self._server.put(path, body)
+        return await self._back(self._server.put(path, body))
 
     async def close(self) -> None:
         """Nothing is open."""
 
     async def _way(self, verb: str) -> None:
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(self._server.seconds)
         if error := self._server.broken(self._release, verb):
             raise error
+
+    async def _back(self, answer: Raw) -> Raw:
+        await asyncio.sleep(self._server.seconds)
+        return answer
 
 
 class Release:
@@ -218,6 +223,21 @@ def test_who_cannot_renew_its_claim_stops_before_anybody_takes_it() -> None:
         server.broken = lambda _who, _what: None
         await asyncio.sleep(60)
         assert not first.acts("team"), "and it stands by when it is back"
+
+    in_virtual_time(story)
+
+
+@pytest.mark.parametrize("namespaces", [(), ("team",)], ids=["all namespaces", "a list"])
+def test_a_release_goes_on_acting_with_three_seconds_for_every_answer(namespaces: tuple[str, ...]) -> None:
+    """Its claim lapsed before it was renewed, with more than 1.5 s for each answer for good."""
+
+    async def story(server: Leases) -> None:
+        server.seconds = 1.5
+        release = Release(server, "ddpjob/slow", *namespaces)
+        await release.until_it_acts("team")
+        for _ in range(1000):
+            await asyncio.sleep(0.1)
+            assert release.acts("team")
 
     in_virtual_time(story)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import socket
+import time
 from collections.abc import Awaitable, Callable
 
 import aiohttp
@@ -24,7 +25,12 @@ def jobs(count: int) -> list[dict[str, object]]:
     return [{"metadata": {"namespace": "team", "name": f"j{n}", "uid": str(n)}, "status": status} for n in range(count)]
 
 
-def served(story: Callable[[Exposition, list[int]], Awaitable[None]], count: int = 1, seconds: float = 10.0) -> None:
+def served(
+    story: Callable[[Exposition, list[int]], Awaitable[None]],
+    count: int = 1,
+    seconds: float = 10.0,
+    meter: Meter | None = None,
+) -> None:
     """Plays a story with a server of so many jobs, and how often it was asked for a snapshot."""
 
     async def run() -> None:
@@ -34,7 +40,7 @@ def served(story: Callable[[Exposition, list[int]], Awaitable[None]], count: int
             asked.append(1)
             return Snapshot(Moment(NOW, None, "0.1.0", True, "ddpjob"), jobs(count))
 
-        server = Exposition(Meter(), snapshot, answer_seconds=seconds)
+        server = Exposition(meter or Meter(), snapshot, answer_seconds=seconds)
         await server.start("127.0.0.1", 0)
         try:
             await story(server, asked)
@@ -89,6 +95,52 @@ def test_scrapers_that_never_read_are_cut_off_and_cost_the_others_nothing() -> N
     served(story, count=1000, seconds=5.0)
 
 
+class Large(Meter):
+    """Of a cluster of thousands of jobs: more than the kernel takes of what a peer does not read."""
+
+    def text(self, moment: Moment, *, openmetrics: bool) -> tuple[bytes, str]:
+        return b"#" * (16 << 20), "text/plain"
+
+
+def test_an_answer_is_held_once_however_many_do_not_read_it() -> None:
+    """60 connections that did not read the 16 MB of 8,000 jobs took 450 MB, and the operator has a limit of 512."""
+
+    async def story(server: Exposition, _: list[int]) -> None:
+        silent = []
+        for _number in range(3):
+            _reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1)
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            silent.append(writer)
+        status, _kind, text = await get(server.port)
+        assert (status, len(text)) == (200, 16 << 20), "who reads has all of it"
+        assert server._server is not None
+        waiting: list[int] = []
+        async with asyncio.timeout(30):
+            while len(waiting) < len(silent):
+                await asyncio.sleep(0.01)
+                sizes = [c.transport.get_write_buffer_size() for c in server._server._open.values()]
+                waiting = [size for size in sizes if size]
+        assert max(waiting) < 1 << 20
+        for writer in silent:
+            writer.transport.abort()
+
+    served(story, meter=Large())
+
+
+def test_head_has_the_length_and_no_body() -> None:
+    async def story(server: Exposition, _: list[int]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"HEAD /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        async with asyncio.timeout(30):
+            head, _end, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        assert int(head.lower().partition(b"content-length:")[2].split()[0]) > 1000
+        assert body == b""
+        writer.close()
+
+    served(story)
+
+
 def test_many_who_ask_at_once_get_one_answer() -> None:
     """Writing it is the cost: a client in a loop must not take the operator's CPU."""
 
@@ -96,6 +148,18 @@ def test_many_who_ask_at_once_get_one_answer() -> None:
         answers = await asyncio.gather(*(get(server.port) for _ in range(20)))
         assert {status for status, _, _ in answers} == {200}
         assert len(asked) <= 2
+
+    served(story, count=50)
+
+
+def test_who_asks_in_both_formats_in_turn_gets_the_same_two_answers_again() -> None:
+    """Else a client in a loop takes the operator's CPU all the same."""
+
+    async def story(server: Exposition, asked: list[int]) -> None:
+        began = time.monotonic()
+        for number in range(20):
+            assert (await get(server.port, **(OPENMETRICS if number % 2 else {})))[0] == 200
+        assert len(asked) <= 2 * (1 + (time.monotonic() - began) / exposition.SAME_ANSWER_SECONDS)
 
     served(story, count=50)
 

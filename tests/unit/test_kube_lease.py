@@ -429,6 +429,36 @@ def test_answers_that_always_take_longer_than_a_turn_lose_the_lease_in_time() ->
     in_virtual_time(story)
 
 
+def test_with_three_seconds_for_every_answer_one_leads_and_goes_on_leading() -> None:
+    """A read and a renewal are two answers: nobody led with more than 1.5 s for each."""
+
+    async def story() -> None:
+        slow, server = Fate(there=1.5, back=1.5), Server()
+        a, b = (Process(Way(server, lambda: slow), name) for name in "ab")
+        await asyncio.wait_for(a.leader.gained(), 20)
+        for _ in range(1000):
+            await asyncio.sleep(0.1)
+            assert (a.leader.holds(), b.leader.holds()) == (True, False)
+        await a.end()
+        await asyncio.wait_for(b.leader.gained(), 15 + 4 * 3 + 2 * DURATIONS.retry_seconds)
+        await b.end()
+
+    in_virtual_time(story)
+
+
+def test_a_renewal_that_hangs_is_followed_by_another_in_time() -> None:
+    async def story() -> None:
+        for hangs in ([never()], [GOOD, never()]):
+            async with two() as (_, ways, a, _b):
+                fates = iter(hangs)
+                ways[0].fates = lambda fates=fates: next(fates, GOOD)
+                for _ in range(300):
+                    await asyncio.sleep(0.1)
+                    assert a.leader.holds()
+
+    in_virtual_time(story)
+
+
 def test_a_slow_answer_gives_no_time_beyond_what_the_others_grant() -> None:
     async def story() -> None:
         async with two() as (_, ways, a, _b):

@@ -120,6 +120,7 @@ def test_the_longest_reconcile_is_known() -> None:
     jobs.pop(START)
     jobs.pop(START + 5)
     assert jobs.stuck_seconds(START + 9) == 9
+    assert jobs.unfinished_seconds(START + 9) == 9 + 4
     jobs.done("a", START + 9)
     assert jobs.stuck_seconds(START + 9) == 4
 

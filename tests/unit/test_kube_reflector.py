@@ -8,6 +8,8 @@ import weakref
 from collections.abc import AsyncIterator, Set
 from typing import Any
 
+import pytest
+
 from ddpjob_operator.kube.client import ApiError, Page
 from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.reflector import STALE_LISTS_MAX, Reflector
@@ -111,6 +113,15 @@ def test_it_waits_longer_each_time_for_a_server_that_is_away_and_never_too_long(
     _, _, waits = follow([*[AWAY] * 12, ([], 10)], [])
     assert waits[:6] == sorted(waits[:6])
     assert 20 < waits[-1] < 40
+
+
+@pytest.mark.parametrize("refused", [ApiError(429, "TooManyRequests", "slow down", s) for s in (5.0, 3600.0)], ids=str)
+def test_a_watch_that_is_turned_away_waits_as_long_as_the_server_says_and_never_too_long(refused: ApiError) -> None:
+    """An API server that sheds load for a minute was asked again after half a second."""
+    server, _, waits = follow([([], 10)], [[refused], [refused], []])
+    assert server.asked == ["list", *["watch 10"] * 4]
+    assert all(5 <= wait <= 30 for wait in waits[:2]), waits
+    assert waits[2] < 5, "only as long as the server says so"
 
 
 def test_watches_that_end_at_once_are_opened_at_a_calm_pace() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import itertools
+import typing
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,15 +15,16 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from slow_server import SlowServer, Town, play
 
 import metrics_page
+from ddpjob.core import budget
 from ddpjob_operator.gangs import ADAPTERS
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube import access, measuring
 from ddpjob_operator.kube.client import Client
 from ddpjob_operator.kube.exposition import Snapshot, read
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.metrics import names
-from ddpjob_operator.metrics.meter import Job, Meter, Moment
+from ddpjob_operator.metrics.meter import Job, Meter, Moment, Queue
 
 ROOT = Path(__file__).parents[2]
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -86,18 +88,25 @@ def test_every_name_that_is_documented_is_served_and_no_other() -> None:
         if metric.kind == "histogram":
             meter.observe(metric, 1.0, *("x" for _ in metric.labels))
     progress = api.Progress(step=5, total_steps=9, saved_step=4, samples_per_second=2.5, updated=NOW)
-    body, _ = meter.text(moment(job(state="Running", state_time=NOW, progress=progress)), openmetrics=True)
+    of_operator = {"queues": [Queue(name) for name in names.QUEUES], "cached": [(name, 1) for name in names.CACHES]}
+    now = moment(job(state="Running", state_time=NOW, progress=progress), **of_operator)
+    body, _ = meter.text(now, openmetrics=True)
     families = list(openmetrics_parser.text_string_to_metric_families(body.decode()))
     with_samples = {(family.name, family.type) for family in families if family.samples}
-    assert with_samples == {(metric.name, metric.kind) for metric in names.ALL} - _without_queues()
+    assert with_samples == {(metric.name, metric.kind) for metric in names.ALL}
     labels = {f.name: {n for s in f.samples for n in s.labels} - {"le", f.name} for f in families if f.samples}
     assert labels == {m.name: set(m.labels) for m in names.ALL if m.name in labels}
 
 
-def _without_queues() -> set[tuple[str, str]]:
-    """What is there only where the moment has queues and caches."""
-    no = (names.ACTIVE_WORKERS, names.QUEUE_DEPTH, names.QUEUE_OLDEST, names.LONGEST_SECONDS, names.CACHE_OBJECTS)
-    return {(metric.name, metric.kind) for metric in no}
+def test_the_dashboard_that_kubebuilder_makes_has_data_in_each_panel() -> None:
+    """Administrators have it already, for all controllers that are written with controller-runtime."""
+    asked = {
+        *("controller_runtime_active_workers", "controller_runtime_reconcile_total"),
+        *("controller_runtime_reconcile_errors_total", "workqueue_depth", "workqueue_queue_duration_seconds"),
+        *("workqueue_adds_total", "workqueue_unfinished_work_seconds", "workqueue_work_duration_seconds"),
+        "workqueue_retries_total",
+    }
+    assert asked <= {metric.shown for metric in names.OF_OPERATOR}
 
 
 def test_the_time_of_the_state_that_holds_is_counted_while_it_holds() -> None:
@@ -168,6 +177,16 @@ def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> Non
         assert meter.remembered == 1000
     assert lines() == empty
     assert meter.remembered == 0
+
+
+def test_every_end_that_a_job_may_have_is_zero_before_the_first() -> None:
+    """A counter that begins at 1 has not increased: the first failed job was missing in the dashboard."""
+    found = scraped(Meter(), moment())
+    ends = {name for name, value in found.items() if name.startswith("ddpjob_jobs_finished_total") and value == 0}
+    why = ["AllNodesCompleted", "DeadlineExceeded", *filter(None, typing.get_args(budget.Stop))]
+    states = ("Succeeded", *("Failed" for _ in why[1:]))
+    assert ends == {f'ddpjob_jobs_finished_total{{reason="{r}",state="{s}"}}' for r, s in zip(why, states, strict=True)}
+    assert set(why) <= set(reasons.ALL)
 
 
 def test_a_job_that_ended_ten_minutes_ago_has_no_series_of_its_own() -> None:

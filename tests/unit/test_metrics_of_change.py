@@ -147,6 +147,22 @@ def test_a_node_whose_clock_is_off_makes_no_time_negative_and_none_a_day(ahead: 
     assert all(0 <= value < 3600 for value in times), counted.observed
 
 
+def test_a_restart_during_which_the_clock_is_set_back_is_not_timed_and_the_next_one_is() -> None:
+    """It took no 0 seconds; and no step would be later than the failure before that hour has come."""
+    counted = Counted(digits()).runs().steps(10)
+    counted.world.exits(1, 3).after(2)
+    counted.settle().world.after(3).stops_all()
+    counted.settle().world.after(-3600)
+    counted.runs(10).steps(11, 4)
+    assert counted.counts["ddpjob_restarts application group"] == 1
+    assert not any(name.startswith("ddpjob_restart_seconds") for name in counted.observed)
+    counted.world.exits(1, 3).after(2)
+    counted.settle().world.after(3).stops_all()
+    counted.runs(10).steps(12, 4)
+    assert counted.observed["ddpjob_restart_seconds group running"] == [15.0]
+    assert counted.observed["ddpjob_restart_seconds group first_step"] == [19.0]
+
+
 def test_a_reason_that_no_version_knows_is_no_new_label() -> None:
     world = digits().running()
     old = world.status

@@ -61,6 +61,8 @@ class Claim(lease.Holder):
         self._acts_from = NEVER
         self._unguarded = False
         self._was_there = False
+        self._takes = 0.0
+        """Seconds of the last renewal."""
 
     def holds(self) -> bool:
         """Whether the release may act there."""
@@ -72,10 +74,11 @@ class Claim(lease.Holder):
         return "" if other is None else other.holder
 
     async def renew(self) -> None:
-        """Unless it was renewed lately."""
-        left, lately = self._candidate.held_until - self._clock(), self._durations.renew_seconds
-        if left <= lately - 2 * self._durations.retry_seconds:
+        """Unless it was renewed lately; earlier where that takes long."""
+        began, lately = self._clock(), self._durations.renew_seconds
+        if self._candidate.held_until - began <= lately - 2 * self._durations.retry_seconds + self._takes:
             await super().renew()
+            self._takes = self._clock() - began
 
     def _refused(self, error: ApiError) -> None:
         # An older chart gives no right to it, and jobs on which nobody acts would be worse.
@@ -156,9 +159,9 @@ class Claims:
         """Until cancelled. changed: called when what may be acted on is another set than before."""
         before: object = None
         while True:
-            await asyncio.gather(*(claim.renew() for claim in self._claims.values()))
-            if "" in self._claims:
-                await self._read_other_claims()
+            began = self._clock()
+            others = [self._read_other_claims()] if "" in self._claims else []
+            await asyncio.gather(*(claim.renew() for claim in self._claims.values()), *others)
             self._log_who_acts()
             now = (
                 [name for name, claim in self._claims.items() if claim.holds()],
@@ -168,7 +171,8 @@ class Claims:
             if now != before:
                 before = now
                 changed()
-            await asyncio.sleep(self._durations.retry_seconds)
+            # From one begin to the next: an API server that answers slowly leaves no time for a pause.
+            await asyncio.sleep(max(0.0, began + self._durations.retry_seconds - self._clock()))
 
     async def close(self) -> None:
         """Close all connections."""

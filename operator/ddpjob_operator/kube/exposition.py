@@ -1,8 +1,8 @@
 """/metrics on a port of its own, because it names jobs and namespaces: a NetworkPolicy can open it to a scraper alone.
 
 Whoever reaches the port can ask as often as he likes and read as slowly as he likes, so the answer is written in a
-thread, one at a time, and serves all who ask within a second; and a peer that does not read, or sends no request, is
-cut off. An operator without a scraper pays nothing.
+thread, one at a time, and serves all who ask within a second; it is sent piece by piece, so that it is held once for
+all of them; and a peer that does not read, or sends no request, is cut off. An operator without a scraper pays nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ PATH = "/metrics"
 ANSWER_SECONDS = 10.0
 IDLE_SECONDS = 75.0
 SAME_ANSWER_SECONDS = 1.0
+PIECE = 1 << 16
+"""Bytes of an answer that are handed to a connection at a time."""
 
 
 class Snapshot(NamedTuple):
@@ -94,11 +96,13 @@ class Exposition:
         if request.path != PATH or request.method not in ("GET", "HEAD"):
             return web.Response(status=404, text=f"only GET {PATH} is served here\n")
         body, content_type = await self._body(request.headers.get("Accept", ""))
-        response = web.Response(body=body, headers={"Content-Type": content_type})
+        response = web.StreamResponse(headers={"Content-Type": content_type, "Content-Length": str(len(body))})
         with contextlib.suppress(ConnectionError):
             await response.prepare(request)
+            for start in range(0, len(body) if request.method == "GET" else 0, PIECE):
+                await response.write(memoryview(body)[start : start + PIECE])
             await response.write_eof()
-            # aiohttp does not wait for the peer to read; the deadline above is for that.
+            # aiohttp does not wait for the peer to read the last piece; the deadline above is for that.
             await request.writer.drain()
             self._server.allow(request.protocol, IDLE_SECONDS, busy=False)
         return response
@@ -110,7 +114,10 @@ class Exposition:
             if time.monotonic() - at > SAME_ANSWER_SECONDS:
                 snapshot = self._snapshot()
                 body, content_type = await asyncio.to_thread(self._write, snapshot, openmetrics)
-                self._written = {openmetrics: (time.monotonic(), body, content_type)}
+                now = time.monotonic()
+                # The other format stays for as long as it is of use, so that two who ask in turn change nothing.
+                fresh = {of: it for of, it in self._written.items() if now - it[0] <= SAME_ANSWER_SECONDS}
+                self._written = {**fresh, openmetrics: (now, body, content_type)}
         return body, content_type
 
     def _write(self, snapshot: Snapshot, openmetrics: bool) -> tuple[bytes, str]:

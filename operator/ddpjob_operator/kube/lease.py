@@ -36,8 +36,8 @@ class Durations:
 
     @property
     def try_seconds(self) -> float:
-        """The time-out of a read with its renewal: two that hang fit in before the holder has to stop."""
-        return (self.renew_seconds - 2 * self.retry_seconds) / 2
+        """The time-out of a request: after a renewal two that hang fit in before the holder has to stop."""
+        return (self.renew_seconds - self.retry_seconds) / 2
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,7 @@ class Holder:
     async def renew(self) -> None:
         """One try to take it or to go on holding it; a failure is logged, and the next try comes soon."""
         try:
-            async with at_most(self._durations.try_seconds):
-                await self._read_and_renew()
+            await self._read_and_renew()
         except asyncio.TimeoutError:
             self._report("the API server did not answer in time")
         except ApiError as error:
@@ -132,14 +131,17 @@ class Holder:
             self._report("")
 
     async def _read_and_renew(self) -> None:
-        raw = await self._read()
+        async with at_most(self._durations.try_seconds):
+            raw = await self._read()
         self._candidate.saw(None if raw is None else read(raw), self._clock())
         if not self._may_take(raw):
             return
         identity = self._candidate.identity
         body = claim(raw, self._name, identity, self._durations, self._address, self._runtime.utc())
         asked_at = self._clock()
-        self._took(await self._write(raw, body), asked_at)
+        async with at_most(self._durations.try_seconds):
+            written = await self._write(raw, body)
+        self._took(written, asked_at)
 
     def _may_take(self, raw: Raw | None) -> bool:  # noqa: ARG002
         return self._candidate.may_take(self._clock())
@@ -211,11 +213,13 @@ class Leader(Holder):
     async def run(self) -> None:
         """Until cancelled."""
         while True:
+            began = self._clock()
             await self.renew()
             self._renewed.set()
             # Spread, so that those that wait do not all try in the moment in which it becomes free.
             spread = 1.0 if self.holds() else self._runtime.random.uniform(1.0, 1.2)
-            await asyncio.sleep(self._durations.retry_seconds * spread)
+            # From one begin to the next: an API server that answers slowly leaves no time for a pause.
+            await asyncio.sleep(max(0.0, began + self._durations.retry_seconds * spread - self._clock()))
 
     async def release(self) -> None:
         """Another operator may have it at once. Call it when `run` has ended and nothing is written any more."""

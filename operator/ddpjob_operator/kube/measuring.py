@@ -104,4 +104,4 @@ class OfQueue(Watcher):
 def now_in(queue: Queue[tuple[str, str]], name: str) -> meters.Queue:
     """A queue at this moment."""
     depth, oldest = queue.due()
-    return meters.Queue(name, depth, oldest, queue.stuck_seconds(), queue.working)
+    return meters.Queue(name, depth, oldest, queue.stuck_seconds(), queue.working, queue.unfinished_seconds())

@@ -152,6 +152,10 @@ class Schedule(Generic[K]):
         """How long the longest reconcile has been waiting for an answer."""
         return max((now - since for since in self._busy.values()), default=0.0)
 
+    def unfinished_seconds(self, now: float) -> float:
+        """How long all reconciles that are under way have been waiting for an answer, together."""
+        return sum(now - since for since in self._busy.values())
+
     def due(self, now: float) -> tuple[int, float]:
         """How many keys are due and wait for their turn, and for how long the oldest of them has been due."""
         times = [at for at in self._due.values() if at <= now]
@@ -231,6 +235,10 @@ class Queue(Generic[K]):
     def stuck_seconds(self) -> float:
         """How long the longest reconcile has been waiting for an answer."""
         return self.schedule.stuck_seconds(self._clock())
+
+    def unfinished_seconds(self) -> float:
+        """How long all reconciles that are under way have been waiting for an answer, together."""
+        return self.schedule.unfinished_seconds(self._clock())
 
     def due(self) -> tuple[int, float]:
         """How many keys wait for their turn, and for how many seconds the oldest has been due."""

@@ -52,6 +52,8 @@ class Reflector:
         self._restarted = partial(restarted, plural)
         self._version = self._newest = ""
         self._failures = 0
+        self._asked_for = 0.0
+        """Seconds that the server wants us to wait."""
         self._stale_lists = 0
         self._logged = ("", 0.0)
         self._careful = Careful(sink, self.what, runtime.log)
@@ -65,7 +67,7 @@ class Reflector:
         """Until cancelled."""
         while True:
             started, cause = self._runtime.clock(), "error"
-            self.tried_at = started
+            self.tried_at, self._asked_for = started, 0.0
             try:
                 if not self._version:
                     await self._list()
@@ -86,7 +88,7 @@ class Reflector:
             # must not make us ask in a tight loop.
             self._failures += 1
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
-            await self._sleep(wait * self._runtime.random.uniform(0.8, 1.2))
+            await self._sleep(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for))
 
     async def _list(self) -> None:
         pages = self._client.pages(self._path, self._selector)
@@ -122,6 +124,7 @@ class Reflector:
         if error.gone:
             self._version = ""  # the next round lists
             return
+        self._asked_for = min(BACK_OFF_SECONDS_MAX, error.retry_after_seconds or 0.0)
         if error.status in (403, 404) or error.status >= 500:
             # What happened meanwhile is not in the events that a new watch brings.
             self._version = ""

@@ -44,6 +44,7 @@ class Queue(NamedTuple):
     oldest_seconds: float = 0.0
     longest_seconds: float = 0.0
     working: int = 0
+    unfinished_seconds: float = 0.0
 
 
 class Moment(NamedTuple):
@@ -200,6 +201,7 @@ _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
     names.WORK_SECONDS.name: [(name,) for name in names.QUEUES],
     names.WATCH_RESTARTS.name: [(name, cause) for name in names.CACHES for cause in ("end", "error")],
     names.MISSED.name: [(name,) for name in names.CACHES],
+    names.FINISHED.name: list(names.ENDS),
     names.RESTARTS.name: [(name, scope) for name in names.CLASSES for scope in names.SCOPES],
     names.SPENT_SECONDS.name: [(name,) for name in names.SPENT],
     names.DETECTION.name: [(scope,) for scope in names.SCOPES],
@@ -241,6 +243,7 @@ def _of_operator(moment: Moment) -> Iterator[core.Metric]:
         (names.QUEUE_DEPTH, lambda queue: queue.depth),
         (names.QUEUE_OLDEST, lambda queue: queue.oldest_seconds),
         (names.LONGEST_SECONDS, lambda queue: queue.longest_seconds),
+        (names.UNFINISHED_SECONDS, lambda queue: queue.unfinished_seconds),
     )
     for metric, value in of_queue:
         yield _family(metric, [((queue.name,), value(queue)) for queue in queues])

@@ -11,7 +11,8 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpjob_operator.job import api
+from ddpjob.core import budget
+from ddpjob_operator.job import api, reasons
 
 Kind = Literal["counter", "gauge", "histogram", "info", "stateset"]
 
@@ -23,6 +24,12 @@ SPENT = ("productive", "idle", "unreported", "starting", "restarting")
 SCOPES = ("rank", "pod", "group")
 """What is started again: ranks in the pods that they have, single pods, all pods."""
 UNTIL = ("running", "first_step")
+ENDS = (
+    ("Succeeded", reasons.ALL_NODES_COMPLETED.name),
+    *(("Failed", stop) for stop in typing.get_args(budget.Stop) if stop),
+    ("Failed", reasons.DEADLINE_EXCEEDED.name),
+)
+"""How a job may end: its state and the reason."""
 VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "other")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OTHER")
 NO_CODE = "<error>"
@@ -99,6 +106,12 @@ LONGEST_SECONDS = Metric(
     "workqueue_longest_running_processor_seconds",
     "gauge",
     "How long the work that waits longest for an answer has been waiting for it.",
+    ("name",),
+)
+UNFINISHED_SECONDS = Metric(
+    "workqueue_unfinished_work_seconds",
+    "gauge",
+    "How long all work that is under way has been waiting for answers, together.",
     ("name",),
 )
 QUEUE_OLDEST = Metric(
@@ -200,8 +213,8 @@ JOB_PROGRESS_TIME = Metric(
 
 OF_OPERATOR = (
     RECONCILES, RECONCILE_ERRORS, RECONCILE_SECONDS, ACTIVE_WORKERS, QUEUE_DEPTH, QUEUE_ADDS, QUEUE_RETRIES,
-    QUEUE_SECONDS, WORK_SECONDS, LONGEST_SECONDS, QUEUE_OLDEST, REQUESTS, REQUEST_SECONDS, WATCH_RESTARTS, MISSED,
-    LEADER, LEADS, INFO, CACHE_OBJECTS,
+    QUEUE_SECONDS, WORK_SECONDS, LONGEST_SECONDS, UNFINISHED_SECONDS, QUEUE_OLDEST, REQUESTS, REQUEST_SECONDS,
+    WATCH_RESTARTS, MISSED, LEADER, LEADS, INFO, CACHE_OBJECTS,
 )  # fmt: skip
 """Of one operator's process."""
 OF_ALL_JOBS = (

@@ -49,6 +49,8 @@ def of_change(
     old: api.Status, new: api.Status, now: dt.datetime, restart: Restart | None = None, agent: Agent | None = None
 ) -> Change:
     """restart: what was kept at the last change. agent: what node 0's agent has reported."""
+    if restart is not None and max(restart.failed_at, restart.recorded_at) > now:
+        restart = None  # the clock was set back since then: nobody knows how long ago it was
     seen = [*_counts(old, new), *_start(old, new, now)]
     if new.state in (*TERMINAL, "Failing", "Suspended"):
         return Change([*seen, *_given_up(restart, new)], None)
