@@ -18,7 +18,7 @@ from memory_node import Node, parts, rescue, settle, steps
 
 import ddpjob
 from ddpjob import process
-from ddpjob.checkpoint import packed
+from ddpjob.checkpoint import packed, recall
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core import memory
 
@@ -309,6 +309,29 @@ def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_lo
     assert node.step == 8
     assert node.run(1, lambda: train(12, steps_after=1)) == (8, 8.5)
     assert node.step != 13, "nobody has named what there is at step 13"
+
+
+def test_progress_is_no_boundary(node: Node) -> None:
+    """A script may call it with the number of the step that it is about to make: the state would be called by that."""
+
+    def train() -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = began = snapshot.load(**objects)
+        while step < 9:
+            step += 1
+            ddpjob.progress(step=step)
+            objects["model"](torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            ddpjob.progress(step=step)
+            settle()
+            if step == 4 and not began:
+                snapshot.save(step, **objects)
+                snapshot.wait()
+        rescue()
+        return began
+
+    assert [node.run(number, train) for number in range(2)] == [0, 4]
+    assert node.step is None
 
 
 @pytest.mark.parametrize(("each", "left"), [(1, 9), (2, None)])
@@ -665,6 +688,26 @@ def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> N
     assert node.run(1, lambda: train(6)) == 4
 
 
+def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_says_so(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script that writes where it must not, or a machine without ECC: it would be trained on, and saved."""
+
+    def flip(_: Any) -> None:
+        rescue()
+        shared = Shared(os.environ["DDPJOB_MEMORY"], 1, 0)
+        held = shared.held()
+        assert held is not None
+        for area in range(memory.AREAS):
+            shared.mapped(area)[held.size - 1] ^= 1
+
+    assert node.run(0, lambda: train(6, flip)) == 0
+    assert node.step == 6
+    assert node.run(1, lambda: train(7)) == 4
+    said = capfd.readouterr().err
+    assert "step 6 in memory is not used: rank 0: its bits do not add up to what was written" in said
+
+
 def test_a_rank_that_dies_while_it_loads_leaves_the_state_to_the_next(node: Node) -> None:
     """A second failure soon after the first is what a bad node does."""
 
@@ -757,7 +800,9 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
     run_ranks: Callable[[Callable[[int], Any], int], list[Any]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Their old ones went with the node: the result is another one, and a user who compares must know why."""
+    """Their old ones went with the node: the result is another one, and a user who compares must know why. What the
+    new node is sent comes in pieces, the last of which is shorter."""
+    monkeypatch.setattr(recall, "PIECE_BYTES", 100)
     monkeypatch.chdir(tmp_path)
     job = Node(tmp_path, run_ranks, nodes=2)
 
