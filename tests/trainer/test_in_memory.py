@@ -688,6 +688,36 @@ def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> N
     assert node.run(1, lambda: train(6)) == 4
 
 
+def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobody_has_written_the_state(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All ranks killed at once, or each that would write: who sees steps made again must not look for a mistake of his
+    script."""
+
+    def train(*, saves: bool) -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        steps(step, step + 5, **objects)
+        if saves:
+            snapshot.save(step + 5, **objects)
+            snapshot.wait()
+        steps(step + 5, step + 6, **objects)
+        return step
+
+    found = [node.run(0, lambda: train(saves=False), ranks=2)]
+    assert "step 0" not in capfd.readouterr().err, "it is the first start"
+    found.append(node.run(1, lambda: train(saves=True), ranks=2))
+    said = capfd.readouterr().err
+    assert "no rank has left the state of step 6 in memory" in said
+    assert "begins at step 0: there is no state in snapshots" in said
+    found.append(node.run(2, lambda: train(saves=True), ranks=2))
+    said = capfd.readouterr().err
+    assert "no rank has left the state of step 6 in memory" in said
+    assert "resumed at step 5 from snapshots" in said
+    assert "begins at" not in said
+    assert found == [0, 0, 5]
+
+
 def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_says_so(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:

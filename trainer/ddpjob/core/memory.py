@@ -193,6 +193,12 @@ def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
     return None
 
 
+def last_known(marks: Sequence[Mark | None], present: Version) -> int:
+    """The last step at which a rank of an earlier generation was, as far as one has noted it; 0: none."""
+    past = [mark[:2] for mark in marks if mark is not None and mark.generation < present.generation]
+    return max(past, default=(0, 0))[1]
+
+
 def leads_to(early: Version | None, boundaries: Sequence[Version | None], version: Version) -> bool:
     """Whether what a rank has written before its optimizer's step is of the step that made this state.
 
