@@ -305,7 +305,7 @@ def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_lo
 
     assert node.run(0, lambda: train(8)) == (0, None)
     told = capfd.readouterr().err
-    assert told.count("best: saved by value, so the memory has the state of the last save, not of every step") == 1
+    assert told.count("best: saved by value, so the memory has that state until the next optimizer step, and then") == 1
     assert node.step == 8
     assert node.run(1, lambda: train(12, steps_after=1)) == (8, 8.5)
     assert node.step != 13, "nobody has named what there is at step 13"

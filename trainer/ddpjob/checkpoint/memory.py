@@ -118,8 +118,9 @@ class Keeper(Survivor):
         if kept.by_value and not self._told and self._rank == 0:
             self._told = True
             process.log(
-                f"{', '.join(kept.by_value)}: saved by value, so the memory has the state of the last save, not of "
-                f"every step: give save() objects with state_dict(), or call keep(step, …) after each step"
+                f"{', '.join(kept.by_value)}: saved by value, so the memory has that state until the next optimizer "
+                f"step, and then {self._otherwise}: give save() objects with state_dict(), or call keep(step, …) after "
+                f"each step"
             )
 
     def assume(self, objects: Mapping[str, Any]) -> None:
