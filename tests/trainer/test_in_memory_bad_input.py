@@ -154,6 +154,49 @@ def test_a_model_with_a_layer_on_another_device_trains_on_and_the_log_says_that_
     assert "the state is not kept in memory: a tensor on the meta device" in capfd.readouterr().err
 
 
+class Averages:
+    """What a script has made itself, with a state_dict() that is copied at each step."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(2 << 20)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As many a class has it."""
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As many a class has it."""
+        self.values = state["values"]
+
+
+@pytest.mark.parametrize(
+    ("which", "why"),
+    [
+        ("a buffer", "buffers and what else is small have 68 MiB, and 64 MiB can be written at each step"),
+        ("an object", "averages: it has more than 4 MiB to copy at each step"),
+    ],
+)
+def test_a_script_with_too_much_to_write_at_each_step_trains_on_and_the_log_says_why_it_is_not_kept(
+    node: Node, which: str, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each step would take as long as a save."""
+
+    def train() -> None:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        others = {"averages": Averages()} if which == "an object" else {}
+        if which == "a buffer":
+            objects["model"].register_buffer("mask", torch.zeros(17 << 20))
+        snapshot.load(**objects, **others)
+        steps(0, 2, **objects)
+        snapshot.keep(2, **objects, **others)
+        steps(2, 6, **objects)
+        rescue()
+
+    node.run(0, train)
+    assert node.step is None
+    assert f"the state is not kept in memory: {why}; a restart goes on from the last save" in capfd.readouterr().err
+
+
 def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) -> Any:
     """Two micro-batches a step, with dropout; in the middle of the seventh step a save, and then a rank fails."""
     objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
