@@ -670,6 +670,19 @@ def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_thos
     assert node.run(1, lambda: train(6)) == 4
 
 
+def test_ranks_whose_agent_is_gone_do_not_say_that_they_keep_nothing(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was killed with its node, and its ranks soon are: the next ones go on from the memory of another node, and no
+    line says otherwise."""
+
+    def lose_the_agent(_: Any) -> None:
+        process.current.keeper._shared._path = f"/proc/{ended_process()}/fd/3"
+
+    node.run(0, lambda: train(6, lose_the_agent), ranks=2)
+    assert "not kept" not in capfd.readouterr().err
+
+
 def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> None:
     """Half a state must not be taken for one."""
 

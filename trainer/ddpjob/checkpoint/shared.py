@@ -98,6 +98,17 @@ class Shared:
         """Whether the ranks that run on this node are of this generation."""
         return bool(self.node[GENERATION] == self.generation)
 
+    @property
+    def has_agent(self) -> bool:
+        """Whether the memory outlives this process."""
+        try:
+            os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        except OSError:  # who may not look there says so when it writes
+            return True
+        return True
+
     def others(self) -> set[int]:
         """The other local ranks that live, take part, and have not answered yet."""
         return {rank for rank in self._unanswered() if os.path.exists(f"/proc/{self._all[rank][memory.PID]}")}
