@@ -670,6 +670,15 @@ def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_thos
     assert node.run(1, lambda: train(6)) == 4
 
 
+def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Node, tmp_path: Path) -> None:
+    """A folder that was taken over from it: its attempt 7 is no later than attempt 1 of this job."""
+    assert node.run(0, lambda: train(4)) == 0
+    node.lose(0)
+    (tmp_path / "snapshots" / "writer-000001.json").write_text('{"job": "uid-0", "attempt": 7}')
+    assert node.run(1, lambda: train(10)) == 4
+    assert node.run(2, lambda: train(11)) == 10
+
+
 def test_ranks_whose_agent_is_gone_do_not_say_that_they_keep_nothing(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
