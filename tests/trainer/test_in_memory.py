@@ -692,6 +692,43 @@ def test_ranks_whose_agent_is_gone_do_not_say_that_they_keep_nothing(
     assert "not kept" not in capfd.readouterr().err
 
 
+def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
+    """A process that the script has hidden from its agent would write over what the new ranks hold."""
+
+    def live_on() -> None:
+        objects = parts()
+        ddpjob.Snapshot("snapshots").load(**objects)
+        steps(0, 6, **objects)
+        torch.distributed.barrier()
+        Shared(os.environ["DDPJOB_MEMORY"], 1, 0).node[memory.GENERATION] = 1
+        steps(6, 7, **objects)
+        rescue()
+
+    node.run(0, live_on, ranks=2)
+    assert node.step is None
+
+
+def test_ranks_that_train_models_of_their_own_go_on_from_the_folder_and_the_log_says_so(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What one of them holds is not what the one that has failed did."""
+
+    def train_own() -> int:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        step = snapshot.load(**objects)
+        with torch.no_grad():
+            objects["model"][0].weight += world.rank
+        steps(step, 6, **objects)
+        if world.is_main:
+            rescue()
+        return step
+
+    assert [node.run(number, train_own, ranks=2) for number in range(2)] == [0, 0]
+    said = capfd.readouterr().err
+    assert "the state in memory is not used: rank 1 did not hold the same parameters as the others" in said
+
+
 def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> None:
     """Half a state must not be taken for one."""
 
