@@ -241,26 +241,27 @@ def test_a_helper_that_cannot_be_forked_leaves_no_descriptor_open(monkeypatch: p
     assert os.listdir("/proc/self/fd") == before
 
 
+@pytest.mark.parametrize(("words", "files"), [([], 4), (["--duplicate-stdout-filters=loss"], 3)])
 def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
 ) -> None:
-    """It is tried again: what each try leaves would make it fail for ever."""
-    folder = logs.Folder(parse(["--nproc=3", "--tee=3", "--log-dir", str(tmp_path), "train.py"], {}))
+    """It is tried again: what each try leaves would make it fail for ever. With filters each tail has two files."""
+    folder = logs.Folder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
 
-    def open_four(*args: Any) -> int:
-        opened.append(args if len(opened) < 4 else refuse())
+    def open_some(*args: Any) -> int:
+        opened.append(args if len(opened) < files else refuse())
         return really_open(*args)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pipe", refuse)
-        patched.setattr(os, "open", open_four)
+        patched.setattr(os, "open", open_some)
         with contextlib.suppress(BlockingIOError):
             Heartbeats(1)
         with contextlib.suppress(BlockingIOError):
             folder.prepare("0", range(3))
     folder.copy_last()
-    assert len(opened) == 4
+    assert len(opened) == files
     assert os.listdir("/proc/self/fd") == before
 
 

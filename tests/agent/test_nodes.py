@@ -142,14 +142,17 @@ def test_no_rank_looks_for_rank_0_while_its_node_still_imports_torch(launcher: L
 
 
 class Met:
-    """A node that this test plays: welcomed by node 0, and it hears what that orders."""
+    """A node that this test plays: node 0 has accepted its connection, and waits for its greeting."""
 
     def __init__(self, launcher: Launcher, port: int, replacement: int) -> None:
         connection = eventually(lambda: connected(port))
+        connection.recv(1, socket.MSG_PEEK)
         about = {"nodes": 2, "nproc": 1, "generation": -1, "replacement": replacement}
         self._link = Link(connection, job_key(launcher.mark, {}), node=1, about=about)
         self._said: list[dict[str, Any]] = []
-        self.hears("welcome")
+
+    def greets(self) -> None:
+        self._said.extend(self._link.receive())
 
     def hears(self, word: str) -> Any:
         """What node 0 says under that word next, whatever it says besides."""
@@ -164,23 +167,35 @@ class Met:
 
 def connected(port: int) -> socket.socket | None:
     try:
-        return socket.create_connection(("127.0.0.1", port))
+        return socket.create_connection(("127.0.0.1", port), 20)
     except ConnectionRefusedError:
         return None
 
 
-def test_a_pod_that_comes_while_node_0_imports_is_not_told_to_start_what_has_been_stopped(launcher: Launcher) -> None:
+@pytest.mark.parametrize("closes", ["later", "at the same moment"])
+def test_a_pod_that_comes_while_node_0_imports_is_not_told_to_start_what_has_been_stopped(
+    launcher: Launcher, closes: str
+) -> None:
     """Its ranks began in a generation that nobody else was in, and the next one was restarted because of them."""
     launcher.script(IMPORTS.replace("HUNDREDTHS", "0"), "slow.py")
     first, _ = group(launcher, 2, "--preload=slow", launcher.script(TRAIN))
     leader = launcher.ddprun(*first, NODE="0")
     lost, new = (Met(launcher, int(first[3]), replacement) for replacement in (0, 1))
+    lost.greets()
+    lost.hears("welcome")
+    leader.send_signal(signal.SIGSTOP)  # it will hear of both at once, as on a busy machine
+    os.waitid(os.P_PID, leader.pid, os.WSTOPPED | os.WNOWAIT)
+    if closes == "at the same moment":
+        lost.close()
+    new.greets()
+    leader.send_signal(signal.SIGCONT)
+    new.hears("welcome")
     (launcher.folder / "imported").touch()
     assert new.hears("start")["generation"] == 1
-    leader.terminate()
-    finish(leader)
     lost.close()
     new.close()
+    leader.terminate()
+    finish(leader)
 
 
 def test_sigterm_is_heard_while_node_0_still_imports(launcher: Launcher) -> None:

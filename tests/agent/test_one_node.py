@@ -109,7 +109,13 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 @pytest.mark.parametrize(
-    "line", ["    raise DistBackendError(SAID)", "    recorded('DistBackendError: ' + SAID)", "    wrapped()"]
+    "line",
+    [
+        "    raise DistBackendError(SAID)",
+        "    recorded('DistBackendError: ' + SAID)",
+        "    wrapped()",
+        "    try: wrapped()\n    except ValueError: sys.exit(1)",
+    ],
 )
 def test_a_complaint_about_a_peer_is_one_in_nccls_second_line_and_below_the_scripts_own(
     launcher: Launcher, line: str

@@ -39,7 +39,8 @@ class FakeCluster:
         """What is answered to `create ddpjobs.training.ddpjob.io` (or this `for real`, and not for dry runs)
         instead of carrying it out; of `get pods/log NAME` for one object alone."""
         self.broken: list[str] = []
-        """What happens to the next requests for logs after the first line: `cut` within the second one, `silent`."""
+        """What happens to the next requests for logs after the first line: `cut` within the second one, `silent`, or
+        `no watch`, as where a kubelet has no inotify left."""
         self.zone = dt.timezone.utc
         """That of the nodes, in which a kubelet writes the times of lines."""
         self.line_seconds = 0.0
@@ -306,6 +307,9 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
             continue
         stamp = f"{_time(number, cluster.zone)} " if "timestamps" in query else ""
         data = f"{stamp}{line}\n".encode()
+        if broken == "no watch" and number:
+            yield b"failed to create fsnotify watcher: too many open files"
+            return
         if broken and number:
             yield from [data[:-2]] * (broken == "cut")
             time.sleep(2.0 * (broken == "silent"))

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from free_port import free_port
+from shell import eventually
 
 import ddpjob
 from ddpjob import process
@@ -201,13 +202,43 @@ def test_the_newest_states_stay_and_what_crashes_left_is_removed(tmp_path):
     }
 
 
-def test_what_a_killed_process_of_the_same_number_has_left_is_no_obstacle(tmp_path):
+def test_what_a_killed_process_of_the_same_number_has_left_is_no_obstacle(tmp_path, monkeypatch):
     """A container that is started again gives its process the same number: its first save failed, and so ended it."""
-    snapshot = ddpjob.Snapshot(tmp_path)
-    snapshot.load()
-    (tmp_path / f".tmp-000001-{os.getpid()}-1").write_bytes(b"half")
+    snapshot, sync, written = ddpjob.Snapshot(tmp_path), os.fsync, []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: [written.extend(tmp_path.glob(".tmp*")), sync(descriptor)])
     saved(snapshot, 1)
-    assert steps(tmp_path) == [1]
+    name, _, number = written[0].name.rpartition("-")
+    (tmp_path / f"{name}-{int(number) + 1}").write_bytes(b"half")
+    saved(snapshot, 2)
+    assert steps(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, monkeypatch, first):
+    """As where each save makes one: both wrote a file of the same name, and one's bytes were published as the other's,
+    or neither's."""
+    sync, may_end = os.fsync, {step: threading.Event() for step in (1, 2)}
+    begun: list[threading.Event] = []
+
+    def slow_sync(descriptor: int) -> None:
+        if len(begun) < 2:  # one call for each file, in their order
+            begun.append(may_end[len(begun) + 1])
+            begun[-1].wait(20)
+        sync(descriptor)
+
+    snapshots = {step: ddpjob.Snapshot(tmp_path) for step in (1, 2)}
+    for snapshot in snapshots.values():
+        snapshot.load()
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    for step, snapshot in snapshots.items():
+        snapshot.save(step, weights=torch.full([1], float(step)))
+        eventually(lambda step=step: len(begun) == step)
+    for step in (first, 3 - first):
+        may_end[step].set()
+        snapshots[step].wait()
+    assert steps(tmp_path) == [1, 2]
+    weights = torch.zeros(1)
+    assert ddpjob.Snapshot(tmp_path).load(weights=weights) == weights == 2
 
 
 def test_a_write_that_fails_is_raised_by_the_next_call_and_the_older_state_stays(tmp_path, monkeypatch):

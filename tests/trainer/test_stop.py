@@ -235,13 +235,16 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written(end_ranks, steps
     assert [(o.exit_code, o.error) for o in end_ranks(body, 2)] == [(RESUMABLE, "Stopped: 75")] * 2
 
 
+@pytest.mark.parametrize("joins", [False, True])
 def test_a_rank_that_has_stopped_stays_until_rank_0_has_written_in_a_group_that_the_script_has_made_too(
-    end_ranks, steps, meeting_file
+    end_ranks, steps, meeting_file, joins
 ):
     """As under Hugging Face's Trainer and Accelerate: torchrun ended rank 0 in the middle of a checkpoint of 30 s."""
 
     def body(rank: int) -> None:
         dist.init_process_group("gloo", init_method=meeting_file, rank=rank, world_size=2)
+        if joins:
+            ddpjob.init()
         assert not ddpjob.should_stop(1)
         sigterm()
         step = next(step for step in itertools.count(2) if ddpjob.should_stop(step))
@@ -254,6 +257,49 @@ def test_a_rank_that_has_stopped_stays_until_rank_0_has_written_in_a_group_that_
 
     assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [RESUMABLE] * 2
     assert steps.wait_for("ended-after") == "True"
+
+
+def test_a_rank_that_waits_in_a_group_of_the_script_ends_on_the_next_sigterm(end_ranks, steps, meeting_file):
+    """What is done at the end of a process may be done twice, and the second wait ignored the signal."""
+
+    def once_more() -> None:
+        store = dist.PrefixStore("ddpjob", dist.distributed_c10d._get_default_store())
+        wait_until(lambda: store.add("leaving", 0))
+        sigterm()
+
+    def body(rank: int) -> None:
+        with ddpjob.init(init_method=meeting_file, rank=rank, world_size=3):
+            assert not ddpjob.should_stop(1)  # an earlier training: each does something at the end
+        dist.init_process_group("gloo", init_method=f"{meeting_file}-again", rank=rank, world_size=3)
+        assert not ddpjob.should_stop(1)
+        sigterm()
+        step = next(step for step in itertools.count(2) if ddpjob.should_stop(step))
+        if rank == 1:
+            process.at_exit_of_child(lambda: steps.note("ended"), 1)
+            threading.Thread(target=once_more).start()
+        else:
+            steps.wait_for("ended")
+        raise ddpjob.Stopped(step)
+
+    assert [outcome.exit_code for outcome in end_ranks(body, 3)] == [RESUMABLE] * 3
+
+
+def test_a_rank_that_ends_by_sys_exit_75_waits_for_nobody(end_ranks, steps, meeting_file, monkeypatch):
+    """In `with init()` that is an exception, after which a rank is given 2 s to end: it ended with 1, as a failure."""
+    monkeypatch.setattr(join, "END_SECONDS", 20.0)  # longer than this machine is ever held up
+
+    def body(rank: int) -> None:
+        with ddpjob.init(init_method=meeting_file, rank=rank, world_size=2):
+            assert not ddpjob.should_stop(1)
+            sigterm()
+            next(step for step in itertools.count(2) if ddpjob.should_stop(step))
+            if rank == 1:
+                process.at_exit_of_child(lambda: steps.note("ended"), 1)
+            else:
+                steps.wait_for("ended")
+            raise SystemExit(RESUMABLE)
+
+    assert [outcome.exit_code for outcome in end_ranks(body, 2)] == [RESUMABLE] * 2
 
 
 def test_a_rank_that_has_stopped_and_waits_for_a_lost_one_ends_on_the_next_sigterm(end_ranks, meeting_file):

@@ -250,6 +250,12 @@ def test_a_script_that_tries_nccl_first_may_do_without_a_gpu() -> None:
     init = 'dist.init_process_group("nccl")'
     assert rules_in(f"{HEAD}try:\n    {init}\nexcept RuntimeError:\n    {init.replace('nccl', 'gloo')}\n", job) == set()
     assert rules_in(f"{HEAD}try:\n    {init}\nfinally:\n    pass\n", job) == {"nccl-without-gpu"}
+    for ends in (
+        "RuntimeError as e:\n    print(e)\n    raise",
+        "Exception:\n    sys.exit(1)",
+        "KeyboardInterrupt:\n    pass",
+    ):
+        assert rules_in(f"{HEAD}import sys\ntry:\n    {init}\nexcept {ends}\n", job) == {"nccl-without-gpu"}
     assert rules_in(f"{HEAD}if 'RANK' in os.environ:\n    {init}\n", job) == {"nccl-without-gpu"}
 
 
@@ -632,6 +638,7 @@ def test_the_script_is_found_behind_the_launchers_of_frameworks(
 def test_the_lines_of_a_shell_script_may_go_on_in_the_next() -> None:
     script = "set -e\nif true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"
     assert read(["bash", "-c", script]).script == "train.py"
+    assert read(["bash", "-c", "# NCCL_DEBUG=INFO \\\ntorchrun train.py"]).script == "train.py", "a comment ends there"
 
 
 def test_what_follows_a_hash_within_a_word_is_no_comment() -> None:
@@ -723,6 +730,7 @@ def notebook(*cells: str | list[str]) -> str:
         (["%%time\n" + "".join(ON_ONE_RANK)], "cell 1:4"),
         (["!python train.py \\\n    --epochs 5 \\\n    --lr 1\nx = !ls \\\n  -l\n" + "".join(ON_ONE_RANK)], "cell 1:8"),
         ([" !pip install torch\n x = 1", "".join(ON_ONE_RANK)], "cell 2:3"),
+        (["\n !pip install torch\n x = 1", "\n%%bash\ncd /data && ls", "".join(ON_ONE_RANK)], "cell 3:3"),
         (["print('%d %d'\n      % (1, 2))\n" + "".join(ON_ONE_RANK)], "cell 1:5"),
         (["%matplotlib inline\nprint('%d %d'\n      % (1, 2))\n" + "".join(ON_ONE_RANK)], "cell 1:6"),
         (["%%bash\nfor i in 1 2; do ls; done", "%%writefile train.py\n" + "".join(ON_ONE_RANK)], "cell 2:4"),

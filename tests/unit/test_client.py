@@ -635,10 +635,10 @@ def test_a_pod_that_lives_for_a_moment_is_followed_where_the_user_may_watch_pods
 
     def restarts() -> None:
         first["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 1}}
-        cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)  # a look has just been
+        cluster.answers["list pods"] = 200, {"items": [first]}  # the look each second comes too late
         cluster.add("pods", pod("digits", 2, 0))
         if may_watch:
-            cluster.wait_for("get pods/log", 2, seconds=0.9)
+            cluster.wait_for("get pods/log", 2)
         cluster.objects.pop("/api/v1/namespaces/default/pods/digits-2-0")
         job["status"]["state"] = "Succeeded"
 
@@ -667,6 +667,25 @@ def test_a_followed_log_goes_on_where_its_connection_broke_in_any_time_zone_of_t
 
     cluster.after("get pods/log", ends)
     assert ddpjob("logs", "digits", "--cluster", "-f").out == "[0:0] one\n[0:0] two\n[0:0] three\n"
+
+
+def test_a_followed_log_goes_on_after_a_sentence_of_the_kubelet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """With no inotify left, as on many a machine with kind, the kubelet ends a followed log with its error, in the log
+    and without a time. Its first word was taken for the time from which to read on, which the API server refuses."""
+    cluster.broken = ["no watch", "no watch"]
+    job = cluster.add("ddpjobs", stored())
+    trainer = cluster.add("pods", pod("digits"))
+    cluster.logs["digits-1-0"] = ["one", "two", "three"]
+
+    def ends() -> None:
+        cluster.wait_for("get pods/log", 3)
+        trainer["status"]["containerStatuses"][0]["state"] = {"terminated": {"exitCode": 0}}
+        job["status"]["state"] = "Succeeded"
+
+    cluster.after("get pods/log", ends)
+    done = ddpjob("logs", "digits", "--cluster", "-f")
+    assert done.out == "[0:0] one\n[0:0] two\n[0:0] three\n"
+    assert done.err == "the log of digits-1-0: failed to create fsnotify watcher: too many open files\n"
 
 
 def test_a_connection_that_was_dropped_without_a_word_costs_no_line_of_a_followed_log(cluster: FakeCluster) -> None:

@@ -181,6 +181,11 @@ def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_o
     assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
     whole = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", script.replace("$WORLD_SIZE", "4")]))
     assert "--nnodes=4 " in trainer(whole)["command"][2]
+    named = "export NNODES=$WORLD_SIZE\nNODE_RANK=${RANK:-0}\ntorchrun --nnodes=$NNODES --node_rank=$NODE_RANK train.py"
+    made = named.replace("$WORLD_SIZE", "$NNODES").replace("${RANK", "${NODE_RANK")
+    result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", named]))
+    assert trainer(result)["command"][2] == made, "else NNODES, which the job has set, would be empty"
+    assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
 
 
 @pytest.mark.parametrize("value", [5, True, "torchrun train.py", {"a": 1}])
@@ -232,6 +237,12 @@ def test_a_job_of_a_queue_is_not_suspended_by_what_the_queue_has_written() -> No
         assert "waits in its queue without it" in told
         assert "gang.kueue.enabled" in remarks(result)["metadata.labels.kueue.x-k8s.io/queue-name"]
         assert result.metadata["labels"] == labelled["labels"]
+
+
+def test_labels_of_a_wrong_type_are_no_traceback_for_a_suspended_job() -> None:
+    """As without `suspend`: they stay for the API server, which names them."""
+    source = pytorchjob(runPolicy={"suspend": True}) | {"metadata": {"name": "x", "labels": 3}}
+    assert room.convert(source, []).spec["suspend"] is True
 
 
 def replicas(policy: str | None = None, **container: Any) -> dict[str, Any]:

@@ -79,6 +79,7 @@ def test_the_attempts_of_a_job_use_each_port_only_after_thousands_of_others() ->
         ({"container": {"command": ["torchrun", "--nproc_per_node=3", "x.py"]}}, 3),
         ({"container": {"command": ["python", "-m", "torch.distributed.launch", "--nproc-per-node", "2", "x.py"]}}, 2),
         ({"container": {"command": ["bash", "-c"], "args": ["torchrun \\\n  --nproc_per_node=3 \\\n  x.py\n"]}}, 3),
+        ({"container": {"command": ["sh", "-c", "# NCCL_DEBUG=INFO \\\ntorchrun --nproc_per_node=3 x.py"]}}, 3),
         ({"container": GPU_8 | {"command": ["torchrun", "--nproc_per_node", "auto", "x.py"]}}, 8),
         ({"nprocPerNode": 5, "container": GPU_8}, 5),
     ],

@@ -282,6 +282,13 @@ def test_nccls_error_keeps_the_line_of_the_script_that_raised_it() -> None:
     assert failure.exception.endswith("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.")
 
 
+def test_what_has_killed_a_worker_of_a_data_loader_has_the_line_of_the_script_that_asked_for_a_batch() -> None:
+    """torch raises it in a signal handler, so that its own traceback is all torch's."""
+    within = FRAME.replace("t.py", "/v/site-packages/torch/utils/data/dataloader.py")
+    log = chained(KILLED, GONE).replace(FRAME, within, 1)
+    assert (read(log).exception, read(log).where) == (KILLED, "t.py:3")
+
+
 def test_an_exception_group_is_known_by_the_exceptions_in_it() -> None:
     group = """
   + Exception Group Traceback (most recent call last):

@@ -73,7 +73,7 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
     if program not in _SHELLS or option is None:
         yield words
         return
-    for line in re.split(r"&&|\|\||;|\n", words[option + 1].replace("\\\n", " ")):
+    for line in re.split(r"&&|\|\||;|\n", launcher.shell_lines(words[option + 1])):
         try:
             split = launcher.shell_words(line)
         except ValueError:  # an unclosed quote, or one that the split has cut

@@ -12,6 +12,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Scope = Function | ast.Lambda | ast.ClassDef | ast.Module
 
 _GROUP_WORDS = {"distributed", "ddp", "initialized", "multiprocessing"}
+_NO_WORDS = {"no", "not", "non", "without", "disable", "disabled"}
 _RANK_WORDS = {"rank", "rank0", "main", "master", "chief", "primary", "leader", "coordinator", "gpu"}
 
 
@@ -44,21 +45,26 @@ def is_main_guard(test: ast.expr) -> bool:
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
 
 
-def means_one_process(test: ast.expr, *, holds: bool) -> bool:
+def means_one_process(test: ast.expr, *, holds: bool, forming: bool = False) -> bool:
     """Whether a condition, where it holds or where it does not, says that there is no group of processes: `not
-    args.distributed`, `world_size == 1`, and what is false where `dist.is_initialized()` is asked."""
+    args.distributed`, `world_size == 1`, and what is false where `dist.is_initialized()` is asked.
+
+    forming: of what forms the group, for which `not dist.is_initialized()` says only that it is not there yet.
+    """
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return means_one_process(test.operand, holds=not holds)
+        return means_one_process(test.operand, holds=not holds, forming=forming)
     if isinstance(test, ast.BoolOp):  # where `a and b` holds both do; where it does not, either of them
-        said = [means_one_process(value, holds=holds) for value in test.values]
+        said = [means_one_process(value, holds=holds, forming=forming) for value in test.values]
         return any(said) if isinstance(test.op, ast.And) == holds else all(said)
     if isinstance(test, ast.Compare):
         return _is_count_of_one(test, holds)
     asked = test.func if isinstance(test, ast.Call) else test
     words = words_of(text_in(asked.slice) if isinstance(asked, ast.Subscript) else name_of(asked))
     available = dotted(asked).endswith(("dist.is_available", "distributed.is_available"))
+    if forming and "initialized" in words:
+        return False
     of_group = available or words & _GROUP_WORDS or words - {"is", "use"} == {"dist"}
-    return not holds and bool(of_group)
+    return bool(of_group) and holds != words.isdisjoint(_NO_WORDS)  # args.no_ddp says so where it holds
 
 
 def _is_count_of_one(test: ast.Compare, holds: bool) -> bool:

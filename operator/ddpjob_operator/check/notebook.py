@@ -43,10 +43,10 @@ def parts(text: str) -> list[Part]:
     code = [c for c in cells if isinstance(c, dict) and c.get("cell_type") == "code"]
     for number, cell in enumerate(code, start=1):
         lines = _lines(cell.get("source"))
-        first = lines[0].strip() if lines else ""
-        if _WRITES.match(first):
-            written.append(Part(lines[1:], [(number, i) for i in range(2, len(lines) + 1)]))
-        elif not first.startswith("%%") or _PYTHON.match(first):
+        begin, first = _begin(lines)
+        if _WRITES.match(first.strip()):
+            written.append(Part(lines[begin + 1 :], [(number, i) for i in range(begin + 2, len(lines) + 1)]))
+        elif not first.lstrip().startswith("%%") or _PYTHON.match(first.lstrip()):
             own.lines += lines if _is_python(lines) else _without_magic(lines)
             own.places += [(number, i) for i in range(1, len(lines) + 1)]
     return [own, *written]
@@ -57,6 +57,11 @@ def _lines(source: object) -> list[str]:
     if isinstance(source, list):
         source = "".join(s for s in source if isinstance(s, str))
     return source.splitlines() if isinstance(source, str) else []
+
+
+def _begin(lines: list[str]) -> tuple[int, str]:
+    """The first line of a cell and its index: IPython leaves out those before it that are empty."""
+    return next(((i, line) for i, line in enumerate(lines) if line.strip()), (0, ""))
 
 
 def _is_python(lines: list[str]) -> bool:
@@ -73,7 +78,8 @@ def _is_python(lines: list[str]) -> bool:
 def _without_magic(lines: list[str]) -> Iterator[str]:
     """As IPython reads a cell: the indent of its first line is taken off all, and a line of magic goes on in the next
     one after a backslash."""
-    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+    _, first = _begin(lines)
+    indent = first[: len(first) - len(first.lstrip())]
     goes_on = False
     for line in lines:
         plain = "" if goes_on else _plain(line.removeprefix(indent))

@@ -27,7 +27,9 @@ def _says_otherwise(script: Script, parent: ast.AST, child: ast.AST) -> bool:
     if not isinstance(parent, ast.If) or child is parent.test:
         return False
     holds = child in parent.body
-    return means_one_process(parent.test, holds=holds) or _means(script, parent.test, holds)
+    is_the_only_one = len(script.inits) < 2  # of two, the second is for where the first was not called
+    one_process = means_one_process(parent.test, holds=holds, forming=is_the_only_one)
+    return one_process or _means(script, parent.test, holds)
 
 
 def _means(script: Script, test: ast.expr, holds: bool) -> bool:

@@ -62,7 +62,7 @@ class Script(Values):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._kinds: dict[ast.expr, set[Kind]] = {}
-        self._guarded: dict[ast.AST, bool] = {}
+        self._guarded: dict[tuple[ast.AST, bool], bool] = {}
 
     # ---------------------------------------------------------------- what kind of script it is
 
@@ -205,11 +205,11 @@ class Script(Values):
 
     def on_every_rank(self, node: ast.AST) -> bool:
         """Whether all processes of the group certainly run this: it is reached without an `if rank …`."""
-        todo, seen = [(node, False)], set()
+        todo, seen, forming = [(node, False)], set(), node in self.inits
         while todo:
             place, started = todo.pop()
             function = self.function(place)
-            if (function, started) in seen or self._is_guarded(place):
+            if (function, started) in seen or self._is_guarded(place, forming):
                 continue
             if function is not None:
                 seen.add((function, started))
@@ -320,32 +320,32 @@ class Script(Values):
             is_named_like_a_rank(name_of(n)) or "RANK" in self.variable_read(n) for n in ast.walk(defined)
         )
 
-    def _is_guarded(self, node: ast.AST) -> bool:
-        if node not in self._guarded:
-            self._guarded[node] = self._has_a_guard(node)
-        return self._guarded[node]
+    def _is_guarded(self, node: ast.AST, forming: bool) -> bool:
+        if (node, forming) not in self._guarded:
+            self._guarded[node, forming] = self._has_a_guard(node, forming)
+        return self._guarded[node, forming]
 
-    def _has_a_guard(self, node: ast.AST) -> bool:
+    def _has_a_guard(self, node: ast.AST, forming: bool) -> bool:
         if any(self.depends_on_rank(test) or self._is_set_on_some(test) for test in self.enclosing_tests(node)):
             return True
         for child, parent in self.above(node):
             if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
                 inside = parent.body if isinstance(parent, ast.If) else [parent.body]
-                if means_one_process(parent.test, holds=child in inside):
+                if means_one_process(parent.test, holds=child in inside, forming=forming):
                     return True
             if isinstance(parent, ast.With | ast.AsyncWith) and any(
                 self.depends_on_rank(item.context_expr) for item in parent.items if item is not child
             ):
                 return True
-            if any(self._leaves_some(sibling) for sibling in before(parent, child)):
+            if any(self._leaves_some(sibling, forming) for sibling in before(parent, child)):
                 return True
         return False
 
-    def _leaves_some(self, statement: ast.stmt) -> bool:
+    def _leaves_some(self, statement: ast.stmt, forming: bool) -> bool:
         """`if rank != 0: return`: what follows is not for all."""
         if not isinstance(statement, ast.If) or not leaves(statement.body):
             return False
-        return self.depends_on_rank(statement.test) or means_one_process(statement.test, holds=False)
+        return self.depends_on_rank(statement.test) or means_one_process(statement.test, holds=False, forming=forming)
 
     def _is_set_on_some(self, test: ast.expr) -> bool:
         """`if writer is not None`, where only rank 0 has made a writer."""

@@ -18,6 +18,7 @@ from ddpjob_operator.manifest.yamlfile import InputError
 DRAIN_SECONDS = 10.0  # after the job's end, from one line of a log to the next
 _RETRY_SECONDS = 1.0
 _QUEUE_MAX = 10_000  # lines that wait for a reader of stdout that is slower than the job
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT")
 
 Say = Callable[[str], None]
 
@@ -148,6 +149,7 @@ class _Streams:
         self._threads: dict[str, threading.Thread] = {}
         self._last: dict[str, str] = {}
         """The time of the last line of each pod, by its uid."""
+        self._told: set[str] = set()
         self._adding = threading.Lock()
         self._closed = threading.Event()
 
@@ -210,9 +212,17 @@ class _Streams:
             params["tailLines"] = str(self._tails[uid])
         for line in self._cluster.lines(_log_path(pod), **params):
             at, _, text = line.partition(" ")
-            if at > before:
+            if not _TIME.match(at):
+                self._tell(f"the log of {pod['metadata']['name']}: {line}")
+            elif at > before:
                 self._last[uid] = max(at, self._last.get(uid, ""))
                 self._put(place, text.encode() + b"\n")
+
+    def _tell(self, text: str) -> None:
+        """Say once what a kubelet writes into a log: `failed to create fsnotify watcher: too many open files`."""
+        if text not in self._told:
+            self._told.add(text)
+            self._say(text)
 
     def _has_ended(self, pod: Raw) -> bool:
         path = _log_path(pod).removesuffix("/log")

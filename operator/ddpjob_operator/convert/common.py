@@ -10,7 +10,7 @@ from typing import Any
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
 from ddpjob_operator.job import api, bounds, launcher
-from ddpjob_operator.job.podspec import TRAINER, containers, gpus
+from ddpjob_operator.job.podspec import TRAINER, containers, gpus, mapping
 
 GANG = (
     "the gang of a DDPJob has all its nodes, or minNodes of an elastic one; spec.gang: native where the operator and "
@@ -32,8 +32,8 @@ _KEPT = ("name", "namespace", "labels", "annotations")
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
 # Kubeflow's WORLD_SIZE and RANK count pods. A DDPJob sets them for scripts without a launcher, one process a node.
 _OF_PODS = (
-    (re.compile(r"(--nnodes[=\s]+[\"']?\$[({]?)WORLD_SIZE\b"), r"\1NNODES"),
-    (re.compile(r"(--node[-_]rank[=\s]+[\"']?\$[({]?)RANK\b"), r"\1NODE_RANK"),
+    (re.compile(r"((?:--nnodes[=\s]+|\bNNODES=)[\"']?\$[({]?)WORLD_SIZE\b"), r"\1NNODES"),
+    (re.compile(r"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?\$[({]?)RANK\b"), r"\1NODE_RANK"),
 )
 ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
 # Options of torchrun that say which machine it runs on: the job sets them for each node.
@@ -67,7 +67,7 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
 def set_suspend(fields: Fields, result: Converted) -> None:
     """suspend, unless it is that of a queue."""
     suspend = fields.take("suspend")
-    if suspend is True and _QUEUE in result.metadata.get("labels", {}):
+    if suspend is True and _QUEUE in mapping(result.metadata, "labels"):
         result.remark((*fields.path, "suspend"), SUSPENDED_BY_KUEUE)
     elif suspend is not None:
         result.set("suspend", suspend)

@@ -212,7 +212,8 @@ def _of_chain(chain: list[Failure]) -> Failure:
     if chain[0].symptom:
         return chain[0]
     own = [r for r in reversed(chain) if not r.symptom]
-    return next((r for r in own if rules.WORKER_KILLED.match(r.exception)), own[0])
+    killed = next((r for r in own if rules.WORKER_KILLED.match(r.exception)), own[0])
+    return killed._replace(where=killed.where or own[0].where)  # its own traceback is all torch's
 
 
 def _read_log(log: str) -> ContainerReport:

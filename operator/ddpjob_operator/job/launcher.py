@@ -312,8 +312,13 @@ def shell_words(text: str) -> list[str]:
 
     Unlike shlex a shell goes on in the next line after a backslash, and has no comment within a word: ${HOSTNAME##*-}.
     """
-    hidden = re.sub(r"(?<=[^\s;&|()])#", "\0", text.replace("\\\n", " "))
+    hidden = re.sub(r"(?<=[^\s;&|()])#", "\0", shell_lines(text))
     return [word.replace("\0", "#") for word in shlex.split(hidden, comments=True)]
+
+
+def shell_lines(text: str) -> str:
+    """A shell's script with its wrapped lines in one. A line of comment ends with it, also after a backslash."""
+    return re.sub(r"^([ \t]*#.*)|\\\n", lambda found: found[1] or " ", text, flags=re.MULTILINE)
 
 
 def _after_options(words: list[str]) -> list[str]:

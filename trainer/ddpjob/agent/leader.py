@@ -284,7 +284,7 @@ class Leader:
         del self._unauthenticated[link]
         if node in self._links:
             self._drop(self._links[node])
-            self._start_others()  # what ends with that connection is not for the node that comes now
+        self._start_others()  # what has ended, perhaps with its last connection, is not for the node that comes now
         self._links[node], self._heard_at[node] = link, now
         link.send({"welcome": node, "generation": self._lead.generation})
         self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, grant=grant)

@@ -121,7 +121,11 @@ class _Tail:
     def __init__(self, path: str, header: bytes, console: int, filtered: str, words: list[bytes]) -> None:
         self._header, self._console, self._words = header, console, words
         self._file = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
-        self._filtered = os.open(filtered, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) if filtered else -1
+        try:
+            self._filtered = os.open(filtered, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) if filtered else -1
+        except OSError:
+            os.close(self._file)
+            raise
         self._part = b""  # of a line
         self._waiting = b""  # for the console
 

@@ -25,6 +25,7 @@ import contextlib
 import errno
 import hashlib
 import io
+import itertools
 import json
 import operator
 import os
@@ -61,6 +62,9 @@ _STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6,})\.([0-9a-f]{16})\.pt")
 _WRITER_NAME = re.compile(r"writer-(\d{6,})\.json")
 _ALIVE_NAME = re.compile(r"writer-(\d{6,})\.alive")
 _TMP_NAME = re.compile(r"\.tmp-(\d{6,})-\d+-\d+")
+# Of this process, and not of a Snapshot: two of them may write into one folder at once.
+_numbers = itertools.count(1)
+_being_written: set[str] = set()
 
 
 class Snapshot:
@@ -105,7 +109,6 @@ class Snapshot:
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
-        self._files = 0
         self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
@@ -208,9 +211,9 @@ class Snapshot:
             self._problem.__cause__ = error
 
     def _publish(self, writer: int, document: dict[str, Any]) -> None:
-        self._files += 1
-        tmp = self.folder / f".tmp-{writer:06d}-{os.getpid()}-{self._files}"
+        tmp = self.folder / f".tmp-{writer:06d}-{os.getpid()}-{next(_numbers)}"
         tmp.unlink(missing_ok=True)  # of a process that was killed: in a container each has the same number
+        _being_written.add(tmp.name)
         try:
             with _HashingFile(tmp) as file:
                 torch.save(document, file)
@@ -224,6 +227,8 @@ class Snapshot:
             with contextlib.suppress(OSError):
                 tmp.unlink()
             raise
+        finally:
+            _being_written.discard(tmp.name)
 
     def _prune(self, writer: int) -> None:
         """Remove older states, and what crashes left behind; never what a newer attempt may read or write."""
@@ -232,8 +237,9 @@ class Snapshot:
             entry.path.unlink(missing_ok=True)
         for name in os.listdir(self.folder):
             alive, tmp = _ALIVE_NAME.fullmatch(name), _TMP_NAME.fullmatch(name)
-            # This process writes nothing now: a .tmp file of this writer or an older one is of an ended process.
-            if (alive and int(alive[1]) < writer) or (tmp and int(tmp[1]) <= writer):
+            # Any other .tmp file of this writer or an older one is of an ended process.
+            is_left = tmp and int(tmp[1]) <= writer and name not in _being_written
+            if (alive and int(alive[1]) < writer) or is_left:
                 (self.folder / name).unlink(missing_ok=True)
 
     # ---- who may write -------------------------------------------------------------------------------------

@@ -531,9 +531,11 @@ def wait_for_others(group: _Group, limit_seconds: float) -> None:
 
     Through the store and not by a barrier: under nccl a collective that a lost peer never joins ends the process.
     """
-    if group.store is None:
+    store, world = group.store, group.world
+    if store is None and process.current.stopped_at is not None:
+        store = stop.store_of_group()  # the script has made it, and waits for nobody: rank 0 may still write
+    if store is None:
         return
-    world = group.world
     with contextlib.suppress(RuntimeError):  # rank 0 serves the store and may be gone: then it had seen all of us
-        group.store.set(_LEFT.format(world.rank), "1")
-        stop.wait_for_all(group.store, world.rank, world.world_size, limit_seconds)
+        store.set(_LEFT.format(world.rank), "1")
+        stop.wait_for_all(store, world.rank, world.world_size, limit_seconds)

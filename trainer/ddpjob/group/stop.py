@@ -220,7 +220,7 @@ def _begin() -> Agreement:
     state, place = process.current, process.place()
     state.stopped_at, state.stopped_raised = None, False
     state.sigterm = state.sigterm or process.Sigterm()
-    store = None if place.world_size == 1 else _store()
+    store = None if place.world_size == 1 else store_of_group()
     if place.world_size == 1 or store is not None:
         state.sigterm.handle()
     process.at_exit_of_child(_end_as_resumable, 5)
@@ -229,7 +229,7 @@ def _begin() -> Agreement:
     return Agreement(store, state.sigterm, place.rank, place.world_size, limit_seconds)
 
 
-def _store() -> Any:
+def store_of_group() -> Any:
     """The store of the group: that of `init`, else the one that the script made."""
     group = process.current.group
     if group is not None and group.store is not None:
@@ -244,14 +244,17 @@ def _store() -> Any:
 
 def _end_as_resumable() -> None:
     """A training that stopped before its end must not look completed, however the script ends after it."""
-    error, step = termination.ending(), process.current.stopped_at
+    state = process.current
+    error, step = termination.ending(), state.stopped_at
     if step is None or not (error is None or isinstance(error, SystemExit)):
         return
     termination.tell_stopped(step)
-    agreement = process.current.agreement  # None where the group was that of `init`, and is left
-    if agreement is not None and (error is None or termination.exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE)):
+    # None where the group was that of `init`, and is left; or the second time: multiprocessing calls this, then atexit.
+    agreement, state.agreement = state.agreement, None
+    ends_well = error is None or termination.exit_code(error) in (0, rules.RESUMABLE_EXIT_CODE)
+    if agreement is not None and state.group is None and ends_well:  # one that is not left has 2 s to end
         agreement.wait_for_others()
-    if not process.current.stopped_raised and (error is None or termination.exit_code(error) == 0):
+    if not state.stopped_raised and (error is None or termination.exit_code(error) == 0):
         process.log(
             f"stopped after step {step}: exit code {rules.RESUMABLE_EXIT_CODE}, not 0, for the training is not "
             f"complete. End the script by `raise ddpjob.Stopped(step)`."

@@ -136,7 +136,7 @@ def exit_words(error: SystemExit) -> tuple[str, str]:
     cause = error.__context__  # `except ValueError: sys.exit(1)`
     if not isinstance(cause, Exception):
         return "", ""
-    return exception_line(cause), "".join(traceback.format_exception(cause))
+    return cause_line(cause), "".join(traceback.format_exception(cause))
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
