@@ -42,7 +42,8 @@ AREA_EVERY, OTHER_EVERY, OTHER_RESERVED, COPIES, MISCOUNTED, NODE_CELLS = range(
 
 GENERATION      of the ranks that run here: no others write
 RESERVED        bytes of the area that are reserved
-PROVEN          1: ranks have proved that nothing large changes between a boundary and the next step
+PROVEN          the generation in which ranks have proved that nothing large changes between a boundary and the next
+                step, and one more; 0: none. Each rank of it proves that, because its sum shows that it holds the same
 AREA_STEP       of the state in the area, written last; 0: none
 AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED  of that state: who wrote it, how often it was loaded
                 without a new step after it, its length, the sum of its bits, and whether it is assumed (Held)
