@@ -53,6 +53,20 @@ def test_holders_that_do_not_agree_are_not_believed(held: Held, ranks: int, data
     assert isinstance(newest(nodes, Version(9, 9, 0)), str)
 
 
+@given(
+    st.lists(st.none() | st.builds(Mark, st.integers(0, 3), st.integers(1, 9), st.integers(0, 8)), max_size=5),
+    st.integers(0, 3),
+)
+def test_the_step_that_nobody_has_left_is_the_last_one_of_the_ranks_before(
+    marks: list[Mark | None], generation: int
+) -> None:
+    """Where a script loads again, the steps of its own generation are not lost."""
+    last = memory.last_known(marks, Version(1, generation, 0))
+    before = [mark for mark in marks if mark is not None and mark.generation < generation]
+    newest_of_them = max((mark.generation for mark in before), default=0)
+    assert last == max((mark.step for mark in before if mark.generation == newest_of_them), default=0)
+
+
 @given(st.lists(st.none() | st.builds(Proof, st.integers(0, 1), st.integers(1, 2), st.integers(0, 1)), max_size=5))
 def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[Proof | None]) -> None:
     """A script may train another model on each rank: what a survivor holds is not what the dead one did."""

@@ -18,7 +18,7 @@ from memory_node import Node, parts, rescue, settle, steps
 
 import ddpjob
 from ddpjob import process
-from ddpjob.checkpoint import packed
+from ddpjob.checkpoint import packed, recall
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core import memory
 
@@ -305,10 +305,33 @@ def test_a_script_that_saves_a_value_has_in_memory_what_it_named_last_and_the_lo
 
     assert node.run(0, lambda: train(8)) == (0, None)
     told = capfd.readouterr().err
-    assert told.count("best: saved by value, so the memory has the state of the last save, not of every step") == 1
+    assert told.count("best: saved by value, so the memory has that state until the next optimizer step, and then") == 1
     assert node.step == 8
     assert node.run(1, lambda: train(12, steps_after=1)) == (8, 8.5)
     assert node.step != 13, "nobody has named what there is at step 13"
+
+
+def test_progress_is_no_boundary(node: Node) -> None:
+    """A script may call it with the number of the step that it is about to make: the state would be called by that."""
+
+    def train() -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = began = snapshot.load(**objects)
+        while step < 9:
+            step += 1
+            ddpjob.progress(step=step)
+            objects["model"](torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            ddpjob.progress(step=step)
+            settle()
+            if step == 4 and not began:
+                snapshot.save(step, **objects)
+                snapshot.wait()
+        rescue()
+        return began
+
+    assert [node.run(number, train) for number in range(2)] == [0, 4]
+    assert node.step is None
 
 
 @pytest.mark.parametrize(("each", "left"), [(1, 9), (2, None)])
@@ -647,6 +670,72 @@ def test_averaged_weights_that_are_swapped_in_to_evaluate_are_not_taken_for_thos
     assert node.run(1, lambda: train(6)) == 4
 
 
+def test_what_another_job_has_saved_counts_less_than_what_is_in_memory(node: Node, tmp_path: Path) -> None:
+    """A folder that was taken over from it: its attempt 7 is no later than attempt 1 of this job."""
+    assert node.run(0, lambda: train(4)) == 0
+    node.lose(0)
+    (tmp_path / "snapshots" / "writer-000001.json").write_text('{"job": "uid-0", "attempt": 7}')
+    assert node.run(1, lambda: train(10)) == 4
+    assert node.run(2, lambda: train(11)) == 10
+
+
+def test_ranks_whose_agent_is_gone_do_not_say_that_they_keep_nothing(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It was killed with its node, and its ranks soon are: the next ones go on from the memory of another node, and no
+    line says otherwise."""
+
+    def lose_the_agent(_: Any) -> None:
+        process.current.keeper._shared._path = f"/proc/{ended_process()}/fd/3"
+
+    node.run(0, lambda: train(6, lose_the_agent), ranks=2)
+    assert "not kept" not in capfd.readouterr().err
+
+
+def test_a_rank_of_a_generation_that_is_over_writes_nothing(node: Node) -> None:
+    """A process that the script has hidden from its agent would write over what the new ranks hold."""
+
+    def live_on() -> None:
+        objects = parts()
+        ddpjob.Snapshot("snapshots").load(**objects)
+        steps(0, 6, **objects)
+        torch.distributed.barrier()
+        Shared(os.environ["DDPJOB_MEMORY"], 1, 0).node[memory.GENERATION] = 1
+        steps(6, 7, **objects)
+        rescue()
+
+    node.run(0, live_on, ranks=2)
+    assert node.step is None
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_train_models_of_their_own_do_not_get_each_others_and_the_log_says_so(
+    node: Node, capfd: pytest.CaptureFixture[str], first: int
+) -> None:
+    """What one of them holds is not what the one that has failed did. Nothing makes them step together: one may have
+    shown that its parameters change in steps alone before the other begins."""
+
+    def train_own() -> int:
+        world, step = ddpjob.init(), 0
+        objects, snapshot = parts(), ddpjob.Snapshot(world=world)
+        with torch.no_grad():
+            objects["model"][0].weight += world.rank
+        if os.environ["DDPJOB_GENERATION"] == "1":
+            return snapshot.load(**objects)
+        for turn in range(2):
+            if (world.rank == first) is (turn == 0):
+                snapshot.load(**objects)
+                steps(0, 6, **objects)
+            torch.distributed.barrier()
+        if world.is_main:
+            rescue()
+        return step
+
+    assert [node.run(number, train_own, ranks=2) for number in range(2)] == [0, 0]
+    said = capfd.readouterr().err
+    assert "the state in memory is not used: rank 1 did not hold the same parameters as the others" in said
+
+
 def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> None:
     """Half a state must not be taken for one."""
 
@@ -663,6 +752,56 @@ def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> N
         node.run(0, lambda: train(6, die_in_writing))
     assert node.step is None
     assert node.run(1, lambda: train(6)) == 4
+
+
+def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobody_has_written_the_state(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """All ranks killed at once, or each that would write: who sees steps made again must not look for a mistake of his
+    script."""
+
+    def train(*, saves: bool) -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        steps(step, step + 5, **objects)
+        if saves:
+            snapshot.save(step + 5, **objects)
+            snapshot.wait()
+        steps(step + 5, step + 6, **objects)
+        return step
+
+    found = [node.run(0, lambda: train(saves=False), ranks=2)]
+    assert "step 0" not in capfd.readouterr().err, "it is the first start"
+    found.append(node.run(1, lambda: train(saves=True), ranks=2))
+    said = capfd.readouterr().err
+    assert "no rank has left the state of step 6 in memory" in said
+    assert "begins at step 0: there is no state in snapshots" in said
+    found.append(node.run(2, lambda: train(saves=True), ranks=2))
+    said = capfd.readouterr().err
+    assert "no rank has left the state of step 6 in memory" in said
+    assert "resumed at step 5 from snapshots" in said
+    assert "begins at" not in said
+    assert found == [0, 0, 5]
+
+
+def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_says_so(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script that writes where it must not, or a machine without ECC: it would be trained on, and saved."""
+
+    def flip(_: Any) -> None:
+        rescue()
+        shared = Shared(os.environ["DDPJOB_MEMORY"], 1, 0)
+        held = shared.held()
+        assert held is not None
+        for area in range(memory.AREAS):
+            shared.mapped(area)[held.size - 1] ^= 1
+
+    assert node.run(0, lambda: train(6, flip)) == 0
+    assert node.step == 6
+    assert node.run(1, lambda: train(7)) == 4
+    said = capfd.readouterr().err
+    assert "step 6 in memory is not used: rank 0: its bits do not add up to what was written" in said
 
 
 def test_a_rank_that_dies_while_it_loads_leaves_the_state_to_the_next(node: Node) -> None:
@@ -757,7 +896,9 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
     run_ranks: Callable[[Callable[[int], Any], int], list[Any]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Their old ones went with the node: the result is another one, and a user who compares must know why."""
+    """Their old ones went with the node: the result is another one, and a user who compares must know why. What the
+    new node is sent comes in pieces, the last of which is shorter."""
+    monkeypatch.setattr(recall, "PIECE_BYTES", 100)
     monkeypatch.chdir(tmp_path)
     job = Node(tmp_path, run_ranks, nodes=2)
 

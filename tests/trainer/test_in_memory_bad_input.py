@@ -12,6 +12,10 @@ import torch
 from memory_node import Node, parts, rescue, settle, steps
 
 import ddpjob
+from ddpjob import process
+from ddpjob.checkpoint import packed, room
+from ddpjob.checkpoint.kept import Kept
+from ddpjob.core import memory
 
 
 @pytest.fixture
@@ -152,6 +156,75 @@ def test_a_model_with_a_layer_on_another_device_trains_on_and_the_log_says_that_
     assert node.run(0, train) == 0
     assert node.step is None
     assert "the state is not kept in memory: a tensor on the meta device" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("short", [1, 0])
+def test_a_limit_that_is_a_byte_too_small_is_said_with_the_one_that_would_do(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], short: int
+) -> None:
+    """Beyond it the kernel ends the container, and all that is in memory with it."""
+
+    def size_of_state() -> int:
+        objects = parts()
+        steps(0, 1, **objects)
+        return packed.pack(Kept(objects).large()).size
+
+    def train() -> tuple[str, int | None]:
+        objects = parts()
+        ddpjob.Snapshot("snapshots").load(**objects)
+        steps(0, 6, **objects)
+        rescue()
+        return process.current.not_kept, process.current.limit_needed
+
+    enough = memory.needed(memory.area_bytes(node.run(0, size_of_state)))
+    monkeypatch.setattr(room, "_limits", lambda *_: iter([(enough - short, 0)]))
+    not_kept, limit_needed = node.run(1, train, ranks=2)
+    assert (node.step, limit_needed) == ((None, enough) if short else (6, None))
+    assert not_kept.startswith("the container's memory limit is 0 MiB" if short else "")
+    assert ("the state is not kept in memory: the container's memory limit" in capfd.readouterr().err) is bool(short)
+
+
+class Averages:
+    """What a script has made itself, with a state_dict() that is copied at each step."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(2 << 20)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As many a class has it."""
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As many a class has it."""
+        self.values = state["values"]
+
+
+@pytest.mark.parametrize(
+    ("which", "why"),
+    [
+        ("a buffer", "buffers and what else is small have 68 MiB, and 64 MiB can be written at each step"),
+        ("an object", "averages: it has more than 4 MiB to copy at each step"),
+    ],
+)
+def test_a_script_with_too_much_to_write_at_each_step_trains_on_and_the_log_says_why_it_is_not_kept(
+    node: Node, which: str, why: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Each step would take as long as a save."""
+
+    def train() -> None:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        others = {"averages": Averages()} if which == "an object" else {}
+        if which == "a buffer":
+            objects["model"].register_buffer("mask", torch.zeros(17 << 20))
+        snapshot.load(**objects, **others)
+        steps(0, 2, **objects)
+        snapshot.keep(2, **objects, **others)
+        steps(2, 6, **objects)
+        rescue()
+
+    node.run(0, train)
+    assert node.step is None
+    assert f"the state is not kept in memory: {why}; a restart goes on from the last save" in capfd.readouterr().err
 
 
 def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) -> Any:

@@ -173,6 +173,17 @@ def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
     assert world.status.goodput.lost_steps == 20
 
 
+def test_ranks_that_begin_anew_in_their_pods_do_not_say_where_those_before_resumed() -> None:
+    """All were lost at once, and nothing was saved: the end would say that they went on at step 534."""
+    world = trains(command="ddprun").after(3)
+    resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1}
+    world.reports_step(535, **resumed).settle().after(3).reports_step(540, **resumed).settle()
+    assert world.status.resumed_from == MEMORY
+    world.after(3).reports_step(1, generation=2).settle()
+    assert (world.status.resumed_step, world.status.resumed_from) == (None, "")
+    assert "resumed" not in ending.succeeded("digits", world.status, 8)
+
+
 def test_the_next_attempt_does_not_say_where_the_last_one_resumed() -> None:
     """Its ranks have loaded nothing yet."""
     world = trains(CLAIM).reports_step(530, resumed_step=500, resumed_from="/ckpt", not_kept="no room").settle()

@@ -180,7 +180,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     resumed_from: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
     """Where that state was: a folder, or the memory of the nodes of which ranks."""
     not_kept: Annotated[str, Meta(max_length=bounds.ADVICE_MAX)] = ""
-    """Why the state is not kept in memory, as rank 0 reports it, and what to do; a restart goes on from the last save.
+    """Why the state is not kept in memory, in which pods, and what to do; a restart goes on from the last save.
     Unset where it is kept, or where nobody has tried."""
     furthest_step: Count | None = None
     """The furthest step of all ranks before those that train now; unset while none has reported a step."""

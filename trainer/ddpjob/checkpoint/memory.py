@@ -65,7 +65,7 @@ class Keeper(Survivor):
         self._marked: int | None = None  # the step that should_stop has named since, the only one
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
-        self._proofs_left = 0 if shared.node[PROVEN] else PROOF_STEPS
+        self._proofs_left = 0 if 0 < shared.node[PROVEN] <= shared.generation else PROOF_STEPS
         self._turn: int | None = None  # the slot of the next boundary
         self._sum: tuple[int, int] | None = None  # to be compared before the next step: its step, the sum
         self._room: threading.Thread | None = None
@@ -118,8 +118,9 @@ class Keeper(Survivor):
         if kept.by_value and not self._told and self._rank == 0:
             self._told = True
             process.log(
-                f"{', '.join(kept.by_value)}: saved by value, so the memory has the state of the last save, not of "
-                f"every step: give save() objects with state_dict(), or call keep(step, …) after each step"
+                f"{', '.join(kept.by_value)}: saved by value, so the memory has that state until the next optimizer "
+                f"step, and then {self._otherwise}: give save() objects with state_dict(), or call keep(step, …) after "
+                f"each step"
             )
 
     def assume(self, objects: Mapping[str, Any]) -> None:
@@ -293,9 +294,7 @@ class Keeper(Survivor):
         if self._shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False
-        if self._shared.node[PROVEN]:
-            self._proofs_left = 0
-        if self._proofs_left:
+        if self._proofs_left:  # also where another rank has proved it: the sum of each shows that ranks are replicas
             self._sum = step, packed.total(packed.tensors_of(kept.large()))
         return not self._proofs_left
 
@@ -372,7 +371,7 @@ class Keeper(Survivor):
         self._proofs_left -= 1
         if self._proofs_left == 0:
             self._shared.write_proof(step, before)
-            self._shared.node[PROVEN] = 1
+            self._shared.node[PROVEN] = 1 + self._shared.generation
 
     def _before_reduce(self, _parameter: Any) -> None:
         """Called in each backward, before this rank's gradients can all have reached the others: from then on they may

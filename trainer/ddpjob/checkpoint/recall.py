@@ -51,16 +51,19 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     rows = _gathered(own, world_size)
     if shared is not None:
         shared.node[COPIES] = rows[0][-1] or max(row[-1] for row in rows)
+    marks = [Mark(*row[12:15]) if row[13] else None for row in rows]
     found = memory.newest(
         [_held(row, present.attempt) if row[0] else None for row in rows],
         present,
         [Proof(*row[9:12]) if row[8] else None for row in rows],
-        [Mark(*row[12:15]) if row[13] else None for row in rows],
+        marks,
     )
     if isinstance(found, Found):
         return found
     if found and rank == 0:
         process.log(f"the state in memory is not used: {found}")
+    elif rank == 0 and (last := memory.last_known(marks, present)):
+        process.log(f"no rank has left the state of step {last} in memory")
     return None
 
 

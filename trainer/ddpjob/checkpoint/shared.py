@@ -35,6 +35,7 @@ from ddpjob.core.memory import (
     Proof,
     Version,
 )
+from ddpjob.errors import StateError
 
 MAPPED_SLOTS = memory.EARLY + 1  # those that are written at each step
 TOUCHED_BYTES = 1 << 20  # in a call, which the interpreter does not wait for
@@ -96,6 +97,17 @@ class Shared:
     def is_current(self) -> bool:
         """Whether the ranks that run on this node are of this generation."""
         return bool(self.node[GENERATION] == self.generation)
+
+    @property
+    def has_agent(self) -> bool:
+        """Whether the memory outlives this process."""
+        try:
+            os.stat(self._path)
+        except FileNotFoundError:
+            return False
+        except OSError:  # who may not look there says so when it writes
+            return True
+        return True
 
     def others(self) -> set[int]:
         """The other local ranks that live, take part, and have not answered yet."""
@@ -286,12 +298,15 @@ class Shared:
     # ---- the slots of this rank ----------------------------------------------------------------------------
 
     def write_slot(self, slot: int, step: int, *values: packed.Packed) -> None:
-        """Replace what is there. Raises OSError."""
+        """Replace what is there. Raises OSError, StateError."""
         cells, first = self.cells, memory.slot_cell(slot, 0)
         cells[first + memory.SLOT_STEP] = 0
         size = sum(value.size for value in values)
         if size > memory.SECTION_BYTES:
-            raise OSError(28, "too large for its slot")
+            raise StateError(
+                f"buffers and what else is small have {size >> 20} MiB, and {memory.SECTION_BYTES >> 20} MiB can be "
+                f"written at each step"
+            )
         if slot < MAPPED_SLOTS and size <= self._taken[slot] and self._slots is not None:
             self._write_to_mapping(self._slots, slot, values)
         else:

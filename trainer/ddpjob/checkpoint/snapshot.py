@@ -112,6 +112,7 @@ class Snapshot:
         self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
+        self._has_begun = False  # at step 0, and said so
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
         before_leaving(self.wait)
@@ -315,6 +316,7 @@ class Snapshot:
             chosen = self._agreed(None)
         if chosen is None:
             self.state = self._memory.loaded(objects, {})
+            self._log_beginning()
             return 0
         entry, file = chosen
         with file:
@@ -341,6 +343,13 @@ class Snapshot:
             process.log(f"resumed at step {step} from {origin}")
         report_resumed(step, origin, saved=False)
         return step
+
+    def _log_beginning(self) -> None:
+        """Once, and not where the job begins: nothing else would say that its steps are made again."""
+        is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
+        if self.rank == 0 and is_restart and not self._has_begun:
+            self._has_begun = True
+            process.log(f"begins at step 0: there is no state in {self._folder or 'memory'}")
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
         """before: the job whose state this is, where it is another one."""

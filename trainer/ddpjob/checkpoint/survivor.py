@@ -83,7 +83,7 @@ class Survivor(abc.ABC):
 
     def save(self) -> None:
         """Write the state, if it is clean, or becomes so in time; and tell the agent."""
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or not self._shared.has_agent:
             return
         if self._on_device and self._copies is not None:
             self._copies.stop()  # the device may go on without the lost rank: nothing of that counts

@@ -42,7 +42,8 @@ AREA_EVERY, OTHER_EVERY, OTHER_RESERVED, COPIES, MISCOUNTED, NODE_CELLS = range(
 
 GENERATION      of the ranks that run here: no others write
 RESERVED        bytes of the area that are reserved
-PROVEN          1: ranks have proved that nothing large changes between a boundary and the next step
+PROVEN          the generation in which ranks have proved that nothing large changes between a boundary and the next
+                step, and one more; 0: none. Each rank of it proves that, because its sum shows that it holds the same
 AREA_STEP       of the state in the area, written last; 0: none
 AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED  of that state: who wrote it, how often it was loaded
                 without a new step after it, its length, the sum of its bits, and whether it is assumed (Held)
@@ -191,6 +192,12 @@ def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
         if proof is not None and seen.setdefault((proof.generation, proof.step), proof.total) != proof.total:
             return rank
     return None
+
+
+def last_known(marks: Sequence[Mark | None], present: Version) -> int:
+    """The last step at which a rank of an earlier generation was, as far as one has noted it; 0: none."""
+    past = [mark[:2] for mark in marks if mark is not None and mark.generation < present.generation]
+    return max(past, default=(0, 0))[1]
 
 
 def leads_to(early: Version | None, boundaries: Sequence[Version | None], version: Version) -> bool:
