@@ -475,6 +475,21 @@ def test_why_a_state_is_not_used_after_steps_that_nobody_has_written_is_said(
     assert "no step after it is known" not in said
 
 
+def test_nothing_is_kept_in_a_pod_that_follows_one_that_was_killed_for_its_memory_and_the_log_says_so(
+    node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It may need for the training what the state would take, and then would be killed again."""
+    monkeypatch.setenv("DDPJOB_OUT_OF_MEMORY", "1")
+    assert node.run(0, lambda: train_from_load(6)) == 0
+    assert node.step is None
+    said = capfd.readouterr().err
+    assert "the state is not kept in memory: a pod of this job was killed because it used more memory than" in said
+    assert "a restart goes on from the last save" in said
+    monkeypatch.setenv("DDPJOB_OUT_OF_MEMORY", "0")
+    assert node.run(1, lambda: train_from_load(7)) == 0
+    assert node.run(2, lambda: train_from_load(8)) == 7
+
+
 def test_a_rank_that_has_saved_writes_over_what_another_one_of_its_pod_assumes(node: Node) -> None:
     """Which of the two comes first after a failure is chance: where it was the other one, the job went back to its last
     save."""

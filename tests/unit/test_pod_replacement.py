@@ -524,3 +524,20 @@ def test_after_two_infrastructure_failures_the_new_pods_check_themselves_first()
         assert world.status.attempt == attempt
         world.evicted(0, "Evicted").evicted(1, "Evicted").settle().after(10).settle().runs(0, 1).settle()
     assert variables(world)["DDPJOB_PREFLIGHT"] == "1"
+
+
+# ---------------------------------------------------------------- the state in memory
+
+
+def test_pods_after_one_that_was_killed_for_its_memory_keep_no_state_in_it_until_the_job_is_resumed() -> None:
+    """The state counts against the pod's limit: a training that just fits was killed again and again, to its last
+    restart. Who has raised the limit has suspended the job for it."""
+    world = digits(container=DDPRUN, nodes=2).running()
+    assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
+    world.exits(1, code=137, reason="OOMKilled").settle().after(10).settle().runs(0, 1).settle()
+    assert variables(world)["DDPJOB_OUT_OF_MEMORY"] == "1"
+    world.evicted(0, "Evicted").evicted(1, "Evicted").settle().after(10).settle().runs(0, 1).settle()
+    assert variables(world)["DDPJOB_OUT_OF_MEMORY"] == "1", "another failure since then does not change it"
+    world.change(suspend=True).restarted().after(60).change(suspend=False).settle()
+    assert world.status.attempt > 1
+    assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)

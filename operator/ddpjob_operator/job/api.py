@@ -362,6 +362,8 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """The attempt that failed."""
     message: Annotated[str, Meta(max_length=300)]
     """Who and what."""
+    reason: str = ""
+    """What the kubelet or the process said in a word, as in lastFailure; nothing of an init container."""
     failure_class: str = field(default="", name="class")
     """What it was, as in lastFailure."""
     node: str = ""

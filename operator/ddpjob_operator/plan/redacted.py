@@ -30,7 +30,7 @@ def status(new: api.Status) -> api.Status:
         not_kept=shown(new.not_kept, bounds.ADVICE_MAX),
         progress=_progress(new.progress),
         last_failure=_failure(new.last_failure),
-        failures=[replace(line, message=shown(line.message, EXCEPTION_MAX)) for line in new.failures],
+        failures=[_line(line) for line in new.failures],
         avoided_nodes=[replace(node, message=shown(node.message, EXCEPTION_MAX)) for node in new.avoided_nodes],
         conditions=[replace(one, message=shown(one.message, CONDITION_MAX)) for one in new.conditions],
     )
@@ -46,6 +46,10 @@ def _progress(progress: api.Progress | None) -> api.Progress | None:
         return progress
     metrics = {shown(k, METRIC_LENGTH_MAX): shown(v, METRIC_LENGTH_MAX) for k, v in progress.metrics.items()}
     return replace(progress, metrics=metrics)
+
+
+def _line(line: api.FailureLine) -> api.FailureLine:
+    return replace(line, message=shown(line.message, EXCEPTION_MAX), reason=shown(line.reason, WORD_MAX))
 
 
 def _failure(failure: api.JobFailure | None) -> api.JobFailure | None:

@@ -210,6 +210,7 @@ def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> a
     line = api.FailureLine(
         attempt=failure.attempt,
         message=message[:300],
+        reason="" if failure.init_container else failure.reason,
         time=failure.time,
         failure_class=failure.failure_class,
         node=failure.node if root_cause.blames_node(failure) else "",

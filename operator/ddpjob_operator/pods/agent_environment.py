@@ -27,6 +27,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
         # Only where it is set: in place a broken group has nothing to save, and every second of it is lost.
         "DDPJOB_RESTART_GRACE": spec.restart_grace_seconds,
         "DDPJOB_PREFLIGHT": 1 if wants_preflight(spec, job.status) else None,
+        "DDPJOB_OUT_OF_MEMORY": 1 if was_out_of_memory(job.status) else None,
     }
     return {name: str(value) for name, value in variables.items() if value is not None}
 
@@ -41,6 +42,16 @@ def _grant(job: api.DDPJob) -> Grant:
         replaced=sum(status.replacements.values()),
         known=budgets.known(status),
     )
+
+
+def was_out_of_memory(status: api.Status) -> bool:
+    """Whether the kernel has killed a pod for its memory since the job was started or resumed.
+
+    The state in memory counts against the limit, and is reserved when there is room for it: a training that needs that
+    room later would be killed for it again and again. Who raises the limit suspends and resumes the job.
+    """
+    since = status.start_time
+    return any(line.reason == "OOMKilled" and (since is None or line.time >= since) for line in status.failures)
 
 
 def wants_preflight(spec: api.Spec, status: api.Status) -> bool:

@@ -17,6 +17,10 @@ _ALONE = (
     "when all ranks have ended"
 )
 _REFUSED = "the kernel gives the agent no file in memory (memfd_create)"
+_KILLED = (
+    "a pod of this job was killed because it used more memory than its limit, and the state counts against that; to "
+    "keep it again, suspend the job, raise the limit, and resume it"
+)
 _NOTHING = (
     "Snapshot() has no folder, and there is no memory to keep the state in (ddprun has one, for training on CPUs and "
     "CUDA): nothing is saved"
@@ -93,10 +97,9 @@ class InMemory:
         world, device = self._world, streams.for_device(self._world.device)
         if device is None and world.device.type != "cpu":
             return
-        why = device_copies.would_go_on(world.backend, world.world_size, os.environ) if where else _REFUSED
-        if why:
+        if why := _why_not(world, where):
             process.current.not_kept = why
-            if world.rank == 0:
+            if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # other pods may keep it
                 process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
             return
         try:
@@ -189,6 +192,15 @@ class InMemory:
         if self._keeper is not None:
             self._keeper.register(objects)
             self._keeper.boundary(step, named=True)
+
+
+def _why_not(world: World, where: str) -> str:
+    """Why nothing is kept here from the start; "" where it is. where: DDPJOB_MEMORY."""
+    if not where:
+        return _REFUSED
+    if process.number("DDPJOB_OUT_OF_MEMORY", 0):
+        return _KILLED
+    return device_copies.would_go_on(world.backend, world.world_size, os.environ)
 
 
 def _refuse(name: str) -> None:
