@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_server import play
+from wire import GOOD, Fate, Wire
 
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM, Claims, namespace_of
 from ddpjob_operator.kube.client import NO_ANSWER, ApiError
@@ -41,46 +42,53 @@ class Leases:
         return copy.deepcopy(self.objects[path])
 
 
-class Client:
-    """The methods of kube.client.Client, of one release."""
+class Client(Wire):
+    """The methods of kube.client.Client, of one pod of a release."""
 
     def __init__(self, server: Leases, release: str) -> None:
+        super().__init__(lambda: Fate(there=server.seconds, back=server.seconds))
         self._server, self._release = server, release
 
     async def get(self, path: str, params: Any = None) -> Raw:
-        await self._way("get" if params is None else "list")
-        if params is not None:
-            name = params["fieldSelector"].removeprefix("metadata.name=")
-            found = [copy.deepcopy(raw) for at, raw in self._server.objects.items() if at.endswith(f"/{name}")]
-            return await self._back({"items": found})
-        if path not in self._server.objects:
-            raise ApiError(404, "NotFound", f'"{path}" not found')
-        return await self._back(copy.deepcopy(self._server.objects[path]))
+        if params is None:
+            return await self._ask("get", lambda: self._there(path))
+        name = params["fieldSelector"].removeprefix("metadata.name=")
+        objects = self._server.objects
+        return await self._ask("list", lambda: {"items": [o for at, o in objects.items() if at.endswith(f"/{name}")]})
 
     async def create(self, path: str, body: Raw, params: Any = None) -> Raw:
-        await self._way("create")
         at = f"{path}/{body['metadata']['name']}"
-        if at in self._server.objects:
-            raise ApiError(409, "AlreadyExists", "exists")
-        return await self._back(self._server.put(at, body))
+
+        def carry_out() -> Raw:
+            if at in self._server.objects:
+                raise ApiError(409, "AlreadyExists", "exists")
+            return self._server.put(at, body)
+
+        return await self._ask("create", carry_out)
 
     async def replace(self, path: str, body: Raw, params: Any = None) -> Raw:
-        await self._way("update")
-        there = self._server.objects.get(path)
-        if there is None or there["metadata"]["resourceVersion"] != body["metadata"].get("resourceVersion"):
-            raise ApiError(409, "Conflict", "changed")
-        return await self._back(self._server.put(path, body))
+        def carry_out() -> Raw:
+            if self._there(path)["metadata"]["resourceVersion"] != body["metadata"].get("resourceVersion"):
+                raise ApiError(409, "Conflict", "changed")
+            return self._server.put(path, body)
+
+        return await self._ask("update", carry_out)
 
     async def close(self) -> None:
         """Nothing is open."""
 
-    async def _way(self, verb: str) -> None:
-        await asyncio.sleep(self._server.seconds)
-        if error := self._server.broken(self._release, verb):
-            raise error
+    def _there(self, path: str) -> Raw:
+        if path not in self._server.objects:
+            raise ApiError(404, "NotFound", f'"{path}" not found')
+        return self._server.objects[path]
 
-    async def _back(self, answer: Raw) -> Raw:
-        await asyncio.sleep(self._server.seconds)
+    async def _ask(self, verb: str, work: Callable[[], Raw]) -> Raw:
+        def unless_broken() -> Raw:
+            if error := self._server.broken(self._release, verb):
+                raise error
+            return work()
+
+        answer: Raw = await self.send(unless_broken)
         return answer
 
 
@@ -89,7 +97,8 @@ class Release:
 
     def __init__(self, server: Leases, name: str, *namespaces: str) -> None:
         runtime = Runtime(clock=asyncio.get_running_loop().time)
-        client: Any = Client(server, name)
+        self.wire = Client(server, name)
+        client: Any = self.wire
         self.name = name
         self.changes = 0
         self.claims = Claims(client, namespaces, "kube-system", name, DURATIONS, runtime=runtime)
@@ -238,6 +247,48 @@ def test_a_release_goes_on_acting_with_three_seconds_for_every_answer(namespaces
         for _ in range(1000):
             await asyncio.sleep(0.1)
             assert release.acts("team")
+
+    in_virtual_time(story)
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5])
+def test_a_claim_that_was_renewed_late_is_not_taken_for_one_that_has_expired(phase: float) -> None:
+    """A release for all namespaces that had last asked right before that renewal, and got no answer since, acted in the
+    namespace once 15 s had passed since the renewal before."""
+
+    async def story(server: Leases) -> None:
+        team = Release(server, "team/own", "team")
+        await asyncio.sleep(phase)
+        everywhere = Release(server, "ddpjob/all")
+        await team.until_it_acts("team", [everywhere])
+        at = f"/apis/coordination.k8s.io/v1/namespaces/team/leases/{NAMESPACE_CLAIM}"
+        before = server.objects[at]["metadata"]["resourceVersion"]
+        while server.objects[at]["metadata"]["resourceVersion"] == before:
+            await asyncio.sleep(0.01)
+        team.wire.fates = lambda: Fate(there=1e6, lost=True)
+        await asyncio.sleep(7)
+        team.wire.fates = lambda: GOOD
+        await asyncio.sleep(0.9)
+        everywhere.wire.fates = lambda: Fate(there=1e6, lost=True)
+        for _ in range(150):
+            await asyncio.sleep(0.1)
+            assert not (team.acts("team") and everywhere.acts("team"))
+        assert team.acts("team")
+
+    in_virtual_time(story)
+
+
+def test_a_claim_on_a_namespace_that_somebody_deletes_is_not_taken_under_its_holder() -> None:
+    async def story(server: Leases) -> None:
+        team, everywhere = Release(server, "team/own", "team"), Release(server, "ddpjob/all")
+        await team.until_it_acts("team", [everywhere])
+        await asyncio.sleep(30)
+        for at in [at for at in server.objects if at.endswith(f"/{NAMESPACE_CLAIM}")]:
+            del server.objects[at]
+        for _ in range(2000):
+            await asyncio.sleep(0.05)
+            assert not (team.acts("team") and everywhere.acts("team"))
+        assert team.acts("team")
 
     in_virtual_time(story)
 

@@ -16,6 +16,7 @@ import pytest
 from cancelling import ends_although
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire import GOOD, Fate, Wire
 
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.lease import ADDRESS, Candidate, Durations, Leader, Lease
@@ -198,20 +199,6 @@ def in_virtual_time(work: Callable[[], Awaitable[None]]) -> None:
         loop.close()
 
 
-@dataclass(frozen=True)
-class Fate:
-    """What happens to one request."""
-
-    there: float = 0.01
-    """Seconds until it is carried out."""
-    back: float = 0.01
-    lost: bool = False
-    """The answer never arrives."""
-
-
-GOOD = Fate()
-
-
 @dataclass
 class Server:
     """As the API server keeps a Lease: a write counts where it names the version that it was made from."""
@@ -248,44 +235,24 @@ class Server:
         return self.keep(body)
 
 
-class Way:
-    """The way of one operator to the server. A request on its way arrives, even if nobody waits for its answer."""
+class Way(Wire):
+    """The way of one operator to the server."""
 
     def __init__(self, server: Server, fates: Callable[[], Fate] = lambda: GOOD) -> None:
-        self.server, self.fates = server, fates
-        self._under_way: set[asyncio.Task[Any]] = set()
+        super().__init__(fates)
+        self.server = server
 
     async def get(self, path: str) -> Any:
-        return await self._send(self.server.get)
+        return await self.send(self.server.get)
 
     async def create(self, path: str, body: dict[str, Any]) -> Any:
-        return await self._send(lambda: self.server.create(body))
+        return await self.send(lambda: self.server.create(body))
 
     async def replace(self, path: str, body: dict[str, Any]) -> Any:
-        return await self._send(lambda: self.server.replace(body))
+        return await self.send(lambda: self.server.replace(body))
 
     async def close(self) -> None:
         pass
-
-    async def _send(self, work: Callable[[], Any]) -> Any:
-        fate = self.fates()
-        task = asyncio.ensure_future(self._arrive(work, fate.there))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        if fate.lost:
-            await asyncio.sleep(1e6)
-        answer = await asyncio.shield(task)
-        await asyncio.sleep(fate.back)
-        if isinstance(answer, ApiError):
-            raise answer
-        return copy.deepcopy(answer)
-
-    async def _arrive(self, work: Callable[[], Any], seconds: float) -> Any:
-        await asyncio.sleep(seconds)
-        try:
-            return work()
-        except ApiError as error:
-            return error
 
 
 class Process:

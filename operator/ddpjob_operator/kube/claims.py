@@ -184,7 +184,8 @@ class Claims:
 
     def _holder_of(self, namespace: str) -> str:
         other = self._others.get(namespace)
-        live = None if other is None else other.leader(self._clock())
+        # As of when we asked last: it may have been renewed since, and waits only for those who asked before that.
+        live = None if other is None else other.leader(self._clock() if self._unguarded else self._asked_at)
         return "" if live is None else live.holder
 
     async def _read_other_claims(self) -> None:
@@ -209,7 +210,10 @@ class Claims:
         raws = {raw["metadata"]["namespace"]: raw for raw in found.get("items") or ()}
         for namespace in raws.keys() | self._others.keys():
             other = self._others.setdefault(namespace, Candidate(self._release, self._durations))
-            other.saw(lease.read(raws[namespace]) if namespace in raws else None, self._clock())
+            if namespace in raws:
+                other.saw(lease.read(raws[namespace]), self._clock())
+            else:
+                other.missed(self._clock())
 
     def _log_who_acts(self) -> None:
         lines = set(self.standing_by())

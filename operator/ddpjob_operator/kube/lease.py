@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpjob_operator.job import api
@@ -76,6 +76,11 @@ class Candidate:
         """Our own write, sent at `asked_at`, was carried out: at some moment after that."""
         self._lease, self._changed_at = lease, asked_at
         self.held_until = asked_at + self._durations.renew_seconds
+
+    def missed(self, now: float) -> None:
+        """It is not there `now`. Whoever held it may not know that yet, so this counts as its last change."""
+        if self._lease is not None:
+            self.saw(replace(self._lease, version=""), now)
 
     def may_take(self, now: float) -> bool:
         """Whether to write our name into it: it is ours or free, or its holder has not renewed it for long enough."""
