@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import random
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow_server import play
+from wire import GOOD, Fate, Wire
 
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM, Claims, namespace_of
 from ddpjob_operator.kube.client import NO_ANSWER, ApiError
@@ -41,58 +43,80 @@ class Leases:
         return copy.deepcopy(self.objects[path])
 
 
-class Client:
-    """The methods of kube.client.Client, of one release."""
+class Client(Wire):
+    """The methods of kube.client.Client, of one pod of a release."""
 
     def __init__(self, server: Leases, release: str) -> None:
+        super().__init__(lambda: Fate(there=server.seconds, back=server.seconds))
         self._server, self._release = server, release
+        self.asked: Callable[[str], None] = lambda _verb: None
 
     async def get(self, path: str, params: Any = None) -> Raw:
-        await self._way("get" if params is None else "list")
-        if params is not None:
-            name = params["fieldSelector"].removeprefix("metadata.name=")
-            found = [copy.deepcopy(raw) for at, raw in self._server.objects.items() if at.endswith(f"/{name}")]
-            return await self._back({"items": found})
-        if path not in self._server.objects:
-            raise ApiError(404, "NotFound", f'"{path}" not found')
-        return await self._back(copy.deepcopy(self._server.objects[path]))
+        if params is None:
+            return await self._ask("get", lambda: self._there(path))
+        name = params["fieldSelector"].removeprefix("metadata.name=")
+        objects = self._server.objects
+        return await self._ask("list", lambda: {"items": [o for at, o in objects.items() if at.endswith(f"/{name}")]})
 
     async def create(self, path: str, body: Raw, params: Any = None) -> Raw:
-        await self._way("create")
         at = f"{path}/{body['metadata']['name']}"
-        if at in self._server.objects:
-            raise ApiError(409, "AlreadyExists", "exists")
-        return await self._back(self._server.put(at, body))
+
+        def carry_out() -> Raw:
+            if at in self._server.objects:
+                raise ApiError(409, "AlreadyExists", "exists")
+            return self._server.put(at, body)
+
+        return await self._ask("create", carry_out)
 
     async def replace(self, path: str, body: Raw, params: Any = None) -> Raw:
-        await self._way("update")
-        there = self._server.objects.get(path)
-        if there is None or there["metadata"]["resourceVersion"] != body["metadata"].get("resourceVersion"):
-            raise ApiError(409, "Conflict", "changed")
-        return await self._back(self._server.put(path, body))
+        def carry_out() -> Raw:
+            if self._there(path)["metadata"]["resourceVersion"] != body["metadata"].get("resourceVersion"):
+                raise ApiError(409, "Conflict", "changed")
+            return self._server.put(path, body)
+
+        return await self._ask("update", carry_out)
 
     async def close(self) -> None:
         """Nothing is open."""
 
-    async def _way(self, verb: str) -> None:
-        await asyncio.sleep(self._server.seconds)
-        if error := self._server.broken(self._release, verb):
-            raise error
+    def _there(self, path: str) -> Raw:
+        if path not in self._server.objects:
+            raise ApiError(404, "NotFound", f'"{path}" not found')
+        return self._server.objects[path]
 
-    async def _back(self, answer: Raw) -> Raw:
-        await asyncio.sleep(self._server.seconds)
+    async def _ask(self, verb: str, work: Callable[[], Raw]) -> Raw:
+        def unless_broken() -> Raw:
+            if error := self._server.broken(self._release, verb):
+                raise error
+            return work()
+
+        self.asked(verb)
+        answer: Raw = await self.send(unless_broken)
         return answer
 
 
 class Release:
-    """The leading pod of a release, from now on."""
+    """A pod of a release, from now on."""
 
-    def __init__(self, server: Leases, name: str, *namespaces: str) -> None:
-        runtime = Runtime(clock=asyncio.get_running_loop().time)
-        client: Any = Client(server, name)
+    def __init__(
+        self,
+        server: Leases,
+        name: str,
+        *namespaces: str,
+        leads: bool = True,
+        clock: tuple[float, float] = (0.0, 1.0),
+    ) -> None:
+        """clock: what it is ahead of ours, and how fast it runs."""
+        loop = asyncio.get_running_loop()
+        runtime = Runtime(clock=lambda: self.clock[0] + self.clock[1] * loop.time())
+        self.wire = Client(server, name)
+        client: Any = self.wire
         self.name = name
         self.changes = 0
-        self.claims = Claims(client, namespaces, "kube-system", name, DURATIONS, runtime=runtime)
+        self.leads = leads
+        self.clock = clock
+        where = namespaces, "kube-system"
+        self.claims = Claims(client, *where, name, DURATIONS, leads=lambda: self.leads, runtime=runtime)
         self._task = asyncio.create_task(self.claims.run(self._changed))
 
     def _changed(self) -> None:
@@ -242,6 +266,107 @@ def test_a_release_goes_on_acting_with_three_seconds_for_every_answer(namespaces
     in_virtual_time(story)
 
 
+@pytest.mark.parametrize("namespaces", [(), ("team",)], ids=["all namespaces", "a list"])
+@pytest.mark.parametrize("fastest", [1.4, 2.9, 3.0])
+def test_a_release_of_two_pods_goes_on_acting_with_three_seconds_for_every_answer(
+    namespaces: tuple[str, ...], fastest: float
+) -> None:
+    """Both wrote the same claim and took each other's resourceVersion, so the leader acted half of the time."""
+    chance = random.Random(1)
+
+    def fate() -> Fate:
+        seconds, share = chance.uniform(fastest, 3.0), chance.random()
+        return Fate(there=seconds * share, back=seconds * (1 - share))
+
+    async def story(server: Leases) -> None:
+        leader, standby = (Release(server, "ddpjob/slow", *namespaces, leads=leads) for leads in (True, False))
+        leader.wire.fates = standby.wire.fates = fate
+        await leader.until_it_acts("team")
+        for _ in range(3000):
+            await asyncio.sleep(0.1)
+            assert leader.acts("team")
+        leader.ends()
+        standby.leads = True
+        assert await standby.until_it_acts("team") < 4 * 3 + DURATIONS.lease_seconds
+
+    in_virtual_time(story)
+
+
+def test_a_pod_that_does_not_lead_writes_nothing_while_the_leader_renews() -> None:
+    async def story(server: Leases) -> None:
+        leader, standby = (Release(server, "ddpjob/ddpjob", leads=leads) for leads in (True, False))
+        writes: list[str] = []
+        await asyncio.sleep(10)
+        for pod in (leader, standby):
+            pod.wire.asked = lambda verb, pod=pod: writes.append(f"{verb} {pod.leads}")
+        await asyncio.sleep(60)
+        assert {"update True", "get False"} <= set(writes)
+        assert not {"update False", "get True"} & set(writes), "the leader knows what it has written"
+        for _ in range(300):
+            await asyncio.sleep(0.1)
+            assert leader.acts("team")
+            assert standby.acts("team")
+
+    in_virtual_time(story)
+
+
+def test_a_leader_whose_claim_another_pod_has_written_goes_on_acting() -> None:
+    """Its write is refused with 409, and it reads and writes again at once."""
+
+    async def story(server: Leases) -> None:
+        leader = Release(server, "ddpjob/ddpjob", "team")
+        await leader.until_it_acts("team")
+        at = next(iter(server.objects))
+        for _ in range(600):
+            await asyncio.sleep(0.1)
+            server.put(at, server.objects[at])
+            assert leader.acts("team")
+
+    in_virtual_time(story)
+
+
+@pytest.mark.parametrize("phase", [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5])
+def test_a_claim_that_was_renewed_late_is_not_taken_for_one_that_has_expired(phase: float) -> None:
+    """A release for all namespaces that had last asked right before that renewal, and got no answer since, acted in the
+    namespace once 15 s had passed since the renewal before."""
+
+    async def story(server: Leases) -> None:
+        team = Release(server, "team/own", "team")
+        await asyncio.sleep(phase)
+        everywhere = Release(server, "ddpjob/all")
+        await team.until_it_acts("team", [everywhere])
+        at = f"/apis/coordination.k8s.io/v1/namespaces/team/leases/{NAMESPACE_CLAIM}"
+        before = server.objects[at]["metadata"]["resourceVersion"]
+        while server.objects[at]["metadata"]["resourceVersion"] == before:
+            await asyncio.sleep(0.01)
+        team.wire.fates = lambda: Fate(there=1e6, lost=True)
+        await asyncio.sleep(7)
+        team.wire.fates = lambda: GOOD
+        await asyncio.sleep(0.9)
+        everywhere.wire.fates = lambda: Fate(there=1e6, lost=True)
+        for _ in range(150):
+            await asyncio.sleep(0.1)
+            assert not (team.acts("team") and everywhere.acts("team"))
+        assert team.acts("team")
+
+    in_virtual_time(story)
+
+
+def test_a_claim_on_a_namespace_that_somebody_deletes_is_not_taken_under_its_holder() -> None:
+    async def story(server: Leases) -> None:
+        team, everywhere = Release(server, "team/own", "team"), Release(server, "ddpjob/all")
+        await team.until_it_acts("team", [everywhere])
+        await asyncio.sleep(30)
+        for at in [at for at in server.objects if at.endswith(f"/{NAMESPACE_CLAIM}")]:
+            del server.objects[at]
+        for _ in range(2000):
+            await asyncio.sleep(0.05)
+            assert not (team.acts("team") and everywhere.acts("team"))
+        assert team.acts("team")
+
+    in_virtual_time(story)
+
+
 def test_where_no_other_release_acts_a_job_that_was_refused_is_asked_for_again() -> None:
     """A stall that was due while the API server answered no list was never found: the job was left to a release that
     did not exist, and nobody was told when this one could act again."""
@@ -292,45 +417,135 @@ def test_a_claim_that_somebody_deletes_is_not_taken_under_its_holder() -> None:
 
 
 NAMES = {"ddpjob/all": (), "other/all": (), "a/own": ("a",), "ab/own": ("a", "b")}
+PODS = [f"{name} {pod}" for name in sorted(NAMES) for pod in (0, 1)]
+LATE_SECONDS = 20.0
+FATES = st.one_of(
+    st.just(GOOD),
+    st.just(Fate(there=1e6, lost=True)),
+    st.builds(
+        Fate,
+        there=st.sampled_from([0.0, 0.02, 1.0, 1.5, 2.9, 9.0, 16.0, LATE_SECONDS]),
+        back=st.sampled_from([0.0, 0.02, 1.0, 1.5, 2.9]),
+        lost=st.booleans(),
+    ),
+)
 STEPS = st.lists(
-    st.tuples(st.sampled_from(["start", "end", "cut", "delete"]), st.sampled_from(sorted(NAMES)), st.floats(0.05, 40)),
+    st.tuples(
+        st.sampled_from(["start", "start", "end", "fate", "fate", "lead", "delete"]),
+        st.sampled_from(PODS),
+        st.floats(0.05, 40),
+        FATES,
+    ),
     min_size=1,
-    max_size=12,
+    max_size=16,
+)
+CLOCKS = st.lists(st.tuples(st.floats(-1e5, 1e5), st.floats(0.87, 1.13)), min_size=len(PODS), max_size=len(PODS))
+
+
+class World:
+    """Pods of several releases, of which two never act on one namespace."""
+
+    def __init__(self, server: Leases, clocks: list[tuple[float, float]], pods: list[str] = PODS) -> None:
+        self.pods: dict[str, Release] = {}
+        self._server, self._clocks = server, dict(zip(pods, clocks, strict=True))
+
+    async def step(self, what: str, pod: str, fate: Fate) -> None:
+        """Something happens to a pod."""
+        name = pod.split()[0]
+        if what == "start" and pod not in self.pods:
+            self.pods[pod] = Release(self._server, name, *NAMES[name], clock=self._clocks[pod])
+        elif what == "delete":
+            await self._delete_all()
+        elif pod in self.pods and what == "end":
+            self.pods.pop(pod).ends()
+        elif pod in self.pods and what == "fate":
+            self.pods[pod].wire.fates = lambda: fate
+        elif pod in self.pods and what == "lead":
+            # Whoever they take for the leader: also none, or both.
+            self.pods[pod].leads = not self.pods[pod].leads
+
+    async def _delete_all(self) -> None:
+        # A pod that starts right then, or that knew nothing of it, may act at once: that is not promised.
+        self.all_is_well()
+        await self.goes_on(LATE_SECONDS + 10)
+        self._server.objects.clear()
+        await self.goes_on(30)
+
+    def all_is_well(self) -> None:
+        """From now on, with one pod of each release that leads."""
+        leaders = {name: pod for pod, name in ((pod, pod.split()[0]) for pod in sorted(self.pods, reverse=True))}
+        for pod, release in self.pods.items():
+            release.wire.fates = lambda: GOOD
+            release.leads = pod in leaders.values()
+
+    async def goes_on(self, seconds: float) -> None:
+        """All the time at most one release acts on a namespace."""
+        ends = asyncio.get_running_loop().time() + seconds
+        while asyncio.get_running_loop().time() < ends:
+            for namespace in "abc":
+                acting = {pod.name for pod in self.pods.values() if pod.acts(namespace)}
+                assert len(acting) <= 1, f"{sorted(acting)} act on {namespace}"
+            await asyncio.sleep(0.1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(STEPS, CLOCKS)
+def test_never_do_two_releases_act_on_one_namespace_and_in_the_end_one_does(
+    steps: list[tuple[str, str, float, Fate]], clocks: list[tuple[float, float]]
+) -> None:
+    """Whatever starts, ends, is cut off or slow for a while: two that act would train two groups into one
+    checkpoint."""
+
+    async def story(server: Leases) -> None:
+        world = World(server, clocks)
+        for what, pod, seconds, fate in steps:
+            await world.step(what, pod, fate)
+            await world.goes_on(seconds)
+        world.all_is_well()
+        await world.goes_on(LATE_SECONDS + 70)
+        for namespace in "abc":
+            watching = [pod for pod in world.pods.values() if not NAMES[pod.name] or namespace in NAMES[pod.name]]
+            assert any(pod.acts(namespace) for pod in watching) or not watching
+
+    in_virtual_time(story)
+
+
+DUELS = [("ddpjob/all", "other/all"), ("ddpjob/all", "a/own"), ("a/own", "ab/own")]
+# Trouble lasts: one lost request is nothing. And between two troubles there may be a moment in which all is well.
+SPELLS = st.tuples(st.one_of(st.floats(0.5, 4), st.floats(4, 20)), FATES, st.booleans())
+LIVES = st.fixed_dictionaries(
+    {
+        "starts": st.floats(0, 20),
+        "clock": st.tuples(st.floats(-1e5, 1e5), st.floats(0.87, 1.13)),
+        "spells": st.lists(SPELLS, min_size=4, max_size=14),
+        "is killed": st.booleans(),
+    }
 )
 
 
 @settings(deadline=None, max_examples=60)
-@given(STEPS)
-def test_never_do_two_releases_act_on_one_namespace_and_in_the_end_one_does(
-    steps: list[tuple[str, str, float]],
+@given(st.sampled_from(DUELS), st.lists(LIVES, min_size=4, max_size=4))
+def test_of_two_releases_with_two_pods_each_one_acts_however_late_their_requests_are(
+    duel: tuple[str, str], lives: list[dict[str, Any]]
 ) -> None:
-    """Whatever starts, ends, is cut off for a while: two that act would train two groups into one checkpoint."""
+    """A pod counts the renewals of others of its release as its own. It learns of them late, and of their end."""
+
+    async def live(world: World, pod: str, life: dict[str, Any]) -> None:
+        await asyncio.sleep(life["starts"])
+        await world.step("start", pod, GOOD)
+        for seconds, fate, leads in life["spells"]:
+            await world.step("fate", pod, fate)
+            world.pods[pod].leads = leads
+            await asyncio.sleep(seconds)
+        if life["is killed"]:
+            await world.step("end", pod, GOOD)
 
     async def story(server: Leases) -> None:
-        live: dict[str, Release] = {}
-        cut: set[str] = set()
-        server.broken = lambda who, _what: ApiError(NO_ANSWER, "NoAnswer", "cut off") if who in cut else None
-
-        async def goes_on(seconds: float) -> None:
-            ends = asyncio.get_running_loop().time() + seconds
-            while asyncio.get_running_loop().time() < ends:
-                for namespace in "abc":
-                    acting = [r.name for r in live.values() if r.acts(namespace)]
-                    assert len(acting) <= 1, f"{acting} act on {namespace}"
-                await asyncio.sleep(0.1)
-
-        for what, name, seconds in steps:
-            if what == "start" and name not in live:
-                live[name] = Release(server, name, *NAMES[name])
-            elif what == "end" and name in live:
-                live.pop(name).ends()
-            elif what == "cut":
-                cut ^= {name}
-            await goes_on(seconds)
-        cut.clear()
-        await goes_on(70)
-        for namespace in "abc":
-            watched = [r for r in live.values() if not NAMES[r.name] or namespace in NAMES[r.name]]
-            assert any(r.acts(namespace) for r in watched) or not watched
+        pods = [f"{name} {pod}" for name in duel for pod in (0, 1)]
+        world = World(server, [life["clock"] for life in lives], pods)
+        living = asyncio.gather(*(live(world, pod, life) for pod, life in zip(pods, lives, strict=True)))
+        while not living.done():
+            await world.goes_on(0.25)
+        await living
 
     in_virtual_time(story)

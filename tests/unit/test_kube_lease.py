@@ -16,6 +16,7 @@ import pytest
 from cancelling import ends_although
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wire import GOOD, Fate, Wire
 
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.lease import ADDRESS, Candidate, Durations, Leader, Lease
@@ -82,16 +83,42 @@ def test_a_lease_that_somebody_has_deleted_is_waited_for_as_long_for_its_holder_
 
 def test_the_time_of_the_holder_counts_from_when_it_asked_and_not_from_the_answer() -> None:
     one = candidate()
-    one.took(lease(2, OURS), asked_at=START)
+    one.took(lease(2, OURS), asked_at=START, now=START + 3)
     assert one.held_until == START + 10
 
 
 @pytest.mark.parametrize("now_there", [lease(3, THEIRS), lease(3, ""), None])
 def test_a_holder_that_sees_another_in_its_place_stops_at_once(now_there: Lease | None) -> None:
     one = candidate()
-    one.took(lease(2, OURS), START)
+    one.took(lease(2, OURS), START, START)
     one.saw(now_there, START + 1)
     assert one.held_until < START
+
+
+def test_a_change_in_our_name_counts_from_when_we_asked_for_what_was_there_before() -> None:
+    one = candidate()
+    one.saw(lease(1, OURS), START + 1, asked_at=START)
+    assert one.held_until < START, "it may be as old as can be"
+    one.saw(lease(1, OURS), START + 4, asked_at=START + 3)
+    assert one.held_until < START, "nothing has changed"
+    one.saw(lease(2, OURS), START + 7, asked_at=START + 6)
+    assert one.held_until == START + 3 + 10
+    one.saw(lease(3, THEIRS), START + 9, asked_at=START + 8)
+    assert one.held_until < START
+    one.saw(lease(4, OURS), START + 31, asked_at=START + 30)
+    assert one.held_until < START + 31, "long ago"
+    assert not one.is_silent(START + 33.9, 3)
+
+
+def test_what_is_held_again_only_when_the_answer_arrives_has_a_gap_although_it_was_asked_for_before() -> None:
+    one = candidate()
+    one.took(lease(1, OURS), START, START + 1)
+    one.took(lease(2, OURS), START + 8, START + 10)
+    assert (one.held_since, one.held_until) == (START + 10, START + 18)
+    one.took(lease(3, OURS), START + 16, START + 17)
+    assert (one.held_since, one.held_until) == (START + 10, START + 26)
+    one.saw(lease(4, OURS), START + 30, asked_at=START + 29)
+    assert one.held_since == START + 30
 
 
 def test_who_leads_is_known_until_it_has_been_silent_for_too_long() -> None:
@@ -158,7 +185,7 @@ def test_who_waits_for_the_loss_of_the_lease_can_be_cancelled_in_the_moment_of_a
         leader = Leader(
             cast(Any, LateServer()), "system", "ddpjob-operator", OURS, DURATIONS, runtime=Runtime(clock=lambda: START)
         )
-        leader._candidate.took(lease(2, OURS), START)
+        leader._candidate.took(lease(2, OURS), START, START)
         await ends_although(leader.lost(), leader._renewed.set)
 
     asyncio.run(run())
@@ -198,20 +225,6 @@ def in_virtual_time(work: Callable[[], Awaitable[None]]) -> None:
         loop.close()
 
 
-@dataclass(frozen=True)
-class Fate:
-    """What happens to one request."""
-
-    there: float = 0.01
-    """Seconds until it is carried out."""
-    back: float = 0.01
-    lost: bool = False
-    """The answer never arrives."""
-
-
-GOOD = Fate()
-
-
 @dataclass
 class Server:
     """As the API server keeps a Lease: a write counts where it names the version that it was made from."""
@@ -248,44 +261,24 @@ class Server:
         return self.keep(body)
 
 
-class Way:
-    """The way of one operator to the server. A request on its way arrives, even if nobody waits for its answer."""
+class Way(Wire):
+    """The way of one operator to the server."""
 
     def __init__(self, server: Server, fates: Callable[[], Fate] = lambda: GOOD) -> None:
-        self.server, self.fates = server, fates
-        self._under_way: set[asyncio.Task[Any]] = set()
+        super().__init__(fates)
+        self.server = server
 
     async def get(self, path: str) -> Any:
-        return await self._send(self.server.get)
+        return await self.send(self.server.get)
 
     async def create(self, path: str, body: dict[str, Any]) -> Any:
-        return await self._send(lambda: self.server.create(body))
+        return await self.send(lambda: self.server.create(body))
 
     async def replace(self, path: str, body: dict[str, Any]) -> Any:
-        return await self._send(lambda: self.server.replace(body))
+        return await self.send(lambda: self.server.replace(body))
 
     async def close(self) -> None:
         pass
-
-    async def _send(self, work: Callable[[], Any]) -> Any:
-        fate = self.fates()
-        task = asyncio.ensure_future(self._arrive(work, fate.there))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        if fate.lost:
-            await asyncio.sleep(1e6)
-        answer = await asyncio.shield(task)
-        await asyncio.sleep(fate.back)
-        if isinstance(answer, ApiError):
-            raise answer
-        return copy.deepcopy(answer)
-
-    async def _arrive(self, work: Callable[[], Any], seconds: float) -> Any:
-        await asyncio.sleep(seconds)
-        try:
-            return work()
-        except ApiError as error:
-            return error
 
 
 class Process:

@@ -28,6 +28,9 @@ NAMESPACE_CLAIM = api.GROUP
 """Name of the Lease of one namespace."""
 ALL_CLAIM = f"all.{api.GROUP}"
 """Name of the Lease of all namespaces."""
+SILENT_ROUNDS = 2.5
+"""Rounds without a renewal after which a pod that does not lead renews: more than the two of a leader that is well, and
+early enough for a renewal before what it knows of has run out."""
 
 
 @dataclass(frozen=True)
@@ -52,21 +55,34 @@ def namespace_of(path: str) -> str:
 
 
 class Claim(lease.Holder):
-    """One of these Leases, held in the name of a release: any of its pods may renew it."""
+    """One of these Leases, held in the name of a release.
 
-    def __init__(self, client: Client, place: ClaimName, release: str, durations: Durations, runtime: Runtime) -> None:
+    The pod that leads renews it. The others read that it is renewed, and write where nobody has done so lately.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        place: ClaimName,
+        release: str,
+        durations: Durations,
+        leads: Callable[[], bool],
+        runtime: Runtime,
+    ) -> None:
         super().__init__(client, place.namespace, place.name, release, durations, runtime=runtime)
         self.place = place
         self.what = f"the claim {place}"
-        self._acts_from = NEVER
+        self._leads = leads
         self._unguarded = False
-        self._was_there = False
         self._takes = 0.0
         """Seconds of the last renewal."""
 
     def holds(self) -> bool:
         """Whether the release may act there."""
-        return self._unguarded or self._acts_from <= self._clock() < self._candidate.held_until
+        # A release for all namespaces that has not seen this claim yet, or has seen it expired, may act here until it
+        # asks for the claims of others the next time. From then on it sees one that is held without a gap.
+        waits = 0.0 if self.place.name == ALL_CLAIM else self._durations.lease_seconds
+        return self._unguarded or self._candidate.held_since + waits <= self._clock() < self._candidate.held_until
 
     def holder(self) -> str:
         """The other release that acts there, as far as we know."""
@@ -74,11 +90,27 @@ class Claim(lease.Holder):
         return "" if other is None else other.holder
 
     async def renew(self) -> None:
-        """Unless it was renewed lately; earlier where that takes long."""
-        began, lately = self._clock(), self._durations.renew_seconds
-        if self._candidate.held_until - began <= lately - 2 * self._durations.retry_seconds + self._takes:
+        """The pod that leads: unless it was renewed lately, and earlier where that takes long. Others read it."""
+        began, lately = self._clock(), self._durations.renew_seconds - 2 * self._durations.retry_seconds
+        if not self._leads() or self._candidate.held_until - began <= lately + self._takes:
             await super().renew()
             self._takes = self._clock() - began
+
+    async def _read_and_renew(self) -> None:
+        try:
+            if self._leads() and self._is_ours():
+                # One answer, and not two as with a read before.
+                await self._take()
+            else:
+                await super()._read_and_renew()
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            # Somebody has changed it, mostly another pod of the release.
+            await super()._read_and_renew()
+
+    def _is_ours(self) -> bool:
+        return self._seen is not None and lease.read(self._seen).holder == self._candidate.identity
 
     def _refused(self, error: ApiError) -> None:
         # An older chart gives no right to it, and jobs on which nobody acts would be worse.
@@ -92,18 +124,11 @@ class Claim(lease.Holder):
 
     def _may_take(self, raw: Raw | None) -> bool:
         # One that never existed is created at once; the holder of one that was deleted may not know that yet.
-        first = raw is None and not self._was_there
-        self._was_there = self._was_there or raw is not None
-        return first or super()._may_take(raw)
-
-    def _took(self, written: lease.Lease, asked_at: float) -> None:
-        lapsed = self._candidate.held_until < asked_at
-        super()._took(written, asked_at)
-        self._was_there = True
-        if lapsed:
-            # A release for all namespaces may act at once on this one, until it asks for the claims of others the next
-            # time. Also when this process has not renewed it for a while: another pod of the release may have done so.
-            self._acts_from = asked_at + (0.0 if self.place.name == ALL_CLAIM else self._durations.lease_seconds)
+        if raw is None and not self._candidate.was_there:
+            return True
+        # Two pods that write take each other's resourceVersion, and a slow answer leaves no time for another try.
+        lately = SILENT_ROUNDS * self._durations.retry_seconds
+        return (self._leads() or self._candidate.is_silent(self._clock(), lately)) and super()._may_take(raw)
 
 
 class Claims:
@@ -118,13 +143,15 @@ class Claims:
         release: str,
         durations: Durations,
         *,
+        leads: Callable[[], bool] = lambda: True,
         runtime: Runtime = SYSTEM,
     ) -> None:
-        """namespaces: those that are watched; none: all. everywhere: the namespace of the claim for all of them."""
+        """namespaces: those that are watched; none: all. everywhere: the namespace of the claim for all of them. leads:
+        whether this pod leads its release, which saves writes; claims are safe whatever it says."""
         places = [ClaimName(name, NAMESPACE_CLAIM) for name in namespaces] or [ClaimName(everywhere, ALL_CLAIM)]
         self._client, self._release, self._durations = client, release, durations
         self._clock, self._runtime = runtime.clock, runtime
-        claims = [Claim(client, place, release, durations, runtime) for place in places]
+        claims = [Claim(client, place, release, durations, leads, runtime) for place in places]
         self._claims = {claim.place.namespace if namespaces else "": claim for claim in claims}
         self._others: dict[str, Candidate] = {}
         """Of a release for all namespaces: the namespaces with a claim of their own."""
@@ -184,7 +211,8 @@ class Claims:
 
     def _holder_of(self, namespace: str) -> str:
         other = self._others.get(namespace)
-        live = None if other is None else other.leader(self._clock())
+        # As of when we asked last: it may have been renewed since, and waits only for those who asked before that.
+        live = None if other is None else other.leader(self._clock() if self._unguarded else self._asked_at)
         return "" if live is None else live.holder
 
     async def _read_other_claims(self) -> None:
@@ -209,7 +237,10 @@ class Claims:
         raws = {raw["metadata"]["namespace"]: raw for raw in found.get("items") or ()}
         for namespace in raws.keys() | self._others.keys():
             other = self._others.setdefault(namespace, Candidate(self._release, self._durations))
-            other.saw(lease.read(raws[namespace]) if namespace in raws else None, self._clock())
+            if namespace in raws:
+                other.saw(lease.read(raws[namespace]), self._clock())
+            else:
+                other.missed(self._clock())
 
     def _log_who_acts(self) -> None:
         lines = set(self.standing_by())

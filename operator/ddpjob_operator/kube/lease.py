@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpjob_operator.job import api
@@ -61,28 +61,52 @@ class Candidate:
         self.identity = identity
         self.held_until = NEVER
         """Until when we may act."""
+        self.held_since = NEVER
+        """Since when without a gap."""
+        self.was_there = False
+        """Whether it has ever been seen to exist."""
         self._durations = durations
         self._lease: Lease | None = None
         self._changed_at: float | None = None
+        self._asked_at = NEVER
+        """When we asked for what we have seen last."""
 
-    def saw(self, lease: Lease | None, now: float) -> None:
-        """The Lease as an answer shows it that arrived `now`; None: it does not exist."""
-        if self._changed_at is None or lease != self._lease:
+    def saw(self, lease: Lease | None, now: float, asked_at: float = NEVER) -> None:
+        """The Lease as an answer shows it that arrived `now` and was asked for at `asked_at`, after the one before had
+        arrived; None: it does not exist."""
+        changed = self._changed_at is None or lease != self._lease
+        if changed:
             self._lease, self._changed_at = lease, now
+        self.was_there = self.was_there or lease is not None
         if lease is None or lease.holder != self.identity:
             self.held_until = NEVER
+        elif changed:
+            # Written in our name, by another one that has it or by our own request whose answer was lost, and after
+            # we had asked for what we saw before. As others wait from this change on, it is as good as our own write.
+            self._hold(self._asked_at, now)
+        self._asked_at = asked_at
 
-    def took(self, lease: Lease, asked_at: float) -> None:
-        """Our own write, sent at `asked_at`, was carried out: at some moment after that."""
-        self._lease, self._changed_at = lease, asked_at
-        self.held_until = asked_at + self._durations.renew_seconds
+    def took(self, lease: Lease, asked_at: float, now: float) -> None:
+        """Our own write, sent at `asked_at`, was carried out: at some moment between that and `now`."""
+        self._lease, self._changed_at, self.was_there = lease, asked_at, True
+        self._hold(asked_at, now)
+        self._asked_at = asked_at
+
+    def missed(self, now: float) -> None:
+        """It is not there `now`. Whoever held it may not know that yet, so this counts as its last change."""
+        if self._lease is not None:
+            self.saw(replace(self._lease, version=""), now)
+
+    def is_silent(self, now: float, seconds: float) -> bool:
+        """Whether nobody has changed it for so long, as far as we know."""
+        return self._changed_at is not None and now - self._changed_at >= seconds
 
     def may_take(self, now: float) -> bool:
         """Whether to write our name into it: it is ours or free, or its holder has not renewed it for long enough."""
         if self._lease is not None and self._lease.holder in ("", self.identity):
             return True
         # A missing Lease was deleted, because the chart creates it, and its holder may not know that yet.
-        return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
+        return self.is_silent(now, self._wait_seconds())
 
     def leader(self, now: float) -> Lease | None:
         """The Lease of another operator that acts, as far as we know."""
@@ -90,6 +114,11 @@ class Candidate:
         if lease is None or changed_at is None or lease.holder in ("", self.identity):
             return None
         return lease if now - changed_at < self._wait_seconds() else None
+
+    def _hold(self, changed_after: float, now: float) -> None:
+        if self.held_until <= now:
+            self.held_since = now
+        self.held_until = max(self.held_until, changed_after + self._durations.renew_seconds)
 
     def _wait_seconds(self) -> float:
         return (self._lease.seconds if self._lease is not None else 0.0) or self._durations.lease_seconds
@@ -114,6 +143,8 @@ class Holder:
         self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
         self._durations, self._runtime, self._clock = durations, runtime, runtime.clock
         self._candidate = Candidate(identity, durations)
+        self._seen: Raw | None = None
+        """As it was read or written last; None: it did not exist."""
         self._renewed = asyncio.Event()
         self._logged = ""
 
@@ -131,23 +162,24 @@ class Holder:
             self._report("")
 
     async def _read_and_renew(self) -> None:
-        async with at_most(self._durations.try_seconds):
-            raw = await self._read()
-        self._candidate.saw(None if raw is None else read(raw), self._clock())
-        if not self._may_take(raw):
-            return
-        identity = self._candidate.identity
-        body = claim(raw, self._name, identity, self._durations, self._address, self._runtime.utc())
         asked_at = self._clock()
         async with at_most(self._durations.try_seconds):
-            written = await self._write(raw, body)
-        self._took(written, asked_at)
+            raw = self._seen = await self._read()
+        self._candidate.saw(None if raw is None else read(raw), self._clock(), asked_at)
+        if self._may_take(raw):
+            await self._take()
+
+    async def _take(self) -> None:
+        """Write our name into what was seen last."""
+        identity = self._candidate.identity
+        body = claim(self._seen, self._name, identity, self._durations, self._address, self._runtime.utc())
+        asked_at = self._clock()
+        async with at_most(self._durations.try_seconds):
+            written = self._seen = await self._write(self._seen, body)
+        self._candidate.took(read(written), asked_at, self._clock())
 
     def _may_take(self, raw: Raw | None) -> bool:  # noqa: ARG002
         return self._candidate.may_take(self._clock())
-
-    def _took(self, lease: Lease, asked_at: float) -> None:
-        self._candidate.took(lease, asked_at)
 
     def _refused(self, error: ApiError) -> None:
         self._report(str(error))
@@ -166,11 +198,11 @@ class Holder:
                 raise
             return None
 
-    async def _write(self, seen: Raw | None, body: Raw) -> Lease:
+    async def _write(self, seen: Raw | None, body: Raw) -> Raw:
         """Create it, or replace the one that was seen. Raises ApiError."""
         if seen is None:
-            return read(await self._client.create(self._collection, body))
-        return read(await self._client.replace(f"{self._collection}/{self._name}", body))
+            return await self._client.create(self._collection, body)
+        return await self._client.replace(f"{self._collection}/{self._name}", body)
 
 
 class Leader(Holder):

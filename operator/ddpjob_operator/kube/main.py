@@ -71,7 +71,8 @@ def _operator(settings: OperatorSettings) -> Operator:
     if not settings.lease_namespace:
         return Operator(settings, Client(answered=answered, reach=reach), meter=meter)
     clients = partial(_client_for_leases, settings, answered, reach)
-    leader, claims = _leader(settings, clients()), _claims(settings, clients())
+    leader = _leader(settings, clients())
+    claims = _claims(settings, clients(), leader)
     may_write = partial(_may_write, leader, claims)
     client = Client(may_write=may_write, answered=answered, reach=reach)
     return Operator(settings, client, leader, claims, meter=meter)
@@ -88,10 +89,10 @@ def _leader(settings: OperatorSettings, client: Client) -> Leader:
     return Leader(client, *place, identity, settings.lease, settings.status_address)
 
 
-def _claims(settings: OperatorSettings, client: Client) -> Claims:
+def _claims(settings: OperatorSettings, client: Client, leader: Leader) -> Claims:
     release = f"{settings.lease_namespace}/{settings.lease_name}"
     where = settings.namespaces, settings.claim_namespace
-    return Claims(client, *where, release, settings.lease)
+    return Claims(client, *where, release, settings.lease, leads=leader.holds)
 
 
 def _client_for_leases(settings: OperatorSettings, answered: Requests, reach: Reach) -> Client:
