@@ -541,3 +541,13 @@ def test_pods_after_one_that_was_killed_for_its_memory_keep_no_state_in_it_until
     world.change(suspend=True).restarted().after(60).change(suspend=False).settle()
     assert world.status.attempt > 1
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
+
+
+def test_a_pod_that_was_killed_for_its_memory_on_a_node_whose_clock_is_behind_was_killed_since_the_start_too() -> None:
+    """By that clock it ended before the job was started."""
+    world = digits(container=DDPRUN, nodes=2).running()
+    world.after(-600).exits(1, code=137, reason="OOMKilled").after(600)
+    world.settle().after(10).settle().runs(0, 1).settle()
+    assert variables(world)["DDPJOB_OUT_OF_MEMORY"] == "1"
+    world.change(suspend=True).restarted().after(60).change(suspend=False).settle()
+    assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)

@@ -45,13 +45,16 @@ def _grant(job: api.DDPJob) -> Grant:
 
 
 def was_out_of_memory(status: api.Status) -> bool:
-    """Whether the kernel has killed a pod for its memory since the job was started or resumed.
+    """Whether the kernel has killed a pod for its memory since the job was started or resumed, as far as the last
+    failures show it.
 
     The state in memory counts against the limit, and is reserved when there is room for it: a training that needs that
     room later would be killed for it again and again. Who raises the limit suspends and resumes the job.
     """
     since = status.start_time
-    return any(line.reason == "OOMKilled" and (since is None or line.time >= since) for line in status.failures)
+    killed = [line for line in status.failures if line.reason == "OOMKilled"]
+    # By its attempt too, because the clock of its node may be behind: each start and each resume begins a new one.
+    return any(line.attempt == status.attempt or since is None or line.time >= since for line in killed)
 
 
 def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
