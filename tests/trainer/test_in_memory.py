@@ -377,6 +377,8 @@ def test_a_rank_makes_the_step_that_one_of_its_node_had_made_before_it_was_kille
             return ask(*clocks)
 
         memory.turn = asks
+        if makes_it:
+            memory.SECONDS_LEAST = 60.0  # longer than this machine is ever held up
         survivor = threading.Thread(target=rescue)
         survivor.start()
         assert asked.wait(30)
@@ -797,6 +799,24 @@ def test_why_a_restart_goes_on_from_the_folder_or_begins_anew_is_said_where_nobo
     assert "resumed at step 5 from snapshots" in said
     assert "begins at" not in said
     assert found == [0, 0, 5]
+
+
+def test_a_second_snapshot_that_has_nothing_yet_does_not_say_that_the_training_begins_anew(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As one of the best weights so far: the steps go on from the first one."""
+
+    def train() -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        began = snapshot.load(**objects)
+        assert ddpjob.Snapshot("best").load() == 0
+        steps(began, began + 4, **objects)
+        snapshot.save(began + 4, **objects)
+        snapshot.wait()
+        return began
+
+    assert [node.run(number, train) for number in range(2)] == [0, 4]
+    assert "begins at" not in capfd.readouterr().err
 
 
 def test_a_state_of_which_a_bit_has_changed_in_memory_is_not_used_and_the_log_says_so(

@@ -345,9 +345,11 @@ class Snapshot:
         return step
 
     def _log_beginning(self) -> None:
-        """Once, and not where the job begins: nothing else would say that its steps are made again."""
+        """Once, and not where the job begins: nothing else would say that its steps are made again. A second Snapshot
+        may have nothing yet where the training goes on from the first one."""
         is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
-        if self.rank == 0 and is_restart and not self._has_begun:
+        is_first = process.current.loader is self._memory
+        if self.rank == 0 and is_restart and is_first and not self._has_begun:
             self._has_begun = True
             process.log(f"begins at step 0: there is no state in {self._folder or 'memory'}")
 
