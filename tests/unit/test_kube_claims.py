@@ -325,6 +325,20 @@ def test_a_leader_whose_claim_another_pod_has_written_goes_on_acting() -> None:
     in_virtual_time(story)
 
 
+def test_a_claim_on_a_namespace_that_is_not_there_costs_a_read_and_a_create_in_each_round() -> None:
+    """Whoever lists a namespace before it is made would ask the API server twice as often, for as long as it takes."""
+
+    async def story(server: Leases) -> None:
+        missing = ApiError(404, "NotFound", 'namespaces "team" not found')
+        server.broken = lambda _who, verb: missing if verb == "create" else None
+        asked: list[str] = []
+        Release(server, "ddpjob/ddpjob", "team").wire.asked = asked.append
+        await asyncio.sleep(5 * DURATIONS.retry_seconds)
+        assert asked == ["get", "create"] * 5
+
+    in_virtual_time(story)
+
+
 @pytest.mark.parametrize("phase", [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5])
 def test_a_claim_that_was_renewed_late_is_not_taken_for_one_that_has_expired(phase: float) -> None:
     """A release for all namespaces that had last asked right before that renewal, and got no answer since, acted in the

@@ -97,16 +97,14 @@ class Claim(lease.Holder):
             self._takes = self._clock() - began
 
     async def _read_and_renew(self) -> None:
+        is_ours = self._leads() and self._is_ours()
         try:
-            if self._leads() and self._is_ours():
-                # One answer, and not two as with a read before.
-                await self._take()
-            else:
-                await super()._read_and_renew()
+            # One answer where it is ours, and not two as with a read before.
+            await (self._take() if is_ours else super()._read_and_renew())
         except ApiError as error:
-            if error.status not in (404, 409):
+            if error.status != 409 and not (is_ours and error.status == 404):
                 raise
-            # Somebody has changed it, mostly another pod of the release.
+            # Somebody has changed it, mostly another pod of the release, or deleted it.
             await super()._read_and_renew()
 
     def _is_ours(self) -> bool:

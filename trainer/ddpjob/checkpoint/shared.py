@@ -105,8 +105,8 @@ class Shared:
             os.stat(self._path)
         except FileNotFoundError:
             return False
-        except OSError:  # who may not look there says so when it writes
-            return True
+        except OSError:
+            pass  # who may not look there says so when it writes
         return True
 
     def others(self) -> set[int]:
