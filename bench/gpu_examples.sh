@@ -3,7 +3,7 @@
 # then what copies of a GPU's state into memory cost a step.
 # Needs torch with CUDA and scikit-learn, no network. From the root of the repository: bash bench/gpu_examples.sh
 set -eu
-export PYTHONPATH=trainer OMP_NUM_THREADS=4
+export PYTHONPATH=trainer:${PYTHONPATH:-} OMP_NUM_THREADS=4
 probe=$(mktemp --suffix=.py)
 trap 'rm -f "$probe"' EXIT
 cat > "$probe" <<'PY'

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real_gpus
 import this_tree
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
@@ -16,6 +17,8 @@ from xdist.scheduler import LoadScopeScheduling
 # then end none of them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+real_gpus.hide()
 
 # A busy machine, or a first run that has all sources to read, is no fault of what is tested.
 # 60 examples by day, others in each tree; 1,000 at night: --hypothesis-profile=night.

@@ -6,6 +6,7 @@ Scripts run in processes of their own: one that has used CUDA cannot fork ranks 
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,20 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import real_gpus
 import torch
 from agents import Launcher, finish, forget_torchs_own
 
 from ddpjob.checkpoint.streams import CudaStreams, for_device
 
-
-def has_cuda() -> bool:
-    """By NVML, so that this process can still fork."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-        return torch.cuda.is_available()
-
-
-on_gpu = pytest.mark.skipif(not has_cuda(), reason="needs a CUDA device")
+on_gpu = pytest.mark.skipif(not real_gpus.count(), reason="needs a CUDA device")
 
 STREAMS = """
 import mmap, os, time
@@ -63,40 +57,114 @@ print("SECONDS", seconds, ticket.seconds, ticket.held_seconds)
 """
 
 TRAIN = """
-import hashlib, os, signal
+import contextlib, hashlib, os, random, signal, threading
 import torch
 import ddpjob
 from ddpjob.core import copies
 
 copies.COST_MAX = 1e9  # every fourth step is copied
-generation, kill = int(os.environ["DDPJOB_GENERATION"]), os.environ.get("KILL", "").split()
+rank, generation = int(os.environ["RANK"]), int(os.environ["DDPJOB_GENERATION"])
+os.environ["NCCL_HOSTID"] = os.environ["RANK"]  # NCCL then lets the ranks of two nodes share a GPU
+kill, how = os.environ.get("KILL", "").split(), os.environ.get("HOW", "")
+seed, width, steps = os.environ.get("SEED"), int(os.environ.get("WIDTH", 64)), int(os.environ.get("STEPS", 80))
 torch.use_deterministic_algorithms(True)
+
+def until_reserved():
+    for thread in threading.enumerate():
+        if thread.name == "ddpjob-memory-room":
+            thread.join()
+
+@contextlib.contextmanager
+def without_waits(step):
+    "torch raises where the host would wait for the device; only the proof of the first steps may, and what is named."
+    torch.cuda.set_sync_debug_mode("default" if step <= 8 or how in ("scaler", "on the gpu") else "error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
 with ddpjob.init(os.environ["BACKEND"]) as world:
     torch.manual_seed(7)
-    layers = [torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1)]
-    model = world.wrap(torch.nn.Sequential(*layers))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(8, width), torch.nn.BatchNorm1d(width), torch.nn.Dropout(0.2), torch.nn.Linear(width, width),
+        torch.nn.ReLU(), torch.nn.Linear(width, 1)
+    )
+    model = world.wrap(torch.compile(net) if how == "compile" else net)
+    groups = [{"params": [*model.parameters()]}]
+    options = {"fused": {"fused": True}, "on the gpu": {"capturable": True}}.get(how, {})
+    lr = torch.tensor(1e-2, device=world.device) if how == "on the gpu" else 1e-2
     on_host = torch.nn.Linear(2, 2)  # some of the state is on the CPU
-    optimizer = torch.optim.AdamW([*model.parameters(), *on_host.parameters()], lr=1e-2)
-    x = torch.linspace(-1, 1, 512, device=world.device).view(64, 8)
-    objects = dict(model=model, on_host=on_host, optimizer=optimizer)
+    torch.manual_seed(7 + rank)
+    if how in ("", "compile"):
+        groups.append({"params": [*on_host.parameters()]})
+    optimizer = torch.optim.AdamW(groups, lr=lr, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, 0.9)
+    scaler = torch.amp.GradScaler("cuda", enabled=how == "scaler", init_scale=2.0**10, growth_interval=7)
+    x = torch.linspace(-1, 1, 512, device=world.device).view(64, 8) + rank
+    objects = dict(model=model, on_host=on_host, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
     snapshot = ddpjob.Snapshot("snapshots", world)
     step = snapshot.load(**objects)
-    print("BEGIN", step, flush=True)
-    while step < 80:
-        if generation < len(kill) and step == int(kill[generation]):
+    print("BEGIN", step, flush=True) if rank == 0 else None
+    chance = random.Random(f"{seed} {generation}")
+    if seed and generation < 3 and rank == chance.randrange(world.world_size):
+        threading.Timer(chance.uniform(0, 1.5), os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while step < steps:
+        if generation < len(kill) and f"{rank}:{step}" == kill[generation]:
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.zero_grad()
-        (model(x).square().sum() + on_host(torch.ones(2)).square().sum().to(world.device)).backward()
+        with torch.autocast("cuda", torch.float16, enabled=how == "scaler"):
+            loss = model(x).square().mean()
+        loss = loss + on_host(torch.ones(2)).square().sum().to(world.device)
+        scaler.scale(loss).backward()
+        with without_waits(step):
+            scaler.step(optimizer)
+            scaler.update()
+        scheduler.step()
+        step += 1
+        with without_waits(step):
+            ddpjob.should_stop(step)
+        until_reserved()
+    snapshot.close()
+    moments = [value for its in optimizer.state_dict()["state"].values() for value in its.values()]
+    values = [*net.state_dict().values(), *on_host.state_dict().values(), *moments]
+    bits = b"".join(value.cpu().numpy().tobytes() for value in values)
+    number = torch.rand(1, device=world.device).item()
+    os.write(1, f"END {rank} {hashlib.sha256(bits).hexdigest()} {number}\\n".encode())  # whole lines: two ranks write
+"""
+
+# Its steps are replays of a graph, after which the optimizer's hooks are not called.
+GRAPH = """
+import torch
+import ddpjob
+
+with ddpjob.init() as world:
+    model = torch.nn.Linear(8, 8).to(world.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-2, device=world.device), capturable=True)
+    x = torch.ones(4, 8, device=world.device)
+    snapshot = ddpjob.Snapshot("snapshots", world)
+    step = snapshot.load(model=model, optimizer=optimizer)
+
+    def train():
+        optimizer.zero_grad(set_to_none=False)
+        model(x).square().sum().backward()
         optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(6):
+            train()
+            step += 1
+            ddpjob.should_stop(step)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train()
+    while step < 30:
+        graph.replay()
         step += 1
         ddpjob.should_stop(step)
-        for thread in __import__("threading").enumerate():
-            if thread.name == "ddpjob-memory-room":
-                thread.join()
+    snapshot.save(step, model=model, optimizer=optimizer)
     snapshot.close()
-    values = [*model.state_dict().values(), *on_host.state_dict().values()]
-    bits = b"".join(value.cpu().numpy().tobytes() for value in values)
-    print("END", hashlib.sha256(bits).hexdigest(), torch.rand(1, device=world.device).item(), flush=True)
+    print("END", step, flush=True)
 """
 
 
@@ -105,36 +173,76 @@ def test_a_gpu_copies_what_was_there_at_the_boundary_while_the_host_goes_on(tmp_
     """Else the copy would be of half a step, or each copy cost the time of the steps that the host is ahead."""
     script = tmp_path / "streams.py"
     script.write_text(STREAMS)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    env = {**os.environ, **real_gpus.shown()}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     assert "SECONDS" in done.stdout
 
 
-def lines(folder: Path, backend: str, kill: str) -> tuple[list[int], list[list[str]], str]:
-    """Where each generation began, how the last one ended, and what was said."""
+def ends(folder: Path, nodes: int, **env: str) -> tuple[list[int], set[tuple[str, ...]], str]:
+    """Where each generation began, how each rank ended, and what was said."""
     folder.mkdir()
     launcher = Launcher(folder)
-    env = {"KILL": kill, "BACKEND": backend, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = finish(launcher.ddprun("--nproc", 1, "--max-restarts", 9, launcher.script(TRAIN), **env), 150)
-    assert done.returncode == 0, done.stderr
+    options = ["--nproc", 2 // nodes if env["BACKEND"] == "gloo" else 1, "--max-restarts", 9, launcher.script(TRAIN)]
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_SOCKET_IFNAME": "lo"} | real_gpus.shown() | env
+    agents = launcher.nodes(nodes, *options, **env) if nodes > 1 else [launcher.ddprun(*options, **env)]
+    ended = [finish(agent, 150) for agent in agents]
+    said = "".join(done.stderr for done in ended)
+    assert [done.returncode for done in ended] == [0] * nodes, said
     forget_torchs_own(launcher)
-    words = [line.split() for line in done.stdout.splitlines()]
-    return [int(w[1]) for w in words if w[0] == "BEGIN"], [w[1:] for w in words if w[0] == "END"], done.stderr
+    words = [line.split() for done in ended for line in done.stdout.splitlines()]
+    return [int(w[1]) for w in words if w[0] == "BEGIN"], {tuple(w[1:]) for w in words if w[0] == "END"}, said
 
 
 @on_gpu
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+@pytest.mark.parametrize(
+    ("backend", "nodes", "how", "kill"),
+    [
+        ("nccl", 1, "", "0:30 0:60"),
+        ("nccl", 2, "", "1:30 0:60"),
+        ("gloo", 1, "", "1:30 0:60"),
+        ("nccl", 1, "scaler", "0:30 0:60"),
+        ("nccl", 1, "fused", "0:30 0:60"),
+        ("nccl", 1, "on the gpu", "0:30 0:60"),
+        ("nccl", 1, "compile", "0:30 0:60"),
+    ],
+)
 def test_a_training_on_a_gpu_that_is_killed_goes_on_from_a_copy_with_the_same_bits(
-    tmp_path: Path, backend: str
+    tmp_path: Path, backend: str, nodes: int, how: str, kill: str
 ) -> None:
-    """Of parameters, buffers, optimizer state and random states, some of them on the CPU."""
-    _, undisturbed, _ = lines(tmp_path / "one", backend, "")
-    began, ended, said = lines(tmp_path / "other", backend, "30 60")
+    """Of parameters, buffers, optimizer state and random states, some of them on the CPU; the host waits for none."""
+    of = {"BACKEND": backend, "HOW": how}
+    _, undisturbed, _ = ends(tmp_path / "one", nodes, **of)
+    began, ended, said = ends(tmp_path / "other", nodes, **of, KILL=kill)
+    assert "not kept" not in said
     assert ended == undisturbed, said
     assert began[0] == 0, said
     assert 12 <= began[1] <= 28, said
     assert 44 <= began[2] <= 56, said
     assert "the state is copied each 4 steps, because after a failure nobody knows which step a GPU has come to" in said
+
+
+@on_gpu
+@pytest.mark.parametrize(("backend", "nodes"), [("nccl", 1), ("nccl", 2), ("gloo", 1)])
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_kills_at_any_moment_of_a_gpu_change_no_bit(tmp_path: Path, backend: str, nodes: int, seed: str) -> None:
+    """Also while 50 MB are on their way from the GPU, or are read back."""
+    of = {"BACKEND": backend, "STEPS": "300", "WIDTH": "2048"}
+    _, undisturbed, _ = ends(tmp_path / "one", nodes, **of)
+    began, ended, said = ends(tmp_path / "other", nodes, **of, SEED=seed)
+    assert len(began) > 1, "nobody was killed"
+    assert ended == undisturbed, said
+    assert began == sorted(began), said
+    assert "not kept" not in said
+
+
+@on_gpu
+def test_steps_that_a_graph_of_a_gpu_makes_are_not_kept_with_the_reason(tmp_path: Path) -> None:
+    """Nobody hears of a replay, so a copy could be of another step than the one it is counted for."""
+    launcher = Launcher(tmp_path)
+    done = launcher.done("--nproc", 1, launcher.script(GRAPH), **real_gpus.shown())
+    assert (done.returncode, done.stdout.split()) == (0, ["END", "30"]), done.stderr
+    assert "a CUDA graph makes the optimizer's steps, and nobody hears of one" in done.stderr
 
 
 # ---- without a GPU -----------------------------------------------------------------------------------------

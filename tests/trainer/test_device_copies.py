@@ -188,6 +188,17 @@ def test_the_sum_of_bits_is_the_same_of_tensors_and_of_their_bytes_in_memory() -
     assert packed.total(packed.places(state, memory)) == packed.total(tensors)
 
 
+def test_small_tensors_of_a_gpu_are_summed_from_a_copy_that_lives_as_long_as_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the sum is of whatever memory the copy had: each training on a GPU seemed to change its parameters between
+    two steps, so that nothing was kept."""
+    tensors = [torch.randn(size) for size in (3, 64, 512, 64)]
+    total = packed.total(tensors)
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)  # as a tensor on a GPU has it
+    assert packed.total(tensors) == total
+
+
 def test_the_random_state_of_a_gpu_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout on the GPU would draw other numbers after a restart."""
     from ddpjob.checkpoint import random_states

@@ -217,6 +217,23 @@ def test_a_number_of_numpy_that_is_a_float_comes_back_as_a_float():
 # ---- what torch itself makes ---------------------------------------------------------------------------------
 
 
+def test_a_learning_rate_on_a_gpu_comes_back_onto_it() -> None:
+    """torch leaves it where it was saved, on the CPU, and the next step then differs in its last bits (seen on an
+    H100). The device "meta" stands for a GPU."""
+    on_device, on_host = (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2))
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda _: 0.5) for each in (on_device, on_host)]
+    group = on_device.param_groups[0]
+    group |= {name: group[name].to("meta") for name in ("lr", "initial_lr")}
+    schedulers[0].base_lrs = [group["initial_lr"]]
+    state = {"optimizer": on_host.state_dict(), "scheduler": schedulers[1].state_dict()}
+    state_dicts.restore({"optimizer": on_device, "scheduler": schedulers[0]}, state, "here")
+    group = on_device.param_groups[0]
+    assert (group["lr"].device.type, group["initial_lr"].device.type) == ("meta", "meta")
+    assert schedulers[0].base_lrs[0].device.type == "meta"
+    state_dicts.restore({"optimizer": on_host}, {"optimizer": on_host.state_dict()}, "here")
+    assert on_host.param_groups[0]["lr"].device.type == "cpu"
+
+
 def optimizers() -> Iterator[type[torch.optim.Optimizer]]:
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:

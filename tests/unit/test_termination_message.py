@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob.core.failures import Failure
+from ddpjob.core.failures import Failure, first_line
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.failures.termination_message import ContainerReport
 
@@ -280,6 +280,42 @@ def test_nccls_error_keeps_the_line_of_the_script_that_raised_it() -> None:
     )
     assert (failure.where, failure.symptom) == ("t.py:3", False)
     assert failure.exception.endswith("ncclInvalidUsage: This usually reflects invalid usage of NCCL library.")
+
+
+def test_nccls_error_says_what_it_found_in_a_log_and_in_an_exception_alike() -> None:
+    """The explanation of its kind names neither the ranks nor the GPU (NCCL 2.28.9 on an H100)."""
+    kind = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+    found = "Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 60"
+    said = f"{NCCL}\n{kind}\nLast error:\n{found}"
+    expected = f"{NCCL} ncclInvalidUsage: {found}"
+    assert read(f"{FRAME}{said}\nstep 3\n").exception == expected
+    assert read(of_rank(1, FRAME + said)).exception == expected
+    assert f"{NCCL.partition(':')[0]}: {first_line(said.partition(': ')[2])}" == expected
+
+
+def test_a_watchdog_of_nccl_that_ends_its_process_is_a_symptom_with_what_it_has_waited_for() -> None:
+    """The rank that is late is another one. As PyTorch 2.11 prints it on a GPU."""
+    what = (
+        "[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with exception: [Rank 0] "
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=11, OpType=ALLREDUCE, NumelIn=4160, "
+        "NumelOut=4160, Timeout(ms)=12000) ran for 12082 milliseconds before timing out."
+    )
+    log = f"""[rank0]:[E1126 01:16:00.700312978 ProcessGroupNCCL.cpp:764] [Rank 0] To avoid data inconsistency, we are \
+taking the entire process down.
+[rank0]:[E1126 01:16:00.705641709 ProcessGroupNCCL.cpp:2119] {what}
+Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:692 (most recent \
+call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7e6f0f9d94dd in /v/lib/libc10.so)
+
+terminate called after throwing an instance of 'c10::DistBackendError'
+  what():  {what}
+Exception raised from checkTimeout at /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:692 (most recent \
+call first):
+frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d (0x7e6f0f9d94dd in /v/lib/libc10.so)
+"""
+    failure = read(log)
+    assert failure.symptom
+    assert failure.exception == f"c10::DistBackendError: {what}"
 
 
 def test_what_has_killed_a_worker_of_a_data_loader_has_the_line_of_the_script_that_asked_for_a_batch() -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ddpjob.core import rules
-from ddpjob.core.failures import Failure, where_of
+from ddpjob.core.failures import LAST_ERROR, Failure, where_of, with_last_error
 from ddpjob_operator.failures.log_lines import LINE_MAX, PREFIX
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
@@ -160,7 +160,7 @@ class _Stream:
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
-        self.inside = self.chained = self.passed_over = False
+        self.inside = self.chained = self.passed_over = self.found = False
         self.thrown = ""
         self.where = ""
         self.chain: list[Failure] = []
@@ -179,13 +179,20 @@ class _Stream:
             self.thrown = thrown[1]
         elif self.thrown and (what := _WHAT.match(line)):
             self._add(f"{self.thrown}: {what[1]}", chains)
-        elif _OF_NCCL.match(line) and self.chain:
-            before = self.chain[-1]
-            self.chain[-1] = self._raised(f"{before.exception} {line}")._replace(where=before.where)
+        elif self.chain and (self.found or _OF_NCCL.match(line) or line.strip() == LAST_ERROR):
+            self._of_nccl(line)
         elif line[0].isspace():
             self.where = where_of([line]) or self.where
         else:
             self._unindented(line.rstrip(), chains)
+
+    def _of_nccl(self, line: str) -> None:
+        """A further line of its error."""
+        before, found = self.chain[-1], self.found
+        self.found = line.strip() == LAST_ERROR
+        if not self.found:
+            text = with_last_error(before.exception, line) if found else f"{before.exception} {line}"
+            self.chain[-1] = self._raised(text)._replace(where=before.where)
 
     def _unindented(self, line: str, chains: list[list[Failure]]) -> None:
         ends = _EXCEPTION.match(line) or (self.inside and _TRACEBACK_END.match(line))

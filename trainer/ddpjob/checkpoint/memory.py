@@ -212,7 +212,6 @@ class Keeper(Survivor):
             if not self._copies_instead:
                 self._note(kept, int(step))
             elif self._on_device and self._stepped:
-                self._versions = kept.versions()
                 self._is_proven(kept, int(step))
             if self._copies is not None and (self._copies.instead or not self._proofs_left):
                 self._copy(self._copies, kept, int(step), named)
@@ -295,6 +294,7 @@ class Keeper(Survivor):
             self._copy_because_of_changes(copies.CHANGES)
             return False
         if self._proofs_left:  # also where another rank has proved it: the sum of each shows that ranks are replicas
+            self._versions = kept.versions()  # on a device nothing else needs them
             self._sum = step, packed.total(packed.tensors_of(kept.large()))
         return not self._proofs_left
 

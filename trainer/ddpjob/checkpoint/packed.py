@@ -227,7 +227,8 @@ def total(tensors: Sequence[torch.Tensor]) -> int:
     small, large = 0, []
     for tensor in tensors:
         if tensor.numel() * tensor.element_size() < _SMALL_BYTES:
-            small = zlib.crc32(_bytes_of(tensor.cpu()), small)
+            on_host = tensor.cpu()  # has a name because it must live as long as its memory is read
+            small = zlib.crc32(_bytes_of(on_host), small)
         else:
             large.append(_sum(tensor).cpu())
     values: list[int] = torch.stack(large).tolist() if large else []
@@ -356,7 +357,9 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
     """Of a dense tensor's bits."""
     flat = flat_bytes(tensor)
-    whole = len(flat) // 8 * 8
     if flat.storage_offset() % 8:  # torch reads words only where they begin at a multiple of their size
         flat = flat.clone()
-    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum()
+    rest = len(flat) % 8
+    if not rest:  # mostly; each call of torch takes the interpreter's lock once more from the thread that trains
+        return flat.view(torch.int64).sum()
+    return flat[:-rest].view(torch.int64).sum() + flat[-rest:].sum()

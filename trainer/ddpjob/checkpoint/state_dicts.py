@@ -272,7 +272,11 @@ def described(tensor: torch.Tensor) -> str:
 
 
 def _restore_one(target: Any, saved: Any) -> None:
-    if hasattr(target, "load_state_dict"):
+    if isinstance(target, torch.optim.Optimizer):
+        target.load_state_dict({**saved, "param_groups": _where_they_are(target.param_groups, saved["param_groups"])})
+    elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
+        target.load_state_dict(_where_they_are(vars(target), saved))
+    elif hasattr(target, "load_state_dict"):
         target.load_state_dict(saved)
     elif isinstance(target, torch.Tensor):
         with torch.no_grad():
@@ -280,3 +284,18 @@ def _restore_one(target: Any, saved: Any) -> None:
     else:
         target.clear()
         target.update(saved)
+
+
+def _where_they_are(own: Any, saved: Any) -> Any:
+    """What was saved, its tensors on the devices of the present ones.
+
+    torch moves the state of a parameter to its device, but no learning rate: a step with one on the CPU and a step with
+    one on the GPU differ in their last bits.
+    """
+    if isinstance(own, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return saved.to(own.device)
+    if type(own) is type(saved) is dict:
+        return {key: _where_they_are(own.get(key), value) for key, value in saved.items()}
+    if type(own) is type(saved) is list and len(own) == len(saved):
+        return [_where_they_are(*pair) for pair in zip(own, saved, strict=True)]
+    return saved

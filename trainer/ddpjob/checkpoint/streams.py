@@ -1,7 +1,7 @@
 """Copies from a device into memory while its host goes on: the calls of torch.cuda that they need, behind an interface.
 
-Built to PyTorch's documentation of CUDA streams and events, and not run on a GPU so far. What uses it is tested with a
-device that does its work later, in any order that its streams allow (tests/support/late_device.py).
+Run on an H100 (docs/measured.md, on a GPU). What uses it is tested besides with a device that does its work later, in
+any order that its streams allow (tests/support/late_device.py).
 """
 
 from collections.abc import Sequence

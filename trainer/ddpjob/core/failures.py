@@ -6,6 +6,7 @@ Standard library only and cheap to import, because a job starts only when its ag
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,9 @@ BAD_NODES_MAX = 64
 KILLED_BY_KERNEL = "out of memory: killed by the kernel"
 """What an agent writes as the exception of a rank that the kernel has killed for its memory."""
 _ABORTED = 134
+LAST_ERROR = "Last error:"
+"""The line of NCCL's error above what it found."""
+_KIND_OF_NCCL = re.compile(r"(?<= )(nccl[A-Z]\w*:) .*")
 
 
 class Precedence(enum.IntEnum):
@@ -174,10 +178,19 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def first_line(text: str) -> str:
-    """Of what an exception says. NCCL's error has its kind, by which a lost peer is known, in the second."""
-    first, _, rest = text.strip().partition("\n")
-    second = rest.partition("\n")[0].rstrip()
-    return f"{first} {second}" if second.startswith("nccl") and second[4:5].isupper() else first
+    """Of what an exception says. NCCL's error has its kind, by which a lost peer is known, in the second, and what it
+    found in the one after "Last error:"."""
+    first, *more = text.strip().split("\n")
+    second = more[0].rstrip() if more else ""
+    if not second.startswith("nccl") or not second[4:5].isupper():
+        return first
+    line = f"{first} {second}"
+    return with_last_error(line, more[2]) if len(more) > 2 and more[1].strip() == LAST_ERROR else line
+
+
+def with_last_error(line: str, last: str) -> str:
+    """The line of NCCL's error, with what it found for what its kind means: ncclInvalidUsage: Duplicate GPU …"""
+    return _KIND_OF_NCCL.sub(lambda kind: f"{kind[1]} {last.strip()}", line) if last.strip() else line
 
 
 def where_of(trace: Iterable[str]) -> str:

@@ -28,10 +28,10 @@ STARTS_MAX = 10
 # Lost peers without a lost node, pod or connection: once that may be the network, the second time it is the script.
 PEERS_LOST_FREE = 1
 
-# What a rank raises when its peer is gone, which is no root cause. Seen with torch 2.13 on gloo; the NCCL lines are
-# from its documentation and were not run here (docs/measured.md, failures). A node that goes without a word closes no
-# connection, and gloo says what the kernel finds (seen with a link that was taken down). "wait timeout" is what
-# torch 2.6 and later say for "Socket Timeout".
+# What a rank raises when its peer is gone, which is no root cause. Seen with torch 2.13 on gloo, and with torch 2.11 on
+# an H100 with NCCL 2.28.9 (docs/measured.md, on a GPU); what NCCL says of networks is from its documents. A node that
+# goes without a word closes no connection, and gloo says what the kernel finds (seen with a link that was taken down).
+# "wait timeout" is what torch 2.6 and later say for "Socket Timeout".
 SYMPTOMS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Connection was likely closed"
     r"|remote process exited|DistStoreError|DistNetworkError|RendezvousConnectionError|RendezvousClosedError"
