@@ -285,7 +285,7 @@ class Walk:
         assert version == best, "older than what was whole"
         for node in {id(ranks[number].node): ranks[number].node for number in found.ranks}.values():
             self.read(node)
-            node.shared[0].count_load()
+            node.shared[0].count_load(version)
         is_newer = self.loaded is None or version >= self.loaded
         for rank in ranks:
             if is_newer and self.since[self.nodes.index(rank.node)] <= version.generation:

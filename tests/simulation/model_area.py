@@ -126,10 +126,11 @@ class Area:
         """The last part was written."""
         place.held, place.writer = held, life
 
-    def count_load(self) -> None:
+    def count_load(self, version: Version) -> None:
         """The newest was loaded once more."""
         place = self.newest
         assert place.held is not None, "it was found there"
+        assert place.held.version == version, "it was found there"
         place.held = place.held._replace(loads=place.held.loads + 1)
 
     def forget(self, generation: int) -> None:

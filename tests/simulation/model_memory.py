@@ -100,7 +100,7 @@ class Memories:
             self._checked(life, loaded, saved)
             loads, first = found.held.loads + 1, found.held.version.step
             for rank in found.ranks:
-                agents[rank].area.count_load()
+                agents[rank].area.count_load(found.held.version)
         store, version = Store(), None if isinstance(found, str) or not loaded.ranks else found.held.version
         for agent in agents:
             agent.area.changes = max(other.area.changes for other in agents)

@@ -18,9 +18,11 @@ from memory_node import Node, parts, rescue, settle, steps
 
 import ddpjob
 from ddpjob import process
+from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import packed, recall
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.core import memory
+from ddpjob.core.memory import Held, Version
 
 
 @pytest.fixture
@@ -1023,6 +1025,22 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
     assert [rank_0 for rank_0, _ in loading] == [None, None]
     assert [last[rank][2] for rank in range(2)] == [first[rank][2] for rank in range(2)], capfd.readouterr().err
     assert [last[rank][1] for rank in range(2)] == [first[0][1]] * 2
+
+
+def test_a_load_is_counted_once_where_a_faster_rank_has_failed_and_has_written_the_state_anew() -> None:
+    """Else the state is refused one restart too early, as one with which the training fails each time, and the training
+    begins at step 0."""
+    agent = Memory(1)
+    agent.begin(0)
+    shared = Shared(agent.where(0), 1, 1)
+    shared.reserve(1 << 12, 0)
+    state = packed.pack({"weight": torch.ones(3)})
+    version = Version(1, 0, 8)
+    for written, loads in ((version, 0), (version._replace(generation=1), 1)):
+        shared.write_copy(0, state, Held(written, loads, state.size, 1, False, 0))
+        shared.count_copy(0, 8)
+        shared.count_load(version)  # by the rank that was slower
+        assert shared.held() == Held(written, 1, state.size, 1, False, 0)
 
 
 def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_batches(node: Node) -> None:

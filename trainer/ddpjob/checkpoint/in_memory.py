@@ -142,7 +142,7 @@ class InMemory:
                 holder.forget_copy()
             raise StateError(_half(self._named, found, objects))
         if holder is not None and not self._named:
-            holder.count_load()
+            holder.count_load(found.held.version)
         self._took(found, objects)
         if self._keeper is not None:
             self._keeper.loads(found.held.version)

@@ -175,9 +175,13 @@ class Shared:
     def _place(self, area: int) -> int:
         return self._area + area * memory.OTHER_AREA_OFFSET
 
-    def count_load(self) -> None:
-        """The newest of the areas was loaded once more."""
-        self.node[memory.area_cell(self._newest_area, AREA_LOADS)] += 1
+    def count_load(self, version: Version) -> None:
+        """This state was loaded once more. Not where a faster rank has loaded it too, has failed, and has by now written
+        it anew: the load is counted in that one."""
+        area = self._newest_area
+        held = self.held_in(area)
+        if held is not None and held.version == version:
+            self.node[memory.area_cell(area, AREA_LOADS)] += 1
 
     def newest(self, size: int) -> torch.Tensor:
         """The bytes of the newest value, where they are: they change when an area is written again. Raises OSError.
