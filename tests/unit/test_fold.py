@@ -106,6 +106,26 @@ def test_exceptions_that_follow_on_each_other_are_one_traceback_with_all_lines_o
     assert trace.lines == [line.rstrip() for line in whole]
 
 
+def test_all_lines_of_an_exceptions_message_are_held_with_its_traceback() -> None:
+    """CUDA's have five (torch 2.11 on an H100), and four were shown before the traceback, without what they explain."""
+    message = [
+        "torch.AcceleratorError: CUDA error: device-side assert triggered",
+        "CUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be "
+        "incorrect.",
+        "For debugging consider passing CUDA_LAUNCH_BLOCKING=1",
+    ]
+    asserted = (
+        "/pytorch/aten/src/ATen/native/cuda/Indexing.cu:1515: indexSelectSmallIndex: block: [0,0,0], thread: [0,0,0] "
+        "Assertion `srcIndex < srcSelectDimSize` failed."
+    )
+    cpp = "[rank0]:[W1126 01:14:22.742356363 reducer.cpp:1430] Warning: a user can act on it"
+    fold = Fold()
+    assert fold.take([asserted, *of_rank(0, [*MISTAKE[:-1], *message, ""]), cpp], T0) == [asserted, cpp]
+    (trace,) = fold.forget()
+    assert trace.lines == [*MISTAKE[:-1], *message, ""]
+    assert trace.exception == message[0]
+
+
 def test_what_ddprun_says_of_restarts_is_the_runs_to_say() -> None:
     said = ["ddprun: restart 1: rank 1 ended with SIGKILL; charged to application, waiting 0 s"]
     other = ["ddprun: --preload: no_such_module: ModuleNotFoundError; left out"]

@@ -66,6 +66,18 @@ CLASSES: dict[str, tuple[Failure, rules.Class]] = {
     "a GPU that others have filled": (
         Failure(exit_code=1, exception="torch.AcceleratorError: CUDA error: out of memory"), "outOfMemory"
     ),
+    "a GPU of AMD's that others have filled": (
+        Failure(exit_code=1, exception="RuntimeError: HIP error: out of memory"), "outOfMemory"
+    ),
+    "NCCL, for which torch has left no GPU memory": (
+        Failure(
+            exit_code=1,
+            exception="torch.distributed.DistBackendError: NCCL error in: /pytorch/torch/csrc/distributed/c10d/"
+            "NCCLUtils.cpp:93, unhandled cuda error, NCCL version 2.28.9 ncclUnhandledCudaError: Cuda failure 2 'out "
+            "of memory'",
+        ),
+        "outOfMemory",
+    ),
     "out of memory while it was told to stop": (
         Failure(container_reason="OOMKilled", deletion_requested=True), "outOfMemory"
     ),
@@ -85,6 +97,15 @@ CLASSES: dict[str, tuple[Failure, rules.Class]] = {
     "a stop at an agreed step": (Failure(exit_code=rules.RESUMABLE_EXIT_CODE), "infrastructure"),
     "a broken GPU": (
         Failure(exit_code=1, exception="RuntimeError: CUDA error: uncorrectable ECC error"), "infrastructure"
+    ),
+    "GPUs whose fabric manager does not run": (
+        Failure(
+            exit_code=1,
+            exception="RuntimeError: Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions "
+            "before calling NumCudaDevices() that might have already set an error? Error 802: system not yet "
+            "initialized",
+        ),
+        "infrastructure",
     ),
     "no step": (Failure(exit_code=143, stalled=True, deletion_requested=True), "stall"),
     "a backend that no torch has": (
@@ -116,6 +137,65 @@ CLASSES: dict[str, tuple[Failure, rules.Class]] = {
 @pytest.mark.parametrize(("failure", "found"), CLASSES.values(), ids=CLASSES.keys())
 def test_the_class_follows_from_what_kubernetes_and_the_process_say(failure: Failure, found: rules.Class) -> None:
     assert rules.classify(failure) == found
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        ("out of memory", "outOfMemory"),
+        ("uncorrectable ECC error encountered", "infrastructure"),
+        ("CUDA-capable device(s) is/are busy or unavailable", "infrastructure"),
+        ("no CUDA-capable device is detected", "infrastructure"),
+        ("invalid device ordinal", "application"),
+        ("device-side assert triggered", "application"),
+        ("an illegal memory access was encountered", "application"),
+        ("unspecified launch failure", "application"),
+    ],
+)
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "torch.AcceleratorError: ",
+        "RuntimeError: ",  # before torch 2.9
+        "c10::AcceleratorError: ",
+        "c10::DistBackendError: [PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated with "
+        "exception: ",
+    ],
+)
+def test_an_error_of_cuda_has_one_class_whatever_it_is_raised_as_and_is_tried_again(
+    raised: str, error: str, found: rules.Class
+) -> None:
+    exception = f"{raised}CUDA error: {error}"
+    assert rules.classify(Failure(exit_code=1, exception=exception)) == found
+    assert not rules.is_symptom(exception)
+    assert not rules.is_mistake(exception, 1)
+
+
+@pytest.mark.parametrize(
+    ("exception", "mistake"),
+    [
+        # As torch 2.11 says it on an H100, and 2.4.
+        (
+            "RuntimeError: Expected all tensors to be on the same device, but got mat1 is on cpu, different from other "
+            "tensors on cuda:0 (when checking argument in method wrapper_CUDA_addmm)",
+            True,
+        ),
+        ("RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0", True),
+        ("RuntimeError: Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the", True),
+        (
+            "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must "
+            "use the 'spawn' start method",
+            True,
+        ),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (4x4 and 5x4)", True),
+        ("RuntimeError: No CUDA GPUs are available", False),
+        ("RuntimeError: cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", False),
+        ("RuntimeError: CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", False),
+    ],
+)
+def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(exception: str, mistake: bool) -> None:
+    """Tensors on two devices, the commonest mistake with a GPU, were tried as often as a GPU that fails."""
+    assert rules.is_mistake(exception, 1) == mistake
 
 
 @pytest.mark.parametrize(

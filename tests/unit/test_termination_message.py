@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ddpjob.core.failures import Failure, first_line
-from ddpjob_operator.failures import termination_message
+from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.failures.termination_message import ContainerReport
 
 DATA = Path(__file__).parent / "data/logs"
@@ -291,6 +291,36 @@ def test_nccls_error_says_what_it_found_in_a_log_and_in_an_exception_alike() -> 
     assert read(f"{FRAME}{said}\nstep 3\n").exception == expected
     assert read(of_rank(1, FRAME + said)).exception == expected
     assert f"{NCCL.partition(':')[0]}: {first_line(said.partition(': ')[2])}" == expected
+
+
+@pytest.mark.parametrize("kind", ["torch.OutOfMemoryError", "torch.cuda.OutOfMemoryError"])
+def test_a_gpu_out_of_memory_is_told_with_what_this_process_holds_in_a_log_and_in_an_exception_alike(kind: str) -> None:
+    """The line was cut within the list of the other processes on the GPU (torch 2.11 on an H100)."""
+    said = (
+        "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 3.27 GiB is "
+        "free. Process 610 has 1.15 GiB memory in use. Including non-PyTorch memory, this process has 73.15 GiB memory "
+        "in use. Process 607 has 590.00 MiB memory in use. Process 609 has 518.00 MiB memory in use. Of the allocated "
+        "memory 72.00 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated. If reserved but "
+        "unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid "
+        "fragmentation.  See documentation for Memory Management  (https://docs.pytorch.org/docs/stable/notes/cuda)"
+    )
+    expected = (
+        "CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has a total capacity of 79.18 GiB of which 3.27 GiB is "
+        "free. This process has 73.15 GiB memory in use. Of the allocated memory 72.00 GiB is allocated by PyTorch, "
+        "and 0 bytes is reserved by PyTorch but unallocated."
+    )
+    assert read(f"{FRAME}{kind}: {said}\nstep 3\n").exception == f"{kind}: {expected}"
+    assert first_line(said) == expected
+    assert len(f"{kind}: {expected}") <= root_cause.EXCEPTION_MAX
+
+
+def test_what_torch_says_of_memory_without_other_processes_stays() -> None:
+    older = (
+        "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 79.18 GiB total capacity; 72.00 GiB already allocated; "
+        "1.50 GiB free; 72.10 GiB reserved in total by PyTorch)"
+    )
+    assert first_line(older) == older
+    assert first_line("ValueError: Process 7 has 3 shards.") == "ValueError: Process 7 has 3 shards."
 
 
 def test_a_watchdog_of_nccl_that_ends_its_process_is_a_symptom_with_what_it_has_waited_for() -> None:

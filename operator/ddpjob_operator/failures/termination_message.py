@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ddpjob.core import rules
-from ddpjob.core.failures import LAST_ERROR, Failure, where_of, with_last_error
+from ddpjob.core.failures import LAST_ERROR, Failure, shorter, where_of, with_last_error
 from ddpjob_operator.failures.log_lines import LINE_MAX, PREFIX
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
@@ -211,7 +211,7 @@ class _Stream:
         self.where = ""
 
     def _raised(self, line: str) -> Failure:
-        return Failure(self.rank, exception=line, symptom=rules.is_symptom(line), where=self.where)
+        return Failure(self.rank, exception=shorter(line), symptom=rules.is_symptom(line), where=self.where)
 
 
 def _of_chain(chain: list[Failure]) -> Failure:

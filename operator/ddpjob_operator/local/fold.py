@@ -61,6 +61,8 @@ class Trace:
         if self.exception:
             goes_on = line.startswith(_BEGINS) and self._is_chained
             more = not line or line[0].isspace() or line.startswith(_CHAINED) or goes_on
+            # torch prints an uncaught exception with its prefix, all lines of its message as well.
+            more = more or ("[rank" in self.prefix and not line.startswith(_BEGINS))
             if goes_on:
                 self.exception = ""
         else:

@@ -176,8 +176,8 @@ class Shared:
         return self._area + area * memory.OTHER_AREA_OFFSET
 
     def count_load(self, version: Version) -> None:
-        """This state was loaded once more. Not where a faster rank has loaded it too, has failed, and has by now written
-        it anew: the load is counted in that one."""
+        """This state was loaded once more. Not where a faster rank has loaded it too, has failed, and has written it
+        anew by now: the load is counted in that one."""
         area = self._newest_area
         held = self.held_in(area)
         if held is not None and held.version == version:

@@ -25,6 +25,7 @@ KILLED_BY_KERNEL = "out of memory: killed by the kernel"
 _ABORTED = 134
 LAST_ERROR = "Last error:"
 """The line of NCCL's error above what it found."""
+_OTHER_PROCESS = re.compile(r"Process \d+ has [\d.]+ \w+ memory in use\. ?")
 _KIND_OF_NCCL = re.compile(r"(?<= )(nccl[A-Z]\w*:) .*")
 
 
@@ -181,11 +182,21 @@ def first_line(text: str) -> str:
     """Of what an exception says. NCCL's error has its kind, by which a lost peer is known, in the second, and what it
     found in the one after "Last error:"."""
     first, *more = text.strip().split("\n")
+    first = shorter(first)
     second = more[0].rstrip() if more else ""
     if not second.startswith("nccl") or not second[4:5].isupper():
         return first
     line = f"{first} {second}"
     return with_last_error(line, more[2]) if len(more) > 2 and more[1].strip() == LAST_ERROR else line
+
+
+def shorter(line: str) -> str:
+    """torch's line of a GPU that is full, without what a message has no room for: what each other process has, which
+    the total, the free memory and this process's tell as a sum, and the advice at its end."""
+    if "out of memory. Tried to allocate " not in line:
+        return line
+    line = _OTHER_PROCESS.sub("", line.partition(" If reserved but unallocated memory is large")[0])
+    return line.replace("Including non-PyTorch memory, this process", "This process")
 
 
 def with_last_error(line: str, last: str) -> str:

@@ -44,18 +44,21 @@ SYMPTOMS = re.compile(
 )
 # Only torch's errors are about peers: a database that refuses a connection is a ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-# torch's, CUDA's where torch allocates nothing itself (a GPU that others have filled), Python's and numpy's, C++'s, and
-# the agent's of a SIGKILL by the kernel (agent/oom_kills.py).
+# torch's, CUDA's where torch allocates nothing itself (a GPU that others have filled), NCCL's (its buffers are not
+# torch's), Python's and numpy's, C++'s, and the agent's of a SIGKILL by the kernel (agent/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
-    r"OutOfMemoryError|CUDA (?:driver )?error: out of memory|^[\w.]*MemoryError\b|^std::bad_alloc\b"
+    r"OutOfMemoryError|(?:CUDA|HIP) (?:driver )?error: out of memory|Cuda failure (?:2 )?'out of memory'"
+    r"|^[\w.]*MemoryError\b|^std::bad_alloc\b"
     rf"|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
 )
 # What torch then raises its "exited unexpectedly" from; without shared memory the signal is SIGBUS.
 WORKER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: ")
-# A GPU that has failed, and not the program on it. From NVIDIA's and PyTorch's texts; no such GPU was here.
+# A GPU that has failed, and not the program on it; "not yet initialized" is a node whose fabric manager does not run.
+# From NVIDIA's and PyTorch's texts; no such GPU was here.
 DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|CUDA-capable device\(s\) is/are busy or unavailable"
-    r"|no CUDA-capable device is detected|GPU is lost|fallen off the bus|nvidia-container-cli: ",
+    r"|no CUDA-capable device is detected|system not yet initialized|GPU is lost|fallen off the bus"
+    r"|nvidia-container-cli: ",
     re.IGNORECASE,
 )
 CANNOT_EVER_START = re.compile(
@@ -82,6 +85,11 @@ _MAY_PASS = re.compile(
     r"^RuntimeError\b.*(?:CUDA|cuDNN|cublas|\bHIP\b|\bNCCL\b.*(?:error|abort)|nvidia|connect"
     r"|time[d -]{0,2}out|unavailable|temporar|retry|download|socket|rendezvous|gloo|c10d|DataLoader worker)",
     re.IGNORECASE,
+)
+# Mistakes whose text names a GPU. An AcceleratorError, which torch 2.9 and later raise for CUDA's errors, is none.
+_OF_DEVICES = re.compile(
+    r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"
+    r"|Cannot re-initialize CUDA in forked subprocess)"
 )
 # What argparse and click say, with exit code 2, of options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
@@ -173,7 +181,9 @@ def is_mistake(exception: str, exit_code: int | None) -> bool:
     ends with another exit code has chosen it."""
     if exit_code == 2:
         return _OPTIONS_REFUSED.match(exception) is not None
-    return exit_code == 1 and _MISTAKE.match(exception) is not None and _MAY_PASS.match(exception) is None
+    if exit_code != 1 or _MISTAKE.match(exception) is None:
+        return False
+    return _MAY_PASS.match(exception) is None or _OF_DEVICES.match(exception) is not None
 
 
 def port_in_use(exception: str) -> int | None:
