@@ -234,6 +234,40 @@ def test_a_learning_rate_on_a_gpu_comes_back_onto_it() -> None:
     assert on_host.param_groups[0]["lr"].device.type == "cpu"
 
 
+def test_settings_on_a_gpu_that_lie_deeper_come_back_onto_it() -> None:
+    """Betas that are tensors, and what the schedulers within a scheduler begin with, stayed on the CPU."""
+    of_torch = torch.optim.lr_scheduler
+    optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=torch.tensor(0.1)) for _ in range(2)]
+    on_device, on_host = [
+        of_torch.SequentialLR(each, [of_torch.LinearLR(each), of_torch.StepLR(each, 3)], [2]) for each in optimizers
+    ]
+    for optimizer, place in zip(optimizers, ("meta", "cpu"), strict=True):
+        optimizer.param_groups[0]["betas"] = (torch.tensor(0.9, device=place), 0.99)
+    for inner in on_device._schedulers:
+        inner.base_lrs = [torch.tensor(0.1, device="meta")]
+    state = {"optimizer": optimizers[1].state_dict(), "scheduler": on_host.state_dict()}
+    state_dicts.restore({"optimizer": optimizers[0], "scheduler": on_device}, state, "here")
+    betas = optimizers[0].param_groups[0]["betas"]
+    assert (type(betas), betas[0].device.type, betas[1]) == (tuple, "meta", 0.99)
+    assert [inner.base_lrs[0].device.type for inner in on_device._schedulers] == ["meta", "meta"]
+
+
+class Lookahead(torch.optim.SGD):
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": super().state_dict(), "slow": 1}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert state_dict["slow"] == 1
+        super().load_state_dict(state_dict["fast"])
+
+
+def test_an_optimizer_with_a_state_dict_of_its_own_shape_comes_back() -> None:
+    """It knows what it has saved: it was asked for param_groups, and the training did not resume (KeyError)."""
+    one, other = (Lookahead([torch.nn.Parameter(torch.ones(1))], lr=lr) for lr in (0.1, 0.2))
+    state_dicts.restore({"optimizer": one}, {"optimizer": other.state_dict()}, "here")
+    assert one.param_groups[0]["lr"] == 0.2
+
+
 def optimizers() -> Iterator[type[torch.optim.Optimizer]]:
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer:

@@ -11,6 +11,7 @@ what its device has to do in the step after an earlier look (`core/copies.py`): 
 from another one, all find the same plan, and random states of a step are not written over while it may count.
 """
 
+import os
 import threading
 import time
 from collections.abc import Mapping
@@ -36,8 +37,10 @@ ABORTS = ("1", "2")  # how NCCL's errors are handled: the group is aborted, and 
 class _Flight:
     """A copy on its way: it was begun at one boundary, and counts at a later one."""
 
-    def __init__(self, at: Boundary) -> None:
+    def __init__(self, at: Boundary, in_torch: threading.Lock) -> None:
+        """in_torch: held while a thread sums."""
         self.step, self.versions = at.step, at.kept.counters()
+        self._in_torch = in_torch
         self.counts = True
         """Whether it is more than a try."""
         self.host_seconds = 0.0
@@ -85,9 +88,13 @@ class _Flight:
             self._sum()
             return False
         if self._summing is None:
-            self._summing = threading.Thread(target=self._sum, name="ddpjob-memory-sum", daemon=True)
+            self._summing = threading.Thread(target=self._sum_aside, name="ddpjob-memory-sum", daemon=True)
             self._summing.start()
         return self._summing.is_alive()
+
+    def _sum_aside(self) -> None:
+        with self._in_torch:
+            self._sum()
 
     def _sum(self) -> None:
         self.total = packed.total(self._parts)
@@ -117,6 +124,8 @@ class DeviceCopies(Copies):
         self._left: _Flight | None = None  # one that will not count, and may still write
         self._looked: Mark | None = None  # after the backward pass that followed the last look
         self._has_looked = False  # and that pass has not come yet
+        self._in_torch = threading.Lock()  # held by a thread while it is in torch's C++, and from the exit on
+        self._pid = os.getpid()
 
     @property
     def instead(self) -> bool:
@@ -126,6 +135,13 @@ class DeviceCopies(Copies):
         """Also from another thread than the one that trains: nothing counts from now on."""
         with self._lock:
             self._stopped = True
+
+    def keep_out_of_torch(self) -> None:
+        """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
+        if os.getpid() == self._pid:  # a fork has the lock as it was, and no such thread
+            self._pid = 0  # multiprocessing calls it once more
+            self.stop()
+            self._in_torch.acquire()
 
     def _versions_of(self, kept: Kept) -> list[Any]:
         return kept.counters()  # no values: the host would see those of any moment, and wait for them
@@ -151,7 +167,7 @@ class DeviceCopies(Copies):
         self._bring_down()
         began = time.perf_counter()
         self._write_slot(at)
-        flight = _Flight(at)
+        flight = _Flight(at, self._in_torch)
         if self._is_writer:
             self._begin(flight, at, every)
         flight.host_seconds = time.perf_counter() - began
@@ -161,7 +177,7 @@ class DeviceCopies(Copies):
 
     def _try(self, at: Boundary) -> bool:
         if not self._costs and self._flight is None:
-            began, flight = time.perf_counter(), _Flight(at)
+            began, flight = time.perf_counter(), _Flight(at, self._in_torch)
             self._begin(flight, at, 1)
             flight.counts, flight.host_seconds = False, time.perf_counter() - began
             self._flight = flight if flight.ticket is not None else None
@@ -258,7 +274,9 @@ class DeviceCopies(Copies):
                 mapped = torch.frombuffer(self._shared.mapped(area), dtype=torch.uint8)
                 self._mapped.append(mapped)
                 self._areas[area:] = [mapped, *self._areas[area + 1 :]]
-                if (why := self._streams.pin(mapped)) and not self._said_pinned:
+                with self._in_torch:
+                    why = self._streams.pin(mapped)
+                if why and not self._said_pinned:
                     self._said_pinned = True
                     process.log(f"rank {self._rank}: {why}: the host waits for each copy of the state into memory")
         except (RuntimeError, ValueError, AssertionError) as error:

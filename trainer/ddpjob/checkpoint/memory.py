@@ -55,6 +55,7 @@ class Keeper(Survivor):
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
             own = DeviceCopies(shared, rank, world_size, store, streams)
+            process.at_exit(own.keep_out_of_torch, 35)
         super().__init__(shared, own, on_device=streams is not None, has_folder=has_folder)
         self._rank, self._world_size, self._otherwise = rank, world_size, otherwise
         self._outgrown: Mapping[str, Any] | None = None  # they have other parameters now

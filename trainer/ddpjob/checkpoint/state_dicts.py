@@ -273,9 +273,9 @@ def described(tensor: torch.Tensor) -> str:
 
 def _restore_one(target: Any, saved: Any) -> None:
     if isinstance(target, torch.optim.Optimizer):
-        target.load_state_dict({**saved, "param_groups": _where_they_are(target.param_groups, saved["param_groups"])})
+        target.load_state_dict(_where_they_are({"param_groups": target.param_groups}, saved))
     elif isinstance(target, torch.optim.lr_scheduler.LRScheduler):
-        target.load_state_dict(_where_they_are(vars(target), saved))
+        target.load_state_dict(_where_they_are(target, saved))
     elif hasattr(target, "load_state_dict"):
         target.load_state_dict(saved)
     elif isinstance(target, torch.Tensor):
@@ -294,8 +294,10 @@ def _where_they_are(own: Any, saved: Any) -> Any:
     """
     if isinstance(own, torch.Tensor) and isinstance(saved, torch.Tensor):
         return saved.to(own.device)
+    if isinstance(own, torch.optim.lr_scheduler.LRScheduler):  # one of SequentialLR's is among its attributes
+        own = vars(own)
     if type(own) is type(saved) is dict:
         return {key: _where_they_are(own.get(key), value) for key, value in saved.items()}
-    if type(own) is type(saved) is list and len(own) == len(saved):
-        return [_where_they_are(*pair) for pair in zip(own, saved, strict=True)]
+    if type(own) is type(saved) and type(own) in (list, tuple) and len(own) == len(saved):
+        return type(own)(_where_they_are(*pair) for pair in zip(own, saved, strict=True))
     return saved
