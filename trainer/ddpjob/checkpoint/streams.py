@@ -135,7 +135,9 @@ class CudaTicket(CudaMark):
 
     @property
     def held_seconds(self) -> float:
-        return 0.0 if self._held is None else float(self._held[0].elapsed_time(self._held[1])) / 1000
+        if self._held is None or not self._held[1].query():  # of a stream that nothing has waited for
+            return 0.0
+        return float(self._held[0].elapsed_time(self._held[1])) / 1000
 
 
 def _event() -> Any:
