@@ -27,6 +27,17 @@ def test_whether_a_node_is_lost_is_counted_from_when_we_saw_it_whatever_the_api_
     assert memory.by_own_clock([stopping], later) == [seen], "the clock runs on from the first time it was seen"
 
 
+def test_a_kubelet_that_is_back_has_the_grace_of_a_pod_before_it_that_pod_is_given_up() -> None:
+    """The pod was to stop while its node was cut off. It was given up as the kubelet ended it, and the next group
+    started beside it (seed 3441 of the simulation with memory)."""
+    memory, back_at = JobState("uid"), START + dt.timedelta(seconds=29)
+    stopping = pod(deletion_requested_at=START, deletion_deadline=START + dt.timedelta(seconds=1))
+    silent = replace(stopping, silent_since=START)
+    assert memory.by_own_clock([silent], START)[0].deletion_deadline == START + dt.timedelta(seconds=1)
+    for now in (back_at, back_at + dt.timedelta(seconds=9)):
+        assert memory.by_own_clock([stopping], now)[0].deletion_deadline == back_at + dt.timedelta(seconds=1)
+
+
 def test_the_wait_for_a_pod_that_is_heard_again_starts_from_zero() -> None:
     memory, later = JobState("uid"), START + dt.timedelta(seconds=20)
     memory.by_own_clock([pod(silent_since=START)], START)

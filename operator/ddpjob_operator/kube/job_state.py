@@ -106,7 +106,9 @@ class JobState:
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
         seen |= {(p.uid, "unconfigured") for p in pods if root_cause.lacks_configuration(p)}
-        self.first_seen = {key: self.first_seen.get(key, now) for key in seen}
+        # Its kubelet is back, which has its time from now on: it did not hear before that the pod is to stop.
+        back = {(uid, "stopping") for uid, what in self.first_seen.keys() - seen if what == "silent"}
+        self.first_seen = {key: now if key in back else self.first_seen.get(key, now) for key in seen}
         return [self._by_own_clock(p) for p in pods]
 
     def _by_own_clock(self, pod: Pod) -> Pod:
