@@ -10,7 +10,7 @@ import zipfile
 from typing import Any
 
 import pytest
-from agents import Launcher
+from agents import Launcher, forget_torchs_own
 
 FACTS = '''
 """The documentation of the script."""
@@ -81,6 +81,7 @@ def test_a_broken_connection_is_an_error_that_a_rank_of_a_warm_agent_lives_throu
     ignored = f"{signal.SIG_IGN} {signal.SIG_IGN}\n"
     assert launcher.done(script).stdout == ignored
     assert launcher.warm(script).communicate(timeout=120)[0] == ignored
+    forget_torchs_own(launcher)
 
 
 def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> None:
@@ -282,3 +283,19 @@ def test_nothing_is_left_of_the_processes_between_the_server_and_the_ranks(launc
     script = launcher.script(LEFT)
     done = launcher.done("--preload=decimal", "--nproc-per-node=3", script)
     assert done.stdout.count("left: []") == 3, done.stdout
+
+
+def test_a_rank_that_is_killed_as_soon_as_it_was_forked_is_seen_to_have_ended(launcher: Launcher) -> None:
+    """Its parent had told the kernel to forget its children, and on a busy machine was not gone yet: the agent waited
+    for the end of a rank that nobody could reap, gave the node up after a minute, and said that the kernel held it."""
+    launcher.script(
+        """
+        import os, signal, time
+        end, sleep = os._exit, time.sleep
+        os._exit = lambda code: (sleep(0.5), end(code))  # of what is between the server and the rank
+        time.sleep = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # of the rank, which waits for the end of that
+        """,
+        "hurried.py",
+    )
+    done = launcher.done("--preload=hurried", "--max-restarts", 0, launcher.script(""))
+    assert "rank 0 ended with SIGKILL;" in done.stderr, done.stderr

@@ -196,6 +196,7 @@ def serve(agent: socket.socket, agent_pid: int, run: dict[str, Any]) -> dict[str
 def fork_again(agent_pid: int, answer: int) -> None:
     """Returns in the rank only, once the agent is its parent: from then on the end of either reaches the other."""
     between = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a rank that is killed before then is left for the agent to reap
     try:
         pid = fork()
     except OSError as error:
