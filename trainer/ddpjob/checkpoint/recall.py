@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ddpjob import process
-from ddpjob.checkpoint import packed, random_states
+from ddpjob.checkpoint import crew, packed, random_states
 from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.state_dicts import misfit, unwrapped
@@ -137,14 +137,15 @@ def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
 
 def _checked(large: Any, small: Any, found: Found, objects: Mapping[str, Any]) -> dict[str, Any]:
     state = merged(large, small)
-    if packed.total(packed.tensors_of(large)) != found.held.total:
+    threads = crew.threads(process.number("LOCAL_WORLD_SIZE", 1), found.held.size)
+    if packed.total(packed.tensors_of(large), threads) != found.held.total:
         raise StateError("its bits do not add up to what was written")
     if missing := sorted(objects.keys() - state.keys()):
         raise StateError(f"it has no {', '.join(missing)}")
     if problem := misfit(objects, state):
         raise StateError(problem)
     return {
-        name: packed.own(value) if name in large and not _is_copied_from(objects.get(name)) else value
+        name: packed.own(value, threads) if name in large and not _is_copied_from(objects.get(name)) else value
         for name, value in state.items()
     }
 

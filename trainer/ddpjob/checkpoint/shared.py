@@ -4,13 +4,14 @@ import contextlib
 import fcntl
 import mmap
 import os
+import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ddpjob.checkpoint import packed
+from ddpjob.checkpoint import crew, packed
 from ddpjob.core import memory
 from ddpjob.core.memory import (
     AREA_ASSUMED,
@@ -46,9 +47,11 @@ _OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_AS
 class State:
     """What one rank holds at a step, to be written by all ranks of its node that hold the same."""
 
-    def __init__(self, packed_state: packed.Packed, step: int, loads: int, *, assumed: bool) -> None:
+    def __init__(self, packed_state: packed.Packed, step: int, loads: int, *, assumed: bool, threads: int = 1) -> None:
+        """threads: that sum and write it."""
+        self.threads = threads
         self.step, self.size, self.parts = step, packed_state.size, packed.Parts(packed_state)
-        total, head = packed.total(packed_state.tensors), zlib.crc32(packed_state.head)
+        total, head = packed.total(packed_state.tensors, threads), zlib.crc32(packed_state.head)
         self.cells = {
             AREA_LOADS: loads,
             AREA_BYTES: self.size,
@@ -191,14 +194,14 @@ class Shared:
         area = self._newest_area
         if not 0 < size <= self.reserved(area):
             raise OSError(5, "the memory is shorter than it was")
-        return torch.frombuffer(self._mapped(area, size, mmap.MAP_POPULATE), dtype=torch.uint8)
+        return torch.frombuffer(self._mapped(area, size), dtype=torch.uint8)
 
     def mapped(self, area: int) -> mmap.mmap:
         """What is reserved of an area, as memory. Raises OSError, ValueError."""
         return self._mapped(area, self.reserved(area))
 
-    def _mapped(self, area: int, size: int, flags: int = 0) -> mmap.mmap:
-        return mmap.mmap(self._file, size, flags=mmap.MAP_SHARED | flags, offset=self._place(area))
+    def _mapped(self, area: int, size: int) -> mmap.mmap:
+        return mmap.mmap(self._file, size, offset=self._place(area))
 
     # ---- the areas: copies ---------------------------------------------------------------------------------
 
@@ -243,8 +246,9 @@ class Shared:
     def _is_begun(self, step: int) -> bool:
         return self.node[AREA_BEGUN] == step and self.node[AREA_GENERATION] == self.generation
 
-    def _next(self, takes_over: bool) -> int | None:
-        return memory.next_part(self._parts(), self.local_rank, self.ranks, self.others(), takes_over=takes_over)
+    def _next(self, takes_over: bool, living: Collection[int] | None = None) -> int | None:
+        living = self.others() if living is None else living
+        return memory.next_part(self._parts(), self.local_rank, self.ranks, living, takes_over=takes_over)
 
     @contextlib.contextmanager
     def begun(self, state: State) -> Iterator[bool]:
@@ -278,10 +282,21 @@ class Shared:
     def write_parts(self, state: State, *, takes_over: bool) -> bool:
         """Write what others do not, where the state is begun; whether it is whole now. Raises OSError."""
         parts, places = self._parts(), memory.parts(state.size)
-        while (part := self._next(takes_over)) is not None:
-            parts[part] = 1 + self.local_rank
-            state.parts.write(self._file, self._area, *places[part])
-            parts[part] = DONE
+        area = self._mapped(0, state.size) if state.threads > 1 else None
+        lock = threading.Lock()
+
+        def write_some(_: int) -> None:
+            while True:
+                with lock:
+                    part = self._next(takes_over, self.others() | {self.local_rank})
+                    if part is None:
+                        return
+                    parts[part] = 1 + self.local_rank
+                if area is None or not state.parts.copy(area, *places[part]):
+                    state.parts.write(self._file, self._area, *places[part])
+                parts[part] = DONE
+
+        crew.each(write_some, range(state.threads), state.threads)
         if not all(cell == DONE for cell in parts):
             return False
         self.node[AREA_STEP] = state.step

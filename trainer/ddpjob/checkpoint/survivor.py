@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from ddpjob import process, threads
-from ddpjob.checkpoint import packed
+from ddpjob.checkpoint import crew, packed
 from ddpjob.checkpoint.copies import Boundary, Copies
 from ddpjob.checkpoint.kept import Kept, OutgrownError
 from ddpjob.checkpoint.shared import Shared, State
@@ -175,7 +175,8 @@ class Survivor(abc.ABC):
         if state.size > self._shared.node[RESERVED]:
             raise StateError(f"it has grown to {state.size >> 20} MiB")
         resumed, loads = self._resumed
-        return State(state, step, loads if step == resumed else 0, assumed=self._assumed)
+        threads = crew.threads(1 + len(self._shared.others()), state.size)
+        return State(state, step, loads if step == resumed else 0, assumed=self._assumed, threads=threads)
 
     @contextlib.contextmanager
     def _guarded(self) -> Any:
