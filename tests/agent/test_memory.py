@@ -159,6 +159,23 @@ def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(la
     forget_torchs_own(launcher)
 
 
+def test_without_a_folder_a_script_that_only_saves_goes_on_from_what_it_saved_last(
+    launcher: Launcher, undisturbed: list[list[str]]
+) -> None:
+    """It would begin at step 0: what survivors hold between two saves has no place in the data, and no number."""
+    only_saves = TRAIN.replace('"snapshots", world', "world=world").replace("ddpjob.should_stop(step)", "")
+    by_value = only_saves.replace("snapshot.save(step, **objects)", "snapshot.save(step, **objects, best=step)")
+    kill = {
+        "0": [["forward", 9, 0]],
+        "1": [["forward", 15, 0]],  # who writes what is saved, after the save of step 14 and before the next step
+        "2": [["forward", 20, 0], ["forward", 20, 1]],
+    }
+    done = trained(launcher, kill, text=by_value)
+    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 4, 14, 14], done[0].stderr
+    assert sorted(words(done, "END")) == undisturbed, done[0].stderr
+    forget_torchs_own(launcher)
+
+
 def test_all_ranks_killed_at_once_go_on_from_the_folder(launcher: Launcher, undisturbed: list[list[str]]) -> None:
     """Nobody is left to write the state: what counts is the last save, and the job says so."""
     done = trained(launcher, {"0": [["forward", 9, 0], ["forward", 9, 1]]})

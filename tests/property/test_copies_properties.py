@@ -303,6 +303,7 @@ def test_a_copy_that_counts_again_because_the_node_with_a_newer_one_is_lost_may_
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # 160 s of an idle processor
 def test_a_hundred_thousand_walks_with_copies_do_not_either() -> None:
     """The orders that matter are rare."""
     walks(100_000, first=1_000_000)

@@ -23,7 +23,7 @@ class Node:
     def __init__(
         self, folder: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], *, nodes: int = 1
     ) -> None:
-        self._folder, self._run = folder, run_ranks
+        self.folder, self.run_ranks = folder, run_ranks
         self._memories = [Memory(RANKS) for _ in range(nodes)]
 
     def lose(self, node: int) -> None:
@@ -44,11 +44,11 @@ class Node:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "DDPJOB_UID": "uid-1"}
             os.environ["DDPJOB_MEMORY"] = self._memories[node].where(local_rank)
             os.environ["DDPJOB_GENERATION"] = str(generation)
-            url = f"file://{self._folder}/meet-{generation}"
+            url = f"file://{self.folder}/meet-{generation}"
             with ddpjob.init("gloo", init_method=url, rank=rank, world_size=ranks):
                 return body()
 
-        return self._run(main, ranks)
+        return self.run_ranks(main, ranks)
 
     @property
     def step(self) -> int | None:

@@ -91,6 +91,35 @@ def test_a_state_on_a_device_comes_back_from_the_last_copy_with_the_same_bits(
     assert "seeded" not in said
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_folder_what_is_saved_is_copied_and_counts_some_steps_later(
+    node: Node, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No boundary may follow for an hour, and a failure then would cost what was saved before that."""
+    monkeypatch.setattr(copies, "COST_MAX", 0.0)  # what is saved is copied whatever that costs
+
+    def only_saves(until: int) -> Any:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot(world=world)
+        step = began = snapshot.load(**objects)
+        best = snapshot.state.get("best") if step else None
+        model = world.wrap(objects["model"]) if ranks > 1 else objects["model"]
+        while step < until:
+            objects["optimizer"].zero_grad()
+            model(torch.full((4, 4), float(step + 1)) + torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            step += 1
+            if step % 10 == 0:
+                snapshot.save(step, **objects, best=step + 0.5)
+        return began, best, [value.tolist() for value in objects["model"].state_dict().values()]
+
+    *_, undisturbed = node.run(0, lambda: only_saves(40), ranks=ranks)
+    node.lose(0)
+    assert node.run(0, lambda: only_saves(19), ranks=ranks)[:2] == (0, None)
+    assert node.run(1, lambda: only_saves(29), ranks=ranks)[:2] == (10, 10.5)
+    assert node.run(2, lambda: only_saves(40), ranks=ranks) == (20, 20.5, undisturbed)
+
+
 def test_weights_that_are_clipped_before_each_forward_are_copied_as_they_were_at_the_boundary(node: Node) -> None:
     """The clipping is no optimizer's step, and must wait for the copy as well."""
     _, undisturbed = node.run(0, lambda: train(40, clips=True))

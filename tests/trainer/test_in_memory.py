@@ -566,6 +566,73 @@ def test_without_a_folder_the_state_is_in_memory_alone_and_the_log_says_so_once(
     assert {path.name for path in set(tmp_path.iterdir()) - before} <= {"meet-0", "meet-1"}
 
 
+def saving(until: int, *, every: int, values: bool, marks: str = "", dies: int | None = None) -> Any:
+    """Train to that step without a folder, and save each so many steps; then a rank fails, and the others tell what
+    they have. marks: what else the script calls after each step, or at the steps that it saves. dies: this rank, at
+    once after its last save. What it began with, and how it has ended.
+    """
+    objects, snapshot = parts(), ddpjob.Snapshot()
+    step = began = snapshot.load(**objects)
+    back = snapshot.state.get("best") if began else None
+    while step < until:
+        step += 1
+        objects["optimizer"].zero_grad()
+        objects["model"](torch.full((4, 4), float(step)) + torch.randn(4, 4)).square().sum().backward()
+        objects["optimizer"].step()
+        if marks == "each step" or (marks == "what it saves" and step % every == 0):
+            ddpjob.should_stop(step)
+        if step % every == 0:
+            snapshot.save(step, **objects, **({"best": step + 0.5} if values else {}))
+        settle()
+    torch.distributed.barrier()  # so far all have come when one dies
+    if dies != int(os.environ["RANK"]):
+        rescue()
+    return began, back, packed.total(packed.tensors_of(objects["model"].state_dict()))
+
+
+@pytest.mark.parametrize("values", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_folder_what_was_saved_last_is_in_memory(
+    node: Node, values: bool, ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script that saves once an epoch and counts on it would begin at step 0 when a rank dies in between."""
+
+    def run(generation: int, until: int) -> Any:
+        return node.run(generation, lambda: saving(until, every=4, values=values), ranks=ranks)
+
+    assert run(0, 4 + 2)[:2] == (0, None), "the first one counts already"
+    assert node.step == 4
+    assert capfd.readouterr().err.count("so a restart goes on from the last save(), which is copied into memory") == 1
+    assert run(1, 8 + 3)[:2] == (4, 4.5 if values else None)
+    assert node.step == 8
+    began, best, killed = run(2, 12)
+    assert (began, best) == (8, 8.5 if values else None)
+    (node.folder / "whole").mkdir()
+    whole = Node(node.folder / "whole", node.run_ranks)
+    assert killed == whole.run(0, lambda: saving(12, every=4, values=values), ranks=ranks)[2], "with the same bits"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("dies", [0, 1])
+def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
+    tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
+) -> None:
+    """As in an evaluation after the save, which may take long. The rank that dies may be the one that writes."""
+    node = Node(tmp_path, run_ranks, nodes=nodes)
+    node.run(0, lambda: saving(8, every=4, values=True, dies=dies), ranks=2)
+    if nodes == 2:
+        node.lose(dies)
+    assert node.run(1, lambda: saving(8, every=4, values=True), ranks=2)[:2] == (8, 8.5)
+
+
+@pytest.mark.parametrize("marks", ["each step", "what it saves"])
+def test_a_script_that_marks_each_step_is_not_copied_where_it_saves(node: Node, marks: str) -> None:
+    """It repeats no step without that, and a copy takes as much memory again, and time at each save."""
+    for generation, until in enumerate((10, 15)):
+        node.run(generation, lambda until=until: saving(until, every=4, values=False, marks=marks), ranks=2)  # type: ignore[misc]
+        assert node.step == (until if marks == "each step" else until // 4 * 4)
+
+
 def test_without_a_folder_and_without_an_agent_the_log_says_that_nothing_is_saved(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

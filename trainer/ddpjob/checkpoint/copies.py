@@ -8,6 +8,9 @@ the boundary, and nothing has shown that the boundary is not what `save` takes.
 Of a script that changes parameters after the boundary nobody knows whether the next step begins with what they were
 before or after it. So there the first `save` or `keep` shows it: `should_stop` counts as a boundary where both find the
 same parameters at the same step, else the steps count that the script names.
+
+Of a script without a folder that names its state at some steps only, each state that it saves is copied at once, for
+there is nothing else that has it (`copy_saves`).
 """
 
 import collections
@@ -45,12 +48,15 @@ class Boundary(NamedTuple):
     small: Callable[[], Any]
     """What else belongs to the step, to be written at once."""
     assumed: bool
+    saved: bool = False
+    """Whether it is `save` that names it."""
 
 
 class _Written(NamedTuple):
     """A copy that does not count yet."""
 
-    area: int
+    area: int | None
+    """None: another rank of this node has written it."""
     step: int
     versions: list[Any]
 
@@ -76,6 +82,7 @@ class Copies:
         self._resumed = 0  # the step that was loaded: it is in memory
         self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and by whom
         self._is_named = False  # the script has named a state
+        self._saves = False  # what the script saves is copied, and nothing else
         self._is_placed: bool | None = None  # whether should_stop finds what save does
         self._lock = threading.Lock()  # held while a copy is written
         self._written: _Written | None = None
@@ -91,7 +98,11 @@ class Copies:
     @property
     def instead(self) -> bool:
         """Whether what survivors would write after a failure cannot be trusted."""
-        return self.changes or self._world_size > 1
+        return self.changes or self._saves or self._world_size > 1
+
+    def copy_saves(self) -> None:
+        """From now on what `save` names is copied, whatever it costs, and nothing else: there is no folder."""
+        self._saves = True
 
     def begin_with_changes(self, why: str) -> None:
         """Parameters change between a boundary and the next step. why: for the log."""
@@ -153,7 +164,9 @@ class Copies:
 
     def again(self, at: Boundary) -> None:
         """Another one of the same step: `save` after `should_stop`. Raises StateError, OSError."""
-        if self._noted is None or at.step != self._step:
+        if self._saves and at.step == self._step:
+            self._copy_if_due(at)
+        if self._saves or self._noted is None or at.step != self._step:
             return
         versions, named = self._noted
         if named != at.named and self._is_placed is not False:
@@ -173,6 +186,10 @@ class Copies:
         if self._stopped or at.step == self._resumed:
             return
         self._is_named |= at.named
+        if self._saves:
+            if at.saved:
+                self._copy_saved(at)
+            return
         if self._is_writer and not self._has_room(at.kept):
             return
         if self._rank == 0:
@@ -186,6 +203,19 @@ class Copies:
         if copies.is_due(plan, at.step, counted):
             self._copy(at, plan.next_within)
 
+    def _copy_saved(self, at: Boundary) -> None:
+        """Waits for the room, which the first one has not yet."""
+        for _ in range(2):  # it may have outgrown the areas
+            while self._is_writer and not self._stopped and not self._has_room(at.kept):
+                if self._room is not None:
+                    self._room.join()
+            if self._stopped:
+                return
+            self._counted = at.step
+            self._copy(at, copies.EVERY_MAX)
+            if not self._is_writer or self._room is not None:
+                return
+
     def _copy(self, at: Boundary, every: int) -> None:
         began, shared = time.perf_counter(), self._shared
         self._write_slot(at)
@@ -194,6 +224,10 @@ class Copies:
                 shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
                 area = self._write(at, every)
                 self._written = None if area is None else _Written(area, at.step, self._versions_of(at.kept))
+        elif self._saves:
+            with self._lock:
+                shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
+                self._written = _Written(None, at.step, self._versions_of(at.kept))
         self._pay(time.perf_counter() - began)
 
     def _pay(self, seconds: float) -> None:
@@ -244,19 +278,33 @@ class Copies:
             if written is None:
                 return
             if self._is_as_it_was(kept, written.versions):
-                self._shared.count_copy(written.area, written.step)
+                if written.area is not None:
+                    self._shared.count_copy(written.area, written.step)
                 return
         self.begin_with_changes(f"parameters changed after step {written.step}, and by no optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
-        """A rank has failed: the copy that was under way counts, if each rank has left its random states with it. What
-        to tell the agent."""
+        """A rank has failed: the copy that was under way counts, if each rank has left its random states with it, and
+        what was saved in any case. What to tell the agent."""
         with self._lock:
             written, self._written = self._written, None
-            if written is None or not self._is_as_it_was(kept, written.versions) or not self._all_are_at(written.step):
+            if written is None or not self._is_as_it_was(kept, written.versions):
                 return UNABLE
-            self._shared.count_copy(written.area, written.step)
+            if not self._saves and not self._all_are_at(written.step):
+                return UNABLE
+            area = written.area if written.area is not None else self._area_of_another(kept)
+            if area is None:
+                return UNABLE
+            self._shared.count_copy(area, written.step)
             return SAVED
+
+    def _area_of_another(self, kept: Kept) -> int | None:
+        """Where the rank that writes the copies, and is lost, has written all that this rank holds; it does not count
+        yet."""
+        state = packed.pack(self._value(kept))
+        own = self._shared.generation, state.size, packed.total(state.tensors)
+        uncounted = [area for area in range(memory.AREAS) if self._shared.held_in(area) is None]
+        return next((area for area in uncounted if self._shared.described(area) == own), None)
 
     def _versions_of(self, kept: Kept) -> list[Any]:
         """What shows whether parameters have changed."""
@@ -264,7 +312,7 @@ class Copies:
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """Whether nothing speaks against the boundary."""
-        return self._versions_of(kept) == versions or (self._plan is not None and self._plan.changes)
+        return self._saves or self._versions_of(kept) == versions or (self._plan is not None and self._plan.changes)
 
     def _all_are_at(self, step: int) -> bool:
         """Whether all ranks of the group are of this node, and have written their slots of that step."""

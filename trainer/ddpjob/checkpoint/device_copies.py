@@ -259,7 +259,10 @@ class DeviceCopies(Copies):
                 self._looked = mark
 
     def before_other_step(self) -> None:
-        """A second optimizer may use another stream."""
+        """A second optimizer may use another stream. What was saved counts as soon as it can, for the next boundary may
+        be far."""
+        if self._saves:
+            self._land()
         if self._flight is not None and self._flight.ticket is not None and self._flight.counts:
             self._flight.ticket.hold()
 

@@ -187,11 +187,11 @@ class InMemory:
             return Assumed(state, lambda _: keeper.forget_assumed())
         return state
 
-    def saved(self, step: int, objects: Mapping[str, Any]) -> None:
-        """The script has named them as the state of this step."""
+    def saved(self, step: int, objects: Mapping[str, Any], *, kept_alone: bool = False) -> None:
+        """The script has named them as the state of this step. kept_alone: by `keep`."""
         if self._keeper is not None:
             self._keeper.register(objects)
-            self._keeper.boundary(step, named=True)
+            self._keeper.boundary(step, named=True, saved=not kept_alone)
 
 
 def _why_not(world: World, where: str) -> str:

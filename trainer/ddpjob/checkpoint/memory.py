@@ -36,6 +36,20 @@ from ddpjob.errors import StateError
 PROOF_STEPS = 3
 
 
+class _Number:
+    """Of the last boundary."""
+
+    def __init__(self) -> None:
+        self._step = 0
+        self.follows = True
+        """Whether it is that of the boundary before, and one more."""
+
+    def comes(self, step: int, *, saved: bool) -> None:
+        """saved: by `save`. Who marks the first step otherwise probably marks the next ones too."""
+        if step != self._step:
+            self._step, self.follows = step, step <= self._step + 1 or not (self._step or saved)
+
+
 class Keeper(Survivor):
     """What one process keeps in memory: the objects of one `Snapshot`."""
 
@@ -72,6 +86,7 @@ class Keeper(Survivor):
         self._room: threading.Thread | None = None
         self._loaded: Version | None = None
         self._told = False
+        self._numbers = [_Number(), _Number()]  # of all boundaries, and of those that the script names
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self._begin()
@@ -116,7 +131,7 @@ class Keeper(Survivor):
             last.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
             for last in kept.first_gradients
         ]
-        if kept.by_value and not self._told and self._rank == 0:
+        if kept.by_value and self._has_folder and not self._told and self._rank == 0:
             self._told = True
             process.log(
                 f"{', '.join(kept.by_value)}: saved by value, so the memory has that state until the next optimizer "
@@ -192,32 +207,42 @@ class Keeper(Survivor):
     def resumed(self, step: int, loads: int, total: int) -> None:
         """This state was loaded from memory, so often by now, and nothing has changed it yet. total: of its bits."""
         self._resumed, self._resumed_total = (step, loads), total
+        for number in self._numbers:
+            number.comes(step, saved=True)
         if self._copies is not None:
             self._copies.resumed(step)
 
-    def boundary(self, step: int, *, named: bool = False) -> None:
-        """Parameters and optimizer state are those of this step. named: with all that the script keeps, values too."""
+    def boundary(self, step: int, *, named: bool = False, saved: bool = False) -> None:
+        """Parameters and optimizer state are those of this step. named: with all that the script keeps, values too.
+        saved: by `save`."""
+        for number in self._numbers[: 1 + named]:
+            number.comes(step, saved=saved)
         if self._outgrown is not None and not self._off:
             with self._guarded():
                 self._keep(Kept(self._outgrown))
         self._check_number(step, named)
         kept = self._kept
-        if kept is None or self._off or os.getpid() != self._pid or not (self._stepped or self._copies_instead):
+        if kept is None or self._off or os.getpid() != self._pid:
             return
-        if kept.by_value and not named:
-            return  # of another step than this one
+        if saved and not self._has_folder and not self._numbers[bool(kept.by_value)].follows:
+            self._copy_what_is_saved(kept)
+        if not (self._stepped or self._copies_instead) or (kept.by_value and not named):
+            return  # nothing is new, or values are of another step than this one
         if self._assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
         try:  # and not `_guarded`, here and before the step, where it would cost a tenth of all
-            if not self._copies_instead:
-                self._note(kept, int(step))
-            elif self._on_device and self._stepped:
-                self._is_proven(kept, int(step))
-            if self._copies is not None and (self._copies.instead or not self._proofs_left):
-                self._copy(self._copies, kept, int(step), named)
+            self._take_in(self._at(kept, int(step), named, saved))
         except Exception as error:
             self._give_up(error)
+
+    def _take_in(self, at: Boundary) -> None:
+        if not self._copies_instead:
+            self._note(at.kept, at.step)
+        elif self._on_device and self._stepped:
+            self._is_proven(at.kept, at.step)
+        if self._copies is not None and (self._copies.instead or not self._proofs_left):
+            self._copy(self._copies, at)
 
     def _check_number(self, step: int, named: bool) -> None:
         """Whether `save` gives the state the number that should_stop has given it: `load` would return that one."""
@@ -236,14 +261,13 @@ class Keeper(Survivor):
         """Whether copies are all that is kept, because survivors could not write what they hold."""
         return self._copies is not None and self._copies.instead
 
-    def _at(self, kept: Kept, step: int, named: bool) -> Boundary:
+    def _at(self, kept: Kept, step: int, named: bool, saved: bool = False) -> Boundary:
         def small() -> dict[str, Any]:
             return self._slots.value(kept, random_states.compact(), kept.small(buffers=not self._on_device))
 
-        return Boundary(kept, step, named, small, self._assumed)
+        return Boundary(kept, step, named, small, self._assumed, saved)
 
-    def _copy(self, own: Copies, kept: Kept, step: int, named: bool) -> None:
-        at = self._at(kept, step, named)
+    def _copy(self, own: Copies, at: Boundary) -> None:
         if own.instead and not self._stepped:
             own.again(at)
         else:
@@ -252,15 +276,33 @@ class Keeper(Survivor):
 
     def _copy_because_of_changes(self, why: str) -> None:
         """Parameters change between a boundary and the next step. why: for the log."""
+        if self._copies is None and self._store is None and self._world_size > 1:
+            raise StateError(why)
+        self._copies_from_now_on().begin_with_changes(why)
+
+    def _copy_what_is_saved(self, kept: Kept) -> None:
+        """The script saves at some steps only, and into no folder: survivors would have that until the next step."""
+        if not self._copies_instead:
+            self._stepped = True  # the copies have not heard of this step
+        with self._guarded():
+            self._copies_from_now_on().copy_saves()
+        if not self._told and self._rank == 0:
+            self._told = True
+            why = f"{', '.join(kept.by_value)}: saved by value" if kept.by_value else "the script marks some steps only"
+            process.log(
+                f"{why}, so a restart goes on from the last save(), which is copied into memory: "
+                f"call should_stop(step) after each step, or keep(step, …) where values are saved, to repeat no step"
+            )
+
+    def _copies_from_now_on(self) -> Copies:
+        """Survivors write nothing: no slot is left for them."""
         if self._copies is None:
-            if self._store is None and self._world_size > 1:
-                raise StateError(why)
             self._copies = Copies(self._shared, self._rank, self._world_size, self._store)
             self._copies.resumed(self._resumed[0])
             self._copies.loaded = self._loaded
         self._proofs_left, self._sum, self._shared.cells[PID] = 0, None, 0
         self._shared.forget_slot(EARLY)  # no copy follows from it
-        self._copies.begin_with_changes(why)
+        return self._copies
 
     def _note(self, kept: Kept, step: int) -> None:
         shared = self._shared

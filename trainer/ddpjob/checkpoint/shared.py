@@ -217,6 +217,13 @@ class Shared:
         for cell, value in zip(_OF_HELD[1:], values, strict=True):
             self.node[memory.area_cell(area, cell)] = value
 
+    def described(self, area: int) -> tuple[int, int, int]:
+        """The generation, the size and the sum of what was written there last, if it was written to its end."""
+        generation, size, total = (
+            self.node[memory.area_cell(area, cell)] for cell in (AREA_GENERATION, AREA_BYTES, AREA_SUM)
+        )
+        return generation, size, total
+
     def count_copy(self, area: int, step: int) -> None:
         """What was written is whole."""
         self.node[memory.area_cell(area, AREA_STEP)] = step

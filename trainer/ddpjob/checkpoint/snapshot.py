@@ -157,7 +157,7 @@ class Snapshot:
         """
         step = _checked_step(step)
         refuse_sharded(state)
-        self._memory.saved(step, state)
+        self._memory.saved(step, state, kept_alone=True)
 
     def _save(self, step: int, state: Mapping[str, Any]) -> None:
         if self.rank != 0:
