@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from agents import Launcher
+from agents import Launcher, forget_torchs_own
 
 
 @pytest.fixture
@@ -18,4 +18,5 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     for process in survivors:
         process.kill()
     assert not survivors, "an agent leaves no process behind"
+    forget_torchs_own(found)
     assert os.listdir(tmp_path / "tmp") == [], "an agent leaves no file behind"

@@ -10,7 +10,7 @@ import zipfile
 from typing import Any
 
 import pytest
-from agents import Launcher, forget_torchs_own
+from agents import Launcher
 
 FACTS = '''
 """The documentation of the script."""
@@ -81,7 +81,6 @@ def test_a_broken_connection_is_an_error_that_a_rank_of_a_warm_agent_lives_throu
     ignored = f"{signal.SIG_IGN} {signal.SIG_IGN}\n"
     assert launcher.done(script).stdout == ignored
     assert launcher.warm(script).communicate(timeout=120)[0] == ignored
-    forget_torchs_own(launcher)
 
 
 def test_the_imports_are_done_once_and_not_by_each_rank(launcher: Launcher) -> None:

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 import pytest
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 
 from ddpjob.agent import late_environment
 
@@ -55,7 +55,6 @@ def seen(launcher: Launcher, settings: Settings, imports: str, *start: str) -> t
     script = launcher.script(SCRIPT.format(settings=settings, imports=imports))
     done = finish(launcher.ddprun(*start, "--nproc", len(settings), "--max-restarts", 0, script), 150)
     assert done.returncode == 0, done.stderr
-    forget_torchs_own(launcher)
     return [json.loads((launcher.folder / f"seen-{r}").read_text()) for r in range(len(settings))], done.stderr
 
 
@@ -96,7 +95,6 @@ def test_what_cannot_hold_is_said_in_one_line(launcher: Launcher) -> None:
         "ddprun: the fork server had imported torch before the script set OMP_PROC_BIND, PYTORCH_CUDA_ALLOC_CONF, "
         "TORCHINDUCTOR_MAX_AUTOTUNE: that has no effect. Set it in the job's env, or start with --no-preload.\n"
     )
-    forget_torchs_own(launcher)
 
 
 def test_what_the_jobs_env_sets_is_there_from_the_start_and_needs_no_words(launcher: Launcher) -> None:
@@ -112,7 +110,6 @@ def test_what_the_jobs_env_sets_is_there_from_the_start_and_needs_no_words(launc
     )
     done = finish(launcher.ddprun(script, OMP_NUM_THREADS="1", TORCHDYNAMO_VERBOSE="1"), 100)
     assert (done.returncode, done.stderr) == (0, "")
-    forget_torchs_own(launcher)
 
 
 def test_a_library_that_only_looks_whether_torch_is_there_does_not_make_it_load_twice(launcher: Launcher) -> None:
@@ -135,7 +132,6 @@ def test_a_library_that_only_looks_whether_torch_is_there_does_not_make_it_load_
     )
     done = finish(launcher.warm("--max-restarts", 0, script), 100)
     assert (done.returncode, done.stderr) == (0, "")
-    forget_torchs_own(launcher)
 
 
 def test_many_names_are_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

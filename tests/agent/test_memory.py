@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 import pytest
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 
 from ddpjob.core import memory
 
@@ -119,7 +119,6 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is
     for step in (8, 11, 17, 21):
         assert f"resumed at step {step} from the memory on the nodes of ranks 0, 1" in done[0].stderr
         assert f", from step {step} in memory" in done[0].stderr, "and the agent says so when it restarts"
-    forget_torchs_own(launcher)
 
 
 def test_a_rank_that_is_killed_within_the_optimizers_step_leaves_its_random_states_to_the_step_that_others_made(
@@ -129,7 +128,6 @@ def test_a_rank_that_is_killed_within_the_optimizers_step_leaves_its_random_stat
     done = trained(launcher, {"0": [["optimizer", 9, 1]], "1": [["optimizer", 13, 0]]})
     assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 9, 13], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
-    forget_torchs_own(launcher)
 
 
 def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
@@ -141,7 +139,6 @@ def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
     assert "from the memory on the nodes of rank 0" in done[0].stderr
     assert "from the memory on the nodes of rank 1" in done[0].stderr
-    forget_torchs_own(launcher)
 
 
 def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(launcher: Launcher) -> None:
@@ -156,7 +153,6 @@ def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(la
     kill = {"0": [["forward", 9, 1]], "1": [["all-reduce", 9, 1]], "2": [["forward", 14, 0]]}
     done = trained(launcher, kill, text=ahead)
     assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 8, 8, 13], done[0].stderr
-    forget_torchs_own(launcher)
 
 
 def test_without_a_folder_a_script_that_only_saves_goes_on_from_what_it_saved_last(
@@ -173,7 +169,6 @@ def test_without_a_folder_a_script_that_only_saves_goes_on_from_what_it_saved_la
     done = trained(launcher, kill, text=by_value)
     assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 4, 14, 14], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
-    forget_torchs_own(launcher)
 
 
 def test_all_ranks_killed_at_once_go_on_from_the_folder(launcher: Launcher, undisturbed: list[list[str]]) -> None:
@@ -182,7 +177,6 @@ def test_all_ranks_killed_at_once_go_on_from_the_folder(launcher: Launcher, undi
     (first, second) = (int(step) for (step,) in words(done, "BEGIN"))
     assert (first, second) == (0, 4), done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
-    forget_torchs_own(launcher)
 
 
 # Many parts, and two ranks in turn that do not come to the end of theirs: one dies, one stands still.
@@ -247,7 +241,6 @@ def test_survivors_write_the_state_in_parts_and_others_write_those_of_one_that_d
         parts = [{tuple(map(int, line.split())) for line in share.read_text().splitlines()} for share in shares]
         whole = sorted(set.union(*parts))
         assert [begin for begin, _ in whole] == [0, *(end for _, end in whole[:-1])], "and all of them all"
-    forget_torchs_own(launcher)
 
 
 SILENT = """

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 
 # Weights are clipped at the begin of each step, so between the last boundary and the optimizer's step they change.
 TRAIN = """
@@ -99,7 +99,6 @@ def trained(folder: Path, kill: dict[str, Any], *, nodes: int = 1, nproc: int = 
     )
     done = [finish(agent, 150) for agent in agents]
     assert [d.returncode for d in done] == [0] * nodes, "\n".join(d.stderr for d in done)
-    forget_torchs_own(launcher)
     return done
 
 

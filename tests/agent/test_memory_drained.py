@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 from free_port import free_port
 from shell import eventually
 
@@ -64,4 +64,3 @@ def test_a_job_without_a_folder_goes_on_where_it_stopped_when_one_pod_is_told_to
     (stopped,) = {line.split()[1] for line in [*said, *told.stdout.split("\n")] if line.startswith("STOPPED")}
     assert [line.split()[1] for line in said if line.startswith("BEGIN")] == ["0", stopped], done[0].stderr
     assert [d.returncode for d in done] == [0, 0], done[0].stderr
-    forget_torchs_own(launcher)

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 
 # At step 10 a layer with a BatchNorm comes, with weights that are the same on all ranks. How large the model is depends
 # on the step, and the script asks for that before it builds the model: `load` without objects, then `state`.
@@ -99,7 +99,6 @@ def trained(launcher: Launcher, folder: str, kill: dict[str, Any], *, nproc: int
     env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill), "SNAPSHOTS": folder} | env
     done = finish(launcher.warm("--nproc", nproc, "--max-restarts", 99, launcher.script(TRAIN), **env), 150)
     assert done.returncode == 0, done.stderr
-    forget_torchs_own(launcher)
     return done
 
 

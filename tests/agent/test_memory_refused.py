@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 import pytest
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 
 from ddpjob.agent import memory as agent_memory
 
@@ -70,7 +70,6 @@ def restarted(launcher: Launcher, monkeypatch: pytest.MonkeyPatch, create: Calla
     monkeypatch.setattr(os, "memfd_create", create)
     done = finish(launcher.warm("--nproc", 2, launcher.script(TRAIN), OMP_NUM_THREADS="1"), 150)
     assert done.returncode == 0, done.stderr
-    forget_torchs_own(launcher)
     return [line for line in done.stdout.splitlines() if line.startswith("BEGIN")], done.stderr
 
 

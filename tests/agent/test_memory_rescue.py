@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 
 # One parameter: with several, DistributedDataParallel lays its bucket out anew after the first step of each start, and
 # of more than two ranks the gradients are then added in another order.
@@ -57,7 +57,6 @@ def trained(launcher: Launcher, **env: str) -> tuple[list[str], list[str], str]:
     words = ["--nproc", 3, "--max-restarts", 3, launcher.script(TRAIN)]
     done = finish(launcher.warm(*words, OMP_NUM_THREADS="1", **env), 150)
     assert done.returncode == 0, done.stderr
-    forget_torchs_own(launcher)
     lines = sorted(done.stdout.splitlines())
     return [line for line in lines if "BEGIN" in line], [line for line in lines if "END" in line], done.stderr
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 
 EXAMPLES = Path(__file__).parents[2] / "trainer" / "examples"
 
@@ -48,7 +48,6 @@ def trained(launcher: Launcher, text: str, kill: dict[str, Any], *words: str, **
         launcher.warm("--nproc", 2, "--max-restarts", 99, script, *words, **env), 150
     )  # before pytest ends the test
     assert done.returncode == 0, done.stderr
-    forget_torchs_own(launcher)
     for folder in (launcher.folder / "tmp").glob("pymp-*"):  # of multiprocessing: who is killed cannot clean up
         shutil.rmtree(folder)
     return done

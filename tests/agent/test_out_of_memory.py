@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 from limited import Limited, limited
 
 from ddpjob.core.failures import KILLED_BY_KERNEL
@@ -71,7 +71,6 @@ def trained(launcher: Launcher, place: Limited, ranks: int, **env: str) -> tuple
     words: list[Any] = ["--nproc", ranks, "--max-restarts", 1, launcher.script(TRAIN)]
     done = finish(launcher.ddprun(*words, module="in_a_container", OMP_NUM_THREADS="1", **where, **env), 150)
     assert done.returncode == 0, done.stderr
-    forget_torchs_own(launcher)
     lines = sorted(done.stdout.splitlines())
     return [line for line in lines if "BEGIN" in line], [line for line in lines if "END" in line], done.stderr
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 from leads import failure, start, taken
 
 from ddpjob.agent.core.leader_state import PREFLIGHT_SECONDS, LeaderState, Stop
@@ -163,4 +163,3 @@ def test_the_real_one_in_the_fork_server_tells_its_table(launcher: Launcher) -> 
     assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
     assert "pre-flight, nodes: 2, ranks: 2, gloo" in done[0].stdout
     assert traces(launcher.folder) == ["trained-0-0", "trained-1-0"]
-    forget_torchs_own(launcher)

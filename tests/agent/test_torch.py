@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 
 PRINT_ENVIRON = """
 import json, os
@@ -45,7 +45,6 @@ def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher,
         assert set(mine) - ADDED == set(theirs), f"rank {rank}"
         for name in set(theirs) - EACH_RUN:
             assert (mine[name], theirs[name]) == OWN.get(name, (theirs[name], theirs[name])), name
-    forget_torchs_own(launcher)
 
 
 TRAIN = """
@@ -92,7 +91,6 @@ def test_a_killed_rank_of_two_nodes_trains_on_and_to_the_same_parameters_as_an_u
     undisturbed = finish(start(*words, OMP_NUM_THREADS="1"), 150)
     theirs = sorted(line.split() for line in undisturbed.stdout.splitlines())
     assert [words[2:] for words in ours] == [words[2:] for words in theirs], "threads, and the hash of the parameters"
-    forget_torchs_own(launcher)
 
 
 def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher: Launcher) -> None:
@@ -121,7 +119,6 @@ def test_the_default_preload_has_all_that_the_first_step_of_ddp_imports(launcher
     assert int(imports) < 5, "imports that every restart would pay"
     assert number != other_number, "ranks that draw the same numbers drop out the same neurons"
     assert cuda == "False"
-    forget_torchs_own(launcher)
 
 
 def test_a_rank_that_is_faster_than_rank_0_finds_its_store_at_the_first_look(launcher: Launcher) -> None:
@@ -144,7 +141,6 @@ def test_a_rank_that_is_faster_than_rank_0_finds_its_store_at_the_first_look(lau
     )
     done = finish(launcher.warm("--nproc", 2, "--max-restarts", 0, script), 150)
     assert (done.returncode, done.stderr) == (0, "")
-    forget_torchs_own(launcher)
 
 
 def test_no_module_of_the_agent_imports_torch_or_what_is_not_in_the_standard_library() -> None:

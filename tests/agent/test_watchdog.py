@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import psutil
 import pytest
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 from shell import eventually
 
 from ddpjob.agent.heartbeats import Heartbeats
@@ -279,7 +279,6 @@ def test_the_rank_that_did_not_come_to_the_collective_is_named_with_and_without_
     assert re.search(r"41 all_reduce .*, not done", told(done.stderr, 0)), "what the flight recorder knows"
     assert re.search(r"40 all_reduce .*, done", told(done.stderr, 1))
     assert "thread ddpjob-" not in done.stderr, "the library's own threads always wait, and hid the one that matters"
-    forget_torchs_own(launcher)
 
 
 ENDS = """
@@ -319,7 +318,6 @@ def test_a_rank_that_hangs_after_its_last_collective_is_found_without_the_librar
     seconds, what, budget = found(done[0].stderr)
     assert what == "rank 1 has ended its last collective, 3 (all_reduce), and does not end; in train.py:7 in upload"
     assert (budget, seconds >= 3) == ("stall", True)
-    forget_torchs_own(launcher)
 
 
 def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launcher: Launcher) -> None:
@@ -327,7 +325,6 @@ def test_a_rank_that_works_alone_after_its_last_collective_is_left_alone(launche
     script = launcher.script(ENDS.format(hang=WORKS, leave="dist.destroy_process_group()"))
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert (done.returncode, "restart" in done.stderr) == (0, False), done.stderr
-    forget_torchs_own(launcher)
 
 
 def test_a_process_that_hangs_after_its_script_has_ended_is_found(launcher: Launcher) -> None:
@@ -339,4 +336,3 @@ def test_a_process_that_hangs_after_its_script_has_ended_is_found(launcher: Laun
     done = finish(launcher.warm("--nproc", 2, script, **END_LIMIT), 150)
     assert done.returncode == 0, done.stderr
     assert found(done.stderr)[1] == "rank 1 has trained and does not end, nor answer"
-    forget_torchs_own(launcher)

@@ -583,3 +583,13 @@ def test_a_status_on_stdout_goes_through_the_pipe_that_it_is(cli: Cli) -> None:
     assert done.returncode == 0
     assert "goes on without it" not in done.stderr
     assert '"state": "Succeeded"' in done.stdout
+
+
+def test_a_status_on_stdout_that_is_a_file_stands_beside_what_else_is_printed(cli: Cli) -> None:
+    """`ddpjob run … --status /dev/stdout > file` kept the last status, and nothing that a rank had printed."""
+    with (cli.folder / "printed").open("w") as printed:
+        done = cli.run("run", cli.file("print('from a rank')"), "--status", "/dev/stdout", stdout=printed)
+    assert done.returncode == 0
+    text = (cli.folder / "printed").read_text()
+    assert "from a rank" in text
+    assert '"state": "Succeeded"' in text

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import real_gpus
 import torch
-from agents import Launcher, finish, forget_torchs_own
+from agents import Launcher, finish
 
 from ddpjob.checkpoint.streams import CudaStreams, for_device
 
@@ -189,7 +189,6 @@ def ends(folder: Path, nodes: int, **env: str) -> tuple[list[int], set[tuple[str
     ended = [finish(agent, 150) for agent in agents]
     said = "".join(done.stderr for done in ended)
     assert [done.returncode for done in ended] == [0] * nodes, said
-    forget_torchs_own(launcher)
     words = [line.split() for done in ended for line in done.stdout.splitlines()]
     return [int(w[1]) for w in words if w[0] == "BEGIN"], {tuple(w[1:]) for w in words if w[0] == "END"}, said
 

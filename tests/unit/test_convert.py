@@ -179,6 +179,10 @@ def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_o
     made = script.replace("$WORLD_SIZE", "$NNODES").replace("${RANK}", "${NODE_RANK}")
     assert (trainer(result)["command"], trainer(result)["args"]) == (["bash", "-c"], [made])
     assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
+    for reference in ("$((WORLD_SIZE))", "$(( $WORLD_SIZE / 2 ))", '"$(( ${WORLD_SIZE} ))"'):
+        summed = script.replace("$WORLD_SIZE", reference)
+        result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", summed]))
+        assert reference.replace("WORLD_SIZE", "NNODES") in trainer(result)["command"][2]
     whole = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", script.replace("$WORLD_SIZE", "4")]))
     assert "--nnodes=4 " in trainer(whole)["command"][2]
     named = "export NNODES=$WORLD_SIZE\nNODE_RANK=${RANK:-0}\ntorchrun --nnodes=$NNODES --node_rank=$NODE_RANK train.py"

@@ -30,10 +30,13 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
+_REFERENCE = (
+    r"\$(?:\(\(\s*(?:\$\{?)?|[({])?"  # $NAME, ${NAME}, Kubernetes' $(NAME), a shell's $((NAME)) and $(($NAME - 1))
+)
 # Kubeflow's WORLD_SIZE and RANK count pods. A DDPJob sets them for scripts without a launcher, one process a node.
 _OF_PODS = (
-    (re.compile(r"((?:--nnodes[=\s]+|\bNNODES=)[\"']?\$[({]?)WORLD_SIZE\b"), r"\1NNODES"),
-    (re.compile(r"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?\$[({]?)RANK\b"), r"\1NODE_RANK"),
+    (re.compile(rf"((?:--nnodes[=\s]+|\bNNODES=)[\"']?{_REFERENCE})WORLD_SIZE\b"), r"\1NNODES"),
+    (re.compile(rf"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?{_REFERENCE})RANK\b"), r"\1NODE_RANK"),
 )
 ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
 # Options of torchrun that say which machine it runs on: the job sets them for each node.

@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import tempfile
 from pathlib import Path
 
 SCRIPT_MIB_MAX = 4
 NOTEBOOK_MIB_MAX = 64  # it keeps the pictures that its cells have drawn
+
+
+_STREAMS = {"/dev/stdout": "/dev/fd/1", "/dev/stderr": "/dev/fd/2"}
+_DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 
 
 def read_script(path: str | Path) -> bytes:
@@ -31,6 +36,11 @@ def write_atomically(path: Path, data: bytes) -> None:
     if path.exists() and not path.is_file():
         with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY), "wb", buffering=0) as there:
             there.write(data)  # a pipe that nobody reads must not hold the job
+        return
+    if (named := _DESCRIPTOR.fullmatch(_STREAMS.get(str(path), str(path)))) is not None:
+        # A shell's `> file`: whoever replaced the file would take away what else is printed there.
+        with open(os.dup(int(named[1])), "wb", buffering=0) as there:
+            there.write(data)
         return
     path = Path(os.path.realpath(path))
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
