@@ -25,8 +25,10 @@ class Beside:
         self.launcher = launcher
         self.processes: list[subprocess.Popen[str]] = []
 
-    def start(self, siblings: str, *words: object, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-        ddprun = " ".join([sys.executable, "-m", "ddpjob.agent", *map(str, words)])
+    def start(
+        self, siblings: str, *words: object, prefix: tuple[str, ...] = (), python: str = sys.executable
+    ) -> subprocess.Popen[str]:
+        ddprun = " ".join([python, "-m", "ddpjob.agent", *map(str, words)])
         started = subprocess.Popen(
             [*prefix, "sh", "-c", f"{siblings}\nexec {ddprun}"],
             cwd=self.launcher.folder,
@@ -152,6 +154,21 @@ def test_the_process_that_was_started_passes_signals_on_and_ends_with_the_code(
     assert run.wait(SECONDS_MAX) == 75
     assert (launcher.folder / "saved").exists()
     assert beside.lives("sibling.pid")
+
+
+@pytest.mark.parametrize("siblings", ["true", "sleep 1000 & echo $! > sibling.pid"], ids=["alone", "beside"])
+def test_it_ends_with_its_ranks_where_who_started_it_wants_to_hear_of_no_child(
+    beside: Beside, launcher: Launcher, siblings: str
+) -> None:
+    """An ignored SIGCHLD is inherited, and then the kernel tells nobody that a child has ended: the training was over,
+    and ddprun waited for ever."""
+    script = launcher.script("open('trained', 'w')")
+    # sh itself restores it: `trap '' CHLD` would not do.
+    ignores = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)"
+    python = f"{sys.executable} -c '{ignores}; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])'"
+    started = beside.start(siblings, "--no-preload", script, python=python)
+    assert started.wait(SECONDS_MAX) == 0, beside.err
+    assert (launcher.folder / "trained").exists()
 
 
 def test_one_ctrl_c_at_a_terminal_is_one(beside: Beside, launcher: Launcher) -> None:

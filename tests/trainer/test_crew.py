@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -64,6 +66,37 @@ def test_where_no_thread_can_be_started_one_does_it_all(monkeypatch: pytest.Monk
     assert crew.each(str, range(5), 3) == ["0", "1", "2", "3", "4"]
 
 
+def test_nobody_works_any_more_when_the_handler_of_a_signal_has_raised() -> None:
+    """A time limit by `signal.alarm`, Ctrl-C: the memory is given back then, and a thread would write into it."""
+
+    class TimeOverError(Exception):
+        """What scripts raise."""
+
+    def handler(*_: Any) -> None:
+        raise TimeOverError
+
+    ended = []
+
+    def work(number: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.2)
+            ended.append(number)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # it waits for the others by then
+        with pytest.raises(TimeOverError):
+            crew.each(work, range(8), 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(ended) == 1, "it came to the end of what it was at, and began nothing else"
+    for thread in threading.enumerate():
+        if thread.name == "ddpjob-memory-crew":
+            thread.join()
+    assert len(ended) == 1
+
+
 def test_a_small_state_is_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     assert crew.threads(2, MIB) == 1
@@ -91,19 +124,26 @@ def test_a_copy_has_the_same_bits_and_strides_and_memory_of_its_own() -> None:
         assert not value.numel() or copy.data_ptr() != value.data_ptr()
 
 
-@pytest.mark.parametrize("kernel", ["gives pages at once", "before 5.14"])
+@pytest.mark.parametrize("kernel", ["gives pages at once", "before 5.14", "has no address left"])
 def test_a_state_that_several_threads_write_is_whole(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     if kernel == "before 5.14":
         monkeypatch.setattr(packed, "_POPULATE_WRITE", 1 << 20)
+    written_parts = []
+    copy = packed.Parts.copy
+    monkeypatch.setattr(packed.Parts, "copy", lambda *args: written_parts.append(args[2:]) or copy(*args))
     agent = Memory(1)
     agent.begin(0)
     shared, values = Shared(agent.where(0), 1, 0), tensors()
     state = packed.pack({"values": values, "step": 3})
     shared.reserve(state.size)
     written = State(state, 3, 0, assumed=False, threads=4)
+    if kernel == "has no address left":
+        monkeypatch.setattr(Shared, "_mapped", lambda *_: (_ for _ in ()).throw(OSError(12, "Cannot allocate memory")))
     with shared.begun(written) as is_begun:
         assert is_begun
-        assert shared.write_parts(written, takes_over=False)
+        assert shared.write_parts(written, takes_over=True)
+    monkeypatch.undo()
+    assert len(written_parts) == len(set(written_parts)), "no thread writes what another one of its rank does"
     held = shared.held()
     assert held is not None
     assert (held.version, held.total) == (Version(1, 0, 3), packed.total(values))

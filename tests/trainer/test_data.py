@@ -350,3 +350,11 @@ def test_an_epoch_reshuffles_within_a_part_so_that_validation_data_never_become_
     assert [sorted(part) for part in before] == [sorted(part) for part in after]
     assert len(before[0]) == 20 or len(before[0]) == 19
     assert parts.use(0)[0:2] == after[0][:2]
+
+
+def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None:
+    """`torch.set_default_device("cuda")` made each epoch an error: a generator of the CPU draws nothing on a GPU."""
+    before = shares(50, 10, 2)
+    with torch.device("meta"):
+        assert shares(50, 10, 2) == before
+        assert list(ddpjob.DataPartitioner(range(20), [0.5, 0.5], seed=3).use(0))

@@ -52,6 +52,32 @@ def test_a_failure_before_the_first_save_repeats_no_step(node: Node) -> None:
     assert node.run(2, lambda: train_from_load(8)) == 7
 
 
+@pytest.mark.parametrize("folder", ["snapshots", None])
+def test_a_script_may_set_a_default_device(node: Node, folder: str | None) -> None:
+    """`torch.set_default_device("cuda")` is how many begin. A load ended the rank (SIGSEGV), or had lost its random
+    states; here the device is one that nothing can be read from."""
+
+    def train(until: int) -> Any:
+        objects, snapshot = parts(), ddpjob.Snapshot(folder)
+        with torch.device("meta"):
+            step = snapshot.load(**objects)
+        steps(step, until, **objects)
+        with torch.device("meta"):
+            if folder and not step:
+                snapshot.save(until, **objects)
+                snapshot.wait()
+            elif os.environ["RANK"] == "0":
+                rescue()
+        return step, packed.total(packed.tensors_of(objects["model"].state_dict())), torch.rand(1).item()
+
+    whole = node.run(0, lambda: train(8), ranks=2)
+    for path in node.folder.glob("snapshots/*"):
+        path.unlink()
+    node.lose(0)
+    node.run(0, lambda: train(6), ranks=2)
+    assert node.run(1, lambda: train(8), ranks=2) == (6, *whole[1:])
+
+
 class Keeping(torch.nn.Linear):
     """A layer that keeps the tensor itself that it is given."""
 

@@ -54,6 +54,15 @@ def test_tensors_of_any_shape_and_type_come_back_with_the_same_bits_and_strides(
     assert packed.total(packed.tensors_of(back)) == packed.total(packed.tensors_of(values))
 
 
+def test_another_default_device_of_the_script_is_no_matter() -> None:
+    """`torch.set_default_device("cuda")` is how many begin: what was read would lie on the GPU, and a copy into it be
+    written through an address that the processor does not have."""
+    value = {"x": torch.arange(6.0), "large": torch.randn(300, 301)}
+    with torch.device("meta"):
+        back = there_and_back(value)
+    assert all(map(torch.equal, back.values(), value.values()))
+
+
 def test_plain_values_keep_their_types() -> None:
     """A scheduler's milestones are a Counter; a dict in its place makes load_state_dict fail."""
     value = {"a": [1, 2.5, None, "x", b"y", (True,)], "c": collections.Counter([3, 3]), "d": torch.float16}

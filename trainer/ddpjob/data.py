@@ -337,7 +337,7 @@ def _shuffled(n: int, *seeds: int) -> torch.Tensor:
     """A permutation of 0..n-1 (int64) from the seeds; hashed, so that (7, epoch 1) and (8, epoch 0) have no tie."""
     digest = hashlib.sha256(",".join(map(str, seeds)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-    return torch.randperm(n, generator=generator)
+    return torch.randperm(n, generator=generator, device="cpu")
 
 
 def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:

@@ -21,6 +21,8 @@ OWN_SIGNALS = frozenset(getattr(signal, f"SIG{name}") for name in _OWN.split())
 def stand_apart() -> None:
     """From here on this process has no children but those that it starts. To be called while it has one thread,
     because only the thread that forks goes on in the child."""
+    # Who started this process may have ignored it, which lasts: the kernel would then reap the child, and tell nobody.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     parent = os.getpid()
     if parent != 1:
         try:

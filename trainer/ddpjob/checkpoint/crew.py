@@ -4,9 +4,11 @@ Ranks mostly have one thread of torch each (OMP_NUM_THREADS=1, as under torchrun
 failure or loaded, the other processors of the node have nothing to do.
 """
 
+import collections
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -18,6 +20,7 @@ THREADS_MAX = 8
 WORTH_BYTES = 32 << 20
 """Less is done sooner than threads are started."""
 PIECE_BYTES = 16 << 20
+LOOK_SECONDS = 0.001
 
 
 def threads(processes: int, size: int) -> int:
@@ -35,30 +38,72 @@ def pieces(size: int) -> list[tuple[int, int]]:
 def each(work: Callable[[Item], Result], items: Sequence[Item], count: int) -> list[Result]:
     """The result of each item, by so many threads, of which this one is the first. Raises what `work` has raised.
 
-    Where no thread can be started, as while the interpreter ends, this one does all of it.
+    Where no thread can be started, as while the interpreter ends, this one does all of it. When it returns or raises
+    nobody works any more, also where the handler of a signal has raised: the memory may be given back then.
     """
-    results: list[Any] = [None] * len(items)
-    errors: list[BaseException] = []
-    numbers = iter(range(len(items)))  # CPython's: two threads never get the same
+    crew = _Crew(work, items, min(count, len(items)))
+    try:
+        crew.work_together()
+    except BaseException as error:
+        crew.errors.append(error)
+    crew.is_over = True
+    while crew.waits():
+        pass
+    if crew.errors:
+        raise crew.errors[0]
+    return crew.results
 
-    def go() -> None:
+
+class _Crew:
+    """The threads of one call."""
+
+    def __init__(self, work: Callable[[Any], Any], items: Sequence[Any], count: int) -> None:
+        self._work, self._items = work, items
+        self._todo = collections.deque(range(len(items)))
+        self._busy = [False] * count
+        self._others: list[threading.Thread] = []
+        self.results: list[Any] = [None] * len(items)
+        self.errors: list[BaseException] = []
+        self.is_over = False
+
+    def work_together(self) -> None:
+        """Until all is done, or something went wrong."""
+        for own in range(1, len(self._busy)):
+            other = threading.Thread(target=self._help_out, args=(own,), name="ddpjob-memory-crew", daemon=True)
+            self._others.append(other)
+            with contextlib.suppress(RuntimeError):
+                other.start()
+        self._go()
+        self._join()
+
+    def _join(self) -> None:
+        for other in self._others:
+            with contextlib.suppress(RuntimeError):  # it was not started
+                other.join()
+
+    def _go(self) -> None:
+        while not (self.errors or self.is_over):
+            try:
+                number = self._todo.popleft()
+            except IndexError:
+                return
+            self.results[number] = self._work(self._items[number])
+
+    def _help_out(self, own: int) -> None:
+        self._busy[own] = True  # first: who sees nobody busy after it was over knows that nobody begins
         try:
-            for number in numbers:
-                results[number] = work(items[number])
-                if errors:
-                    return
+            self._go()
         except BaseException as error:
-            errors.append(error)
+            self.errors.append(error)
+        self._busy[own] = False
 
-    others = [threading.Thread(target=go, name="ddpjob-memory-crew", daemon=True) for _ in items[1:count]]
-    started = []
-    with contextlib.suppress(RuntimeError):
-        for other in others:
-            other.start()
-            started.append(other)
-    go()
-    for other in started:
-        other.join()
-    if errors:
-        raise errors[0]
-    return results
+    def waits(self) -> bool:
+        """A moment, where somebody is busy. What a signal's handler raises meanwhile is raised later."""
+        try:
+            if not any(self._busy):
+                self._join()
+                return False
+            time.sleep(LOOK_SECONDS)
+        except BaseException as error:
+            self.errors.append(error)
+        return True

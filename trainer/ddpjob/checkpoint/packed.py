@@ -191,7 +191,7 @@ def read(descriptor: int, offset: int, size: int) -> Any:
     """What was written there, with tensors of its own. Raises StateError for anything else."""
 
     def made(layout: Layout, at: int) -> torch.Tensor:
-        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype)
+        tensor = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="cpu")
         _transfer([_bytes_of(tensor)], offset + at, lambda buffers, place: os.preadv(descriptor, buffers, place))
         return tensor
 
@@ -219,7 +219,7 @@ def in_place(memory: torch.Tensor) -> Any:
 
 
 def own(value: Any, threads: int = 1) -> Any:
-    """The same value with memory of its own."""
+    """The same value with memory of its own, on the CPU as it is."""
     tensors: list[torch.Tensor] = []
     skeleton = _skeleton(value, tensors, {}, 0)
     copies = [_empty(t.dtype, t.shape, t.stride()) for t in tensors]
@@ -239,7 +239,7 @@ def reserved(size: int) -> torch.Tensor:
 
 def _empty(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
     """In huge pages where the kernel has them: to get a gigabyte in pages of 4 kB takes longer than to fill it."""
-    tensor = torch.empty_strided(shape, stride, dtype=dtype)
+    tensor = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
     begin, size = tensor.data_ptr(), tensor.untyped_storage().nbytes()
     if size >= _HUGE_BYTES:
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE

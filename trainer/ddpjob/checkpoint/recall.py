@@ -215,7 +215,7 @@ def _set_generators(own: Any, source: Any, step: int, rank: int) -> None:
 
 def _gathered(own: list[int], world_size: int) -> list[list[int]]:
     """One row a rank."""
-    rows: list[list[int]] = gather.numbers(torch.tensor(own)).tolist() if world_size > 1 else [own]
+    rows: list[list[int]] = gather.numbers(torch.tensor(own, device="cpu")).tolist() if world_size > 1 else [own]
     return rows
 
 
@@ -229,7 +229,7 @@ def _large(shared: Shared | None, found: Found, rank: int, world_size: int) -> A
             own = shared.newest(size)
     if len(found.ranks) < world_size:
         if rank == source and own is None:
-            own = torch.zeros(size, dtype=torch.uint8)  # is no state, and every rank finds that
+            own = torch.zeros(size, dtype=torch.uint8, device="cpu")  # is no state, and every rank finds that
         memory = packed.reserved(size) if own is None else own
         _broadcast(memory, source, rank, is_written=own is None)
         return packed.in_place(memory)

@@ -63,7 +63,7 @@ def check_replicas(model: Any, *, buffers: bool = True) -> None:
     layout, sums, error = _read(model, buffers)
     text = json.dumps(layout)
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-    if len(set(gather.numbers(torch.tensor([digest]), group).flatten().tolist())) > 1:
+    if len(set(gather.numbers(torch.tensor([digest], device="cpu"), group).flatten().tolist())) > 1:
         _compare_layouts([json.loads(other) for other in gather.texts(text, group)], ranks)
     if error is not None:  # the same on all ranks, or it would have been a layout of its own
         raise error
@@ -79,9 +79,13 @@ def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception
         layout = [each.describe() for each in found]
         sums = [bit_sums(each.tensor) for each in found]
         device = next((s.device for s in sums if s.device.type != "cpu"), torch.device("cpu"))
-        return layout, torch.stack([s.to(device) for s in sums]) if sums else torch.zeros(0, 2), None
+        return layout, torch.stack([s.to(device) for s in sums]) if sums else torch.zeros(0, 2, device="cpu"), None
     except Exception as error:
-        return [f"tensors that cannot be read: {type(error).__name__}: {error}"[:300]], torch.zeros(1, 2), error
+        return (
+            [f"tensors that cannot be read: {type(error).__name__}: {error}"[:300]],
+            torch.zeros(1, 2, device="cpu"),
+            error,
+        )
 
 
 def _refuse(model: Any, found: Sequence[_Tensor]) -> None:
@@ -179,7 +183,7 @@ def _weights(count: int, seed: int, device: torch.device) -> torch.Tensor:
 @functools.lru_cache(maxsize=32)  # of 300 tensors half the time went into these
 def _weights_up_to(count: int, seed: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1).to(device)
+    return (torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu") * 2 + 1).to(device)
 
 
 # ---- who differs -------------------------------------------------------------------------------------------

@@ -253,9 +253,10 @@ class Shared:
     def _is_begun(self, step: int) -> bool:
         return self.node[AREA_BEGUN] == step and self.node[AREA_GENERATION] == self.generation
 
-    def _next(self, takes_over: bool, living: Collection[int] | None = None) -> int | None:
-        living = self.others() if living is None else living
-        return memory.next_part(self._parts(), self.local_rank, self.ranks, living, takes_over=takes_over)
+    def _next(self, takes_over: bool, in_work: Collection[int] = ()) -> int | None:
+        """in_work: the parts that threads of this process write."""
+        cells = [DONE if part in in_work else cell for part, cell in enumerate(self._parts())]
+        return memory.next_part(cells, self.local_rank, self.ranks, self.others(), takes_over=takes_over)
 
     @contextlib.contextmanager
     def begun(self, state: State) -> Iterator[bool]:
@@ -289,19 +290,26 @@ class Shared:
     def write_parts(self, state: State, *, takes_over: bool) -> bool:
         """Write what others do not, where the state is begun; whether it is whole now. Raises OSError."""
         parts, places = self._parts(), memory.parts(state.size)
-        area = self._mapped(0, state.size) if state.threads > 1 else None
-        lock = threading.Lock()
+        area, in_work, lock = None, set[int](), threading.Lock()
+        if state.threads > 1:
+            with contextlib.suppress(OSError, ValueError):  # no descriptor is left, or addresses are limited
+                area = self._mapped(0, state.size)
+
+        def take() -> int | None:
+            with lock:
+                part = self._next(takes_over, in_work)
+                if part is not None:
+                    parts[part] = 1 + self.local_rank
+                    in_work.add(part)
+                return part
 
         def write_some(_: int) -> None:
-            while True:
-                with lock:
-                    part = self._next(takes_over, self.others() | {self.local_rank})
-                    if part is None:
-                        return
-                    parts[part] = 1 + self.local_rank
+            while (part := take()) is not None:
                 if area is None or not state.parts.copy(area, *places[part]):
                     state.parts.write(self._file, self._area, *places[part])
                 parts[part] = DONE
+                with lock:
+                    in_work.discard(part)
 
         crew.each(write_some, range(state.threads), state.threads)
         if not all(cell == DONE for cell in parts):

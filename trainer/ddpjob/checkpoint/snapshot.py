@@ -428,7 +428,7 @@ class Snapshot:
         does not."""
         if self.world_size == 1:
             return file
-        missing = gather.numbers(torch.tensor([int(file is None)])).flatten().tolist()
+        missing = gather.numbers(torch.tensor([int(file is None)], device="cpu")).flatten().tolist()
         if missing[0] or not any(missing):
             return None if missing[0] else file
         data = file.read() if file is not None and self.rank == 0 else None

@@ -169,7 +169,7 @@ def _key(key: Any, where: str, depth: int) -> Any:
 @functools.cache
 def tensor_is_read(dtype: torch.dtype) -> bool:
     try:
-        return is_read(torch.zeros(16, dtype=torch.uint8).view(dtype).to("cpu", copy=True))
+        return is_read(torch.zeros(16, dtype=torch.uint8, device="cpu").view(dtype).to("cpu", copy=True))
     except (RuntimeError, TypeError):  # a dtype of less than a byte: torch cannot copy it
         return False
 

@@ -80,6 +80,9 @@ class Survivor(abc.ABC):
         if failed or (not self._has_folder and process.current.stopped_at is not None):
             self._ends = True
             self.save()
+        if os.getpid() == self._pid:  # a fork has the lock as it was, and no such thread
+            self._pid = 0  # multiprocessing calls this once more
+            self._answered.acquire()  # a thread that comes back from C++ when the interpreter has ended aborts it
 
     def save(self) -> None:
         """Write the state, if it is clean, or becomes so in time; and tell the agent."""

@@ -1,4 +1,7 @@
-"""The values of all ranks on every rank, without pickle: for `replicas` and `preflight`."""
+"""The values of all ranks on every rank, without pickle: for `replicas` and `preflight`.
+
+Here and elsewhere in the library tensors name their device, because a script may have set another default one.
+"""
 
 import torch
 import torch.distributed as dist
@@ -26,7 +29,7 @@ def numbers(own: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.
 def texts(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """One text a rank, of any lengths."""
     body = torch.frombuffer(bytearray(own.encode("utf-8", "replace") + b"\0"), dtype=torch.uint8)
-    lengths = numbers(torch.tensor([len(body)]), group).flatten().tolist()
+    lengths = numbers(torch.tensor([len(body)], device="cpu"), group).flatten().tolist()
     padded = torch.nn.functional.pad(body, (0, max(lengths) - len(body)))
     rows = numbers(padded, group)
     return [bytes(row[: length - 1].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
