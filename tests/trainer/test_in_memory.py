@@ -628,7 +628,10 @@ def test_without_a_folder_what_was_saved_last_is_in_memory(
 
     assert run(0, 4 + 2)[:2] == (0, None), "the first one counts already"
     assert node.step == 4
-    assert capfd.readouterr().err.count("so a restart goes on from the last save(), which is copied into memory") == 1
+    assert (
+        capfd.readouterr().err.count("what is saved is copied into memory, and a restart goes on from the last save()")
+        == 1
+    )
     assert run(1, 8 + 3)[:2] == (4, 4.5 if values else None)
     assert node.step == 8
     began, best, killed = run(2, 12)
@@ -649,6 +652,85 @@ def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
     if nodes == 2:
         node.lose(dies)
     assert node.run(1, lambda: saving(8, every=4, values=True), ranks=2)[:2] == (8, 8.5)
+
+
+def test_failures_between_two_saves_do_not_use_up_what_was_saved(node: Node) -> None:
+    """A state that is loaded again and again without a step after it is given up; here there are steps, which nobody
+    marks. The fourth failure would begin at step 0."""
+    began = [node.run(number, lambda: saving(9, every=6, values=True), ranks=2)[0] for number in range(6)]
+    assert began == [0, 6, 6, 6, 6, 6]
+
+
+def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node: Node) -> None:
+    """Its last one may be as far back as the script likes, as where the best state is saved, and twice."""
+
+    def train(until: int) -> Any:
+        objects, snapshot = parts(), ddpjob.Snapshot()
+        step = began = snapshot.load(**objects)
+        is_lost = os.environ["RANK"] == "1" and until == 20
+        while step < until - is_lost:
+            step += 1
+            objects["model"](torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            for best in (0.1, 0.2) if step in (4, 6, 8, 20) else ():
+                snapshot.save(step, **objects, best=step + best)
+        torch.distributed.barrier()
+        if not is_lost:
+            rescue()
+        return began, snapshot.state.get("best") if began else None
+
+    assert node.run(0, lambda: train(20), ranks=2) == (0, None)
+    assert node.run(1, lambda: train(21), ranks=2) == (20, 20.2)
+
+
+def by_other_numbers(until: int, numbers: str) -> int:
+    """Steps that are called by the epoch, each of five steps, or by the number of their micro-batches."""
+    objects, snapshot = parts(), ddpjob.Snapshot()
+    number = began = snapshot.load(**objects)
+    of_epochs = numbers == "epochs"
+
+    def train() -> None:
+        objects["model"](torch.randn(4, 4)).square().sum().backward()
+        objects["optimizer"].step()
+
+    while number < until:
+        for _ in range(5 if of_epochs else 1):
+            train()
+        number += 1 if of_epochs else 4
+        if not of_epochs:
+            ddpjob.should_stop(number)
+        if of_epochs or number % 40 == 0:
+            snapshot.save(number, **objects)
+        settle()
+    if of_epochs:
+        train()
+    rescue()
+    return began
+
+
+@pytest.mark.parametrize(("numbers", "ends"), [("epochs", (3, 5)), ("micro-batches", (60, 72))])
+def test_what_steps_are_called_is_no_matter(node: Node, numbers: str, ends: tuple[int, int]) -> None:
+    """Scripts that count epochs name one number after the other, and those that count micro-batches leave some out."""
+    assert node.run(0, lambda: by_other_numbers(ends[0], numbers), ranks=2) == 0
+    assert node.run(1, lambda: by_other_numbers(ends[1], numbers), ranks=2) == ends[0]
+
+
+def test_what_was_saved_right_before_the_model_grows_is_there(node: Node) -> None:
+    """At the end of an epoch a script saves, and then trains more layers: the save before that would count."""
+
+    def train() -> None:
+        objects, snapshot = parts(), ddpjob.Snapshot()
+        snapshot.load(**objects)
+        for step in range(1, 10):
+            objects["model"](torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            if step in (4, 8):
+                snapshot.save(step, **objects)
+            if step == 8:
+                objects["optimizer"].add_param_group({"params": torch.nn.Linear(4, 4).parameters()})
+
+    node.run(0, train, ranks=2)
+    assert node.step == 8
 
 
 @pytest.mark.parametrize("marks", ["each step", "what it saves"])

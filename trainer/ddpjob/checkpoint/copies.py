@@ -9,8 +9,8 @@ Of a script that changes parameters after the boundary nobody knows whether the 
 before or after it. So there the first `save` or `keep` shows it: `should_stop` counts as a boundary where both find the
 same parameters at the same step, else the steps count that the script names.
 
-Of a script without a folder that names its state at some steps only, each state that it saves is copied at once, for
-there is nothing else that has it (`copy_saves`).
+Besides, of a script that has no folder and saves between steps that it does not mark, each state that it saves is
+copied at once, whatever that costs, because nothing else has it then (`memory.py` knows when).
 """
 
 import collections
@@ -34,7 +34,7 @@ from ddpjob.errors import StateError
 PACES_LEAST = 3
 AGAIN_SECONDS = 0.001
 ALONE = "a rank that trains alone leaves nobody who could write it"
-IF_KILLED = "; a rank that is killed goes on from the folder, one that ends by an exception from memory"
+IF_KILLED = "; a rank that ends by an exception still leaves its state in memory, one that is killed does not"
 CHANGES = "parameters or optimizer state change between a boundary and the next optimizer.step()"
 
 
@@ -48,17 +48,19 @@ class Boundary(NamedTuple):
     small: Callable[[], Any]
     """What else belongs to the step, to be written at once."""
     assumed: bool
-    saved: bool = False
-    """Whether it is `save` that names it."""
+    must_be_copied: bool = False
+    """Now: nobody else will have it, and the script has said `save`."""
 
 
 class _Written(NamedTuple):
     """A copy that does not count yet."""
 
     area: int | None
-    """None: another rank of this node has written it."""
+    """None: another rank of this node writes it."""
     step: int
     versions: list[Any]
+    is_saved: bool
+    """It is what `save` was given, and no matter what the next step begins with."""
 
 
 class Copies:
@@ -82,7 +84,6 @@ class Copies:
         self._resumed = 0  # the step that was loaded: it is in memory
         self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and by whom
         self._is_named = False  # the script has named a state
-        self._saves = False  # what the script saves is copied, and nothing else
         self._is_placed: bool | None = None  # whether should_stop finds what save does
         self._lock = threading.Lock()  # held while a copy is written
         self._written: _Written | None = None
@@ -98,11 +99,12 @@ class Copies:
     @property
     def instead(self) -> bool:
         """Whether what survivors would write after a failure cannot be trusted."""
-        return self.changes or self._saves or self._world_size > 1
+        return self.changes
 
-    def copy_saves(self) -> None:
-        """From now on what `save` names is copied, whatever it costs, and nothing else: there is no folder."""
-        self._saves = True
+    @property
+    def by_cadence(self) -> bool:
+        """Whether states are copied that the script does not save, too."""
+        return self.changes or self._world_size == 1
 
     def begin_with_changes(self, why: str) -> None:
         """Parameters change between a boundary and the next step. why: for the log."""
@@ -154,7 +156,8 @@ class Copies:
         """The first of a step. Raises StateError, OSError."""
         if self._ended and at.step > self._step:
             self._paces.append((time.perf_counter() - self._ended) / (at.step - self._step))
-        self._before, self._step = self._step, at.step
+        if at.step != self._step:
+            self._before, self._step = self._step, at.step
         self._noted = (self._versions_of(at.kept), at.named) if self.changes else None
         if self.instead:
             self._shared.write_mark(at.step, self._before)
@@ -164,9 +167,11 @@ class Copies:
 
     def again(self, at: Boundary) -> None:
         """Another one of the same step: `save` after `should_stop`. Raises StateError, OSError."""
-        if self._saves and at.step == self._step:
+        if at.must_be_copied:
+            self._step = at.step
             self._copy_if_due(at)
-        if self._saves or self._noted is None or at.step != self._step:
+            return
+        if self._noted is None or at.step != self._step:
             return
         versions, named = self._noted
         if named != at.named and self._is_placed is not False:
@@ -186,11 +191,9 @@ class Copies:
         if self._stopped or at.step == self._resumed:
             return
         self._is_named |= at.named
-        if self._saves:
-            if at.saved:
-                self._copy_saved(at)
-            return
-        if self._is_writer and not self._has_room(at.kept):
+        if at.must_be_copied:
+            self._copy_saved(at)
+        if at.must_be_copied or not self.by_cadence or (self._is_writer and not self._has_room(at.kept)):
             return
         if self._rank == 0:
             self._decide(at)
@@ -212,22 +215,21 @@ class Copies:
             if self._stopped:
                 return
             self._counted = at.step
-            self._copy(at, copies.EVERY_MAX)
+            self._copy(at, memory.EVERY_MAX)
             if not self._is_writer or self._room is not None:
                 return
 
     def _copy(self, at: Boundary, every: int) -> None:
         began, shared = time.perf_counter(), self._shared
         self._write_slot(at)
-        if self._is_writer:
+        if self._is_writer or at.must_be_copied:
             with self._lock:
                 shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
-                area = self._write(at, every)
-                self._written = None if area is None else _Written(area, at.step, self._versions_of(at.kept))
-        elif self._saves:
-            with self._lock:
-                shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
-                self._written = _Written(None, at.step, self._versions_of(at.kept))
+                area = self._write(at, every) if self._is_writer else None
+                if area is not None or not self._is_writer:
+                    self._written = _Written(area, at.step, self._versions_of(at.kept), at.must_be_copied)
+            if at.must_be_copied and self._world_size == 1:
+                self.count_saved()  # no other rank has to come there
         self._pay(time.perf_counter() - began)
 
     def _pay(self, seconds: float) -> None:
@@ -239,7 +241,11 @@ class Copies:
         """What belongs to this rank and is small."""
         shared, held = self._shared, self._shared.held()
         versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
-        slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
+        own = Version(shared.attempt, shared.generation, at.step)
+        if own in versions:  # it is saved once more, and may have other values
+            slot = COPY_SLOTS[versions.index(own)]
+        else:
+            slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
         shared.write_slot(slot, at.step, packed.pack(at.small()))
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> int | None:
@@ -259,6 +265,8 @@ class Copies:
     def write_now(self, at: Boundary, loads: int) -> bool:
         """At its end a rank that trains alone writes the state, over the older of the two copies; whether it could.
         Raises StateError, OSError."""
+        if self._world_size > 1:
+            return False
         with self._lock:
             self._written = None
             area = None if self._stopped or self._room is None or self._room.is_alive() else self._write(at, 0, loads)
@@ -271,32 +279,53 @@ class Copies:
     def before_other_step(self) -> None:
         """Another optimizer makes the same step."""
 
+    def count_saved(self) -> None:
+        """All ranks have come to the boundary: what was saved there counts, whatever becomes of the objects."""
+        with self._lock:
+            if self._written is not None and self._written.is_saved:
+                if self._written.area is not None:
+                    self._shared.count_copy(self._written.area, self._written.step)
+                self._written = None
+
     def before_step(self, kept: Kept) -> None:
         """All ranks have come to the boundary: what was copied there counts."""
+        self.count_saved()
         with self._lock:
             written, self._written = self._written, None
-            if written is None:
+            if written is None or written.area is None:
                 return
             if self._is_as_it_was(kept, written.versions):
-                if written.area is not None:
-                    self._shared.count_copy(written.area, written.step)
+                self._shared.count_copy(written.area, written.step)
                 return
         self.begin_with_changes(f"parameters changed after step {written.step}, and by no optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
-        """A rank has failed: the copy that was under way counts, if each rank has left its random states with it, and
-        what was saved in any case. What to tell the agent."""
+        """A rank has failed: the copy that was under way counts, if each rank has left its random states with it. What
+        to tell the agent."""
+        if self.finish_saved(kept):
+            return SAVED
         with self._lock:
             written, self._written = self._written, None
-            if written is None or not self._is_as_it_was(kept, written.versions):
+            if written is None or not self._is_as_it_was(kept, written.versions) or not self._all_are_at(written.step):
                 return UNABLE
-            if not self._saves and not self._all_are_at(written.step):
+            if written.area is None:
                 return UNABLE
-            area = written.area if written.area is not None else self._area_of_another(kept)
-            if area is None:
-                return UNABLE
-            self._shared.count_copy(area, written.step)
+            self._shared.count_copy(written.area, written.step)
             return SAVED
+
+    def finish_saved(self, kept: Kept) -> bool:
+        """A rank has failed: what was saved counts, if no step was made since and its copy is complete; whether it is.
+
+        Ranks that had not come to the save have no random states of it, as where survivors write a state.
+        """
+        with self._lock:
+            written = self._written
+            if written is None or not written.is_saved:
+                return False
+            area = written.area if written.area is not None else self._area_of_another(kept)
+            if area is not None:
+                self._shared.count_copy(area, written.step)
+            return area is not None
 
     def _area_of_another(self, kept: Kept) -> int | None:
         """Where the rank that writes the copies, and is lost, has written all that this rank holds; it does not count
@@ -312,7 +341,7 @@ class Copies:
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """Whether nothing speaks against the boundary."""
-        return self._saves or self._versions_of(kept) == versions or (self._plan is not None and self._plan.changes)
+        return self._versions_of(kept) == versions or (self._plan is not None and self._plan.changes)
 
     def _all_are_at(self, step: int) -> bool:
         """Whether all ranks of the group are of this node, and have written their slots of that step."""
@@ -326,7 +355,7 @@ class Copies:
 
     def _look(self) -> None:
         """Take the next plan where it begins to be in force."""
-        looks = self._rank > 0 and self._store is not None and self._next is None
+        looks = self._rank > 0 and self._store is not None and self._next is None and self.by_cadence
         if looks and copies.looks(self._step, self._before, self._every):
             with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
                 if self._store.check([self._key]):
@@ -408,7 +437,9 @@ class Copies:
         except (StateError, OSError) as error:
             self.stop()
             what = "kept in memory" if self.instead else "copied"
-            process.current.not_kept = str(error) if self.instead else f"{error}{IF_KILLED}"
+            process.current.not_kept = (
+                f"{error}{IF_KILLED}" if self._world_size == 1 and not self.instead else str(error)
+            )
             process.log(f"rank {self._rank}: the state is not {what}: {error}")
 
     def _take(self, size: int) -> bool:

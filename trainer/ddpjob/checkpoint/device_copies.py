@@ -43,6 +43,7 @@ class _Flight:
         self._in_torch = in_torch
         self.counts = True
         """Whether it is more than a try."""
+        self.is_saved = at.must_be_copied
         self.host_seconds = 0.0
         self.passed: Mark | None = None
         """After the backward pass of the next step, and after the copy."""
@@ -129,6 +130,10 @@ class DeviceCopies(Copies):
 
     @property
     def instead(self) -> bool:
+        return True
+
+    @property
+    def by_cadence(self) -> bool:
         return True
 
     def stop(self) -> None:
@@ -245,7 +250,7 @@ class DeviceCopies(Copies):
         flight, looked = self._flight, self._has_looked
         is_new = flight is not None and flight.passed is None
         if flight is not None and is_new and flight.counts:
-            if not self._is_as_it_was(kept, flight.versions):
+            if not flight.is_saved and not self._is_as_it_was(kept, flight.versions):
                 self._leave()
                 self.begin_with_changes(f"parameters changed after step {flight.step}, and by no optimizer.step()")
                 return
@@ -259,9 +264,9 @@ class DeviceCopies(Copies):
                 self._looked = mark
 
     def before_other_step(self) -> None:
-        """A second optimizer may use another stream. What was saved counts as soon as it can, for the next boundary may
-        be far."""
-        if self._saves:
+        """A second optimizer may use another stream. What was copied counts as soon as it can, where no boundary is
+        near."""
+        if self._flight is not None and self._flight.is_saved:
             self._land()
         if self._flight is not None and self._flight.ticket is not None and self._flight.counts:
             self._flight.ticket.hold()

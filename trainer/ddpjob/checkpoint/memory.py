@@ -36,18 +36,30 @@ from ddpjob.errors import StateError
 PROOF_STEPS = 3
 
 
-class _Number:
-    """Of the last boundary."""
+class _Steps:
+    """Those of the optimizers between two boundaries.
+
+    Numbers do not show whether each step is marked: scripts count epochs, micro-batches, or leave one out.
+    """
 
     def __init__(self) -> None:
-        self._step = 0
-        self.follows = True
-        """Whether it is that of the boundary before, and one more."""
+        self._made: dict[int, int] = {}
+        self._is_first = True
+        self.are_unmarked = False
+        """Whether there were several before the last boundary, for each optimizer that has made any; nobody knows of
+        the first boundary, if it is of `save`."""
 
-    def comes(self, step: int, *, saved: bool) -> None:
-        """saved: by `save`. Who marks the first step otherwise probably marks the next ones too."""
-        if step != self._step:
-            self._step, self.follows = step, step <= self._step + 1 or not (self._step or saved)
+    def one_more(self, optimizer: Any) -> int:
+        """How many this optimizer has made by now."""
+        made = self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
+        return made
+
+    def boundary(self, *, saved: bool) -> None:
+        """saved: by `save`."""
+        if self._made:
+            self.are_unmarked = min(self._made.values()) > 1 or (self._is_first and saved)
+            self._made.clear()
+        self._is_first = False
 
 
 class Keeper(Survivor):
@@ -86,7 +98,8 @@ class Keeper(Survivor):
         self._room: threading.Thread | None = None
         self._loaded: Version | None = None
         self._told = False
-        self._numbers = [_Number(), _Number()]  # of all boundaries, and of those that the script names
+        # Before any boundary, and before one at which the script names all; where there is a folder, nobody asks.
+        self._unmarked = [] if has_folder else [_Steps(), _Steps()]
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self._begin()
@@ -100,7 +113,7 @@ class Keeper(Survivor):
         """From now on a restart goes on from the folder."""
         if not self._off:
             self._off = why or "memory=False"
-            self._shared.cells[PID] = 0
+            self._shared.cells[PID], self._is_armed = 0, False
             self._shared.forget_slots()
             if self._copies is not None:
                 self._copies.stop()
@@ -166,7 +179,7 @@ class Keeper(Survivor):
             self._kept, self._outgrown, self._sum, self._stepped = None, None, None, True
             self._shared.cells[CLOCK] |= 1
             self._shared.cells[PID] = self._shared.node[PROVEN] = 0
-            self._proofs_left = PROOF_STEPS
+            self._proofs_left, self._is_armed = PROOF_STEPS, False
         if self._copies is not None:
             self._copies.give_up_last()
 
@@ -207,16 +220,14 @@ class Keeper(Survivor):
     def resumed(self, step: int, loads: int, total: int) -> None:
         """This state was loaded from memory, so often by now, and nothing has changed it yet. total: of its bits."""
         self._resumed, self._resumed_total = (step, loads), total
-        for number in self._numbers:
-            number.comes(step, saved=True)
         if self._copies is not None:
             self._copies.resumed(step)
 
     def boundary(self, step: int, *, named: bool = False, saved: bool = False) -> None:
         """Parameters and optimizer state are those of this step. named: with all that the script keeps, values too.
         saved: by `save`."""
-        for number in self._numbers[: 1 + named]:
-            number.comes(step, saved=saved)
+        for steps in self._unmarked[: 1 + named]:
+            steps.boundary(saved=saved)
         if self._outgrown is not None and not self._off:
             with self._guarded():
                 self._keep(Kept(self._outgrown))
@@ -224,25 +235,47 @@ class Keeper(Survivor):
         kept = self._kept
         if kept is None or self._off or os.getpid() != self._pid:
             return
-        if saved and not self._has_folder and not self._numbers[bool(kept.by_value)].follows:
-            self._copy_what_is_saved(kept)
-        if not (self._stepped or self._copies_instead) or (kept.by_value and not named):
+        must_copy = saved and self._must_copy(kept, step)
+        if not (self._stepped or self._copies_instead or must_copy) or (kept.by_value and not named):
             return  # nothing is new, or values are of another step than this one
         if self._assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
         try:  # and not `_guarded`, here and before the step, where it would cost a tenth of all
-            self._take_in(self._at(kept, int(step), named, saved))
+            self._take_in(self._at(kept, int(step), named, must_copy))
         except Exception as error:
             self._give_up(error)
 
+    def _must_copy(self, kept: Kept, step: int) -> bool:
+        """Whether what the script saves is lost with the next step unless it is copied now."""
+        if not self._unmarked or not self._unmarked[bool(kept.by_value)].are_unmarked:
+            return False
+        if not self._copies_instead and memory.step_of(self._shared.cells[CLOCK]) != step:
+            self._stepped = True  # or the same state was marked by another number
+        if self._copies is None:
+            self._copies = self._new_copies()
+        return True
+
     def _take_in(self, at: Boundary) -> None:
-        if not self._copies_instead:
+        if self._stepped and not self._copies_instead:
             self._note(at.kept, at.step)
-        elif self._on_device and self._stepped:
+        elif self._stepped and self._on_device:
             self._is_proven(at.kept, at.step)
-        if self._copies is not None and (self._copies.instead or not self._proofs_left):
-            self._copy(self._copies, at)
+        own = self._copies
+        if own is not None and (own.instead or not self._proofs_left or at.must_be_copied):
+            self._copy(own, at)
+        if at.must_be_copied and not self._off:
+            self._tell_of_saves(at.kept)
+
+    def _tell_of_saves(self, kept: Kept) -> None:
+        if not self._told and self._rank == 0 and not process.current.not_kept:
+            self._told = True
+            values = ", ".join(kept.by_value)
+            why = f"{values}: saved by value" if values else "there are steps that the script does not mark"
+            process.log(
+                f"{why}, so what is saved is copied into memory, and a restart goes on from the last save(): to repeat "
+                f"no step call {'keep(step, …)' if values else 'should_stop(step)'} after each step"
+            )
 
     def _check_number(self, step: int, named: bool) -> None:
         """Whether `save` gives the state the number that should_stop has given it: `load` would return that one."""
@@ -261,11 +294,11 @@ class Keeper(Survivor):
         """Whether copies are all that is kept, because survivors could not write what they hold."""
         return self._copies is not None and self._copies.instead
 
-    def _at(self, kept: Kept, step: int, named: bool, saved: bool = False) -> Boundary:
+    def _at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
         def small() -> dict[str, Any]:
             return self._slots.value(kept, random_states.compact(), kept.small(buffers=not self._on_device))
 
-        return Boundary(kept, step, named, small, self._assumed, saved)
+        return Boundary(kept, step, named, small, self._assumed, must_copy)
 
     def _copy(self, own: Copies, at: Boundary) -> None:
         if own.instead and not self._stepped:
@@ -276,33 +309,19 @@ class Keeper(Survivor):
 
     def _copy_because_of_changes(self, why: str) -> None:
         """Parameters change between a boundary and the next step. why: for the log."""
-        if self._copies is None and self._store is None and self._world_size > 1:
-            raise StateError(why)
-        self._copies_from_now_on().begin_with_changes(why)
-
-    def _copy_what_is_saved(self, kept: Kept) -> None:
-        """The script saves at some steps only, and into no folder: survivors would have that until the next step."""
-        if not self._copies_instead:
-            self._stepped = True  # the copies have not heard of this step
-        with self._guarded():
-            self._copies_from_now_on().copy_saves()
-        if not self._told and self._rank == 0:
-            self._told = True
-            why = f"{', '.join(kept.by_value)}: saved by value" if kept.by_value else "the script marks some steps only"
-            process.log(
-                f"{why}, so a restart goes on from the last save(), which is copied into memory: "
-                f"call should_stop(step) after each step, or keep(step, …) where values are saved, to repeat no step"
-            )
-
-    def _copies_from_now_on(self) -> Copies:
-        """Survivors write nothing: no slot is left for them."""
         if self._copies is None:
-            self._copies = Copies(self._shared, self._rank, self._world_size, self._store)
-            self._copies.resumed(self._resumed[0])
-            self._copies.loaded = self._loaded
-        self._proofs_left, self._sum, self._shared.cells[PID] = 0, None, 0
+            if self._store is None and self._world_size > 1:
+                raise StateError(why)
+            self._copies = self._new_copies()
+        self._proofs_left, self._sum, self._shared.cells[PID], self._is_armed = 0, None, 0, False
         self._shared.forget_slot(EARLY)  # no copy follows from it
-        return self._copies
+        self._copies.begin_with_changes(why)
+
+    def _new_copies(self) -> Copies:
+        found = Copies(self._shared, self._rank, self._world_size, self._store)
+        found.resumed(self._resumed[0])
+        found.loaded = self._loaded
+        return found
 
     def _note(self, kept: Kept, step: int) -> None:
         shared = self._shared
@@ -313,18 +332,21 @@ class Keeper(Survivor):
             self._has_early = False  # what is drawn after the gradients is not known before them
             shared.forget_slot(EARLY)
         self._early = None
-        self._slots.write(self._slot_to_write(), step, kept, rng, settings=True)
+        self._slots.write(self._slot_to_write(step), step, kept, rng, settings=True)
         with self._lock:
             if self._dirty_since:
                 self._dirty_seconds = max(self._dirty_seconds, time.monotonic() - self._dirty_since)
             self._versions, self._stepped, self._state = kept.versions(), False, None
             self._names_each_step = step <= memory.step_of(shared.cells[CLOCK]) + 1
             shared.cells[CLOCK] = 2 * step
-        if not shared.cells[PID]:
+        if not self._is_armed:
             self._arm(kept, step)
 
-    def _slot_to_write(self) -> int:
-        """That of the older boundary: the two are written in turns."""
+    def _slot_to_write(self, step: int) -> int:
+        """That of the older boundary: the two are written in turns; that of this step where it is named once more."""
+        own = Version(self._shared.attempt, self._shared.generation, step)
+        if self._turn is not None and self._shared.slot_version(1 - self._turn) == own:
+            return 1 - self._turn
         if self._turn is None:
             one, other = (self._shared.slot_version(slot) for slot in range(EARLY))
             self._turn = 0 if one is None or (other is not None and one < other) else 1
@@ -347,7 +369,7 @@ class Keeper(Survivor):
             return
         size = packed.pack(kept.large()).size
         if self._shared.node[RESERVED] >= size:
-            self._shared.cells[PID] = os.getpid()
+            self._shared.cells[PID], self._is_armed = os.getpid(), True
         elif self._room is None or not self._room.is_alive():
             self._room = threading.Thread(target=self._reserve, args=(size,), name="ddpjob-memory-room", daemon=True)
             self._room.start()
@@ -376,6 +398,7 @@ class Keeper(Survivor):
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Called before each step of each optimizer of this process."""
         self._marked = None
+        self._count_step(optimizer)
         if self._assumed and self._kept is not None and not self._kept.has(optimizer):
             self.forget_assumed()
         kept = self._kept
@@ -388,6 +411,8 @@ class Keeper(Survivor):
                 self._seen.add(optimizer)
             return
         try:
+            if self._copies is not None:
+                self._copies.count_saved()
             self._check_named(kept, optimizer)
             if self._kept is kept and self._sum is not None:
                 self._compare(kept)
@@ -400,6 +425,12 @@ class Keeper(Survivor):
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
             self._shared.cells[CLOCK] |= 1
+
+    def _count_step(self, optimizer: Any) -> None:
+        """Where boundaries are far from each other no slot tells that steps follow a state that was loaded."""
+        made = [steps.one_more(optimizer) for steps in self._unmarked]
+        if made and made[0] == 2 and self._loaded is not None and self._shared.local_rank == 0:
+            self._shared.forget_loads(self._loaded)
 
     def _compare(self, kept: Kept) -> None:
         step, before = self._sum or (0, 0)

@@ -186,6 +186,13 @@ class Shared:
         if held is not None and held.version == version:
             self.node[memory.area_cell(area, AREA_LOADS)] += 1
 
+    def forget_loads(self, version: Version) -> None:
+        """A step was made after this state was loaded, and no boundary tells of it."""
+        area = self._newest_area
+        held = self.held_in(area)
+        if held is not None and held.version == version:
+            self.node[memory.area_cell(area, AREA_LOADS)] = 0
+
     def newest(self, size: int) -> torch.Tensor:
         """The bytes of the newest value, where they are: they change when an area is written again. Raises OSError.
 

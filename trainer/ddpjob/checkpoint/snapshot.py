@@ -144,10 +144,13 @@ class Snapshot:
         # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
+        if self._folder is None:
+            with pause("save"):  # the first one waits for memory
+                self._memory.saved(step, state)
+            return
         self._memory.saved(step, state)
-        if self._folder is not None:
-            with pause("save"):
-                self._save(step, state)
+        with pause("save"):
+            self._save(step, state)
 
     def keep(self, step: int, **state: Any) -> None:
         """Keep the state of this step in memory under ddprun, without writing it; elsewhere it does nothing.

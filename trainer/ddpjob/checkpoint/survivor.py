@@ -49,6 +49,7 @@ class Survivor(abc.ABC):
         self._moved = 0, 0.0  # how many parts were written, and since when
         self._tries = 0
         self._ends = False  # by an exception: no boundary follows
+        self._is_armed = False  # there is room, and proof that nothing large changes between boundary and step
         self._pid = os.getpid()
 
     def _begin(self) -> None:
@@ -119,7 +120,9 @@ class Survivor(abc.ABC):
             return UNABLE
         if self._copies is not None and (self._copies.instead or shared.node[COPIES]):
             return self._copies.finish(kept)
-        if shared.node[COPIES]:
+        if self._copies is not None and self._copies.finish_saved(kept):
+            return SAVED
+        if shared.node[COPIES] or not self._is_armed:
             return UNABLE
         with self._lock:
             clock = shared.cells[CLOCK]

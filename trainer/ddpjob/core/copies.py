@@ -9,11 +9,10 @@ come to the boundary, so that none of them lacks its random states of that step.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ddpjob.core.memory import AREAS, Held, Version
+from ddpjob.core.memory import AREAS, EVERY_MAX, Held, Version
 
 COST_MAX = 0.02
 """Of the time of all steps."""
-EVERY_MAX = 1 << 20
 EVERY_LEAST_ON_DEVICE = 4
 """A host that waits at a copy for the one before it then waits for work that is steps old, and no device is idle."""
 LATER_ON_DEVICE = 1

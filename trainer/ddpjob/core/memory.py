@@ -29,6 +29,8 @@ OTHER_AREA_OFFSET = 1 << 46
 SECTION_BYTES = 64 << 20
 """Reserved addresses, not memory: a slot takes what is written into it."""
 
+EVERY_MAX = 1 << 20
+"""Steps between two copies: of those that a script names, nobody knows."""
 PART_BYTES = 16 << 20
 PARTS_MAX = 256
 FREE, DONE = 0, -1
@@ -176,8 +178,10 @@ def _is_apart(mark: Mark, held: Held) -> bool:
     that, where the next is cut short."""
     if mark.generation != held.version.generation:
         return False
-    ahead = mark.step - held.version.step
-    return not -max(1, mark.step - mark.before) <= ahead <= max(1, mark.step - mark.before) + 2 * held.every
+    ahead, stride = mark.step - held.version.step, max(1, mark.step - mark.before)
+    if held.every >= EVERY_MAX and ahead < 0:
+        return False  # its last save may be as far back as the script likes
+    return not -stride <= ahead <= stride + 2 * held.every
 
 
 def _follows(mark: Mark, version: Version) -> bool:
