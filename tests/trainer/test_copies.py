@@ -298,8 +298,6 @@ def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
         return process.current.not_kept, with_copies
 
     said, looked = node.run(0, train)
-    assert said.startswith(
-        "two copies of 0 MiB have no room: the limit is too small; a rank that is killed goes on from"
-    )
+    assert said.startswith("two copies of 0 MiB have no room: the limit is too small; a rank that ends by an exception")
     assert looked == [True], "the limit that is named for the first area has room for the second one"
     assert node.step == 12, "one that ends by an exception leaves its state"
