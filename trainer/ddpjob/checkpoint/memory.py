@@ -94,6 +94,7 @@ class Keeper(Survivor):
         self._has_early = True
         self._proofs_left = 0 if 0 < shared.node[PROVEN] <= shared.generation else PROOF_STEPS
         self._turn: int | None = None  # the slot of the next boundary
+        self._noted = 0  # the step of the last one
         self._sum: tuple[int, int] | None = None  # to be compared before the next step: its step, the sum
         self._room: threading.Thread | None = None
         self._loaded: Version | None = None
@@ -226,8 +227,9 @@ class Keeper(Survivor):
     def boundary(self, step: int, *, named: bool = False, saved: bool = False) -> None:
         """Parameters and optimizer state are those of this step. named: with all that the script keeps, values too.
         saved: by `save`."""
-        for steps in self._unmarked[: 1 + named]:
-            steps.boundary(saved=saved)
+        if self._unmarked:
+            for steps in self._unmarked[: 1 + named]:
+                steps.boundary(saved=saved)
         if self._outgrown is not None and not self._off:
             with self._guarded():
                 self._keep(Kept(self._outgrown))
@@ -242,7 +244,7 @@ class Keeper(Survivor):
             self.forget_assumed()
             return
         try:  # and not `_guarded`, here and before the step, where it would cost a tenth of all
-            self._take_in(self._at(kept, int(step), named, must_copy))
+            self._take_in(kept, int(step), named=named, must_copy=must_copy)
         except Exception as error:
             self._give_up(error)
 
@@ -256,16 +258,16 @@ class Keeper(Survivor):
             self._copies = self._new_copies()
         return True
 
-    def _take_in(self, at: Boundary) -> None:
+    def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool) -> None:
         if self._stepped and not self._copies_instead:
-            self._note(at.kept, at.step)
+            self._note(kept, step)
         elif self._stepped and self._on_device:
-            self._is_proven(at.kept, at.step)
+            self._is_proven(kept, step)
         own = self._copies
-        if own is not None and (own.instead or not self._proofs_left or at.must_be_copied):
-            self._copy(own, at)
-        if at.must_be_copied and not self._off:
-            self._tell_of_saves(at.kept)
+        if own is not None and (own.instead or not self._proofs_left or must_copy):
+            self._copy(own, self._at(kept, step, named, must_copy))
+        if must_copy and not self._off:
+            self._tell_of_saves(kept)
 
     def _tell_of_saves(self, kept: Kept) -> None:
         if not self._told and self._rank == 0 and not process.current.not_kept:
@@ -344,9 +346,9 @@ class Keeper(Survivor):
 
     def _slot_to_write(self, step: int) -> int:
         """That of the older boundary: the two are written in turns; that of this step where it is named once more."""
-        own = Version(self._shared.attempt, self._shared.generation, step)
-        if self._turn is not None and self._shared.slot_version(1 - self._turn) == own:
+        if self._turn is not None and step == self._noted:
             return 1 - self._turn
+        self._noted = step
         if self._turn is None:
             one, other = (self._shared.slot_version(slot) for slot in range(EARLY))
             self._turn = 0 if one is None or (other is not None and one < other) else 1
@@ -428,8 +430,10 @@ class Keeper(Survivor):
 
     def _count_step(self, optimizer: Any) -> None:
         """Where boundaries are far from each other no slot tells that steps follow a state that was loaded."""
+        if not self._unmarked:
+            return
         made = [steps.one_more(optimizer) for steps in self._unmarked]
-        if made and made[0] == 2 and self._loaded is not None and self._shared.local_rank == 0:
+        if made[0] == 2 and self._loaded is not None and self._shared.local_rank == 0:
             self._shared.forget_loads(self._loaded)
 
     def _compare(self, kept: Kept) -> None:
