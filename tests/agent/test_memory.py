@@ -163,7 +163,7 @@ def test_without_a_folder_a_script_that_only_saves_goes_on_from_what_it_saved_la
     by_value = only_saves.replace("snapshot.save(step, **objects)", "snapshot.save(step, **objects, best=step)")
     kill = {
         "0": [["forward", 9, 0]],
-        "1": [["forward", 15, 0]],  # who writes what is saved, after the save of step 14 and before the next step
+        "1": [["forward", 15, 1]],  # after the save of step 14 and before the next step
         "2": [["forward", 20, 0], ["forward", 20, 1]],
     }
     done = trained(launcher, kill, text=by_value)

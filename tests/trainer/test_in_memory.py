@@ -646,12 +646,13 @@ def test_without_a_folder_what_was_saved_last_is_in_memory(
 def test_what_was_saved_counts_also_where_a_rank_dies_before_the_next_step(
     tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]], nodes: int, dies: int
 ) -> None:
-    """As in an evaluation after the save, which may take long. The rank that dies may be the one that writes."""
+    """As in an evaluation after the save, which may take long. Where the rank dies that writes the copies, another one
+    writes its state, once it is proved that nothing changes that between a save and the next step."""
     node = Node(tmp_path, run_ranks, nodes=nodes)
-    node.run(0, lambda: saving(8, every=4, values=True, dies=dies), ranks=2)
+    node.run(0, lambda: saving(20, every=4, values=True, dies=dies), ranks=2)
     if nodes == 2:
         node.lose(dies)
-    assert node.run(1, lambda: saving(8, every=4, values=True), ranks=2)[:2] == (8, 8.5)
+    assert node.run(1, lambda: saving(20, every=4, values=True), ranks=2)[:2] == (20, 20.5)
 
 
 def test_failures_between_two_saves_do_not_use_up_what_was_saved(node: Node) -> None:
@@ -681,6 +682,62 @@ def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node
 
     assert node.run(0, lambda: train(20), ranks=2) == (0, None)
     assert node.run(1, lambda: train(21), ranks=2) == (20, 20.2)
+
+
+@pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
+def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script: str) -> None:
+    """The one makes one step between two saves, as if each were marked; the other changes parameters between a save and
+    the next step, so that what survivors hold is no state of it."""
+
+    def train(until: int) -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot()
+        seldom = torch.optim.SGD([objects["model"][2].bias], lr=1e-3)
+        objects |= {"seldom": seldom} if "seldom" in script else {}
+        step = began = snapshot.load(**objects)
+        while step < until:
+            step += 1
+            objects["model"](torch.randn(4, 4)).square().sum().backward()
+            objects["optimizer"].step()
+            if step % 5 == 0:
+                snapshot.save(step, **objects)
+                if "clips" in script:
+                    with torch.no_grad():
+                        objects["model"][0].weight.clamp_(-0.01, 0.01)
+                else:
+                    seldom.step()
+        torch.distributed.barrier()
+        rescue()
+        return began
+
+    assert node.run(0, lambda: train(17), ranks=2) == 0
+    assert node.run(1, lambda: train(17), ranks=2) == 15
+
+
+def test_of_two_states_of_one_number_the_first_is_kept_whole(node: Node) -> None:
+    """A script that calls them by the epoch and saves twice in it: values of one would be loaded beside parameters of
+    the other."""
+
+    def train(until: int) -> Any:
+        objects, snapshot = parts(), ddpjob.Snapshot()
+        epoch = began = snapshot.load(**objects)
+        sums = {"loaded": packed.total(packed.tensors_of(objects["model"].state_dict()))}
+        best = snapshot.state.get("best") if began else None
+        while epoch < until:
+            epoch += 1
+            for half in ("first", "second"):
+                for _ in range(3):
+                    objects["model"](torch.randn(4, 4)).square().sum().backward()
+                    objects["optimizer"].step()
+                snapshot.save(epoch, **objects, best=half)
+                sums[half] = packed.total(packed.tensors_of(objects["model"].state_dict()))
+        torch.distributed.barrier()
+        rescue()
+        return began, best, sums
+
+    for number, until in enumerate((2, 3, 5)):
+        before = node.run(number, lambda until=until: train(until), ranks=2)[2]  # type: ignore[misc]
+        began, best, sums = node.run(10 + number, lambda until=until: train(until), ranks=2)  # type: ignore[misc]
+        assert (began, best, sums["loaded"]) == (until, "first", before["first"])
 
 
 def by_other_numbers(until: int, numbers: str) -> int:

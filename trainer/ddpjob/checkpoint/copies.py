@@ -55,8 +55,7 @@ class Boundary(NamedTuple):
 class _Written(NamedTuple):
     """A copy that does not count yet."""
 
-    area: int | None
-    """None: another rank of this node writes it."""
+    area: int
     step: int
     versions: list[Any]
     is_saved: bool
@@ -75,6 +74,8 @@ class Copies:
         self._shared, self._rank, self._world_size, self._store = shared, rank, world_size, store
         self.changes = False
         """Whether parameters change between a boundary and the next step."""
+        self.saved: Version | None = None
+        """What was copied last because the script has saved it."""
         self.loaded: Version | None = None
         """What this generation has loaded from memory."""
         self._plan: Plan | None = None
@@ -132,7 +133,8 @@ class Copies:
             self._written = None
 
     def forget(self) -> None:
-        """What this generation has copied is not what it should be."""
+        """What this generation has copied is not what it should be, but for what the script has saved."""
+        self.count_saved()
         with self._lock:
             self._written = self._room = None
         for slot in COPY_SLOTS:
@@ -144,7 +146,7 @@ class Copies:
                 self._shared.forget_copy(area)
 
     def _is_own(self, version: Version | None) -> bool:
-        return version is not None and version.generation == self._shared.generation
+        return version is not None and version.generation == self._shared.generation and version != self.saved
 
     @property
     def _is_writer(self) -> bool:
@@ -215,6 +217,7 @@ class Copies:
             if self._stopped:
                 return
             self._counted = at.step
+            self.saved = Version(self._shared.attempt, self._shared.generation, at.step)
             self._copy(at, memory.EVERY_MAX)
             if not self._is_writer or self._room is not None:
                 return
@@ -222,12 +225,11 @@ class Copies:
     def _copy(self, at: Boundary, every: int) -> None:
         began, shared = time.perf_counter(), self._shared
         self._write_slot(at)
-        if self._is_writer or at.must_be_copied:
+        if self._is_writer:
             with self._lock:
                 shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
-                area = self._write(at, every) if self._is_writer else None
-                if area is not None or not self._is_writer:
-                    self._written = _Written(area, at.step, self._versions_of(at.kept), at.must_be_copied)
+                area, versions = self._write(at, every), self._versions_of(at.kept)
+                self._written = None if area is None else _Written(area, at.step, versions, at.must_be_copied)
             if at.must_be_copied and self._world_size == 1:
                 self.count_saved()  # no other rank has to come there
         self._pay(time.perf_counter() - began)
@@ -283,8 +285,7 @@ class Copies:
         """All ranks have come to the boundary: what was saved there counts, whatever becomes of the objects."""
         with self._lock:
             if self._written is not None and self._written.is_saved:
-                if self._written.area is not None:
-                    self._shared.count_copy(self._written.area, self._written.step)
+                self._shared.count_copy(self._written.area, self._written.step)
                 self._written = None
 
     def before_step(self, kept: Kept) -> None:
@@ -292,7 +293,7 @@ class Copies:
         self.count_saved()
         with self._lock:
             written, self._written = self._written, None
-            if written is None or written.area is None:
+            if written is None:
                 return
             if self._is_as_it_was(kept, written.versions):
                 self._shared.count_copy(written.area, written.step)
@@ -302,38 +303,23 @@ class Copies:
     def finish(self, kept: Kept) -> int:
         """A rank has failed: the copy that was under way counts, if each rank has left its random states with it. What
         to tell the agent."""
-        if self.finish_saved(kept):
+        if self.finish_saved():
             return SAVED
         with self._lock:
             written, self._written = self._written, None
             if written is None or not self._is_as_it_was(kept, written.versions) or not self._all_are_at(written.step):
                 return UNABLE
-            if written.area is None:
-                return UNABLE
             self._shared.count_copy(written.area, written.step)
             return SAVED
 
-    def finish_saved(self, kept: Kept) -> bool:
-        """A rank has failed: what was saved counts, if no step was made since and its copy is complete; whether it is.
+    def finish_saved(self) -> bool:
+        """A rank has failed: what this one has saved since the last step counts; whether it has.
 
         Ranks that had not come to the save have no random states of it, as where survivors write a state.
         """
-        with self._lock:
-            written = self._written
-            if written is None or not written.is_saved:
-                return False
-            area = written.area if written.area is not None else self._area_of_another(kept)
-            if area is not None:
-                self._shared.count_copy(area, written.step)
-            return area is not None
-
-    def _area_of_another(self, kept: Kept) -> int | None:
-        """Where the rank that writes the copies, and is lost, has written all that this rank holds; it does not count
-        yet."""
-        state = packed.pack(self._value(kept))
-        own = self._shared.generation, state.size, packed.total(state.tensors)
-        uncounted = [area for area in range(memory.AREAS) if self._shared.held_in(area) is None]
-        return next((area for area in uncounted if self._shared.described(area) == own), None)
+        had = self._written is not None and self._written.is_saved
+        self.count_saved()
+        return had
 
     def _versions_of(self, kept: Kept) -> list[Any]:
         """What shows whether parameters have changed."""

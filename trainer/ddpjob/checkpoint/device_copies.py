@@ -177,7 +177,8 @@ class DeviceCopies(Copies):
             self._begin(flight, at, every)
         flight.host_seconds = time.perf_counter() - began
         self._flight = flight
-        if self.changes and flight.ticket is not None:  # what changes parameters need not be an optimizer's step
+        # What changes parameters need not be an optimizer's step; and what was saved counts in any case.
+        if (self.changes or at.must_be_copied) and flight.ticket is not None:
             flight.ticket.hold()
 
     def _try(self, at: Boundary) -> bool:

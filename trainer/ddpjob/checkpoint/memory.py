@@ -46,8 +46,9 @@ class _Steps:
         self._made: dict[int, int] = {}
         self._is_first = True
         self.are_unmarked = False
-        """Whether there were several before the last boundary, for each optimizer that has made any; nobody knows of
-        the first boundary, if it is of `save`."""
+        """Whether an optimizer made several before the last boundary; nobody knows of the first one, if it is of
+        `save`. One of two optimizers may make several in each step, which is marked: copies are not needed then, and
+        no harm."""
 
     def one_more(self, optimizer: Any) -> int:
         """How many this optimizer has made by now."""
@@ -57,7 +58,7 @@ class _Steps:
     def boundary(self, *, saved: bool) -> None:
         """saved: by `save`."""
         if self._made:
-            self.are_unmarked = min(self._made.values()) > 1 or (self._is_first and saved)
+            self.are_unmarked = max(self._made.values()) > 1 or (self._is_first and saved)
             self._made.clear()
         self._is_first = False
 
@@ -95,6 +96,7 @@ class Keeper(Survivor):
         self._proofs_left = 0 if 0 < shared.node[PROVEN] <= shared.generation else PROOF_STEPS
         self._turn: int | None = None  # the slot of the next boundary
         self._noted = 0  # the step of the last one
+        self._is_copied = False  # what the script has saved, and no optimizer has made a step since
         self._sum: tuple[int, int] | None = None  # to be compared before the next step: its step, the sum
         self._room: threading.Thread | None = None
         self._loaded: Version | None = None
@@ -115,9 +117,10 @@ class Keeper(Survivor):
         if not self._off:
             self._off = why or "memory=False"
             self._shared.cells[PID], self._is_armed = 0, False
-            self._shared.forget_slots()
             if self._copies is not None:
+                self._copies.count_saved()
                 self._copies.stop()
+            self._shared.forget_slots(None if self._copies is None else self._copies.saved)
             if not quiet:
                 process.current.not_kept = why
                 process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
@@ -240,6 +243,8 @@ class Keeper(Survivor):
         must_copy = saved and self._must_copy(kept, step)
         if not (self._stepped or self._copies_instead or must_copy) or (kept.by_value and not named):
             return  # nothing is new, or values are of another step than this one
+        if self._has_other(step):
+            return
         if self._assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
@@ -247,6 +252,12 @@ class Keeper(Survivor):
             self._take_in(kept, int(step), named=named, must_copy=must_copy)
         except Exception as error:
             self._give_up(error)
+
+    def _has_other(self, step: int) -> bool:
+        """Whether a copy has this number, and an optimizer has made a step since: the memory keeps the state that was
+        called so first, because values and random states of one would be found beside parameters of the other."""
+        saved = None if self._copies is None else self._copies.saved
+        return saved is not None and saved.step == step and not self._is_copied
 
     def _must_copy(self, kept: Kept, step: int) -> bool:
         """Whether what the script saves is lost with the next step unless it is copied now."""
@@ -256,6 +267,7 @@ class Keeper(Survivor):
             self._stepped = True  # or the same state was marked by another number
         if self._copies is None:
             self._copies = self._new_copies()
+        self._is_copied |= not self._has_other(step)
         return True
 
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool) -> None:
@@ -311,9 +323,9 @@ class Keeper(Survivor):
 
     def _copy_because_of_changes(self, why: str) -> None:
         """Parameters change between a boundary and the next step. why: for the log."""
+        if self._store is None and self._world_size > 1:
+            raise StateError(why)
         if self._copies is None:
-            if self._store is None and self._world_size > 1:
-                raise StateError(why)
             self._copies = self._new_copies()
         self._proofs_left, self._sum, self._shared.cells[PID], self._is_armed = 0, None, 0, False
         self._shared.forget_slot(EARLY)  # no copy follows from it
@@ -430,11 +442,14 @@ class Keeper(Survivor):
 
     def _count_step(self, optimizer: Any) -> None:
         """Where boundaries are far from each other no slot tells that steps follow a state that was loaded."""
-        if not self._unmarked:
+        if not self._unmarked or self._off or os.getpid() != self._pid:
             return
+        self._is_copied = False
         made = [steps.one_more(optimizer) for steps in self._unmarked]
-        if made[0] == 2 and self._loaded is not None and self._shared.local_rank == 0:
-            self._shared.forget_loads(self._loaded)
+        if made[0] == 2:
+            self._shared.forget_slot(EARLY)  # it leads to the step before this one
+            if self._loaded is not None and self._shared.local_rank == 0:
+                self._shared.forget_loads(self._loaded)
 
     def _compare(self, kept: Kept) -> None:
         step, before = self._sum or (0, 0)

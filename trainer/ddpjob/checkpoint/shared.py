@@ -224,13 +224,6 @@ class Shared:
         for cell, value in zip(_OF_HELD[1:], values, strict=True):
             self.node[memory.area_cell(area, cell)] = value
 
-    def described(self, area: int) -> tuple[int, int, int]:
-        """The generation, the size and the sum of what was written there last, if it was written to its end."""
-        generation, size, total = (
-            self.node[memory.area_cell(area, cell)] for cell in (AREA_GENERATION, AREA_BYTES, AREA_SUM)
-        )
-        return generation, size, total
-
     def count_copy(self, area: int, step: int) -> None:
         """What was written is whole."""
         self.node[memory.area_cell(area, AREA_STEP)] = step
@@ -389,10 +382,14 @@ class Shared:
         """Nothing is there."""
         self.cells[memory.slot_cell(slot, memory.SLOT_STEP)] = 0
 
-    def forget_slots(self) -> None:
-        """Nothing of this generation is there; what an older one has left belongs to the state in the area."""
+    def forget_slots(self, saved: Version | None = None) -> None:
+        """Nothing of this generation is there; what an older one has left belongs to the state in the area.
+
+        saved: but for the slot with a copy of this one.
+        """
         for slot in range(memory.SLOTS):
-            if self.cells[memory.slot_cell(slot, memory.SLOT_GENERATION)] == self.generation:
+            is_saved = saved is not None and slot in memory.COPY_SLOTS and self.slot_version(slot) == saved
+            if self.cells[memory.slot_cell(slot, memory.SLOT_GENERATION)] == self.generation and not is_saved:
                 self.forget_slot(slot)
 
     def slot_version(self, slot: int) -> Version | None:

@@ -120,7 +120,7 @@ class Survivor(abc.ABC):
             return UNABLE
         if self._copies is not None and (self._copies.instead or shared.node[COPIES]):
             return self._copies.finish(kept)
-        if self._copies is not None and self._copies.finish_saved(kept):
+        if self._copies is not None and self._copies.finish_saved():
             return SAVED
         if shared.node[COPIES] or not self._is_armed:
             return UNABLE
