@@ -684,6 +684,32 @@ def test_a_save_that_a_rank_has_not_come_to_is_no_reason_to_begin_at_step_0(node
     assert node.run(1, lambda: train(21), ranks=2) == (20, 20.2)
 
 
+@pytest.mark.parametrize("folder", ["snapshots", None])
+def test_buffers_of_another_step_are_not_taken_for_those_of_a_lost_rank_0(node: Node, folder: str | None) -> None:
+    """A rank writes its buffers before its step, in case it dies in it. Those before the first of ten steps that the
+    script does not mark would be loaded beside parameters of the tenth: statistics of BatchNorm of another step."""
+
+    def train(until: int) -> Any:
+        objects, snapshot = parts(), ddpjob.Snapshot(folder)
+        step = began = snapshot.load(**objects)
+        batches = objects["model"][1].num_batches_tracked
+        is_lost = os.environ["RANK"] == "0"
+        while not began and step < until:
+            step += 1
+            objects["model"](torch.full((4, 4), float(step))).square().sum().backward()
+            objects["optimizer"].step()
+            if step % 10 == 0 and not (step == until and is_lost):
+                snapshot.keep(step, **objects)
+            settle()
+        torch.distributed.barrier()
+        if not is_lost:
+            rescue()
+        return began, int(batches)
+
+    assert node.run(0, lambda: train(50), ranks=2) == (0, 50)
+    assert node.run(1, lambda: train(50), ranks=2) == (50, 50)
+
+
 @pytest.mark.parametrize("script", ["has an optimizer that seldom makes a step", "clips its weights after a save"])
 def test_what_was_saved_counts_whatever_else_the_script_does(node: Node, script: str) -> None:
     """The one makes one step between two saves, as if each were marked; the other changes parameters between a save and

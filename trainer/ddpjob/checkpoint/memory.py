@@ -90,6 +90,7 @@ class Keeper(Survivor):
         self._store = store
         self._slots = Slots(shared, rank, world_size)
         self._stepped = True  # whether an optimizer has made a step since the last boundary
+        self._stepper: int | None = None  # which one was the first
         self._marked: int | None = None  # the step that should_stop has named since, the only one
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
@@ -417,9 +418,8 @@ class Keeper(Survivor):
             self.forget_assumed()
         kept = self._kept
         if kept is None or self._off or self._stepped or os.getpid() != self._pid:
-            if self._copies is not None and not self._off and os.getpid() == self._pid:
-                with self._guarded():
-                    self._copies.before_other_step()
+            if not self._off and os.getpid() == self._pid:
+                self._other_step(optimizer)
             self._stepped = True
             if kept is None and optimizer is not None:
                 self._seen.add(optimizer)
@@ -436,9 +436,19 @@ class Keeper(Survivor):
                 self._write_early(kept)
         except Exception as error:
             self._give_up(error)
+        self._stepper = id(optimizer)
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
             self._shared.cells[CLOCK] |= 1
+
+    def _other_step(self, optimizer: Any) -> None:
+        """No boundary was there since the last one: a second optimizer's, or of a script that does not mark each."""
+        if self._copies is not None:
+            with self._guarded():
+                self._copies.before_other_step()
+        if self._stepper == id(optimizer):
+            self._stepper = None
+            self._shared.forget_slot(EARLY)  # its buffers are those before the first of these steps
 
     def _count_step(self, optimizer: Any) -> None:
         """Where boundaries are far from each other no slot tells that steps follow a state that was loaded."""
@@ -446,10 +456,8 @@ class Keeper(Survivor):
             return
         self._is_copied = False
         made = [steps.one_more(optimizer) for steps in self._unmarked]
-        if made[0] == 2:
-            self._shared.forget_slot(EARLY)  # it leads to the step before this one
-            if self._loaded is not None and self._shared.local_rank == 0:
-                self._shared.forget_loads(self._loaded)
+        if made[0] == 2 and self._loaded is not None and self._shared.local_rank == 0:
+            self._shared.forget_loads(self._loaded)
 
     def _compare(self, kept: Kept) -> None:
         step, before = self._sum or (0, 0)
