@@ -6,9 +6,11 @@
 
 A step is a backward of DistributedDataParallel over gloo and one of the optimizer; nothing is saved, so it is the
 launcher that is measured. Each round runs every variant once, so that load hits all alike; the ranks are killed in
-turn. A variant that has not trained on after --limit counts as hung, and is left out after three times. The same runs
-tell how long a cold start takes until every rank has made a step. The clock is the machine's monotonic one everywhere.
-Memory is PSS, from smaps_rollup: what several processes share is counted once, a part to each.
+turn, --after so many seconds of training: ddprun forks the ranks of the next generation 5 s after those of the present
+one, so with `--after 0` a restart waits for forks. A variant that has not trained on after --limit counts as hung, and
+is left out after three times. The same runs tell how long a cold start takes until every rank has made a step. The
+clock is the machine's monotonic one everywhere. Memory is PSS, from smaps_rollup: what several processes share is
+counted once, a part to each.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ for step in range(1, 1_000_000):
 """
 DDPRUN, TORCHRUN = "ddpjob.agent", "torch.distributed.run"
 HUNG_MAX = 3
+AFTER_SECONDS = 7.0
 
 
 class Variant(NamedTuple):
@@ -173,12 +176,13 @@ def read(line: str) -> Step | None:
     return Step(int(words[1]), int(words[2]), int(words[3]), float(words[4]), float(words[5]))
 
 
-def restart(variant: Variant, nodes: int, victim: int, limit: float) -> Result | None:
+def restart(variant: Variant, nodes: int, victim: int, limit: float, after: float) -> Result | None:
     """One round; None where it hung."""
     with tempfile.TemporaryDirectory() as folder, Job(variant, nodes, Path(folder), limit) as job:
         try:
             cold = max(step.at for step in job.steps(1)) - job.started
             pid = next(step.pid for step in job.steps(2) if step.rank == victim % job.ranks)
+            time.sleep(after)
             killed = time.monotonic()
             os.kill(pid, signal.SIGKILL)
             again = job.steps(2, after=killed)
@@ -189,13 +193,13 @@ def restart(variant: Variant, nodes: int, victim: int, limit: float) -> Result |
     return Result(cold, min(s.began for s in again) - killed, max(s.at for s in again) - killed)
 
 
-def compare(nodes: int, rounds: int, limit: float) -> None:
+def compare(nodes: int, rounds: int, limit: float, after: float) -> None:
     """All variants by turns."""
     found: dict[Variant, list[Result | None]] = {variant: [] for variant in VARIANTS}
     for number in range(rounds):
         for variant, its in found.items():
             if its.count(None) < HUNG_MAX:
-                its.append(restart(variant, nodes, number, limit))
+                its.append(restart(variant, nodes, number, limit, after))
     head = f"{max(2, nodes)} ranks, nodes: {nodes}"
     print(f"\n| {head} | restart | its slowest | until the script runs | cold start | hung |")
     print("|---|---|---|---|---|---|")
@@ -219,14 +223,18 @@ def slowest(results: list[Result]) -> float:
 
 
 def at_rest(limit: float) -> None:
-    """PSS of the agent, the fork server and the two ranks, with and without preload, and the agent's CPU."""
+    """PSS of the agent, the fork server, the two ranks and the two that wait, with and without preload, and the
+    agent's CPU."""
     for variant in VARIANTS[:2]:
         with tempfile.TemporaryDirectory() as folder, Job(variant, 1, Path(folder), limit) as job:
             ranks = {step.pid for step in job.steps(2)}
+            time.sleep(AFTER_SECONDS)
             agent = job.agents[0]
+            server = min(agent.children(), key=lambda process: process.pid).pid
             parts: dict[str, list[float]] = {}
             for process in [agent, *agent.children(recursive=True)]:
-                who = "agent" if process.pid == agent.pid else "rank" if process.pid in ranks else "fork server"
+                known = {agent.pid: "agent", server: "fork server"} | dict.fromkeys(ranks, "rank")
+                who = known.get(process.pid, "spare")
                 parts.setdefault(who, []).append(pss_mib(process.pid))
             said = ", ".join(f"{who} {' + '.join(f'{mib:.0f}' for mib in its)}" for who, its in parts.items())
             print(f"{variant.name}: PSS in MiB: {said}; together {sum(map(sum, parts.values())):.0f}")
@@ -263,6 +271,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=1, choices=(1, 2, 4))
     parser.add_argument("--limit", type=float, default=60.0, help="seconds until a start or restart counts as hung")
+    parser.add_argument("--after", type=float, default=AFTER_SECONDS, help="seconds of training before the kill")
     parser.add_argument("--start", action="store_true", help="measure the agent alone")
     asked = parser.parse_args()
     print(machine.line())
@@ -270,7 +279,7 @@ def main() -> None:
         start()
         at_rest(asked.limit)
     else:
-        compare(asked.nodes, asked.rounds, asked.limit)
+        compare(asked.nodes, asked.rounds, asked.limit, asked.after)
     print(machine.line())
 
 

@@ -8,9 +8,12 @@ agent, a JSON object a line:
     server: {"ready": true, "failed": {"numpyy": "ModuleNotFoundError: …"}}  or  {"refused": "why"}
     agent:  {"run": "script", "argv": ["train.py", "--lr", "1"], "environ": {"RANK": "3"}, "stdout": "", "stderr": ""}
     server: {"pid": 4711}  or  {"error": "OSError: …"}
+    agent:  {"spare": true}
+    server: {"pid": 4712}  or  {"error": "OSError: …"}
 
 A rank is forked twice: its parent ends at once, so that it becomes a child of the agent, which reaps it as any other
-child. `become` gives it all that `python -u train.py` would find.
+child. `become` gives it all that `python -u train.py` would find. A spare is forked in the same way before it is
+needed, and waits; what is run next is given to it.
 """
 
 from __future__ import annotations
@@ -54,13 +57,14 @@ def main() -> Callable[[], None] | None:
         say(agent, {"refused": refused})
         return None
     prepared = Prepared(read)
+    spares = Spares(prepared)
     say(agent, {"ready": True, "failed": failed})
     for line in lines:
-        run = serve(agent, agent_pid, json.loads(line))
-        if run is not None:
+        told = serve(agent, agent_pid, json.loads(line), spares)
+        if told is not None:
             lines.close()
             agent.close()
-            return become(order, run, prepared)
+            return become(order, told(), prepared)
     return None
 
 
@@ -164,6 +168,11 @@ class Prepared:
         # The kernel forgets children that have ended: to wait for one takes as long as to fork it.
         self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
+    def wait(self) -> None:
+        """In a rank that waits: pages that its script's `import torch` will write to are copied meanwhile."""
+        if self.hidden is not None:
+            self.hidden.touch()
+
     def begin(self) -> None:
         """In a rank, which has its environment."""
         signal.signal(signal.SIGCHLD, self._ended)
@@ -172,25 +181,98 @@ class Prepared:
             self.hidden.begin()
 
 
-def serve(agent: socket.socket, agent_pid: int, run: dict[str, Any]) -> dict[str, Any] | None:
-    """Fork a rank. Returns what to run in the rank, and None in the server."""
+class Spares:
+    """Ranks that are forked before they are needed: two forks of what torch's imports leave take 12 to 30 ms of two
+    CPUs, for each rank, and a restart would wait for them."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+        self._waiting: list[tuple[int, int]] = []  # the pid of each, and the pipe to which its run is written
+
+    def add(self, agent_pid: int) -> tuple[int, Callable[[], dict[str, Any]] | None]:
+        """Fork one: its pid; in the spare 0, and what waits for its run. Raises OSError."""
+        read_end, write_end = os.pipe()
+        try:
+            pid = fork_rank(agent_pid)
+        except OSError:
+            os.close(read_end)
+            os.close(write_end)
+            raise
+        if pid == 0:
+            os.close(write_end)
+            self.close()
+            self._prepared.wait()
+            return 0, lambda: awaited(read_end)
+        os.close(read_end)
+        self._waiting.append((pid, write_end))
+        return pid, None
+
+    def take(self, run: dict[str, Any]) -> int:
+        """Give the run to one that waits: its pid; 0: none is left."""
+        while self._waiting:
+            pid, pipe = self._waiting.pop(0)
+            with contextlib.suppress(OSError), open(pipe, "w", encoding="utf-8") as file:  # it was killed
+                file.write(json.dumps(run) + "\n")
+                file.flush()
+                return pid
+        return 0
+
+    def close(self) -> None:
+        """In a rank: what it kept open would keep the others waiting when the server has ended."""
+        for _, pipe in self._waiting:
+            os.close(pipe)
+        self._waiting.clear()
+
+
+def awaited(pipe: int) -> dict[str, Any]:
+    """What a spare is given to run. It ends where nothing will come."""
+    with open(pipe, encoding="utf-8") as file:
+        line = file.readline()
+    if not line.endswith("\n"):
+        os._exit(0)
+    run: dict[str, Any] = json.loads(line)
+    return run
+
+
+def serve(
+    agent: socket.socket, agent_pid: int, asked: dict[str, Any], spares: Spares
+) -> Callable[[], dict[str, Any]] | None:
+    """Fork a rank, or let a spare be one. Returns what tells what to run in the rank, and None in the server."""
+    told = None
+    try:
+        if "spare" in asked:
+            pid, told = spares.add(agent_pid)
+        else:
+            pid = spares.take(asked) or fork_rank(agent_pid)
+    except OSError as error:
+        say(agent, {"error": str(error)})
+        return None
+    if pid:
+        say(agent, {"pid": pid})
+        return None
+    spares.close()
+    return told or (lambda: asked)
+
+
+def fork_rank(agent_pid: int) -> int:
+    """Fork twice. Returns the pid in the server, and 0 in the rank, whose parent is the agent. Raises OSError."""
     read_end, write_end = os.pipe()
     try:
         between = fork()
     except OSError as error:
         os.close(read_end)
         os.close(write_end)
-        say(agent, {"error": f"{type(error).__name__}: {error}"})
-        return None
+        raise OSError(f"{type(error).__name__}: {error}") from None
     if between == 0:
         os.close(read_end)
         fork_again(agent_pid, write_end)
-        return run
+        return 0
     os.close(write_end)
     answer = os.read(read_end, PIPE_BYTES).decode()  # written at once, before it ends
     os.close(read_end)
-    say(agent, {"pid": int(answer)} if answer.isdecimal() else {"error": answer or "it was killed while it forked"})
-    return None
+    if not answer.isdecimal():
+        raise OSError(answer or "it was killed while it forked")
+    return int(answer)
 
 
 def fork_again(agent_pid: int, answer: int) -> None:

@@ -48,6 +48,10 @@ class Hidden:
         self._modules, self._read, self._before = modules, read, dict(os.environ)
         self._spec = modules[PACKAGE].__spec__
 
+    def touch(self) -> None:
+        """Count a reference to each module, as their import will, so that the pages they lie on are copied now."""
+        self._touched = dict(self._modules)
+
     def begin(self) -> None:
         """The script begins, with the environment that this process has now."""
         self._before = dict(os.environ)

@@ -26,6 +26,7 @@ from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
 KILL_AGAIN_SECONDS = 0.05
+SPARES_AFTER_SECONDS = 5.0  # not while the ranks begin, which need the processors themselves
 FILE_BYTES_MAX = 1 << 16
 
 
@@ -37,6 +38,7 @@ class LocalRanks:
         self._life: Life | None = None
         self._ranks: Sequence[int] = ()  # of this generation, by local rank
         self._waiting = False  # for the fork server
+        self._spares_at: float | None = None  # when the ranks of the next generation are forked
         self._pids: dict[int, int] = {}  # by local rank, of those that run
         self._codes: dict[int, int] = {}  # by local rank, of those that have ended; negative: a signal
         self._files: list[Files] = []
@@ -129,12 +131,17 @@ class LocalRanks:
             for local_rank in range(self._options.nproc):
                 if not self.failures:
                     self._start_or_fail(local_rank)
+            if not self.failures:
+                self._spares_at = time.monotonic() + SPARES_AFTER_SECONDS
 
     def ended(self, pid: int, code: int) -> None:
         """One of our children has ended."""
         local_rank = next((rank for rank, its in self._pids.items() if its == pid), None)
         if local_rank is None:
+            if self._server is not None:
+                self._server.spares.discard(pid)
             return
+        self._spares_at = None
         del self._pids[local_rank]
         self._codes[local_rank] = code
         if code == 0 and not self._signals and self.ended_well is None:
@@ -149,6 +156,7 @@ class LocalRanks:
         """
         if not self.stopped:
             self.stopped, self._stopped_at = True, time.time()
+        self._spares_at = None
         if not (rescue and self._writes_state(now)):
             self._signal(number, grace_seconds, now)
         elif self._asked_at is None:
@@ -179,7 +187,7 @@ class LocalRanks:
     def _signal(self, number: int, grace_seconds: float, now: float) -> None:
         """A later call can only shorten the time: a rank that got the signal, saved, and is on its way out has given up
         its handlers, and a second SIGTERM would make its 75 a 143."""
-        self._waiting, self._asked_at = False, None
+        self._waiting, self._asked_at, self._spares_at = False, None, None
         if number not in self._signals:
             self._signals.add(number)
             for pid in self._pids.values():
@@ -193,7 +201,7 @@ class LocalRanks:
             assert self.memory is not None, "ranks write into it"
             return now + self.memory.look_again(now - self._asked_at)
         if self.kill_at is None or not self.running:
-            return None
+            return self._spares_at
         return self.kill_at if now < self.kill_at else now + KILL_AGAIN_SECONDS
 
     def outlives_sigkill(self, now: float) -> bool:
@@ -209,6 +217,10 @@ class LocalRanks:
         """SIGKILL to those whose time is over; before that, the signal to those that have written the state."""
         if self._asked_at is not None and not self._is_writing(now):
             self._signal(*self._then, now)
+        if self._spares_at is not None and now >= self._spares_at:
+            self._spares_at = None
+            if self._server is not None:
+                self._server.fork_spares(self._options.nproc)
         if self.kill_at is not None and now >= self.kill_at and self._pids:
             processes.kill(self._pids.values())
             self._killed_at = self._killed_at or now  # not `kill_at`: we may have been suspended with them
@@ -216,8 +228,9 @@ class LocalRanks:
     def settle(self) -> list[Failure]:
         """End what the ranks have left behind, when all have ended; the failures of this generation."""
         assert not self.running, "only what has ended is settled"
-        server = {self._server.pid} if self._server is not None and not self._server.refused else set()
-        self._end_tree(server | self.helpers)
+        server = self._server
+        serves = set() if server is None or server.refused else {server.pid, *server.spares}
+        self._end_tree(serves | self.helpers)
         self._folder.copy_last()
         if self._life is not None:
             self._add_termination_message()

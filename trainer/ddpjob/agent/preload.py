@@ -25,9 +25,13 @@ class ForkServer:
         self.ready = False
         self.refused = ""  # why it cannot be used
         self.failed: dict[str, str] = {}  # modules that the user named, and why they cannot be imported
+        self.spares: set[int] = set()  # children of ours that wait for what they are to run
+        self._spares_wanted = 0
+        self._forks_spare = False  # whether its answer is still to come
         self._asked = options.preload_asked
         self._socket, its = socket.socketpair()
-        self._lines = self._socket.makefile("rb")
+        # Not buffered: `poll` does not see what has been read already.
+        self._lines = self._socket.makefile("rb", buffering=0)
         argv = [environment.python(environ), "-u", PROGRAM, str(its.fileno())]
         self.pid = processes.start(argv, environ, keep=[its.fileno()])
         its.close()
@@ -43,29 +47,62 @@ class ForkServer:
         return self._socket.fileno()
 
     def hear(self) -> None:
-        """Read its message at the end of its imports, or its end."""
+        """Read its message at the end of its imports, that of a spare, or its end."""
         message = self._read()
         if message is None:
             self.refused = self.refused or ("it has ended" if self.ready else "it ended while it imported")
             self.ready = False
-            return
-        self.ready = bool(message.get("ready"))
-        self.refused = str(message.get("refused", ""))
-        self.failed = {name: why for name, why in message.get("failed", {}).items() if self._asked}
+        elif self._forks_spare:
+            self._add_spare(message)
+            self._fork_spare()
+        else:
+            self.ready = bool(message.get("ready"))
+            self.refused = str(message.get("refused", ""))
+            self.failed = {name: why for name, why in message.get("failed", {}).items() if self._asked}
 
     def start(self, run: Mapping[str, Any]) -> int:
-        """Fork a rank; its pid. Raises OSError where that fails; `give_up` follows then."""
+        """Fork a rank, or let a spare be it; its pid. Raises OSError where that fails; `give_up` follows then."""
+        self._spares_wanted = 0
         self._send(run)
-        if not processes.readable(self.fileno(), FORK_SECONDS):
-            raise OSError(f"it did not fork within {FORK_SECONDS:g} s")
-        answer = self._read() or {"error": "it has ended"}
+        if self._forks_spare:
+            self._add_spare(self._answer())
+        answer = self._answer()
         if "pid" not in answer:
             raise OSError(str(answer["error"]))
+        self.spares.discard(int(answer["pid"]))
         return int(answer["pid"])
+
+    def fork_spares(self, number: int) -> None:
+        """Have so many ranks wait for the next generation. They are forked one after the other, and `hear` hears of
+        them."""
+        self._spares_wanted = number
+        self._fork_spare()
+
+    def _fork_spare(self) -> None:
+        if self.ready and not self._forks_spare and len(self.spares) < self._spares_wanted:
+            self._forks_spare = True
+            with contextlib.suppress(OSError):  # it has ended, and `hear` hears of it
+                self._send({"spare": True})
+
+    def _add_spare(self, message: Mapping[str, Any]) -> None:
+        self._forks_spare = False
+        try:
+            pid = int(message["pid"])
+            os.kill(pid, 0)
+        except (KeyError, ProcessLookupError):  # not forked, or killed with what ranks have left behind, and reaped
+            self._spares_wanted = 0  # a restart does without
+        else:
+            self.spares.add(pid)
+
+    def _answer(self) -> Mapping[str, Any]:
+        if not processes.readable(self.fileno(), FORK_SECONDS):
+            raise OSError(f"it did not fork within {FORK_SECONDS:g} s")
+        return self._read() or {"error": "it has ended"}
 
     def give_up(self, why: str) -> None:
         """No more ranks are forked, and the server ends; `hear` is still called, once."""
         self.ready, self.refused = False, why
+        self.spares.clear()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

@@ -1,0 +1,225 @@
+"""Ranks of the next generation are forked while the present one trains, so that a restart waits for no fork."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import Launcher
+from script_facts import FACTS
+
+from ddpjob.agent import options, processes
+from ddpjob.agent.preload import ForkServer
+
+WAIT = '''
+import os, signal, sys, time
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+
+def commands(pids):
+    return {pid: open(f"/proc/{pid}/cmdline").read() for pid in pids}
+
+def spares(ranks):
+    """The pids of as many, once they wait: forked by the server, and children of the agent that are no ranks."""
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        server, *others = children(os.getppid())
+        if len(others) == 2 * ranks and not children(server):
+            return [pid for pid in others if pid not in others[:ranks]]
+        time.sleep(0.02)
+    raise AssertionError(f"no spares: {commands(children(os.getppid()))}")
+
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+'''
+
+
+def test_a_restart_takes_the_ranks_that_wait(launcher: Launcher) -> None:
+    launcher.script(WAIT, "waits.py")
+    script = launcher.script(
+        """
+        from waits import *
+        if first:
+            with open("spares", "a") as file:
+                file.write(" ".join(map(str, spares(2))) + " ")
+            time.sleep(1)
+            sys.exit(3)
+        os.write(1, f"{os.getpid()} {os.environ['RANK']} {os.environ['LOCAL_RANK']}\\n".encode())
+        """
+    )
+    done = launcher.done("--preload=json", "--nproc-per-node=2", script)
+    assert done.returncode == 0, done.stderr
+    waited = set((launcher.folder / "spares").read_text().split())
+    ranks = sorted(line.split()[1:] for line in done.stdout.splitlines())
+    assert ranks == [["0", "0"], ["1", "1"]], "each is told what it is"
+    assert {line.split()[0] for line in done.stdout.splitlines()} == waited, "a restart would wait for forks"
+
+
+def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launcher) -> None:
+    launcher.script(WAIT, "waits.py")
+    launcher.script(FACTS, "train.py")
+    found: dict[str, Any] = {}
+    for start in ("--preload=json,decimal", "--no-preload"):
+        script = launcher.script(
+            FACTS.replace(
+                'if __name__ == "__main__":',
+                'if __name__ == "__main__":\n'
+                '    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":\n'
+                '        if "--wait" in sys.argv:\n'
+                "            import waits; waits.spares(1)\n"
+                "        sys.exit(3)",
+            )
+        )
+        path = launcher.folder / "facts.json"
+        done = launcher.done(start, script, "--wait" if "json" in start else "--do-not", FACTS=str(path))
+        assert done.returncode == 0, done.stderr
+        found[start] = json.loads(path.read_text()) | {"argv": [], "orig_argv": []}
+    forked, fresh = found.values()
+    assert {k: (forked[k], fresh[k]) for k in fresh if forked[k] != fresh[k]} == {}
+
+
+def test_where_those_that_wait_were_killed_others_are_forked(launcher: Launcher) -> None:
+    launcher.script(WAIT, "waits.py")
+    script = launcher.script(
+        """
+        from waits import *
+        if first:
+            killed = spares(2)
+            time.sleep(0.5)  # both ranks have seen them
+            if os.environ["RANK"] == "0":
+                for pid in killed:
+                    os.kill(pid, signal.SIGKILL)
+                sys.exit(3)
+            time.sleep(60)
+        os.write(1, b"again\\n")
+        """
+    )
+    done = launcher.done("--preload=json", "--nproc-per-node=2", script)
+    assert (done.returncode, done.stdout) == (0, "again\nagain\n"), done.stderr
+
+
+def test_what_ranks_leave_behind_is_killed_beside_those_that_wait(launcher: Launcher) -> None:
+    launcher.script(WAIT, "waits.py")
+    script = launcher.script(
+        """
+        from waits import *
+        if first:
+            waiting = spares(1)
+            if not os.fork():
+                os.setsid()
+                time.sleep(60)
+            sys.exit(3)
+        os.write(1, f"{len(children(os.getppid()))}\\n".encode())
+        """
+    )
+    done = launcher.done("--preload=json", script)
+    assert (done.returncode, done.stdout) == (0, "2\n"), "the server and the rank, and nothing else"
+
+
+def test_those_that_wait_end_with_the_fork_server(launcher: Launcher) -> None:
+    launcher.script(WAIT, "waits.py")
+    script = launcher.script(
+        """
+        from waits import *
+        waiting = spares(2)
+        time.sleep(0.5)
+        if os.environ["RANK"] == "0":
+            os.kill(children(os.getppid())[0], signal.SIGKILL)
+        end = time.monotonic() + 30
+        while (left := set(waiting) & set(children(os.getppid()))) and time.monotonic() < end:
+            time.sleep(0.02)
+        os.write(1, f"left: {left}\\n".encode())
+        """
+    )
+    done = launcher.done("--preload=json", "--nproc-per-node=2", script)
+    assert done.stdout == "left: set()\nleft: set()\n", "they would wait for as long as the job runs"
+
+
+# ---- the agent's end of it -------------------------------------------------------------------------------------
+
+
+class Played:
+    """A fork server that this test plays, and the agent's end of it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.socket: socket.socket
+
+        def start(argv: Sequence[str], environ: Mapping[str, str], *, keep: Sequence[int]) -> int:
+            self.socket = socket.socket(fileno=os.dup(keep[0]))
+            return 4711
+
+        monkeypatch.setattr(processes, "start", start)
+        self.agent = ForkServer(options.parse([str(folder / "train.py")], {}), {})
+        self.asked()
+        self.says(ready=True, failed={})
+        self.agent.hear()
+
+    def asked(self) -> list[Any]:
+        """What the agent has sent since."""
+        lines = b""
+        while processes.readable(self.socket.fileno(), 0):
+            lines += self.socket.recv(1 << 16)
+        return [json.loads(line) for line in lines.splitlines()]
+
+    def says(self, **message: Any) -> None:
+        self.socket.sendall(json.dumps(message).encode() + b"\n")
+
+
+@pytest.fixture
+def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Played]:
+    played = Played(monkeypatch, tmp_path)
+    yield played
+    played.socket.close()
+    played.agent.close()
+
+
+SPARE = {"spare": True}
+LIVES, LIVES_TOO = os.getpid(), os.getppid()
+
+
+def test_they_are_forked_one_after_the_other_and_no_more_than_are_needed(played: Played) -> None:
+    played.agent.fork_spares(2)
+    assert played.asked() == [SPARE]
+    played.says(pid=LIVES)
+    played.agent.hear()
+    assert played.asked() == [SPARE]
+    played.says(pid=LIVES_TOO)
+    played.agent.hear()
+    played.agent.fork_spares(2)
+    assert (played.asked(), played.agent.spares) == ([], {LIVES, LIVES_TOO})
+
+
+def test_a_restart_while_one_is_forked_takes_the_answers_in_their_order(played: Played) -> None:
+    """The pid of the spare, taken for that of the rank, would make the agent wait for the end of the wrong process."""
+    played.agent.fork_spares(2)
+    played.says(pid=LIVES)
+    played.says(pid=12)
+    assert played.agent.start({"run": "script"}) == 12
+    assert played.asked() == [SPARE, {"run": "script"}], "no other one while ranks start"
+    played.says(pid=LIVES)
+    assert played.agent.start({"run": "script"}) == LIVES
+    assert played.agent.spares == set(), "it is a rank now, and ends with the others"
+
+
+def test_one_that_cannot_be_forked_is_done_without(played: Played) -> None:
+    """A limit of processes that is reached is no reason to give up the server, which a restart needs."""
+    played.agent.fork_spares(2)
+    played.says(error="BlockingIOError: [Errno 11] Resource temporarily unavailable")
+    played.agent.hear()
+    assert (played.agent.ready, played.agent.refused, played.asked()) == (True, "", [SPARE])
+
+
+def test_one_that_was_killed_before_its_pid_was_known_is_not_counted(played: Played) -> None:
+    """Another process may have its pid by then, and would be kept alive for ever in its place."""
+    played.agent.fork_spares(2)
+    pid = os.posix_spawnp("true", ["true"], os.environ)
+    os.waitpid(pid, 0)
+    played.says(pid=pid)
+    played.agent.hear()
+    assert (played.agent.spares, played.asked()) == (set(), [SPARE])
