@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from agents import Launcher
 from script_facts import FACTS
 
-from ddpjob.agent import options, processes
+from ddpjob.agent import forkserver, options, processes, spares
 from ddpjob.agent.preload import ForkServer
 
 WAIT = '''
@@ -36,6 +37,12 @@ def spares(ranks):
         time.sleep(0.02)
     raise AssertionError(f"no spares: {commands(children(os.getppid()))}")
 
+def together(ranks):
+    """Go on once as many have come so far."""
+    open(f"here-{os.environ['RANK']}", "w").close()
+    while not all(os.path.exists(f"here-{rank}") for rank in range(ranks)):
+        time.sleep(0.02)
+
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 '''
 
@@ -48,7 +55,7 @@ def test_a_restart_takes_the_ranks_that_wait(launcher: Launcher) -> None:
         if first:
             with open("spares", "a") as file:
                 file.write(" ".join(map(str, spares(2))) + " ")
-            time.sleep(1)
+            together(2)
             sys.exit(3)
         os.write(1, f"{os.getpid()} {os.environ['RANK']} {os.environ['LOCAL_RANK']}\\n".encode())
         """
@@ -91,10 +98,12 @@ def test_where_those_that_wait_were_killed_others_are_forked(launcher: Launcher)
         from waits import *
         if first:
             killed = spares(2)
-            time.sleep(0.5)  # both ranks have seen them
+            together(2)
             if os.environ["RANK"] == "0":
                 for pid in killed:
                     os.kill(pid, signal.SIGKILL)
+                while set(killed) & set(children(os.getppid())):
+                    time.sleep(0.02)
                 sys.exit(3)
             time.sleep(60)
         os.write(1, b"again\\n")
@@ -128,7 +137,7 @@ def test_those_that_wait_end_with_the_fork_server(launcher: Launcher) -> None:
         """
         from waits import *
         waiting = spares(2)
-        time.sleep(0.5)
+        together(2)
         if os.environ["RANK"] == "0":
             os.kill(children(os.getppid())[0], signal.SIGKILL)
         end = time.monotonic() + 30
@@ -180,19 +189,104 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Played]:
 
 
 SPARE = {"spare": True}
-LIVES, LIVES_TOO = os.getpid(), os.getppid()
+LIVES = os.getpid()
 
 
 def test_they_are_forked_one_after_the_other_and_no_more_than_are_needed(played: Played) -> None:
+    other = os.posix_spawnp("sleep", ["sleep", "60"], os.environ)
     played.agent.fork_spares(2)
     assert played.asked() == [SPARE]
     played.says(pid=LIVES)
     played.agent.hear()
     assert played.asked() == [SPARE]
-    played.says(pid=LIVES_TOO)
+    played.says(pid=other)
     played.agent.hear()
     played.agent.fork_spares(2)
-    assert (played.asked(), played.agent.spares) == ([], {LIVES, LIVES_TOO})
+    os.kill(other, signal.SIGKILL)
+    os.waitpid(other, 0)
+    assert (played.asked(), played.agent.spares) == ([], {LIVES, other})
+
+
+def test_one_that_is_killed_is_not_replaced_in_the_same_generation(played: Played) -> None:
+    """Whoever kills them would have others forked without end, each of which costs the server a descriptor."""
+    played.agent.fork_spares(2)
+    for _ in range(2):
+        assert played.asked() == [SPARE]
+        played.says(pid=LIVES)
+        played.agent.hear()
+        played.agent.spares.discard(LIVES)
+    assert played.asked() == []
+
+
+def test_none_is_forked_beside_ranks_that_end(played: Played) -> None:
+    played.agent.fork_spares(8)
+    assert played.asked() == [SPARE]
+    played.agent.fork_spares(0)
+    played.says(pid=LIVES)
+    played.agent.hear()
+    assert (played.asked(), played.agent.spares) == ([], {LIVES})
+
+
+def test_an_answer_that_was_read_already_is_not_waited_for(played: Played) -> None:
+    """A rank that starts in the same turn has read it; the agent would stand still until the server says more."""
+    played.agent.fork_spares(1)
+    played.says(pid=LIVES)
+    played.says(pid=12)
+    assert played.agent.start({"run": "script"}) == 12
+    played.agent.hear()
+
+
+def test_what_a_server_says_that_was_given_up_is_not_heard(played: Played) -> None:
+    played.agent.fork_spares(1)
+    played.says(pid=LIVES)
+    played.agent.give_up("it did not fork within 30 s")
+    played.agent.hear()
+    assert (played.agent.spares, played.agent.ready) == (set(), False)
+
+
+def test_a_fork_that_meets_an_error_is_no_second_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would go on reading what the agent orders, and the agent would not see that its server has ended."""
+    me = os.getpid()
+    agent, its = socket.socketpair()
+    with agent, its:
+
+        def fork_rank(_agent_pid: int, _of_rank: tuple[int, ...] = ()) -> int:
+            pid = os.fork()
+            if pid == 0:
+                raise BrokenPipeError(32, "Broken pipe")
+            return pid
+
+        monkeypatch.setattr(forkserver, "fork_rank", fork_rank)
+        run = forkserver.serve(its, me, {"run": "script"}, forkserver.Spares(lambda: None))
+        if os.getpid() != me:
+            os._exit(99)
+        said = json.loads(agent.recv(100))
+        assert (run, os.waitstatus_to_exitcode(os.waitpid(said["pid"], 0)[1])) == (None, 1)
+
+
+# ---- room ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "fits"), [("max", 900, True), ("1024", 100, True), ("1024", 700, False), ("8", 4, False)]
+)
+def test_ranks_that_wait_do_not_take_the_last_processes_of_a_container(
+    tmp_path: Path, limit: str, used: int, fits: bool
+) -> None:
+    (tmp_path / "own").write_text("0::/\n")
+    (tmp_path / "pids.max").write_text(f"{limit}\n")
+    (tmp_path / "pids.current").write_text(f"{used}\n")
+    assert spares.has_room(8, str(tmp_path), str(tmp_path / "own")) == fits
+
+
+def test_they_do_not_take_its_last_memory_either(tmp_path: Path) -> None:
+    (tmp_path / "own").write_text("0::/\n")
+    (tmp_path / "memory.max").write_text(f"{2 << 30}\n")
+    (tmp_path / "memory.current").write_text(f"{(2 << 30) - (64 << 20)}\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+    assert not spares.has_room(8, str(tmp_path), str(tmp_path / "own"))
+    (tmp_path / "memory.current").write_text(f"{1 << 30}\n")
+    assert spares.has_room(8, str(tmp_path), str(tmp_path / "own"))
 
 
 def test_a_restart_while_one_is_forked_takes_the_answers_in_their_order(played: Played) -> None:

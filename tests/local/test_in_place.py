@@ -67,7 +67,10 @@ def test_the_last_words_of_a_rank_are_in_the_failure_and_in_the_end_of_its_log(
 
 
 @pytest.mark.parametrize("node", [0, 1], ids=["node 0, which leads", "another"])
-def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int) -> None:
+def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int, tmp_path: Path) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    cli.env["TMPDIR"] = str(temporary)
     done, status, told = run(cli, "--fail", f"node={node},at=2s", backoffLimit=0)
     assert done.returncode == 0, told
     assert (status["attempt"], status["replacements"]) == (1, {str(node): 1})
@@ -76,6 +79,7 @@ def test_a_node_that_dies_is_replaced_alone(cli: Cli, node: int) -> None:
     assert re.search(rf"\[{node}:{node}\] generation \d+ of 1\n", done.stdout), "the new pod"
     assert f"[{1 - node}:{1 - node}] done in generation" in done.stdout
     assert not re.search(rf"\[{1 - node}:{1 - node}\] generation \d+ of 1\n", done.stdout), "the other one kept its own"
+    assert not list(temporary.glob("ddprun_*")), "each pod that dies would leave a folder in /tmp"
 
 
 def test_nodes_that_die_one_after_the_other_are_each_replaced_alone(cli: Cli) -> None:

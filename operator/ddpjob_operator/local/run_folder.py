@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,8 @@ class RunFolder:
         """Remove all but the logs and the status."""
         if _is_marked(self.path, self._job):
             _remove_what_ends_with_a_run(self.path)
+        for left in Path(tempfile.gettempdir()).glob(f"ddprun_{self.uid}*"):  # of agents that were killed
+            shutil.rmtree(left, ignore_errors=True)
         os.close(self.lock)
 
 

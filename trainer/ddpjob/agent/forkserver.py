@@ -57,7 +57,7 @@ def main() -> Callable[[], None] | None:
         say(agent, {"refused": refused})
         return None
     prepared = Prepared(read)
-    spares = Spares(prepared)
+    spares = Spares(prepared.wait)
     say(agent, {"ready": True, "failed": failed})
     for line in lines:
         told = serve(agent, agent_pid, json.loads(line), spares)
@@ -185,15 +185,16 @@ class Spares:
     """Ranks that are forked before they are needed: two forks of what torch's imports leave take 12 to 30 ms of two
     CPUs, for each rank, and a restart would wait for them."""
 
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
+    def __init__(self, begin: Callable[[], None]) -> None:
+        """begin: what one does before it waits."""
+        self._begin = begin
         self._waiting: list[tuple[int, int]] = []  # the pid of each, and the pipe to which its run is written
 
     def add(self, agent_pid: int) -> tuple[int, Callable[[], dict[str, Any]] | None]:
         """Fork one: its pid; in the spare 0, and what waits for its run. Raises OSError."""
         read_end, write_end = os.pipe()
         try:
-            pid = fork_rank(agent_pid)
+            pid = fork_rank(agent_pid, (read_end, write_end))
         except OSError:
             os.close(read_end)
             os.close(write_end)
@@ -201,7 +202,7 @@ class Spares:
         if pid == 0:
             os.close(write_end)
             self.close()
-            self._prepared.wait()
+            self._begin()
             return 0, lambda: awaited(read_end)
         os.close(read_end)
         self._waiting.append((pid, write_end))
@@ -238,13 +239,15 @@ def serve(
     agent: socket.socket, agent_pid: int, asked: dict[str, Any], spares: Spares
 ) -> Callable[[], dict[str, Any]] | None:
     """Fork a rank, or let a spare be one. Returns what tells what to run in the rank, and None in the server."""
-    told = None
+    told, server = None, os.getpid()
     try:
         if "spare" in asked:
             pid, told = spares.add(agent_pid)
         else:
             pid = spares.take(asked) or fork_rank(agent_pid)
     except OSError as error:
+        if os.getpid() != server:  # a fork that goes on here would be a second server, at the same socket
+            os._exit(1)
         say(agent, {"error": str(error)})
         return None
     if pid:
@@ -254,8 +257,11 @@ def serve(
     return told or (lambda: asked)
 
 
-def fork_rank(agent_pid: int) -> int:
-    """Fork twice. Returns the pid in the server, and 0 in the rank, whose parent is the agent. Raises OSError."""
+def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
+    """Fork twice. Returns the pid in the server, and 0 in the rank, whose parent is the agent. Raises OSError.
+
+    of_rank: descriptors that the process between them closes.
+    """
     read_end, write_end = os.pipe()
     try:
         between = fork()
@@ -265,7 +271,7 @@ def fork_rank(agent_pid: int) -> int:
         raise OSError(f"{type(error).__name__}: {error}") from None
     if between == 0:
         os.close(read_end)
-        fork_again(agent_pid, write_end)
+        fork_again(agent_pid, write_end, of_rank)
         return 0
     os.close(write_end)
     answer = os.read(read_end, PIPE_BYTES).decode()  # written at once, before it ends
@@ -275,7 +281,7 @@ def fork_rank(agent_pid: int) -> int:
     return int(answer)
 
 
-def fork_again(agent_pid: int, answer: int) -> None:
+def fork_again(agent_pid: int, answer: int, of_rank: tuple[int, ...]) -> None:
     """Returns in the rank only, once the agent is its parent: from then on the end of either reaches the other."""
     between = os.getpid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a rank that is killed before then is left for the agent to reap
@@ -285,6 +291,8 @@ def fork_again(agent_pid: int, answer: int) -> None:
         os.write(answer, f"{type(error).__name__}: {error}".encode()[:PIPE_BYTES])
         os._exit(1)
     if pid:
+        for descriptor in of_rank:  # before it is known: a pipe that is open here looks as if the rank could be told
+            os.close(descriptor)
         os.write(answer, str(pid).encode())
         os._exit(0)
     os.close(answer)

@@ -141,7 +141,7 @@ class LocalRanks:
             if self._server is not None:
                 self._server.spares.discard(pid)
             return
-        self._spares_at = None
+        self._fork_no_spares()
         del self._pids[local_rank]
         self._codes[local_rank] = code
         if code == 0 and not self._signals and self.ended_well is None:
@@ -156,7 +156,7 @@ class LocalRanks:
         """
         if not self.stopped:
             self.stopped, self._stopped_at = True, time.time()
-        self._spares_at = None
+        self._fork_no_spares()
         if not (rescue and self._writes_state(now)):
             self._signal(number, grace_seconds, now)
         elif self._asked_at is None:
@@ -187,7 +187,8 @@ class LocalRanks:
     def _signal(self, number: int, grace_seconds: float, now: float) -> None:
         """A later call can only shorten the time: a rank that got the signal, saved, and is on its way out has given up
         its handlers, and a second SIGTERM would make its 75 a 143."""
-        self._waiting, self._asked_at, self._spares_at = False, None, None
+        self._waiting, self._asked_at = False, None
+        self._fork_no_spares()
         if number not in self._signals:
             self._signals.add(number)
             for pid in self._pids.values():
@@ -218,12 +219,23 @@ class LocalRanks:
         if self._asked_at is not None and not self._is_writing(now):
             self._signal(*self._then, now)
         if self._spares_at is not None and now >= self._spares_at:
-            self._spares_at = None
-            if self._server is not None:
-                self._server.fork_spares(self._options.nproc)
+            self._fork_spares()
         if self.kill_at is not None and now >= self.kill_at and self._pids:
             processes.kill(self._pids.values())
             self._killed_at = self._killed_at or now  # not `kill_at`: we may have been suspended with them
+
+    def _fork_spares(self) -> None:
+        from ddpjob.agent import spares  # only now: ranks do not wait for it
+
+        self._spares_at = None
+        if self._server is not None and spares.has_room(self._options.nproc):
+            self._server.fork_spares(self._options.nproc)
+
+    def _fork_no_spares(self) -> None:
+        """From here on the ranks that end, or write the state, need the processors."""
+        self._spares_at = None
+        if self._server is not None:
+            self._server.fork_spares(0)
 
     def settle(self) -> list[Failure]:
         """End what the ranks have left behind, when all have ended; the failures of this generation."""

@@ -26,7 +26,7 @@ class ForkServer:
         self.refused = ""  # why it cannot be used
         self.failed: dict[str, str] = {}  # modules that the user named, and why they cannot be imported
         self.spares: set[int] = set()  # children of ours that wait for what they are to run
-        self._spares_wanted = 0
+        self._spares_left = 0  # to be forked
         self._forks_spare = False  # whether its answer is still to come
         self._asked = options.preload_asked
         self._socket, its = socket.socketpair()
@@ -48,10 +48,14 @@ class ForkServer:
 
     def hear(self) -> None:
         """Read its message at the end of its imports, that of a spare, or its end."""
+        if not processes.readable(self.fileno(), 0):  # `start` has read it, in the same turn
+            return
         message = self._read()
         if message is None:
             self.refused = self.refused or ("it has ended" if self.ready else "it ended while it imported")
             self.ready = False
+        elif self.refused:
+            pass  # it was given up, and this is too late
         elif self._forks_spare:
             self._add_spare(message)
             self._fork_spare()
@@ -62,7 +66,7 @@ class ForkServer:
 
     def start(self, run: Mapping[str, Any]) -> int:
         """Fork a rank, or let a spare be it; its pid. Raises OSError where that fails; `give_up` follows then."""
-        self._spares_wanted = 0
+        self._spares_left = 0
         self._send(run)
         if self._forks_spare:
             self._add_spare(self._answer())
@@ -73,13 +77,15 @@ class ForkServer:
         return int(answer["pid"])
 
     def fork_spares(self, number: int) -> None:
-        """Have so many ranks wait for the next generation. They are forked one after the other, and `hear` hears of
-        them."""
-        self._spares_wanted = number
+        """Have so many ranks wait for the next generation; 0: fork no more. They are forked one after the other, and
+        `hear` hears of them."""
+        self._spares_left = number - len(self.spares)
         self._fork_spare()
 
     def _fork_spare(self) -> None:
-        if self.ready and not self._forks_spare and len(self.spares) < self._spares_wanted:
+        # Counted, not compared with those that live: whoever kills them would have others forked without end.
+        if self.ready and not self._forks_spare and self._spares_left > 0:
+            self._spares_left -= 1
             self._forks_spare = True
             with contextlib.suppress(OSError):  # it has ended, and `hear` hears of it
                 self._send({"spare": True})
@@ -89,8 +95,8 @@ class ForkServer:
         try:
             pid = int(message["pid"])
             os.kill(pid, 0)
-        except (KeyError, ProcessLookupError):  # not forked, or killed with what ranks have left behind, and reaped
-            self._spares_wanted = 0  # a restart does without
+        except (KeyError, OSError):  # not forked, or killed with what ranks have left behind, and reaped
+            self._spares_left = 0  # a restart does without
         else:
             self.spares.add(pid)
 

@@ -36,7 +36,7 @@ def shortage(
     """Why so many bytes have no room; None where they have. with_later: these, and what is to follow: the limit that is
     named has room for all."""
     needed = memory.needed(size)
-    for limit, used in _limits(Path(root), own):
+    for limit, used in _limits(root, own):
         if not memory.fits(size, limit, used, None):
             return Shortage(
                 f"the container's memory limit is {limit // MIB} MiB, {used // MIB} MiB are in use, and "
@@ -49,26 +49,33 @@ def shortage(
     return None
 
 
-def _limits(root: Path, own: str) -> Iterator[tuple[int, int]]:
-    """(limit, in use) of each cgroup of this process that has a limit; what can be reclaimed is not in use."""
+def cgroups(
+    controller: str, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup"
+) -> Iterator[tuple[Path, int]]:
+    """The folder of each cgroup of this process that may bound it, and its version, 1 or 2.
+
+    Of this one and those that it is in. In a container without a namespace for them the root is the container's.
+    """
     with contextlib.suppress(OSError, ValueError):
         for line in Path(own).read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:
-                yield from _of_cgroups(root, path, _VERSION_2)
-            elif "memory" in controllers.split(","):
-                yield from _of_cgroups(root / "memory", path, _VERSION_1)
+            if controllers and controller not in controllers.split(","):
+                continue
+            top = Path(root, controller if controllers else "")
+            folder = top / path.lstrip("/")
+            for each in (folder, *folder.parents):
+                if each != top and top not in each.parents:
+                    break
+                yield each, 1 if controllers else 2
 
 
-def _of_cgroups(root: Path, path: str, files: _Files) -> Iterator[tuple[int, int]]:
-    """Of this one and those that it is in. In a container without a namespace for them the root is the container's."""
-    folder = root / path.lstrip("/")
-    for each in (folder, *folder.parents):
-        if each != root and root not in each.parents:
-            return
+def _limits(root: str, own: str) -> Iterator[tuple[int, int]]:
+    """(limit, in use) of each cgroup of this process that has a limit; what can be reclaimed is not in use."""
+    for folder, version in cgroups("memory", root, own):
+        files = _VERSION_1 if version == 1 else _VERSION_2
         with contextlib.suppress(OSError, ValueError, StopIteration):
-            limit, used = int((each / files.limit).read_text()), int((each / files.used).read_text())
-            lines = (each / "memory.stat").read_text().splitlines()
+            limit, used = int((folder / files.limit).read_text()), int((folder / files.used).read_text())
+            lines = (folder / "memory.stat").read_text().splitlines()
             yield limit, used - next(int(line.split()[1]) for line in lines if line.startswith(files.reclaimable))
 
 

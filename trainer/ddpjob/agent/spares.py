@@ -1,0 +1,21 @@
+"""Whether this node has room for ranks that wait for the next generation: they must not take what ranks need."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ddpjob.checkpoint import room
+
+# A rank has some threads of torch, gloo or NCCL, and workers of its DataLoader with theirs; all count.
+PROCESSES_FOR_EACH_RANK = 50
+BYTES_OF_EACH = 16 << 20  # 6 to 10 MiB with torch for CPUs
+
+
+def has_room(ranks: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> bool:
+    """Whether as many processes as there are ranks are far from the limits of this container."""
+    for folder, _ in room.cgroups("pids", root, own):
+        with contextlib.suppress(OSError, ValueError):  # there is no limit: "max"
+            limit, used = (int((folder / name).read_text()) for name in ("pids.max", "pids.current"))
+            if limit - used < PROCESSES_FOR_EACH_RANK * ranks:
+                return False
+    return room.shortage(BYTES_OF_EACH * ranks, root, own) is None
