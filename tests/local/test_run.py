@@ -411,6 +411,16 @@ def test_logs_may_lie_in_a_relative_folder_whatever_folder_the_script_goes_to(cl
     assert sorted(done.stdout.splitlines()) == ["[0:0] True", "[1:1] True"]
 
 
+def test_a_relative_working_folder_begins_where_the_command_is_given(cli: Cli) -> None:
+    (cli.folder / "src").mkdir()
+    (cli.folder / "src/train.py").write_text("import os; print(os.path.basename(os.getcwd()))")
+    job = cli.file("", container={"workingDir": "src"}, nodes=1)
+    (cli.folder / "train.py").unlink()
+    done = cli.run("run", job)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "src"
+
+
 def test_a_working_directory_on_an_empty_dir_is_made(cli: Cli) -> None:
     mounts = {"volumeMounts": [{"name": "d", "mountPath": "/work"}], "workingDir": "/work/sub", "command": ["pwd"]}
     body = yaml.safe_load(cli.file("", container=mounts).read_text())

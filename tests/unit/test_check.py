@@ -170,6 +170,29 @@ def test_a_meeting_file_is_wrong_where_the_nodes_share_no_such_folder(mounts: di
 
 
 @pytest.mark.parametrize(
+    ("method", "wrong"),
+    [
+        ('f"file://{folder}/meet"', False),
+        ('f"file:///mnt/{folder}/meet"', False),
+        ('f"file:///tmp/{folder}"', True),
+        ('"file:///mnt/shared/meet"', False),
+        ('"file:///mnt/meet"', True),
+    ],
+)
+def test_a_meeting_file_whose_folder_is_not_known_may_lie_on_the_volume_that_is_shared(
+    method: str, wrong: bool
+) -> None:
+    """An error would keep a job from running that is right."""
+    text = (FIXTURES / "mistakes/file-not-shared.py").read_text()
+    text = text.replace("dist.init_process_group(", f"where = {method}\ndist.init_process_group(")
+    text = text.replace('init_method="file:///tmp/meet",  # <- here', "init_method=where,")
+    job = Job(nodes=2, nproc=1, known=True, mounts={"/mnt/shared": True, "/data": False})
+    assert rules_in(text, job) == ({"file-not-shared"} if wrong else set())
+    alone = Job(nodes=2, nproc=1, known=True, mounts={"/data": False})
+    assert rules_in(text, alone) == {"file-not-shared"}, "no volume is shared"
+
+
+@pytest.mark.parametrize(
     ("launcher", "rules"),
     [
         ("torchrun", {"tcp-under-torchrun"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of, words_of
@@ -111,10 +111,11 @@ def file_not_shared(script: Script, job: Job) -> Iterator[Found]:
     if (job.nodes or 1) == 1:
         return
     for _, url in _methods(script, "file://"):
-        path = _prefix(url).removeprefix("file://")
-        mount = max((m for m in job.mounts if path.startswith(m.rstrip("/") + "/")), key=len, default=None)
-        if mount is not None and job.mounts[mount]:
+        mounts = [_mount_of(o, job.mounts) for o in script.origins(url) if isinstance(o, ast.expr)]
+        apart = [mount for mount, shared in mounts if not shared]
+        if not apart:
             continue
+        mount = apart[0]
         because = f"each pod has a {mount} of its own" if mount else "no shared volume is mounted there"
         if not job.known:
             because = "all of them must see the same folder"
@@ -124,6 +125,16 @@ def file_not_shared(script: Script, job: Job) -> Iterator[Found]:
             "init_method out, or put the file on a volume that all nodes mount",
             "error" if job.known else "warning",
         )
+
+
+def _mount_of(url: ast.AST, mounts: Mapping[str, bool]) -> tuple[str, bool]:
+    """The folder that is mounted where this file lies, or "", and whether nodes share it, as far as its name tells."""
+    path = _prefix(url).removeprefix("file://")
+    mount = max((m for m in mounts if path.startswith(m.rstrip("/") + "/")), key=len, default="")
+    if mount and mounts[mount]:
+        return mount, True
+    goes_on = not isinstance(url, ast.Constant)
+    return mount, goes_on and any(shared and m.startswith(path) for m, shared in mounts.items())
 
 
 def _methods(script: Script, scheme: str) -> Iterator[tuple[ast.Call, ast.expr]]:

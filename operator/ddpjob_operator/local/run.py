@@ -134,8 +134,9 @@ def assign_slots(
     if topology.backend(job.spec) == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
-    cwd, environment = script.folder_of(document.source, job), dict(os.environ)
-    if cwd != Path.cwd() and not (podspec.trainer_container(job.spec.template) or {}).get("workingDir"):
+    has_own = (podspec.trainer_container(job.spec.template) or {}).get("workingDir")  # which begins where we are
+    cwd, environment = Path.cwd() if has_own else script.folder_of(document.source, job), dict(os.environ)
+    if cwd != Path.cwd():
         notes.append(f"working folder: {cwd}, where the script is")
     # The folder of the volumes is known once the run has its folder; until then any folder will do.
     volumes = Path(tempfile.gettempdir()) / "volumes"
