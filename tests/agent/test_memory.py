@@ -137,8 +137,8 @@ def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
     done = trained(launcher, {"0": [["forward", 9, 1]], "1": [["all-reduce", 13, 0]]}, nodes=2, nproc=1)
     assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 8, 12], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
-    assert "from the memory on the nodes of rank 0" in done[0].stderr
-    assert "from the memory on the nodes of rank 1" in done[0].stderr
+    assert "from the memory on the node of rank 0" in done[0].stderr
+    assert "from the memory on the node of rank 1" in done[0].stderr
 
 
 def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(launcher: Launcher) -> None:

@@ -1,4 +1,4 @@
-"""A rank dies, and one of the two that are left is killed while it writes the state: the third one makes it whole."""
+"""A rank dies, and those that are left do not write the state at once: one is killed meanwhile, or comes to it late."""
 
 from __future__ import annotations
 
@@ -74,3 +74,42 @@ def test_a_survivor_that_is_killed_while_it_writes_costs_no_step_as_long_as_a_th
     shares = {rank: (launcher.folder / f"written-{rank}").read_text().splitlines() for rank in (1, 2)}
     assert len(shares[1]) == 1, "it was killed within its second part"
     assert len(shares[2]) > len(shares[1]), "the third one has written that too"
+
+
+# Rank 0 ends with its step, and rank 1 has the gradients of that step then, and no more.
+LATE = """
+import os, signal, time
+import torch
+import ddpjob
+
+generation = int(os.environ["DDPJOB_GENERATION"])
+with ddpjob.init() as world:
+    model = world.wrap(torch.nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    snapshot = ddpjob.Snapshot("snapshots", world)
+    step = snapshot.load(model=model, optimizer=optimizer)
+    if world.is_main:
+        print("BEGIN", step, flush=True)
+    while step < 12:
+        optimizer.zero_grad()
+        model(torch.ones(4, 8)).square().sum().backward()
+        if (generation, step, world.rank) == (0, 7, 1):
+            while not os.path.exists("killed"):
+                time.sleep(0.001)
+            time.sleep(0.1)
+        optimizer.step()
+        step += 1
+        ddpjob.should_stop(step)
+        if (generation, step, world.rank) == (0, 8, 0):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_survivor_that_is_late_on_another_node_still_makes_the_step_of_the_one_that_died(launcher: Launcher) -> None:
+    """With one GPU a node nobody else has that step: its loss is printed, and then it would be made once more."""
+    agents = launcher.nodes(2, "--max-restarts", 3, launcher.script(LATE), is_warm=True, OMP_NUM_THREADS="1")
+    done = [finish(agent, 120) for agent in agents]
+    assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
+    assert done[0].stdout.splitlines() == ["BEGIN 0", "BEGIN 8"], done[0].stderr
+    assert "resumed at step 8 from the memory on the node of rank 1" in done[0].stderr

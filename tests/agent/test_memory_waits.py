@@ -107,12 +107,34 @@ def test_nobody_waits_for_a_rank_whose_step_is_there_already() -> None:
     """A survivor that stands still holds up the restart of a small state by half a second else."""
     node = Node()
     node.rank(0, step=5)
-    node.rank(1, step=5, is_dirty=True)
     node.whole(5, generation=2)
     assert node.agents.waits_for({0: os.getpid()}, 0.0), "that is an older state"
     node.whole(5)
     assert not node.agents.waits_for({0: os.getpid()}, 0.0)
-    assert node.agents.waits_for({0: os.getpid(), 1: os.getpid()}, 0.0), "this one comes to the next step"
+
+
+@pytest.mark.parametrize("where", ["this node", "another node"])
+def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_one_is_there(where: str) -> None:
+    """A rank that another one was ahead of has its gradients: a third one had none, and has written the step before."""
+    node = Node()
+    node.rank(0, step=5)
+    node.whole(5)
+    if where == "this node":
+        node.rank(1, step=5, is_dirty=True)
+    else:
+        node.agents.order(furthest=11)
+    assert node.agents.waits_for({0: os.getpid()}, 0.0)
+    node.whole(6)
+    assert not node.agents.waits_for({0: os.getpid()}, 0.0)
+
+
+def test_what_another_node_has_told_is_of_one_generation() -> None:
+    """The next one counts from where it begins: with an older clock each of its ranks would wait for a step to come."""
+    node = Node()
+    node.agents.order(furthest=11)
+    node.agents.begin(4)
+    assert not node.cells[memory.FURTHEST]
+    assert not node.agents.clock
 
 
 @given(st.integers(0, 9), st.integers(0, 4), st.floats(0, 99), st.floats(0, 99), st.integers(0, 1 << 33), st.booleans())

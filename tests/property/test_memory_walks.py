@@ -22,10 +22,12 @@ TORN = -1
 Mistake = Literal[
     "", "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
     "parts of two steps", "a part of a dead writer", "a step that the dead have made",
+    "a step that the dead of another node have made",
 ]  # fmt: skip
 MISTAKES: tuple[Mistake, ...] = (
     "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
     "parts of two steps", "a part of a dead writer", "a step that the dead have made",
+    "a step that the dead of another node have made",
 )  # fmt: skip
 
 
@@ -86,6 +88,8 @@ class Walk:
         ]
         self.survivor = 0
         """The furthest step of a rank that outlived its group and was given the time to write."""
+        self.furthest = 0
+        """The clock that the agents of nodes with a dead rank tell the others."""
         self.delivers = True
         """Whether what a rank has sent comes to the others after its death."""
         self.stories = {"memory": 0, "folder": 0, "begin": 0, "rescued": 0}
@@ -161,6 +165,8 @@ class Walk:
             gone = self.chance.sample(self.ranks, count)
         for rank in gone:
             rank.alive = False
+        told = {id(rank.node) for rank in gone if any(rank.node is node for node in self.nodes)}
+        self.furthest = max((rank.clock for rank in self.ranks if id(rank.node) in told), default=0)
         self.delivers = self.chance.random() < 0.8
 
     def rescue(self) -> None:
@@ -184,9 +190,11 @@ class Walk:
                 self.survivor = max([self.survivor, *(self.could_make(rank) for rank in ranks)])
 
     def could_make(self, rank: Rank) -> int:
-        """The step of a rank that died on the same node, which that one has the gradients for."""
+        """The step of a rank that died on the same node, or of which another agent tells, and which that one has the
+        gradients for."""
         dead = [other for other in self.ranks if other.node is rank.node and not other.alive and rank.alive]
         is_behind = any(other.step > rank.step and other.answer == memory.NONE for other in dead)
+        is_behind |= rank.alive and memory.step_of(self.furthest) > rank.step
         has_all = all(self.has_sent(other, rank.step) for other in self.ranks)
         return rank.step + 1 if is_behind and has_all and self.counts(rank) else 0
 
@@ -215,7 +223,8 @@ class Walk:
             others = [o for o in self.ranks if o.node is node and o is not rank and o.answer == memory.NONE]
             if self.mistake == "a step that the dead have made":
                 others = [other for other in others if other.alive]
-            if rank.patience and memory.turn(rank.clock, [other.clock for other in others]) == "wait":
+            told = 0 if "the dead" in self.mistake else self.furthest
+            if rank.patience and memory.turn(rank.clock, [*(other.clock for other in others), told]) == "wait":
                 rank.patience -= 1
                 return self.advance(rank)
         if self.begin(rank, ranks):

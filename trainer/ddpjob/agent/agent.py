@@ -203,13 +203,13 @@ class Agent:
         # Only now: the ranks have not waited for what a failure will need, and a failure shall not wait for it either.
         from ddpjob.reporting import termination  # noqa: F401
 
-    def stop(self, now: float, *, patient: bool) -> None:
-        """End the ranks; `group.stopped` follows, at once where none runs."""
+    def stop(self, now: float, *, patient: bool, furthest: int = 0) -> None:
+        """End the ranks; `group.stopped` follows, at once where none runs. furthest: the clock of a rank elsewhere."""
         self.watching.end()
         if self.node.running:
             options = self.options
             grace = options.shutdown_seconds if patient else options.broken_grace_seconds
-            self.node.stop(signal.SIGTERM, grace, now, rescue=not patient)
+            self.node.stop(signal.SIGTERM, grace, now, rescue=not patient, furthest=furthest)
         elif self.settled:
             if self.node.exit_code == 0:
                 self.node.forget()  # that all have ended well is undone: they start again with the others

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddpjob.agent import processes
 from ddpjob.agent.core.leader_state import End
 from ddpjob.agent.environment import Life
-from ddpjob.agent.leader import HEARTBEAT_SECONDS, SILENT_SECONDS
+from ddpjob.agent.leader import HEARTBEAT_SECONDS, SILENT_SECONDS, clock_of
 from ddpjob.agent.node import say
 from ddpjob.agent.wire import Link, Refused, job_key
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
@@ -66,7 +66,7 @@ class Follower:
         self.tick(now)
 
     def failed(self, failures: list[Failure], _now: float) -> None:
-        self._send({**self._event("failed"), "failures": _encoded(failures)})
+        self._send({**self._event("failed"), "failures": _encoded(failures), "clock": self._agent.node.clock})
 
     def stopped(self, failures: list[Failure], _now: float) -> None:
         node = self._agent.node
@@ -133,8 +133,9 @@ class Follower:
             self._generation, self._checking, self._done = life.generation, life.preflight, False
             self._agent.start(life)
         elif "stop" in message:
-            if message["stop"]["generation"] == self._generation:
-                self._agent.stop(now, patient=message["stop"]["patient"] is True)
+            stop = message["stop"]
+            if stop["generation"] == self._generation:
+                self._agent.stop(now, patient=stop["patient"] is True, furthest=clock_of(stop))
         elif "ask" in message or "over" in message:
             self._watch(message, now)
         elif "end" in message:

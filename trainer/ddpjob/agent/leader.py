@@ -56,6 +56,7 @@ class Leader:
         self._held: socket.socket | None = None  # the port of this generation
         self._late_start: Life | None = None  # what the other nodes are not told yet
         self._step_in_memory = 0  # that a node has whole, written by the ranks that were stopped last; 0: none
+        self._furthest = 0  # the clock of a rank on a node where one has failed, in this generation
         self._started_from = 0  # of those, what the last generation was started with
 
     @property
@@ -79,6 +80,7 @@ class Leader:
 
     def failed(self, failures: list[Failure], now: float) -> None:
         self._lead.reached(self._agent.node.furthest_step)
+        self._furthest = max(self._furthest, self._agent.node.clock)
         self._lead.failed(self._options.place, failures, now)
 
     def stopped(self, failures: list[Failure], now: float) -> None:
@@ -139,7 +141,7 @@ class Leader:
         except OSError as error:
             say(f"no port for rank 0: {error}; this node is given up")
             return self.abandon()
-        life = Life(order.generation, order.members, port, order.preflight)
+        life, self._furthest = Life(order.generation, order.members, port, order.preflight), 0
         self._late_start = life
         self._start_others()
         return self._agent.start(life)
@@ -164,9 +166,10 @@ class Leader:
         return f", from step {saved}" if saved else ""
 
     def _stop(self, order: Stop, now: float) -> None:
-        self._send(order.nodes, {"stop": {"generation": order.generation, "patient": order.patient}})
+        stop = {"generation": order.generation, "patient": order.patient, "clock": self._furthest}
+        self._send(order.nodes, {"stop": stop})
         if self._options.place in order.nodes:
-            self._agent.stop(now, patient=order.patient)
+            self._agent.stop(now, patient=order.patient, furthest=self._furthest)
 
     def _ask(self, order: Ask, now: float) -> None:
         say("no rank makes progress: each is asked for its position")
@@ -298,6 +301,7 @@ class Leader:
         event = message.get("event")
         self._lead.reached(int(message.get("step", 0)))
         if event == "failed":
+            self._furthest = max(self._furthest, clock_of(message))
             self._lead.failed(node, failures, now)
         elif event == "stopped":
             self._step_in_memory = max(self._step_in_memory, int(message.get("inMemory", 0)))
@@ -360,6 +364,14 @@ def reported(failure: Failure, nproc: int) -> dict[str, Any]:
     """As a report has it; rank -1 is a node whose connection was lost."""
     node_rank = failure.node_rank if failure.rank is None else failure.rank // nproc
     return {"rank": -1, **failure.brief().as_dict(), "nodeRank": node_rank}
+
+
+def clock_of(message: dict[str, Any]) -> int:
+    """Of the rank that is furthest on the node that tells of a failure. Raises TypeError, ValueError."""
+    clock = int(message.get("clock", 0))
+    if not 0 <= clock < 1 << 53:
+        raise ValueError(f"a clock of {clock}")
+    return clock
 
 
 def of_rank(written: Any) -> Failure:

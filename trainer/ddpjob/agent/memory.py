@@ -43,6 +43,7 @@ class Memory:
         self._close_read()
         for cells in self._cells:
             cells[memory.PID] = cells[memory.CLOCK] = cells[memory.ANSWER] = 0
+        self._node[memory.FURTHEST] = 0
         self._node[memory.GENERATION] = generation
         self._read, self._write = os.pipe()
 
@@ -50,8 +51,14 @@ class Memory:
         """What DDPJOB_MEMORY is for this rank."""
         return f"{os.getpid()}:{self._descriptor}:{self._read}:{self._ranks}:{local_rank}"
 
-    def order(self) -> None:
-        """Have the ranks of this generation write the state."""
+    @property
+    def clock(self) -> int:
+        """Of the rank that is furthest, or was."""
+        return max(cells[memory.CLOCK] for cells in self._cells)
+
+    def order(self, furthest: int = 0) -> None:
+        """Have the ranks of this generation write the state. furthest: the clock that another node's agent has told."""
+        self._node[memory.FURTHEST] = max(self._node[memory.FURTHEST], furthest)
         if self._write >= 0:
             os.close(self._write)
             self._write = -1
@@ -67,10 +74,11 @@ class Memory:
             step = 0  # who has saved writes over it
         size, still = self._node[memory.RESERVED], self._still(seconds)
         late = still >= memory.limit_seconds(size)  # before that it does not matter, and costs time
+        furthest = max(self.clock, self._node[memory.FURTHEST])
         return any(
             cells[memory.PID]
             and cells[memory.ANSWER] == memory.NONE
-            and memory.is_waited_for(cells[memory.CLOCK], step, seconds, still, size, late and threads.is_held_up(pid))
+            and memory.is_waited_for(furthest, step, seconds, still, size, late and threads.is_held_up(pid))
             for cells, pid in ((self._cells[rank], pid) for rank, pid in pids.items())
         )
 

@@ -93,6 +93,11 @@ class LocalRanks:
         return whole.step if whole and self._life and whole.generation == self._life.generation else 0
 
     @property
+    def clock(self) -> int:
+        """Of the rank that was furthest, as `core/memory.py` counts; 0: none, or it is not known."""
+        return 0 if self.memory is None else self.memory.clock
+
+    @property
     def exit_code(self) -> int | None:
         """What its ranks together ended with: 0 only if all did; None where none has trained."""
         if not self._codes or (self._life is not None and self._life.preflight):
@@ -149,24 +154,25 @@ class LocalRanks:
         if code != 0 and not self.stopped:
             self.failures.append(self._failure(local_rank, code))
 
-    def stop(self, number: int, grace_seconds: float, now: float, *, rescue: bool = False) -> None:
+    def stop(self, number: int, grace_seconds: float, now: float, *, rescue: bool = False, furthest: int = 0) -> None:
         """For the group's sake: a signal to every rank and what it has started in its session, SIGKILL in time.
 
         rescue: those that can write the state into this node's memory have a moment for it before.
+        furthest: the clock of a rank of another node that is further, as its agent tells it.
         """
         if not self.stopped:
             self.stopped, self._stopped_at = True, time.time()
         self._fork_no_spares()
-        if not (rescue and self._writes_state(now)):
+        if not (rescue and self._writes_state(now, furthest)):
             self._signal(number, grace_seconds, now)
         elif self._asked_at is None:
             self._asked_at, self._then = now, (number, grace_seconds)
 
-    def _writes_state(self, now: float) -> bool:
+    def _writes_state(self, now: float, furthest: int) -> bool:
         """Whether ranks write the state into the memory of this node, after they are asked to."""
         if self.memory is None or self._waiting or self._signals or (self._life is not None and self._life.preflight):
             return False
-        self.memory.order()
+        self.memory.order(furthest)
         return self._is_writing(now)
 
     def _is_writing(self, now: float) -> bool:

@@ -255,14 +255,15 @@ class Copies:
         StateError, OSError."""
         shared = self._shared
         state = packed.pack(self._value(at.kept))
-        area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
-        if state.size > shared.reserved(area):
-            self._room = None
-            return None
         version = Version(shared.attempt, shared.generation, at.step)
-        total = packed.total(state.tensors)
-        shared.write_copy(area, state, Held(version, loads, state.size, total, at.assumed, every))
-        return area
+        held = Held(version, loads, state.size, packed.total(state.tensors), at.assumed, every)
+        with shared.alone():  # survivors of a failure may be writing
+            area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
+            if state.size > shared.reserved(area):
+                self._room = None
+                return None
+            shared.write_copy(area, state, held)
+            return area
 
     def write_now(self, at: Boundary, loads: int) -> bool:
         """At its end a rank that trains alone writes the state, over the older of the two copies; whether it could.

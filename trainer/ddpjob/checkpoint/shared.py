@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ddpjob.checkpoint import crew, packed
-from ddpjob.core import memory
+from ddpjob.core import copies, memory
 from ddpjob.core.memory import (
     AREA_ASSUMED,
     AREA_BEGUN,
@@ -23,6 +23,7 @@ from ddpjob.core.memory import (
     AREA_LOADS,
     AREA_STEP,
     AREA_SUM,
+    BEGUN_AREA,
     DONE,
     FIRST_PART,
     FREE,
@@ -116,10 +117,11 @@ class Shared:
         """The other local ranks that live, take part, and have not answered yet."""
         return {rank for rank in self._unanswered() if os.path.exists(f"/proc/{self._all[rank][memory.PID]}")}
 
-    def clocks_of_others(self) -> list[int]:
-        """Of those, and of the ones that were killed: a rank that is a step further had this rank's gradients before it
-        died, so this one has what it needs to make that step too."""
-        return [self._all[rank][memory.CLOCK] for rank in self._unanswered()]
+    def clocks_of_others(self, *, living: bool) -> list[int]:
+        """Of those; and, unless only of the living, of the ones that were killed, on other nodes too: a rank that is a
+        step further had this rank's gradients before it died, so this one has what it needs to make that step too."""
+        ranks, elsewhere = (self.others(), 0) if living else (self._unanswered(), self.node[memory.FURTHEST])
+        return [*(self._all[rank][memory.CLOCK] for rank in ranks), elsewhere]
 
     def _unanswered(self) -> list[int]:
         return [
@@ -130,11 +132,25 @@ class Shared:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[bool]:
-        """Whether this process alone writes the area now. Who dies gives the lock back, a fork of it has no part."""
+        """Whether this process alone writes the areas now. Who dies gives the lock back."""
+        with self._lock_file() as descriptor:
+            yield _locks(descriptor, fcntl.LOCK_EX)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until this process alone writes the areas, and do so."""
+        with self._lock_file() as descriptor:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+
+    @contextlib.contextmanager
+    def _lock_file(self) -> Iterator[int]:
+        """What holds a lock, until the end of this."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            yield _locks(descriptor, fcntl.LOCK_EX)
+            yield descriptor
         finally:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a DataLoader's worker, forked meanwhile, has it too
             os.close(descriptor)
 
     # ---- the area: under the lock --------------------------------------------------------------------------
@@ -225,21 +241,26 @@ class Shared:
             self.node[memory.area_cell(area, cell)] = value
 
     def count_copy(self, area: int, step: int) -> None:
-        """What was written is whole."""
-        self.node[memory.area_cell(area, AREA_STEP)] = step
+        """What was written is whole. Not where survivors write the same state over it, and say so themselves."""
+        if not self.node[AREA_BEGUN] or self.node[BEGUN_AREA] != area:
+            self.node[memory.area_cell(area, AREA_STEP)] = step
 
     def forget_copy(self, area: int | None = None) -> None:
         """Nothing is there; by default in the newest."""
         area = self._newest_area if area is None else area
-        if area == 0:
+        if area == self.node[BEGUN_AREA]:
             self.node[AREA_BEGUN] = 0
         self.node[memory.area_cell(area, AREA_STEP)] = 0
 
-    # ---- the area: its parts -------------------------------------------------------------------------------
+    # ---- the areas: parts ----------------------------------------------------------------------------------
+
+    def _begun_cell(self, cell: int) -> int:
+        """Where this one of the area is that is begun."""
+        return memory.area_cell(self.node[BEGUN_AREA], cell)
 
     def _parts(self) -> memoryview:
         """The cells of the parts of what is begun."""
-        count = len(memory.parts(self.node[AREA_BYTES]))
+        count = len(memory.parts(self.node[self._begun_cell(AREA_BYTES)]))
         return self.node[FIRST_PART : FIRST_PART + min(count, memory.PARTS_MAX)]
 
     def parts_done(self, step: int) -> int:
@@ -251,7 +272,8 @@ class Shared:
         return not self._is_begun(step) or all(c == DONE for c in self._parts()) or self._next(takes_over) is not None
 
     def _is_begun(self, step: int) -> bool:
-        return self.node[AREA_BEGUN] == step and self.node[AREA_GENERATION] == self.generation
+        begun: int = self.node[AREA_BEGUN]
+        return begun == step and self.node[self._begun_cell(AREA_GENERATION)] == self.generation
 
     def _next(self, takes_over: bool, in_work: Collection[int] = ()) -> int | None:
         """in_work: the parts that threads of this process write."""
@@ -260,28 +282,29 @@ class Shared:
 
     @contextlib.contextmanager
     def begun(self, state: State) -> Iterator[bool]:
-        """Whether the area is for this state now; while it is, nobody begins another one. Who dies gives that back.
+        """Whether an area is for this state now; while it is, nobody begins another one. Who dies gives that back.
 
-        What is there is lost as soon as another state is begun.
+        What is there is lost as soon as another state is begun, unless there is room for two: then the newest stays.
         """
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
-        try:
+        with self._lock_file() as descriptor:
             if _locks(descriptor, fcntl.LOCK_SH) and not self._is_for(state) and _locks(descriptor, fcntl.LOCK_EX):
                 own = Version(self.attempt, self.generation, state.step)
                 if not memory.is_there(self.held(), own, assumed=bool(state.cells[AREA_ASSUMED])):
                     self._begin(state)
             yield _locks(descriptor, fcntl.LOCK_SH) and self._is_for(state)
-        finally:
-            os.close(descriptor)
 
     def _is_for(self, state: State) -> bool:
-        return self._is_begun(state.step) and all(self.node[cell] == value for cell, value in state.cells.items())
+        is_same = all(self.node[self._begun_cell(cell)] == value for cell, value in state.cells.items())
+        return is_same and self._is_begun(state.step)
 
     def _begin(self, state: State) -> None:
-        self.node[AREA_STEP] = self.node[AREA_BEGUN] = 0
-        self.node[AREA_GENERATION] = self.generation
-        for cell, value in state.cells.items():
-            self.node[cell] = value
+        self.node[AREA_BEGUN] = 0
+        own, held = Version(self.attempt, self.generation, state.step), map(self.held_in, range(memory.AREAS))
+        older = [one if one is not None and one.version < own else None for one in held]
+        self.node[BEGUN_AREA] = copies.area_for(older) if state.size <= self.reserved(1) else 0
+        self.node[self._begun_cell(AREA_STEP)] = 0
+        for cell, value in {**state.cells, AREA_GENERATION: self.generation}.items():
+            self.node[self._begun_cell(cell)] = value
         parts = self._parts()
         for part in range(len(parts)):
             parts[part] = FREE
@@ -289,11 +312,11 @@ class Shared:
 
     def write_parts(self, state: State, *, takes_over: bool) -> bool:
         """Write what others do not, where the state is begun; whether it is whole now. Raises OSError."""
-        parts, places = self._parts(), memory.parts(state.size)
+        parts, places, place = self._parts(), memory.parts(state.size), self._place(self.node[BEGUN_AREA])
         area, in_work, lock = None, set[int](), threading.Lock()
         if state.threads > 1:
             with contextlib.suppress(OSError, ValueError):  # no descriptor is left, or addresses are limited
-                area = self._mapped(0, state.size)
+                area = self._mapped(self.node[BEGUN_AREA], state.size)
 
         def take() -> int | None:
             with lock:
@@ -306,7 +329,7 @@ class Shared:
         def write_some(_: int) -> None:
             while (part := take()) is not None:
                 if area is None or not state.parts.copy(area, *places[part]):
-                    state.parts.write(self._file, self._area, *places[part])
+                    state.parts.write(self._file, place, *places[part])
                 parts[part] = DONE
                 with lock:
                     in_work.discard(part)
@@ -314,7 +337,7 @@ class Shared:
         crew.each(write_some, range(state.threads), state.threads)
         if not all(cell == DONE for cell in parts):
             return False
-        self.node[AREA_STEP] = state.step
+        self.node[self._begun_cell(AREA_STEP)] = state.step
         return True
 
     def all_have_copied(self, step: int) -> bool:

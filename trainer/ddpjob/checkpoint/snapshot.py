@@ -340,8 +340,8 @@ class Snapshot:
         restore(objects, fetched.state, "the memory of the pods")
         state = without_copies(objects, fetched.state)
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
-        ranks = f"{'rank' if len(found.ranks) == 1 else 'ranks'} {', '.join(map(str, found.ranks[:8]))}"
-        origin = f"the memory on the nodes of {ranks}{' …' if len(found.ranks) > 8 else ''}"
+        ranks = f"{', '.join(map(str, found.ranks[:8]))}{' …' if len(found.ranks) > 8 else ''}"
+        origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
         if self.rank == 0:
             process.log(f"resumed at step {step} from {origin}")
         report_resumed(step, origin, saved=False)

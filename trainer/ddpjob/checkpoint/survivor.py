@@ -131,12 +131,16 @@ class Survivor(abc.ABC):
             step = memory.step_of(clock)
             kept.check()
             self._check_unchanged(kept, step)
-            own = Version(shared.attempt, shared.generation, step)
-            if memory.is_there(shared.held(), own, assumed=self._assumed):
+            others = shared.clocks_of_others(living=self._ends)
+            waits = is_patient and memory.turn(clock, others) == "wait"
+            if self._is_there(memory.next_boundary(max(others)) if waits else step):
                 return SAVED
-            if is_patient and memory.turn(clock, shared.clocks_of_others()) == "wait":
-                return None
-            return self._write(kept, step)
+            return None if waits else self._write(kept, step)
+
+    def _is_there(self, step: int) -> bool:
+        """Whether the memory has what ranks have at this step."""
+        own = Version(self._shared.attempt, self._shared.generation, step)
+        return memory.is_there(self._shared.held(), own, assumed=self._assumed)
 
     def _check_unchanged(self, kept: Kept, step: int) -> None:
         """Raises StateError where parameters are not those of this step."""

@@ -7,8 +7,8 @@ One file without a name for each agent (`agent/memory.py` owns it, `checkpoint/m
     SECTION_BYTES a slot    of each rank, what is small: at its last two boundaries, before the next step, at its last
                             three copies
     the area                the whole state, written after a failure by the surviving ranks, in parts
-    the other area          only where the state is copied by cadence (`copies.py`): the two are written in turns, so
-                            that a copy that is cut short leaves the one before it
+    the other area          only where the state is copied (`copies.py`): the two are written in turns, after a failure
+                            too, so that what is cut short leaves the one before it
 
 A cell that says that something is whole is written last. Who was in the middle of writing has left a 0 there: what is
 not whole does not exist.
@@ -39,7 +39,8 @@ FREE, DONE = 0, -1
 GENERATION, RESERVED, PROVEN, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED = range(9)
 AREA_BEGUN, AREA_HEAD, FIRST_PART = range(9, 12)
 OTHER_AREA = FIRST_PART + PARTS_MAX
-AREA_EVERY, OTHER_EVERY, OTHER_RESERVED, COPIES, MISCOUNTED, NODE_CELLS = range(OTHER_AREA + 6, OTHER_AREA + 12)
+AREA_EVERY, OTHER_EVERY, OTHER_RESERVED, COPIES, MISCOUNTED = range(OTHER_AREA + 6, OTHER_AREA + 11)
+BEGUN_AREA, FURTHEST, NODE_CELLS = range(OTHER_AREA + 11, OTHER_AREA + 14)
 """Of the node.
 
 GENERATION      of the ranks that run here: no others write
@@ -58,6 +59,8 @@ OTHER_RESERVED  as RESERVED, of the other area
 COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
                 copied; PLACED: and that `should_stop` finds the same as `save`
 MISCOUNTED      1: `should_stop` counts otherwise than `save`, so nothing is kept before `save` has named it
+BEGUN_AREA      the area in which AREA_BEGUN is begun
+FURTHEST        the furthest CLOCK on the node of the rank that failed, as its agent tells the others; 0: none was told
 """
 CHANGED, PLACED = 1, 2
 
@@ -236,13 +239,18 @@ def step_of(clock: int) -> int:
 
 
 def turn(own: int, others: Sequence[int]) -> Literal["write", "wait"]:
-    """Whether a clean rank writes its state, or soon has a newer one: another rank of its node is a step further.
+    """Whether a clean rank writes its state, or soon has a newer one: another rank is a step further.
 
-    own, others: the clocks of the ranks that have not answered, of those too that were killed: one that was further had
-    passed its all-reduce, so this rank's is over, or soon is. A rank within its optimizer's step comes to the next
-    boundary without any other rank.
+    own, others: the clocks of the ranks of its node that have not answered, of those too that were killed, and
+    FURTHEST: one that was further had passed its all-reduce, so this rank's is over, or soon is. A rank within its
+    optimizer's step comes to the next boundary without any other rank.
     """
     return "wait" if any(other > own for other in others) else "write"
+
+
+def next_boundary(clock: int) -> int:
+    """The step at whose end a rank has the next clean state, or has it now."""
+    return (clock + 1) // 2
 
 
 def parts(size: int) -> list[tuple[int, int]]:
@@ -300,9 +308,9 @@ def longest_seconds(size: int) -> float:
 def is_waited_for(clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool) -> bool:
     """Whether the agent waits for a rank that has not answered, before it ends the ranks of its node.
 
-    clock: of the rank. whole: the step of the state that this generation has left whole; 0: none. seconds: since ranks
-    were asked to write. still: seconds since a part was written last. size: of the state, in bytes. is_held_up: whether
-    the rank has a thread that would run.
+    clock: of the rank that is furthest, or was: so far the others may come. whole: the step of the state that this
+    generation has left whole; 0: none. seconds: since ranks were asked to write. still: seconds since a part was
+    written last. size: of the state, in bytes. is_held_up: whether the rank has a thread that would run.
     """
     if whole and clock <= 2 * whole:
         return False  # what it holds is there
@@ -332,8 +340,9 @@ def fits(size: int, limit: int | None, used: int, free: int | None) -> bool:
 
 
 def area_cell(area: int, cell: int) -> int:
-    """Where AREA_STEP to AREA_ASSUMED, AREA_EVERY and RESERVED of an area are among the cells of the node."""
-    if area == 0:
+    """Where AREA_STEP to AREA_ASSUMED, AREA_EVERY and RESERVED of an area are among the cells of the node; AREA_HEAD is
+    one for both."""
+    if area == 0 or cell == AREA_HEAD:
         return cell
     return {RESERVED: OTHER_RESERVED, AREA_EVERY: OTHER_EVERY}.get(cell, cell - AREA_STEP + OTHER_AREA)
 

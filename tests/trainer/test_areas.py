@@ -1,0 +1,149 @@
+"""The two areas of a node's memory: survivors of a failure write there, and ranks that copy what is saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from ddpjob.agent.memory import Memory
+from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.shared import Shared, State
+from ddpjob.core import memory
+from ddpjob.core.memory import Held, Version
+
+BYTES = 1 << 12
+
+
+def packed_state(step: int) -> packed.Packed:
+    return packed.pack({"weight": torch.full((BYTES // 4,), float(step))})
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Shared]]:
+    """Two of one node, whose memory has room for two states."""
+    monkeypatch.setattr(memory, "PART_BYTES", BYTES // 4)
+    agent = Memory(2)
+    agent.begin(0)
+    both = [Shared(agent.where(rank), 1, 0) for rank in range(2)]
+    for rank in both:
+        rank.cells[memory.PID] = os.getpid()
+    for area in range(memory.AREAS):
+        both[0].reserve(packed_state(1).size, area)
+    yield both
+    del agent
+
+
+def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> None:
+    """What a script has saved."""
+    state = packed_state(step)
+    rank.write_copy(area, state, Held(Version(1, 0, step), 0, state.size, packed.total(state.tensors)))
+    if counts:
+        rank.count_copy(area, step)
+
+
+def write(rank: Shared, step: int, *, parts: int = 99, assumed: bool = False) -> bool:
+    """What a survivor does, and is killed after so many parts."""
+    state = State(packed_state(step), step, 0, assumed=assumed)
+    cut, written = state.parts.write, []
+
+    def write_part(*where: int) -> None:
+        written.append(where)
+        if len(written) > parts:
+            raise InterruptedError
+        cut(*where)
+
+    state.parts.write = write_part  # type: ignore[method-assign,assignment]
+    with rank.begun(state) as is_begun:
+        try:
+            return is_begun and rank.write_parts(state, takes_over=True)
+        except InterruptedError:
+            return False
+
+
+def newest(rank: Shared) -> tuple[int, float]:
+    """The step that counts, and what is there."""
+    held = rank.held()
+    assert held is not None
+    return held.version.step, float(packed.in_place(rank.newest(held.size))["weight"][-1])
+
+
+@pytest.mark.parametrize("area", range(memory.AREAS))
+def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Shared], area: int) -> None:
+    """A script without a folder has that nowhere else: the training would go back to the save before, or to step 0."""
+    copy(ranks[0], 3, 1 - area)
+    copy(ranks[0], 5, area)
+    assert not write(ranks[0], 8, parts=1)
+    assert newest(ranks[1]) == (5, 5.0)
+    assert write(ranks[1], 8)
+    assert newest(ranks[0]) == (8, 8.0)
+
+
+def test_each_state_that_survivors_write_leaves_the_one_before_until_it_is_whole(ranks: list[Shared]) -> None:
+    """One that was late makes its step, after a third one has written the step before."""
+    for step in range(1, 6):
+        assert not write(ranks[0], step, parts=2)
+        assert step == 1 or newest(ranks[1]) == (step - 1, step - 1.0)
+        assert write(ranks[1], step)
+        assert newest(ranks[0]) == (step, float(step))
+
+
+def test_what_is_saved_takes_the_place_of_what_was_assumed_of_the_same_step(ranks: list[Shared]) -> None:
+    """In the other area it would be a second state of that step, and nobody knew which one counts."""
+    assert write(ranks[0], 4, assumed=True)
+    assert write(ranks[1], 4)
+    held = [ranks[0].held_in(area) for area in range(memory.AREAS)]
+    assert [one and one.assumed for one in held] == [False, None]
+
+
+def test_a_copy_does_not_count_where_survivors_write_over_it(ranks: list[Shared]) -> None:
+    """Half of one state and half of another would be a state that no training has had."""
+    copy(ranks[0], 5, 0)
+    copy(ranks[0], 6, 1, counts=False)
+    assert not write(ranks[1], 6, parts=1)
+    ranks[0].count_copy(1, 6)
+    assert newest(ranks[0]) == (5, 5.0)
+    assert write(ranks[1], 6)
+    assert newest(ranks[0]) == (6, 6.0)
+
+
+def test_who_copies_waits_until_a_survivor_has_written_its_part(ranks: list[Shared]) -> None:
+    """Both would write into the area that does not have the newest state."""
+    began, done = threading.Event(), threading.Event()
+
+    def copies() -> None:
+        began.set()
+        with ranks[0].alone():
+            done.set()
+
+    with ranks[1].begun(State(packed_state(7), 7, 0, assumed=False)):
+        thread = threading.Thread(target=copies)
+        thread.start()
+        began.wait()
+        assert not done.wait(0.2)
+    thread.join()
+    assert done.is_set()
+
+
+@pytest.mark.parametrize("who", ["reserves", "writes"])
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_others_from_writing(
+    ranks: list[Shared], who: str
+) -> None:
+    """A DataLoader starts its workers while room is reserved in a thread: as long as they lived nothing could be
+    written, and a rank that died cost all steps since the last save."""
+    state = State(packed_state(7), 7, 0, assumed=False)
+    with ranks[0].locked() if who == "reserves" else ranks[0].begun(state) as has_lock:
+        assert has_lock
+        if (worker := os.fork()) == 0:
+            signal.pause()
+    try:
+        assert write(ranks[1], 8)
+        with ranks[0].locked() as alone:
+            assert alone
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
