@@ -1323,3 +1323,38 @@ def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_
 
     (before, _), after = (node.run_all(generation, train, ranks=2) for generation in range(2))
     assert after == [before, before]
+
+
+@pytest.mark.parametrize("steps_made", [0, 1])
+def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(
+    steps_made: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    run_ranks: Callable[[Callable[[int], Any], int], list[Any]],
+) -> None:
+    """Nodes are often lost one after the other: the second one, within three steps of the restart, was the last that
+    had the state, and the training began at the last save, without a folder at step 0."""
+    monkeypatch.chdir(tmp_path)
+    nodes = Node(tmp_path, run_ranks, nodes=2)
+
+    def train(until: int, survivor: int) -> int:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot(world=world)
+        began = step = snapshot.load(**objects)
+        settle()
+        model = world.wrap(objects["model"])
+        if not began:
+            step = 1
+            steps(0, step, model, objects["optimizer"])
+            snapshot.keep(step, **objects)
+        steps(step, until, model, objects["optimizer"])
+        if world.rank == survivor:
+            rescue()
+        return began
+
+    began = [nodes.run_all(0, lambda: train(8, survivor=0), ranks=2)]
+    nodes.lose(1)
+    began.append(nodes.run_all(1, lambda: train(8 + steps_made, survivor=1), ranks=2))
+    nodes.lose(0)
+    began.append(nodes.run_all(2, lambda: train(12, survivor=1), ranks=2))
+    assert began == [[0, 0], [8, 8], [8 + steps_made] * 2]

@@ -94,7 +94,7 @@ class Keeper(Survivor):
         self._marked: int | None = None  # the step that should_stop has named since, the only one
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
-        self._proofs_left = 0 if 0 < shared.node[PROVEN] <= shared.generation else PROOF_STEPS
+        self._proofs_left = self._proofs_needed
         self._turn: int | None = None  # the slot of the next boundary
         self._noted = 0  # the step of the last one
         self._is_copied = False  # what the script has saved, and no optimizer has made a step since
@@ -107,6 +107,10 @@ class Keeper(Survivor):
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self._begin()
+
+    @property
+    def _proofs_needed(self) -> int:
+        return 0 if 0 < self._shared.node[PROVEN] <= self._shared.generation else PROOF_STEPS
 
     @property
     def is_on(self) -> bool:
@@ -218,7 +222,7 @@ class Keeper(Survivor):
 
     def loads(self, version: Version) -> None:
         """All ranks load this state from memory."""
-        self._loaded = version
+        self._loaded, self._proofs_left = version, self._proofs_needed
         if self._copies is not None:
             self._copies.loaded = version
 
@@ -384,20 +388,27 @@ class Keeper(Survivor):
             return
         size = packed.pack(kept.large()).size
         if self._shared.node[RESERVED] >= size:
-            self._shared.cells[PID], self._is_armed = os.getpid(), True
+            self._promise()
         elif self._room is None or not self._room.is_alive():
             self._room = threading.Thread(target=self._reserve, args=(size,), name="ddpjob-memory-room", daemon=True)
             self._room.start()
 
     def _reserve(self, size: int) -> None:
-        """In a thread: the kernel needs half a second for a large area."""
+        """In a thread: the kernel needs half a second for a large area. The next boundary may be long after it."""
         with self._guarded():
             while self._shared.node[RESERVED] < size:
                 with self._shared.locked() as alone:
                     if alone and self._shared.node[RESERVED] < size:
                         self._take(memory.area_bytes(size))
-                        return
+                        break
                 time.sleep(AGAIN_SECONDS)
+            with self._lock:  # what was proved may be of other objects by now
+                if self._kept is not None and not (self._proofs_left or self._off or self._copies_instead):
+                    self._promise()
+
+    def _promise(self) -> None:
+        """The agent may wait for this rank, which has what it needs to write the state."""
+        self._shared.cells[PID], self._is_armed = os.getpid(), True
 
     def _take(self, size: int) -> None:
         """Memory for so many bytes. Raises StateError, OSError."""

@@ -24,6 +24,7 @@ from ddpjob.core.memory import (
     LOADED_BY,
     LOADED_FROM,
     LOADED_STEP,
+    PROVEN,
     Found,
     Held,
     Mark,
@@ -40,17 +41,18 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory.
 
     What the ranks of one node have found out about the script is told to all nodes, because all copy at the same steps;
-    first what those of rank 0's have, because it may be the only one that calls save.
+    first what those of rank 0's have, because it may be the only one that calls save. A node that has not what is found
+    takes what was proved from those that have it: it shall keep the state before it is the last one that could.
     """
     held, proof = (None, None) if shared is None else (shared.held(), shared.proof())
     own = [0] * 8 if held is None else [1, held.version.generation, held.version.step, *map(int, held[1:])]
     own += [0] * 4 if proof is None else [1, *proof]
     mark = None if shared is None else shared.mark()
     own += [0] * 3 if mark is None else mark
-    own.append(0 if shared is None else shared.node[COPIES])
+    own += [0, 0] if shared is None else [shared.node[COPIES], shared.node[PROVEN]]
     rows = _gathered(own, world_size)
     if shared is not None:
-        shared.node[COPIES] = rows[0][-1] or max(row[-1] for row in rows)
+        shared.node[COPIES] = rows[0][15] or max(row[15] for row in rows)
     marks = [Mark(*row[12:15]) if row[13] else None for row in rows]
     found = memory.newest(
         [_held(row, present.attempt) if row[0] else None for row in rows],
@@ -59,6 +61,8 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
         marks,
     )
     if isinstance(found, Found):
+        if shared is not None and rank not in found.ranks:
+            shared.node[PROVEN] = max(rows[holder][16] for holder in found.ranks)
         return found
     if found and rank == 0:
         process.log(f"the state in memory is not used: {found}")
