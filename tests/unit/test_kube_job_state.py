@@ -27,6 +27,15 @@ def test_whether_a_node_is_lost_is_counted_from_when_we_saw_it_whatever_the_api_
     assert memory.by_own_clock([stopping], later) == [seen], "the clock runs on from the first time it was seen"
 
 
+def test_a_pod_that_the_api_servers_clock_binds_in_the_future_was_bound_when_we_saw_it() -> None:
+    """A node that died soon after it got its pod counted as lost only when our clock had come to that time."""
+    memory, bound = JobState("uid"), pod(scheduled_at=START + AHEAD)
+    for seconds in (0, 20, 40):
+        assert memory.by_own_clock([bound], START + dt.timedelta(seconds=seconds))[0].scheduled_at == START
+    early = pod(scheduled_at=START - AHEAD)
+    assert memory.by_own_clock([early], START) == [early]
+
+
 def test_a_kubelet_that_is_back_has_the_grace_of_a_pod_before_it_that_pod_is_given_up() -> None:
     """The pod was to stop while its node was cut off. It was given up as the kubelet ended it, and the next group
     started beside it (seed 3441 of the simulation with memory)."""

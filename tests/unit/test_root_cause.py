@@ -488,6 +488,7 @@ def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:
     blamed = [
         recorded(1, "NodeLost", failure_class="infrastructure"),
         recorded(1, "Error", failure_class="infrastructure", exception="RuntimeError: CUDA error: GPU is lost"),
+        recorded(1, "TopologyAffinityError", failure_class="infrastructure"),
         recorded(1, "StartError", failure_class="infrastructure", exit_code=128),
         recorded(1, "Error", failure_class="infrastructure", exit_code=127),
         recorded(1, "Error", failure_class="infrastructure", exception="ImportError: libcuda.so.1: cannot open"),
@@ -495,7 +496,7 @@ def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:
     innocent = [
         *(
             recorded(1, word, failure_class="infrastructure")
-            for word in ("EvictionByEvictionAPI", "Evicted", "PodGone")
+            for word in ("EvictionByEvictionAPI", "Evicted", "PodGone", "TaintToleration")
         ),
         recorded(1, "Error", exit_code=1, failure_class="application"),
         recorded(1, "CreateContainerConfigError", failure_class="infrastructure"),

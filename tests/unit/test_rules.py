@@ -90,6 +90,13 @@ CLASSES: dict[str, tuple[Failure, rules.Class]] = {
     ),
     "a node shut down": (Failure(pod_reason="Terminated"), "infrastructure"),
     "a node out of pods": (Failure(pod_reason="OutOfpods"), "infrastructure"),
+    "a pod whose node was tainted before its kubelet had seen it": (
+        Failure(pod_reason="TaintToleration", pod_message="Predicate TaintToleration failed"), "infrastructure"
+    ),
+    "a node whose free GPUs and CPUs are of different NUMA nodes": (
+        Failure(pod_reason="TopologyAffinityError"), "infrastructure"
+    ),
+    "a pod that no node with this policy admits": (Failure(pod_reason="SMTAlignmentError"), "application"),
     "a node that was restarted": (Failure(exit_code=255, container_reason="Unknown"), "infrastructure"),
     "a pod without a trace": (Failure(vanished=True), "infrastructure"),
     "a stop from outside": (Failure(exit_code=1, deletion_requested=True), "infrastructure"),

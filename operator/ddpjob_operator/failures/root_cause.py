@@ -66,7 +66,9 @@ _BY_REASON: dict[str, api.Evidence] = {
     # It follows from complaints of peers, which a lost node may still explain.
     ENDED_EARLY: api.Evidence(precedence="SYMPTOM"),
 }
-_NODES_OWN = frozenset((NODE_LOST, "UnexpectedAdmissionError", "DeletionByPodGC")) | rules.LOST_CONTAINER
+_NODES_OWN = rules.LOST_CONTAINER | frozenset(
+    (NODE_LOST, "DeletionByPodGC", "UnexpectedAdmissionError", "TopologyAffinityError", "InvalidNodeInfo")
+)
 # Kubernetes' own reasons of a container. A runtime has others (CRI-O: "seccomp killed"); those only name an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130

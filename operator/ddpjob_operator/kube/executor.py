@@ -91,8 +91,8 @@ class Executor:
         self.recorded(before, todo, state)
         # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
         self.events.send(job.metadata, todo.events, self.runtime.now())
-        deletes = [partial(self._delete, job, a) for a in todo.actions if isinstance(a, DeletePod)]
-        deletes += [partial(self._end, job, a) for a in todo.actions if isinstance(a, EndPod)]
+        deletes = [partial(self._delete, job, a, state) for a in todo.actions if isinstance(a, DeletePod)]
+        deletes += [partial(self._end, job, a, state) for a in todo.actions if isinstance(a, EndPod)]
         all_deleted = await self._in_turn(self.deletes, job, deletes)
         created = await self._create_all(job, todo.actions, state)
         for action in todo.actions:
@@ -156,28 +156,19 @@ class Executor:
             await self.lookup.reread(metadata)
             raise ConflictError from None
 
-    async def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
-        namespace = job.metadata.namespace
-        # By uid, because meanwhile another pod may have got the name.
-        preconditions = {"uid": action.uid}
-        if action.grace_seconds == 0:
-            # And as it was before its node is asked for: a request may be carried out long after it was sent, and a
-            # kubelet that is back has said by then how its pods are.
-            preconditions |= self.lookup.version_of_pod(namespace, action.name)
-            if await self.lookup.may_run_on_ready_node(namespace, action.name):
-                raise ConflictError  # the object would go, and the container run beside the next
-        options: Raw = {"preconditions": preconditions}
-        if action.grace_seconds is not None:
-            options["gracePeriodSeconds"] = action.grace_seconds
+    async def _delete(self, job: api.DDPJob, action: DeletePod, state: JobState) -> None:
+        namespace, options = job.metadata.namespace, await self._delete_options(job, action)
         try:
             answer = await self.client.delete(f"{collection('pods', namespace)}/{action.name}", options)
         except ApiError as error:
             if error.status != 409 and not is_absent(error, action.name):
-                raise
+                if action.grace_seconds != 0 or not is_refusal(error):
+                    raise
+                return self._not_deleted(job, action, state, str(error))
             if error.status == 409 and await self.lookup.has_changed(namespace, action.name, action.uid):
                 raise ConflictError from None
             self.caches.pods.remove(namespace, action.name, action.uid)
-            return
+            return None
         metadata = answer.get("metadata") or {}
         leaves_later = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
         is_pod = answer.get("kind") == "Pod" and metadata.get("uid") == action.uid
@@ -186,6 +177,33 @@ class Executor:
             self.caches.pods.put(answer)
         if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
             self.caches.pods.remove(namespace, action.name, action.uid)
+        elif action.grace_seconds == 0:
+            self._not_deleted(job, action, state, f"finalizers {', '.join(metadata.get('finalizers') or ['?'])}")
+        return None
+
+    async def _delete_options(self, job: api.DDPJob, action: DeletePod) -> Raw:
+        """Raises ConflictError where the container would run on beside the next one."""
+        namespace = job.metadata.namespace
+        # By uid, because meanwhile another pod may have got the name.
+        preconditions = {"uid": action.uid}
+        if action.grace_seconds == 0:
+            # And as it was before its node is asked for: a request may be carried out long after it was sent, and a
+            # kubelet that is back has said by then how its pods are.
+            preconditions |= self.lookup.version_of_pod(namespace, action.name)
+            if await self.lookup.may_run_on_ready_node(namespace, action.name):
+                raise ConflictError
+        options: Raw = {"preconditions": preconditions}
+        if action.grace_seconds is not None:
+            options["gracePeriodSeconds"] = action.grace_seconds
+        return options
+
+    def _not_deleted(self, job: api.DDPJob, action: DeletePod, state: JobState, why: str) -> None:
+        """A pod whose place another one has, or whose node is lost, stays: no other pod of the job waits for that."""
+        state.not_deleted(action.uid, self.runtime.now())
+        where = f"{job.metadata.namespace}/{job.metadata.name}"
+        about = decisions.Line("", where, job.status.attempt, action.name)
+        text = "%s: the pod %s, which the job no longer needs, is not deleted: %s"
+        self.runtime.log.warning(text, where, action.name, why, extra=about.fields())
 
     async def _delete_group(self, job: api.DDPJob, action: DeleteGroup) -> None:
         gang = self.caches.gangs[action.adapter]
@@ -221,7 +239,7 @@ class Executor:
         if action.name in state.refusals:
             state.created(action.name)
 
-    async def _end(self, job: api.DDPJob, action: EndPod) -> None:
+    async def _end(self, job: api.DDPJob, action: EndPod, state: JobState) -> None:
         path = f"{collection('pods', job.metadata.namespace)}/{action.name}"
         body = {"metadata": {"uid": action.uid}, "spec": {"activeDeadlineSeconds": observe.END_NOW_SECONDS}}
         try:
@@ -234,7 +252,7 @@ class Executor:
             about = decisions.Line("", where, job.status.attempt, action.name)
             text = "%s: the pod %s is deleted, with its log, because it cannot be ended otherwise: %s"
             self.runtime.log.info(text, where, action.name, error, extra=about.fields())
-            await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
+            await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)), state)
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
         metadata = job.metadata

@@ -23,6 +23,7 @@ REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
 # No job has more ranks; each is some hundred bytes.
 REPORTERS_MAX = 100_000
 CONFLICT_SECONDS = (2, 5, 10, 20, 30)
+UNDELETABLE_SECONDS = 60
 
 
 @dataclass
@@ -56,7 +57,9 @@ class JobState:
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
     """As they were last seen, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
-    """When a pod (by uid) was first seen to be silent, stopping, done or without its ConfigMap."""
+    """When a pod (by uid) was first seen to be silent, stopping, done, without its ConfigMap, or bound after now."""
+    undeletable: dict[str, dt.datetime] = field(default_factory=dict)
+    """Until when a pod (by uid) is not deleted again that was deleted without grace, and is still there."""
     confirmed_gone: set[str] = field(default_factory=set)
     """Pods that are not in our copy, and that the API server does not have either."""
     clock: Clock = field(default_factory=Clock)
@@ -80,6 +83,7 @@ class JobState:
             return
         self.refusals = {n: replace(r, retry_at=r.retry_at + by) for n, r in self.refusals.items()}
         self.first_seen = {key: at + by for key, at in self.first_seen.items()}
+        self.undeletable = {uid: at + by for uid, at in self.undeletable.items()}
         for conflict in self.conflicts.values():
             conflict.check_at += by
 
@@ -106,6 +110,7 @@ class JobState:
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
         seen |= {(p.uid, "unconfigured") for p in pods if root_cause.lacks_configuration(p)}
+        seen |= {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
         # Its kubelet is back, which has its time from now on: it did not hear before that the pod is to stop.
         back = {(uid, "stopping") for uid, what in self.first_seen.keys() - seen if what == "silent"}
         self.first_seen = {key: now if key in back else self.first_seen.get(key, now) for key in seen}
@@ -113,6 +118,7 @@ class JobState:
 
     def _by_own_clock(self, pod: Pod) -> Pod:
         is_timed = pod.done_beside_sidecars or root_cause.lacks_configuration(pod)
+        is_timed = is_timed or (pod.uid, "bound") in self.first_seen
         if pod.silent_since is pod.deletion_deadline is pod.done_since is None and not is_timed:
             return pod  # most are so, and a job may have thousands
         stopping = self.first_seen.get((pod.uid, "stopping"))
@@ -121,11 +127,16 @@ class JobState:
             grace = pod.deletion_deadline - pod.deletion_requested_at
         return msgspec.structs.replace(
             pod,
+            scheduled_at=self.first_seen.get((pod.uid, "bound"), pod.scheduled_at),
             silent_since=self.first_seen.get((pod.uid, "silent")),
             deletion_deadline=None if stopping is None else stopping + grace,
             done_since=self.first_seen.get((pod.uid, "done")),
             unconfigured_since=self.first_seen.get((pod.uid, "unconfigured")),
         )
+
+    def not_deleted(self, uid: str, now: dt.datetime) -> None:
+        """A pod is still there, although its deletion without grace was requested."""
+        self.undeletable[uid] = now + dt.timedelta(seconds=UNDELETABLE_SECONDS)
 
     def refuse(self, name: str, message: str, now: dt.datetime) -> None:
         """The server has refused to create it. All refusals of one reconcile wait until the same time."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import observe
+from ddpjob_operator.kube import decisions, observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.gangs import Gang
 from ddpjob_operator.kube.job_state import JobState
@@ -17,6 +17,8 @@ from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.pods import naming
+
+TAKEN_BACK_MAX = 8
 
 
 @dataclass
@@ -125,6 +127,34 @@ class Lookup:
             return False
         self.caches.pods.put(raw)
         return True
+
+    async def take_back(self, job: api.Metadata, names: Set[str]) -> set[str]:
+        """Which of these pods, which no list shows, are the job's and there: they have lost its label, and get it back.
+
+        Somebody has taken them aside, and to a watch they are gone; their processes train on, and the next attempt
+        would write into the same checkpoint. Not more than a few are looked for: mostly they are gone.
+        """
+        back = set()
+        for name in sorted(names)[:TAKEN_BACK_MAX]:
+            raw = await self._find("Pod", job.namespace, name)
+            if raw is None or observe.controller(raw).get("uid") != job.uid or raw["metadata"].get("deletionTimestamp"):
+                continue
+            labels = {naming.LABEL_JOB: job.name}
+            body = {"metadata": {"uid": raw["metadata"]["uid"], "labels": labels}}
+            try:
+                raw = await self.client.patch(f"{collection('pods', job.namespace)}/{name}", body)
+            except ApiError as error:
+                if error.status not in (403, 404, 405, 409, 422):  # the role of an older chart, or it goes just now
+                    raise
+                continue
+            where = f"{job.namespace}/{job.name}"
+            about = decisions.Line("", where, 0, name).fields()
+            self.runtime.log.warning(
+                "%s: the pod %s had lost the job's label; it has it again", where, name, extra=about
+            )
+            self.caches.pods.put_again(raw)
+            back.add(name)
+        return back
 
     async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
         """Whether there is an object of this name and the job owns it; where somebody else does, `state` keeps the

@@ -158,6 +158,7 @@ class Reconciler:
             if conflict.check_at <= now:
                 await self.lookup.is_own(kind, name, job, state)
         await self._confirm_gone(key, job, state)
+        state.undeletable = {uid: until for uid, until in state.undeletable.items() if until > now}
         services = [s for s in self.caches.services.of(key) if s.name == job.metadata.name]
         own = [s for s in services if s.owner_uid == job.metadata.uid]
         others = tuple(
@@ -171,6 +172,7 @@ class Reconciler:
             pods=tuple(pods),
             conflicts=(*others, *(conflict.object for conflict in state.conflicts.values())),
             refusals=tuple(state.refusals.values()),
+            undeletable=frozenset(state.undeletable),
             reports=state.reports,
             listening_since=self.reports.listening_since,
             agent=state.agent.agent if state.agent and state.agent.attempt == job.status.attempt else None,
@@ -203,7 +205,9 @@ class Reconciler:
         missing = names - {pod.name for pod in self.caches.pods.of(key)} - state.confirmed_gone
         if missing:
             await self.lookup.list_pods(key)
-            state.confirmed_gone |= missing
+            back = await self.lookup.take_back(job.metadata, missing - {pod.name for pod in self.caches.pods.of(key)})
+            state.deleted_pods = {name: pod for name, pod in state.deleted_pods.items() if name not in back}
+            state.confirmed_gone |= missing - back
 
     async def _has_read_job(self, key: Key, todo: Plan, state: JobState) -> bool:
         """Before a new leader makes pods for a status that it has not written itself, the API server is asked for the
@@ -239,7 +243,7 @@ class Reconciler:
         return 0.0
 
     def _requeue_in(self, todo: Plan, state: JobState) -> float | None:
-        times = [conflict.check_at for conflict in state.conflicts.values()]
+        times = [*(conflict.check_at for conflict in state.conflicts.values()), *state.undeletable.values()]
         if todo.requeue_at is not None:
             times.append(todo.requeue_at)
         return max(0.05, (min(times) - self.runtime.now()).total_seconds()) if times else None

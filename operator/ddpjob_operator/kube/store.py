@@ -40,6 +40,10 @@ class Uids:
         if len(self._uids) > UIDS_MAX:
             del self._uids[next(iter(self._uids))]
 
+    def discard(self, uid: str) -> None:
+        """Also where it is not one of them."""
+        self._uids.pop(uid, None)
+
 
 class Entry(msgspec.Struct, Generic[T], frozen=True):
     """One object, cut to what we read."""
@@ -141,6 +145,11 @@ class Store(Generic[T]):
         self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observed(key)), is_whole))
         if held_up is not None:  # also where the object is as it was before
             self._changed(held_up, None, None)
+
+    def put_again(self, raw: Raw) -> None:
+        """An object that was taken for gone and is not, because it has just been read."""
+        self._tombstones.discard(raw["metadata"]["uid"])
+        self.put(raw)
 
     @contextlib.contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -203,6 +203,9 @@ class Observed:
     """The newest report of each rank that reports."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
     """The steps of each rank that reports in the present attempt."""
+    undeletable: Set[str] = frozenset()
+    """uids of pods that are still there a moment after they were deleted without grace: that was refused, or somebody's
+    finalizer holds them."""
     listening_since: dt.datetime | None = None
     """Since when the shell receives reports, where it has not received them all the time."""
     agent: Agent | None = None

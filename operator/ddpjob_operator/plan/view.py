@@ -21,6 +21,8 @@ from ddpjob_operator.pods import naming
 
 # Beyond the grace of a pod: for the kubelet to end what is left, and to report it.
 OUTLIVED_SECONDS = 10
+# In namespaced mode, for a pod that stays beyond its grace on a node of which nobody says that it is not ready.
+HELD_SECONDS = 600
 # The pods of so many attempts stay for `kubectl logs`, the present one included.
 ATTEMPTS_KEPT = 3
 
@@ -146,7 +148,8 @@ class View:
         stopped = []
         for pod in sorted(pods, key=by_identity):
             if pod.uid in self.lost:
-                stopped.append(DeletePod(pod.name, pod.uid, 0))
+                if pod.uid not in self.seen.undeletable:
+                    stopped.append(DeletePod(pod.name, pod.uid, 0))
             elif pod.deletion_requested_at is None:
                 stopped.append(DeletePod(pod.name, pod.uid, grace_seconds))
         return tuple(stopped)
@@ -215,6 +218,7 @@ def _sorted(
     pods = {p.place: p for p in own if is_present(p, status) and p.place in places}
     others = sorted((p for p in own if not is_present(p, status)), key=by_identity)
     leaked = (p for p in on_lost_nodes if is_of_deleted_job(p, job) and p.deletion_requested_at)
+    garbage = (p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status)))
     conflicts = (*seen.conflicts, *_conflicting_pods(job, seen, status))
     return View(
         job=job,
@@ -229,8 +233,8 @@ def _sorted(
             p.place: p for p in seen.deleted_pods if is_own(p, job) and is_present(p, status) and p.place in places
         },
         older=tuple(p for p in others if p.live and p.uid not in lost),
-        garbage=tuple(p for p in others if p.uid in lost or (not p.live and _is_long_ago(p, status))),
-        leaked=tuple(sorted(leaked, key=by_identity)),
+        garbage=tuple(p for p in garbage if p.uid not in seen.undeletable),
+        leaked=tuple(sorted((p for p in leaked if p.uid not in seen.undeletable), key=by_identity)),
         lost=lost,
         lost_by_node=proven & lost,
         conflicts=tuple(sorted(conflicts, key=lambda c: (c.of_deleted_job, c.name))),
@@ -271,7 +275,9 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
     lost whatever the other nodes do. Patience begins anew where a pod was bound later: after an outage of the API
     server a scheduler may believe for seconds that a node is ready which we know is not, and the next pod would go
     there too. Elsewhere by what the node controller does to the pod, or by a pod that stays beyond its grace, because a
-    kubelet that runs would have ended it.
+    kubelet that runs would have ended it. Where the trainer runs by what that kubelet last said, and the node
+    controller has no doubt, its process may be one that the kernel holds (NFS, a GPU's driver), so that takes
+    HELD_SECONDS.
     """
     patience = dt.timedelta(seconds=settings.lost_node_seconds)
     if nodes is not None:
@@ -281,8 +287,12 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
         if not node.with_most:
             return max(node.since, pod.scheduled_at or node.since) + patience
         return None if pod.deletion_deadline is None else max(node.since, pod.deletion_deadline) + patience
-    since = earliest(pod.silent_since, pod.deletion_deadline)
-    return None if since is None or not pod.node else since + patience
+    if not pod.node:
+        return None
+    held = dt.timedelta(seconds=HELD_SECONDS) if pod.trainer.state == "running" else dt.timedelta()
+    by_silence = None if pod.silent_since is None else pod.silent_since + patience
+    by_grace = None if pod.deletion_deadline is None else pod.deletion_deadline + max(patience, held)
+    return earliest(by_silence, by_grace)
 
 
 def _unreachable(
@@ -357,7 +367,9 @@ def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> It
     for pod in seen.pods:
         if is_own(pod, job):
             continue
-        # A pod of the deleted job answers to the same DNS name, whatever its attempt, until it has ended.
+        # A pod of the deleted job answers to the same DNS name, whatever its attempt, until it has ended. It has no
+        # owner where the job was deleted with --cascade=orphan.
         of_deleted = is_of_deleted_job(pod, job)
-        if pod.name in names or (of_deleted and not pod.ended):
+        orphaned = pod.job == job.metadata.name and not pod.owner_uid and pod.attempt > 0
+        if pod.name in names or ((of_deleted or orphaned) and not pod.ended):
             yield ConflictingObject("Pod", pod.name, of_deleted_job=of_deleted)

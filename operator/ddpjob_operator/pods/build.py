@@ -85,7 +85,8 @@ def pod(
     spec: Body = template["spec"]
     given = template.get("metadata") or {}
     labels = {
-        **(given.get("labels") or {}),
+        # A template that was copied from a pod has ours: of them all are set anew, or not at all.
+        **{name: value for name, value in (given.get("labels") or {}).items() if name not in naming.LABELS},
         **naming.labels(job),
         naming.LABEL_ATTEMPT: str(attempt),
         naming.LABEL_RANK: str(place),
@@ -187,7 +188,8 @@ def _shared_memory(spec: Body) -> None:
     memory = ((trainer.get("resources") or {}).get("limits") or {}).get("memory")
     size = int(quantity(memory)) // 2 if memory is not None else SHM_BYTES_DEFAULT
     volume = {"name": "ddpjob-shm", "emptyDir": {"medium": "Memory", "sizeLimit": str(size)}}
-    spec["volumes"] = [*(spec.get("volumes") or []), volume]
+    volumes = [one for one in spec.get("volumes") or [] if one.get("name") != volume["name"]]
+    spec["volumes"] = [*volumes, volume]
     trainer["volumeMounts"] = [*mounts, {"name": "ddpjob-shm", "mountPath": "/dev/shm"}]  # noqa: S108
 
 

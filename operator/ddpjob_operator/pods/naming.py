@@ -15,6 +15,7 @@ LABEL_REPLACEMENT = f"{api.GROUP}/replacement"
 LABEL_TRAINER = f"{api.GROUP}/trainer"
 """The name of the trainer where it is not `trainer` but the template's first container: webhooks add theirs before it
 (Linkerd's proxy, the sidecar of GKE's Cloud Storage FUSE)."""
+LABELS = frozenset((LABEL_JOB, LABEL_ATTEMPT, LABEL_RANK, LABEL_REPLACEMENT, LABEL_TRAINER))
 
 # Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never gives the
 # port to an outgoing connection; and below the ports that scripts often hard-code (29400, 29500).

@@ -95,10 +95,13 @@ _OF_DEVICES = re.compile(
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
-# The kubelet's and the node controller's reasons for a pod that was ended because of its node.
+# The kubelet's and the node controller's reasons for a pod that was ended because of its node, or that the kubelet did
+# not admit to it (pkg/kubelet/lifecycle, cm/topologymanager, volumemanager). Those of a spec that no node admits
+# (SysctlForbidden, SMTAlignmentError, AppArmor) are not among them: such a job would be tried for ever.
 NODE_REASONS = frozenset(
-    "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting NodeAffinity UnexpectedAdmissionError "
-    "SupervisorLost".split()
+    "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting SupervisorLost UnexpectedAdmissionError NodeAffinity "
+    "NodeName NodePorts TaintToleration TopologyAffinityError InvalidNodeInfo VolumeAttachmentLimitExceeded "
+    "UnknownReason UnexpectedPredicateFailureType".split()
 )
 # Of a pod whose activeDeadlineSeconds, from the template, are over: the next pod would end so as well.
 POD_DEADLINE = "DeadlineExceeded"

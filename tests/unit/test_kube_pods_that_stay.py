@@ -1,0 +1,246 @@
+"""Pods that do not go when they are deleted, and pods that a watch calls gone although they are there."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import datetime as dt
+import logging
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+from worlds import START, World, digits, manifest
+
+from ddpjob_operator.job import validation
+from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.client import ApiError, Client, Page
+from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.executor import Executor
+from ddpjob_operator.kube.job_state import UNDELETABLE_SECONDS, JobStates
+from ddpjob_operator.kube.lookup import Caches, Lookup
+from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.operator import _job_of
+from ddpjob_operator.kube.progress_turns import ProgressTurns
+from ddpjob_operator.kube.reconcile import Reconciler
+from ddpjob_operator.kube.reports import Reports
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.store import Jobs, Store
+from ddpjob_operator.observed import facts
+from ddpjob_operator.observed.cluster import Container, Pod
+from ddpjob_operator.plan.actions import Settings
+from ddpjob_operator.pods import build, naming
+
+KEY = ("default", "digits")
+Raw = dict[str, Any]
+RUNNING = {"phase": "Running", "containerStatuses": [{"name": "trainer", "ready": True, "state": {"running": {}}}]}
+ENDED = {
+    "phase": "Failed",
+    "containerStatuses": [{"name": "trainer", "state": {"terminated": {"exitCode": 1, "reason": "Error"}}}],
+}
+
+
+class Cluster:
+    """An API server with one job and its pods, and an operator that looks at it."""
+
+    def __init__(self, attempt: int, **status: Any) -> None:
+        self.version, self.now = 100, START
+        self.requests: list[str] = []
+        self.objects: dict[str, Raw] = {}
+        self.refuses_deletes = False
+        self.caches = Caches(
+            Jobs(lambda _: None),
+            Store(observe.pod, _job_of, self._pod_changed, facts.merge),
+            Store(observe.service, _job_of, lambda *_: None),
+            Nodes(lambda _: None, lambda: self.now),
+        )
+        raw = manifest()
+        raw["metadata"]["resourceVersion"] = "1"
+        time = START.isoformat().replace("+00:00", "Z")
+        raw["status"] = {"attempt": attempt, "attemptTime": time, "startTime": time, "stateTime": time, **status}
+        self.caches.jobs.put(raw)
+        self.job, _ = validation.parse(raw)
+        service = build.service(self.job)
+        service["metadata"] |= {"uid": "service", "resourceVersion": "2"}
+        self.caches.services.put(service)
+        runtime, client = Runtime(utc=lambda: self.now), cast(Client, self)
+        self.states = JobStates(self.caches.jobs)
+        lookup = Lookup(client, self.caches, runtime)
+        executor = Executor(client, self.caches, lookup, cast(Events, self), runtime)
+        reports = Reports(self.caches.jobs, self.states, runtime, 10.0, ProgressTurns())
+        self.reconciler = Reconciler(self.caches, self.states, reports, lookup, executor, runtime, Settings())
+
+    def _pod_changed(self, key: Any, old: Pod | None, new: Pod | None) -> None:
+        if old is not None and new is None:
+            self.states.pod_deleted(key, old)
+
+    def has(self, attempt: int, place: int, status: Raw, **metadata: Any) -> Raw:
+        """There is a pod of the job."""
+        raw = build.pod(self.job, attempt, place)
+        raw["spec"]["nodeName"] = f"node-{place}"
+        raw["status"] = status
+        raw["metadata"] |= metadata
+        return self._store(raw)
+
+    def _store(self, raw: Raw) -> Raw:
+        self.version += 1
+        name = raw["metadata"]["name"]
+        raw["metadata"] |= {"uid": f"uid-{name}", "resourceVersion": str(self.version)}
+        self.objects[name] = raw
+        self.caches.pods.put(copy.deepcopy(raw))
+        return raw
+
+    def reconciles(self, times: int = 1, seconds: float = 1.0) -> list[str]:
+        """What it asks of the server meanwhile."""
+        self.requests.clear()
+        for _ in range(times):
+            asyncio.run(self.reconciler.reconcile(KEY))
+            self.now += dt.timedelta(seconds=seconds)
+        return self.requests
+
+    @property
+    def status(self) -> Raw:
+        raw = self.caches.jobs.get(KEY)
+        assert raw is not None
+        return dict(raw["status"])
+
+    def send(self, *_: Any) -> None:
+        pass
+
+    async def get(self, path: str, _: Any = None) -> Raw:
+        name = path.rsplit("/", 1)[1]
+        if name == "digits":
+            return dict(self.caches.jobs.get(KEY) or {})
+        if name not in self.objects:
+            raise ApiError(404, "NotFound", f'pods "{name}" not found')
+        return copy.deepcopy(self.objects[name])
+
+    async def replace(self, _: str, body: Raw, __: Any) -> Raw:
+        self.version += 1
+        raw = copy.deepcopy(dict(self.caches.jobs.get(KEY) or {}))
+        raw["status"], raw["metadata"]["resourceVersion"] = body["status"], str(self.version)
+        return raw
+
+    async def create(self, _: str, body: Raw, __: Any) -> Raw:
+        self.requests.append(f"POST {body['metadata']['name']}")
+        return self._store({**copy.deepcopy(body), "status": {}})
+
+    async def patch(self, path: str, body: Raw) -> Raw:
+        name = path.rsplit("/", 1)[1]
+        self.requests.append(f"PATCH {name}")
+        self.version += 1
+        raw = self.objects[name]
+        raw["metadata"]["labels"] |= body["metadata"]["labels"]
+        raw["metadata"]["resourceVersion"] = str(self.version)
+        return copy.deepcopy(raw)
+
+    async def delete(self, path: str, options: Raw) -> Raw:
+        name = path.rsplit("/", 1)[1]
+        self.requests.append(f"DELETE {name}")
+        if self.refuses_deletes:
+            raise ApiError(403, "Forbidden", 'admission webhook "protect.example.com" denied the request')
+        if name not in self.objects:
+            raise ApiError(404, "NotFound", f'pods "{name}" not found')
+        raw = self.objects[name]
+        if raw["metadata"].get("finalizers"):
+            time = self.now.isoformat().replace("+00:00", "Z")
+            raw["metadata"] |= {"deletionTimestamp": time, "deletionGracePeriodSeconds": options["gracePeriodSeconds"]}
+        else:
+            del self.objects[name]
+        return copy.deepcopy(raw)
+
+    async def pages(self, _: str, selector: str) -> AsyncIterator[Page]:
+        name, value = selector.split("=")
+        shown = [raw for raw in self.objects.values() if raw["metadata"]["labels"].get(name) == value]
+        yield Page(copy.deepcopy(shown), str(self.version))
+
+
+def test_a_pod_of_long_ago_that_nobody_lets_go_holds_up_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
+    """A webhook that protects pods: of every attempt from the fourth on no pod was made, and nothing said why."""
+    cluster = Cluster(4, state="Restarting", reason="Restarting")
+    cluster.has(1, 0, ENDED)
+    cluster.refuses_deletes = True
+    with caplog.at_level(logging.WARNING):
+        asked = cluster.reconciles()
+    assert asked == ["DELETE digits-1-0", "POST digits-4-0", "POST digits-4-1"]
+    assert "digits-1-0, which the job no longer needs, is not deleted: 403" in caplog.text
+
+
+@pytest.mark.parametrize("refused", [True, False], ids=["refused", "held by a finalizer"])
+def test_a_pod_that_stays_is_deleted_once_a_minute(refused: bool) -> None:
+    """Six times a second for each such pod, for as long as the job lives, also while it trains."""
+    cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
+    cluster.has(1, 0, ENDED, finalizers=["example.com/hold"])
+    for place in range(2):
+        cluster.has(4, place, RUNNING)
+    cluster.refuses_deletes = refused
+    for _ in range(3):
+        assert cluster.reconciles(int(UNDELETABLE_SECONDS)) == ["DELETE digits-1-0"]
+
+
+def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_on() -> None:
+    """Somebody takes it aside to look at it. Its group was restarted, and it trained on beside the next attempt, into
+    the same checkpoint, with its GPUs, until the job was deleted."""
+    cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
+    aside, _ = (cluster.has(1, place, RUNNING) for place in range(2))
+    cluster.reconciles()
+    del aside["metadata"]["labels"][naming.LABEL_JOB]
+    cluster.caches.pods.remove("default", "digits-1-0", aside["metadata"]["uid"])  # as the watch tells it
+    assert cluster.reconciles(3) == ["PATCH digits-1-0"]
+    assert aside["metadata"]["labels"][naming.LABEL_JOB] == "digits"
+    assert (cluster.status["state"], cluster.status["attempt"]) == ("Running", 1)
+    assert {pod.name for pod in cluster.caches.pods.of(KEY)} == {"digits-1-0", "digits-1-1"}
+
+
+def test_a_pod_that_is_gone_is_asked_for_once_and_restarts_the_group() -> None:
+    """A pod that was deleted is the ordinary case."""
+    cluster = Cluster(1, state="Running", reason="AllNodesRun", startedNodes="0-1")
+    gone, _ = (cluster.has(1, place, RUNNING) for place in range(2))
+    cluster.reconciles()
+    del cluster.objects["digits-1-0"]
+    cluster.caches.pods.remove("default", "digits-1-0", gone["metadata"]["uid"])
+    assert cluster.reconciles() == ["DELETE digits-1-1", "POST digits-2-0", "POST digits-2-1"]
+
+
+def test_pods_that_a_job_deleted_with_cascade_orphan_has_left_are_in_the_way_until_they_have_ended() -> None:
+    """The message named the Service alone, and after its deletion two groups trained into one checkpoint."""
+    world: World = digits()
+    orphan = Pod(
+        "digits-3-0", "o", "", 3, 0, job="digits", node="n", phase="Running", trainer=Container("running", ready=True)
+    )
+    world.conflicting_pods.append(orphan)
+    world.settle()
+    assert (world.status.reason, world.names()) == ("NameTaken", [])
+    assert world.status.message.startswith("a Pod named digits-3-0 is not this job's")
+    world.conflicting_pods[:] = []
+    world.settle()
+    assert world.names() == ["digits-1-0", "digits-1-1"]
+
+
+def test_labels_of_ours_in_a_template_that_was_copied_from_a_pod_change_nothing() -> None:
+    """A job with the replacement of another pod stood still, and one with another trainer waited for ever."""
+    raw = manifest()
+    ours = {naming.LABEL_REPLACEMENT: "1", naming.LABEL_TRAINER: "other", naming.LABEL_ATTEMPT: "7", "team": "vision"}
+    raw["spec"]["template"]["metadata"] = {"labels": ours}
+    job, _ = validation.parse(raw)
+    assert build.pod(job, 1, 0)["metadata"]["labels"] == {
+        "team": "vision", naming.LABEL_JOB: "digits", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "0",
+    }  # fmt: skip
+
+
+def test_a_volume_of_our_name_in_a_template_that_was_copied_from_a_pod_is_there_once() -> None:
+    """The API server refuses two volumes of one name."""
+    raw = manifest()
+    raw["spec"]["template"]["spec"]["volumes"] = [{"name": "ddpjob-shm", "emptyDir": {}}]
+    job, _ = validation.parse(raw)
+    assert [volume["name"] for volume in build.pod(job, 1, 0)["spec"]["volumes"]].count("ddpjob-shm") == 1
+
+
+def test_a_pod_that_is_gone_when_it_is_deleted_is_forgotten() -> None:
+    """It would be taken for one that stays, and be asked for once a minute."""
+    cluster = Cluster(4, state="Running", reason="AllNodesRun", startedNodes="0-1")
+    cluster.has(1, 0, ENDED)
+    for place in range(2):
+        cluster.has(4, place, RUNNING)
+    del cluster.objects["digits-1-0"]
+    assert cluster.reconciles(3, seconds=UNDELETABLE_SECONDS) == ["DELETE digits-1-0"]
