@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from agents import Launcher, finish
+
+from ddpjob.agent.leader import clock_of
 
 # One parameter: with several, DistributedDataParallel lays its bucket out anew after the first step of each start, and
 # of more than two ranks the gradients are then added in another order.
@@ -113,3 +116,58 @@ def test_a_survivor_that_is_late_on_another_node_still_makes_the_step_of_the_one
     assert [one.returncode for one in done] == [0, 0], [one.stderr for one in done]
     assert done[0].stdout.splitlines() == ["BEGIN 0", "BEGIN 8"], done[0].stderr
     assert "resumed at step 8 from the memory on the node of rank 1" in done[0].stderr
+
+
+@pytest.mark.parametrize("clock", [-2, 1 << 53, True, 7.5, "9", None, [1]])
+def test_a_clock_that_is_none_loses_no_failure(clock: object) -> None:
+    """A script may count its steps from a negative number: its exception would be called the loss of its node."""
+    assert clock_of({"event": "failed", "clock": clock}) == 0
+    assert clock_of({"event": "failed"}) == 0
+    assert clock_of({"event": "failed", "clock": 16}) == 16
+
+
+# Backward runs within optimizer.step(), as with LBFGS. Rank 0 dies there, and rank 1 gets its data later.
+CLOSURE = """
+import os, signal, time
+import torch
+import ddpjob
+
+generation = int(os.environ["DDPJOB_GENERATION"])
+with ddpjob.init() as world:
+    model = world.wrap(torch.nn.Linear(8, 8, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    snapshot = ddpjob.Snapshot("snapshots", world)
+    step = snapshot.load(model=model, optimizer=optimizer)
+    if world.is_main:
+        print("BEGIN", step, flush=True)
+    while step < 12:
+        if (generation, step, world.rank) == (0, 7, 1):
+            while not os.path.exists("killed"):
+                time.sleep(0.001)
+            time.sleep(0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            if (generation, step, world.rank) == (0, 7, 0):
+                open("killed", "w").close()
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = model(torch.ones(4, 8)).square().sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        step += 1
+        ddpjob.should_stop(step)
+"""
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(2, 1), (1, 3)])
+def test_a_rank_does_not_go_into_a_step_that_needs_the_one_that_died(
+    launcher: Launcher, nodes: int, ranks: int
+) -> None:
+    """It comes out of it no more, and with it goes what it held: the training would begin at the last save."""
+    words = ["--nproc", ranks, "--max-restarts", 3, launcher.script(CLOSURE)]
+    agents = launcher.nodes(nodes, *words, is_warm=True, OMP_NUM_THREADS="1")
+    done = [finish(agent, 120) for agent in agents]
+    assert [one.returncode for one in done] == [0] * nodes, [one.stderr for one in done]
+    assert done[0].stdout.splitlines() == ["BEGIN 0", "BEGIN 7"], done[0].stderr

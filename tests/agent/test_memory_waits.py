@@ -119,10 +119,12 @@ def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_o
     node = Node()
     node.rank(0, step=5)
     node.whole(5)
+    node.rank(1, step=5, is_dirty=True)
+    assert not node.agents.waits_for({0: os.getpid()}, 0.0), "that one has not come to it"
     if where == "this node":
-        node.rank(1, step=5, is_dirty=True)
+        node.rank(1, step=6)
     else:
-        node.agents.order(furthest=11)
+        node.agents.order(furthest=12)
     assert node.agents.waits_for({0: os.getpid()}, 0.0)
     node.whole(6)
     assert not node.agents.waits_for({0: os.getpid()}, 0.0)
@@ -131,7 +133,7 @@ def test_a_rank_that_can_come_to_the_next_step_is_waited_for_although_its_last_o
 def test_what_another_node_has_told_is_of_one_generation() -> None:
     """The next one counts from where it begins: with an older clock each of its ranks would wait for a step to come."""
     node = Node()
-    node.agents.order(furthest=11)
+    node.agents.order(furthest=12)
     node.agents.begin(4)
     assert not node.cells[memory.FURTHEST]
     assert not node.agents.clock

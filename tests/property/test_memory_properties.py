@@ -152,6 +152,17 @@ def test_the_rank_that_is_furthest_never_waits(own: int, others: list[int]) -> N
     assert waiting[clocks.index(max(clocks))] == "write"
 
 
+@given(st.integers(0, 20), st.lists(st.integers(0, 20), max_size=4), st.lists(st.integers(0, 20), max_size=4))
+def test_a_rank_goes_on_only_to_a_boundary_that_another_one_has_passed(
+    own: int, living: list[int], gone: list[int]
+) -> None:
+    """Within its next step it may need a rank that is gone: with a closure backward runs there. It would never come out
+    of it, and what it held before is lost."""
+    turn = memory.turn(own, living, gone)
+    assert (turn == "wait") is any(2 * (clock // 2) > own for clock in (*living, *gone))
+    assert turn != "stay" or any(clock > own for clock in living), "of those that are gone none comes to a boundary"
+
+
 @given(st.integers(1, 1 << 44))
 def test_the_parts_of_a_state_are_all_of_it_and_have_a_cell_each(size: int) -> None:
     """A byte that no part has would be that of an older state."""

@@ -221,12 +221,12 @@ class Walk:
                 rank.answer = memory.SAVED
                 return None
             others = [o for o in self.ranks if o.node is node and o is not rank and o.answer == memory.NONE]
-            if self.mistake == "a step that the dead have made":
-                others = [other for other in others if other.alive]
             told = 0 if "the dead" in self.mistake else self.furthest
-            if rank.patience and memory.turn(rank.clock, [*(other.clock for other in others), told]) == "wait":
+            gone = [] if self.mistake == "a step that the dead have made" else [o.clock for o in others if not o.alive]
+            turn = memory.turn(rank.clock, [o.clock for o in others if o.alive], [*gone, told])
+            if rank.patience and turn != "write":
                 rank.patience -= 1
-                return self.advance(rank)
+                return self.advance(rank) if turn == "wait" else None
         if self.begin(rank, ranks):
             self.take(rank, ranks)
         return None

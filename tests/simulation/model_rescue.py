@@ -168,7 +168,7 @@ class Rescues:
         if kept.written < 0 and self._begin(agent, kept):
             return self._answers(agent, kept, memory.SAVED)
         is_patient = self._loop.time() < agent.asked_at + LIMIT_SECONDS / 2
-        if is_patient and memory.turn(kept.clock, [one.clock for one in self._others(agent, kept)]) == "wait":
+        if is_patient and memory.turn(kept.clock, [one.clock for one in self._others(agent, kept)]) != "write":
             self._loop.call_later(self._random.uniform(*BOUNDARY_SECONDS), self._try, agent, kept, fault)
             return None
         if fault == "dies" and kept.written == 1:

@@ -246,7 +246,7 @@ SEEDS: dict[Mutant, int] = {
     assumed_beats_what_was_saved: 3,
     lost_steps_from_the_last_save: 0,
     a_copy_that_counts_before_its_step: 110,
-    a_copy_over_the_newer_area: 60,
+    a_copy_over_the_newer_area: 8,
     the_folder_beats_a_newer_copy: 0,
     a_copy_over_its_random_states: 110,
     copies_that_are_not_made: 60,

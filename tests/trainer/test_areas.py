@@ -38,12 +38,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Shared]]:
     del agent
 
 
-def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> None:
+def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> Held:
     """What a script has saved."""
     state = packed_state(step)
-    rank.write_copy(area, state, Held(Version(1, 0, step), 0, state.size, packed.total(state.tensors)))
+    held = Held(Version(1, 0, step), 0, state.size, packed.total(state.tensors))
+    rank.write_copy(area, state, held)
     if counts:
-        rank.count_copy(area, step)
+        assert rank.count_copy(area, held)
+    return held
 
 
 def write(rank: Shared, step: int, *, parts: int = 99, assumed: bool = False) -> bool:
@@ -103,12 +105,21 @@ def test_what_is_saved_takes_the_place_of_what_was_assumed_of_the_same_step(rank
 def test_a_copy_does_not_count_where_survivors_write_over_it(ranks: list[Shared]) -> None:
     """Half of one state and half of another would be a state that no training has had."""
     copy(ranks[0], 5, 0)
-    copy(ranks[0], 6, 1, counts=False)
+    copied = copy(ranks[0], 6, 1, counts=False)
     assert not write(ranks[1], 6, parts=1)
-    ranks[0].count_copy(1, 6)
+    assert not ranks[0].count_copy(1, copied), "and its writer does what survivors do"
     assert newest(ranks[0]) == (5, 5.0)
     assert write(ranks[1], 6)
     assert newest(ranks[0]) == (6, 6.0)
+
+
+def test_a_copy_does_not_count_where_a_survivor_has_died_as_it_began_another_state(ranks: list[Shared]) -> None:
+    """The cells would say of its bits what is true of another state: the next generation refuses both."""
+    copy(ranks[0], 5, 0)
+    copied = copy(ranks[0], 6, 1, counts=False)
+    ranks[0].node[memory.area_cell(1, memory.AREA_SUM)] += 1
+    assert not ranks[0].count_copy(1, copied)
+    assert newest(ranks[0]) == (5, 5.0)
 
 
 def test_who_copies_waits_until_a_survivor_has_written_its_part(ranks: list[Shared]) -> None:

@@ -1295,8 +1295,9 @@ def test_a_load_is_counted_once_where_a_faster_rank_has_failed_and_has_written_t
     state = packed.pack({"weight": torch.ones(3)})
     version = Version(1, 0, 8)
     for written, loads in ((version, 0), (version._replace(generation=1), 1)):
-        shared.write_copy(0, state, Held(written, loads, state.size, 1, False, 0))
-        shared.count_copy(0, 8)
+        held = Held(written, loads, state.size, 1, False, 0)
+        shared.write_copy(0, state, held)
+        shared.count_copy(0, held)
         shared.count_load(version)  # by the rank that was slower
         assert shared.held() == Held(written, 1, state.size, 1, False, 0)
 

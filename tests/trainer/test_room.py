@@ -79,10 +79,10 @@ def test_more_room_leaves_what_is_kept_as_it_is() -> None:
     shared, kept = Shared(agent.where(0), 1, 0), {"weight": torch.arange(5000.0)}
     state = packed.pack(kept)
     shared.reserve(state.size)
-    shared.write_copy(0, state, Held(Version(1, 0, 7), 0, state.size, 0))
-    shared.count_copy(0, 7)
+    held = Held(Version(1, 0, 7), 0, state.size, 0)
+    shared.write_copy(0, state, held)
+    shared.count_copy(0, held)
     shared.reserve(5 * MIB + 3)
     assert shared.reserved() == 5 * MIB + 3
-    held = shared.held()
-    assert held is not None
+    assert shared.held() == held
     assert torch.equal(packed.in_place(shared.newest(held.size))["weight"], kept["weight"])

@@ -53,8 +53,8 @@ class Memory:
 
     @property
     def clock(self) -> int:
-        """Of the rank that is furthest, or was."""
-        return max(cells[memory.CLOCK] for cells in self._cells)
+        """At the furthest boundary that a rank has passed."""
+        return max(memory.passed(cells[memory.CLOCK]) for cells in self._cells)
 
     def order(self, furthest: int = 0) -> None:
         """Have the ranks of this generation write the state. furthest: the clock that another node's agent has told."""
@@ -78,7 +78,9 @@ class Memory:
         return any(
             cells[memory.PID]
             and cells[memory.ANSWER] == memory.NONE
-            and memory.is_waited_for(furthest, step, seconds, still, size, late and threads.is_held_up(pid))
+            and memory.is_waited_for(
+                max(furthest, cells[memory.CLOCK]), step, seconds, still, size, late and threads.is_held_up(pid)
+            )
             for cells, pid in ((self._cells[rank], pid) for rank, pid in pids.items())
         )
 

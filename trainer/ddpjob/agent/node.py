@@ -94,7 +94,7 @@ class LocalRanks:
 
     @property
     def clock(self) -> int:
-        """Of the rank that was furthest, as `core/memory.py` counts; 0: none, or it is not known."""
+        """At the furthest boundary that a rank has passed, as `core/memory.py` counts; 0: none, or it is not known."""
         return 0 if self.memory is None else self.memory.clock
 
     @property

@@ -56,7 +56,7 @@ class _Written(NamedTuple):
     """A copy that does not count yet."""
 
     area: int
-    step: int
+    held: Held
     versions: list[Any]
     is_saved: bool
     """It is what `save` was given, and no matter what the next step begins with."""
@@ -228,8 +228,8 @@ class Copies:
         if self._is_writer:
             with self._lock:
                 shared.cells[CLOCK], shared.cells[PID] = 2 * at.step, os.getpid()
-                area, versions = self._write(at, every), self._versions_of(at.kept)
-                self._written = None if area is None else _Written(area, at.step, versions, at.must_be_copied)
+                written, versions = self._write(at, every), self._versions_of(at.kept)
+                self._written = None if written is None else _Written(*written, versions, at.must_be_copied)
             if at.must_be_copied and self._world_size == 1:
                 self.count_saved()  # no other rank has to come there
         self._pay(time.perf_counter() - began)
@@ -250,20 +250,20 @@ class Copies:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
         shared.write_slot(slot, at.step, packed.pack(at.small()))
 
-    def _write(self, at: Boundary, every: int, loads: int = 0) -> int | None:
+    def _write(self, at: Boundary, every: int, loads: int = 0) -> tuple[int, Held] | None:
         """Into which area the state was written; it does not count yet. None: it has outgrown the areas. Raises
         StateError, OSError."""
         shared = self._shared
         state = packed.pack(self._value(at.kept))
         version = Version(shared.attempt, shared.generation, at.step)
         held = Held(version, loads, state.size, packed.total(state.tensors), at.assumed, every)
+        if state.size > min(map(shared.reserved, range(memory.AREAS))):
+            self._room = None
+            return None
         with shared.alone():  # survivors of a failure may be writing
             area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
-            if state.size > shared.reserved(area):
-                self._room = None
-                return None
             shared.write_copy(area, state, held)
-            return area
+            return area, held
 
     def write_now(self, at: Boundary, loads: int) -> bool:
         """At its end a rank that trains alone writes the state, over the older of the two copies; whether it could.
@@ -272,22 +272,24 @@ class Copies:
             return False
         with self._lock:
             self._written = None
-            area = None if self._stopped or self._room is None or self._room.is_alive() else self._write(at, 0, loads)
-            if area is not None:
-                self._shared.count_copy(area, at.step)
-            return area is not None
+            may_write = not (self._stopped or self._room is None or self._room.is_alive())
+            written = self._write(at, 0, loads) if may_write else None
+            return written is not None and self._shared.count_copy(*written)
 
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
     def before_other_step(self) -> None:
         """Another optimizer makes the same step."""
 
-    def count_saved(self) -> None:
-        """All ranks have come to the boundary: what was saved there counts, whatever becomes of the objects."""
+    def count_saved(self) -> bool:
+        """All ranks have come to the boundary: what was saved there counts, whatever becomes of the objects. Whether
+        there is such a copy. Raises OSError."""
         with self._lock:
-            if self._written is not None and self._written.is_saved:
-                self._shared.count_copy(self._written.area, self._written.step)
-                self._written = None
+            written = self._written
+            if written is None or not written.is_saved:
+                return False
+            self._written = None
+            return self._shared.count_copy(written.area, written.held)
 
     def before_step(self, kept: Kept) -> None:
         """All ranks have come to the boundary: what was copied there counts."""
@@ -297,9 +299,10 @@ class Copies:
             if written is None:
                 return
             if self._is_as_it_was(kept, written.versions):
-                self._shared.count_copy(written.area, written.step)
+                self._shared.count_copy(written.area, written.held)
                 return
-        self.begin_with_changes(f"parameters changed after step {written.step}, and by no optimizer.step()")
+        step = written.held.version.step
+        self.begin_with_changes(f"parameters changed after step {step}, and by no optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
         """A rank has failed: the copy that was under way counts, if each rank has left its random states with it. What
@@ -308,19 +311,18 @@ class Copies:
             return SAVED
         with self._lock:
             written, self._written = self._written, None
-            if written is None or not self._is_as_it_was(kept, written.versions) or not self._all_are_at(written.step):
+            if written is None or not self._is_as_it_was(kept, written.versions):
                 return UNABLE
-            self._shared.count_copy(written.area, written.step)
-            return SAVED
+            if not self._all_are_at(written.held.version.step):
+                return UNABLE
+            return SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
 
     def finish_saved(self) -> bool:
         """A rank has failed: what this one has saved since the last step counts; whether it has.
 
         Ranks that had not come to the save have no random states of it, as where survivors write a state.
         """
-        had = self._written is not None and self._written.is_saved
-        self.count_saved()
-        return had
+        return self.count_saved()
 
     def _versions_of(self, kept: Kept) -> list[Any]:
         """What shows whether parameters have changed."""

@@ -236,8 +236,9 @@ class DeviceCopies(Copies):
         self._pay(flight.seconds)
         with self._lock:
             if flight.total is not None and flight.held is not None and not self._stopped:
-                self._shared.describe_copy(flight.area, flight.held._replace(total=flight.total))
-                self._shared.count_copy(flight.area, flight.step)
+                held = flight.held._replace(total=flight.total)
+                self._shared.describe_copy(flight.area, held)
+                self._shared.count_copy(flight.area, held)
 
     def _leave(self) -> None:
         self._left, self._flight = self._flight or self._left, None

@@ -117,11 +117,11 @@ class Shared:
         """The other local ranks that live, take part, and have not answered yet."""
         return {rank for rank in self._unanswered() if os.path.exists(f"/proc/{self._all[rank][memory.PID]}")}
 
-    def clocks_of_others(self, *, living: bool) -> list[int]:
-        """Of those; and, unless only of the living, of the ones that were killed, on other nodes too: a rank that is a
-        step further had this rank's gradients before it died, so this one has what it needs to make that step too."""
-        ranks, elsewhere = (self.others(), 0) if living else (self._unanswered(), self.node[memory.FURTHEST])
-        return [*(self._all[rank][memory.CLOCK] for rank in ranks), elsewhere]
+    def clocks_of_others(self) -> tuple[list[int], list[int]]:
+        """Of those, and of the ranks that were killed, on other nodes too."""
+        living = self.others()
+        gone = [self._all[rank][memory.CLOCK] for rank in self._unanswered() if rank not in living]
+        return [self._all[rank][memory.CLOCK] for rank in living], [*gone, self.node[memory.FURTHEST]]
 
     def _unanswered(self) -> list[int]:
         return [
@@ -150,8 +150,9 @@ class Shared:
         try:
             yield descriptor
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a DataLoader's worker, forked meanwhile, has it too
-            os.close(descriptor)
+            with contextlib.suppress(OSError):  # the script has closed it
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a DataLoader's worker, forked meanwhile, has it too
+                os.close(descriptor)
 
     # ---- the area: under the lock --------------------------------------------------------------------------
 
@@ -236,14 +237,18 @@ class Shared:
 
     def describe_copy(self, area: int, held: Held) -> None:
         """Whose state was written there."""
-        values = (held.version.generation, held.loads, held.size, held.total, int(held.assumed), held.every)
-        for cell, value in zip(_OF_HELD[1:], values, strict=True):
-            self.node[memory.area_cell(area, cell)] = value
+        for cell, value in _described(area, held):
+            self.node[cell] = value
 
-    def count_copy(self, area: int, step: int) -> None:
-        """What was written is whole. Not where survivors write the same state over it, and say so themselves."""
-        if not self.node[AREA_BEGUN] or self.node[BEGUN_AREA] != area:
-            self.node[memory.area_cell(area, AREA_STEP)] = step
+    def count_copy(self, area: int, held: Held) -> bool:
+        """What was written is whole; whether it still is there. Survivors of a failure may have begun to write over it.
+        Raises OSError."""
+        with self.alone():
+            is_begun = self.node[AREA_BEGUN] and self.node[BEGUN_AREA] == area
+            if is_begun or any(self.node[cell] != value for cell, value in _described(area, held)):
+                return False
+            self.node[memory.area_cell(area, AREA_STEP)] = held.version.step
+            return True
 
     def forget_copy(self, area: int | None = None) -> None:
         """Nothing is there; by default in the newest."""
@@ -458,6 +463,13 @@ class Shared:
         """Of this rank, or of the one that was in its place."""
         step = self.cells[PROOF_STEP]
         return Proof(self.cells[PROOF_GENERATION], step, self.cells[PROOF_SUM]) if step > 0 else None
+
+
+def _described(area: int, held: Held) -> Iterator[tuple[int, int]]:
+    """What the cells of an area say of a state, but for its step."""
+    values = (held.version.generation, held.loads, held.size, held.total, int(held.assumed), held.every)
+    for cell, value in zip(_OF_HELD[1:], values, strict=True):
+        yield memory.area_cell(area, cell), value
 
 
 def _locks(descriptor: int, kind: int) -> bool:

@@ -100,10 +100,9 @@ class Survivor(abc.ABC):
             self._moved, self._tries = (0, began), 0
             with self._guarded():
                 while answer is None and self._has_time(began):
-                    answer = self._try_to_save(is_patient=self._has_time(began, 0.5))
-                    self._tries += 1
+                    answer = self._try_to_save(began)
                     if answer is None:
-                        time.sleep(AGAIN_SECONDS)
+                        self._pause()
             self._state = None
             cells[ANSWER] = answer or UNABLE
 
@@ -113,8 +112,12 @@ class Survivor(abc.ABC):
         is_early = now < (self._moved[1] if part == 1 else began) + part * memory.limit_seconds(size)
         return now < began + part * memory.longest_seconds(size) and (is_early or self._tries < part * TRIES_LEAST)
 
-    def _try_to_save(self, *, is_patient: bool) -> int | None:
-        """What is to be told to the agent; None: not yet."""
+    def _pause(self) -> None:
+        self._tries += 1
+        time.sleep(AGAIN_SECONDS)
+
+    def _try_to_save(self, began: float) -> int | None:
+        """What is to be told to the agent; None: not yet. began: when it was asked."""
         shared, kept = self._shared, self._kept
         if kept is None or self._off or not shared.is_current:
             return UNABLE
@@ -131,11 +134,21 @@ class Survivor(abc.ABC):
             step = memory.step_of(clock)
             kept.check()
             self._check_unchanged(kept, step)
-            others = shared.clocks_of_others(living=self._ends)
-            waits = is_patient and memory.turn(clock, others) == "wait"
-            if self._is_there(memory.next_boundary(max(others)) if waits else step):
-                return SAVED
-            return None if waits else self._write(kept, step)
+            while (turn := self._turn_to_write(clock, began)) == "stay":
+                self._pause()
+            if turn == "wait":
+                return None
+            return SAVED if self._is_there(step) else self._write(kept, step)
+
+    def _turn_to_write(self, clock: int, began: float) -> str:
+        """As `memory.turn`, for half of the time, and as long as what it would wait for is not there."""
+        living, gone = self._shared.clocks_of_others()
+        if self._ends:  # it comes to no boundary any more
+            gone = []
+        furthest = memory.next_boundary(max([clock, *living, *map(memory.passed, gone)]))
+        if not self._has_time(began, 0.5) or self._is_there(furthest):
+            return "write"
+        return memory.turn(clock, living, gone)
 
     def _is_there(self, step: int) -> bool:
         """Whether the memory has what ranks have at this step."""

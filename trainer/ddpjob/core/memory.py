@@ -60,7 +60,8 @@ COPIES          CHANGED: a rank has seen that parameters change between a bounda
                 copied; PLACED: and that `should_stop` finds the same as `save`
 MISCOUNTED      1: `should_stop` counts otherwise than `save`, so nothing is kept before `save` has named it
 BEGUN_AREA      the area in which AREA_BEGUN is begun
-FURTHEST        the furthest CLOCK on the node of the rank that failed, as its agent tells the others; 0: none was told
+FURTHEST        the CLOCK at the furthest boundary that was passed on the node of the rank that failed, as its agent
+                tells the others; 0: none was told
 """
 CHANGED, PLACED = 1, 2
 
@@ -238,14 +239,22 @@ def step_of(clock: int) -> int:
     return clock // 2
 
 
-def turn(own: int, others: Sequence[int]) -> Literal["write", "wait"]:
-    """Whether a clean rank writes its state, or soon has a newer one: another rank is a step further.
+def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["write", "wait", "stay"]:
+    """Whether a clean rank writes its state, or waits for a newer one; stay: and does not begin its next step.
 
-    own, others: the clocks of the ranks of its node that have not answered, of those too that were killed, and
-    FURTHEST: one that was further had passed its all-reduce, so this rank's is over, or soon is. A rank within its
-    optimizer's step comes to the next boundary without any other rank.
+    own, living: the clocks of the ranks of its node that have not answered. gone: of those that were killed, and
+    FURTHEST. One that has passed a boundary had what this rank needs to come there too: gradients that were summed over
+    all ranks. One that is within its optimizer's step shows nothing of the kind: a closure runs backward there, or the
+    script sums the loss over all ranks before it marks the boundary. One that lives may still come to it.
     """
-    return "wait" if any(other > own for other in others) else "write"
+    if any(passed(other) > own for other in (*living, *gone)):
+        return "wait"
+    return "stay" if any(other > own for other in living) else "write"
+
+
+def passed(clock: int) -> int:
+    """The clock at the last boundary."""
+    return clock - clock % 2
 
 
 def next_boundary(clock: int) -> int:
@@ -308,9 +317,9 @@ def longest_seconds(size: int) -> float:
 def is_waited_for(clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool) -> bool:
     """Whether the agent waits for a rank that has not answered, before it ends the ranks of its node.
 
-    clock: of the rank that is furthest, or was: so far the others may come. whole: the step of the state that this
-    generation has left whole; 0: none. seconds: since ranks were asked to write. still: seconds since a part was
-    written last. size: of the state, in bytes. is_held_up: whether the rank has a thread that would run.
+    clock: of the rank, or at a boundary that another one has passed: so far this one may come. whole: the step of the
+    state that this generation has left whole; 0: none. seconds: since ranks were asked to write. still: seconds since a
+    part was written last. size: of the state, in bytes. is_held_up: whether the rank has a thread that would run.
     """
     if whole and clock <= 2 * whole:
         return False  # what it holds is there
