@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+from typing import Any
 
 import msgspec
 import pytest
@@ -620,6 +621,23 @@ def test_what_the_job_changes_or_the_user_overrides_is_said_once() -> None:
     assert [e.reason for e in sent] == ["RestartPolicyChanged", "RendezvousOverridden", "LauncherOption"]
     assert "OnFailure becomes Never" in sent[0].message
     assert "MASTER_ADDR" in sent[1].message
+
+
+def test_devices_of_a_resource_claim_are_said_to_be_no_gpus() -> None:
+    """A job whose GPUs come by a ResourceClaim trained with gloo, and one process a node, without a word."""
+
+    def told(**spec: Any) -> list[str]:
+        own = {"resources": {"claims": [{"name": "gpus"}], **spec.pop("resources", {})}}
+        world = World(job(container=own, **spec)).running()
+        return [e.message for e in world.events if e.reason == "DevicesNotCounted"]
+
+    assert told() == [
+        "devices of a resourceClaim are not counted as GPUs, so spec.backend is gloo, spec.nprocPerNode is 1, "
+        "spec.onePodPerNode is false: set what fits the claim"
+    ]
+    assert "spec.nprocPerNode" not in told(nprocPerNode=8)[0]
+    assert told(nprocPerNode=8, backend="nccl", onePodPerNode=True) == []
+    assert told(resources={"limits": {"nvidia.com/gpu": 1}}) == []
 
 
 def test_goodput_books_each_second_where_it_was_spent() -> None:

@@ -105,6 +105,12 @@ def gpus(template: Mapping[str, Any]) -> int:
     return sum(int(quantity(value)) for name, value in limits(template).items() if is_gpu(name))
 
 
+def claims_devices(template: Mapping[str, Any]) -> bool:
+    """Whether the trainer gets devices by a ResourceClaim (dynamic resource allocation): how many, and of what kind,
+    only the claim says."""
+    return bool(mappings(mapping(trainer_container(template) or {}, "resources"), "claims"))
+
+
 def is_gpu(resource: str) -> bool:
     """Whether a resource name means GPUs: nvidia.com/gpu, amd.com/gpu, nvidia.com/mig-1g.10gb; with time-slicing or MPS
     NVIDIA's device plugin may call them nvidia.com/gpu.shared (renameByDefault)."""

@@ -194,6 +194,12 @@ LAUNCHER_OPTION = _warning(
     "Read the message; it names the option and what to write in its place.",
 )
 
+DEVICES_NOT_COUNTED = _warning(
+    "DevicesNotCounted",
+    "Event only: the template claims devices (resourceClaims), of which the job does not know whether they are GPUs.",
+    "Set the fields that the message names.",
+)
+
 NOT_KEPT_IN_MEMORY = Reason(
     "NotKeptInMemory",
     "Event only: the state is not kept in memory, so restarts go on from the last save.",

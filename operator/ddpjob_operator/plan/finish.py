@@ -219,8 +219,23 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
     if names := ", ".join(environment.overridden(job)):
         text = f"{names}: your value and not the job's; the ranks meet only if it is right on every node"
         yield _event(reasons.RENDEZVOUS_OVERRIDDEN, text)
+    if unset := _not_counted(job.spec):
+        text = f"devices of a resourceClaim are not counted as GPUs, so {unset}: set what fits the claim"
+        yield _event(reasons.DEVICES_NOT_COUNTED, text)
     for text in launcher.warnings(job.spec):
         yield _event(reasons.LAUNCHER_OPTION, text)
+
+
+def _not_counted(spec: api.Spec) -> str:
+    """What a job gets that says nothing else, where nobody can tell whether its devices are GPUs; "": nothing."""
+    if not podspec.claims_devices(spec.template) or podspec.gpus(spec.template):
+        return ""
+    given = {
+        "backend is gloo": spec.backend,
+        "nprocPerNode is 1": spec.nproc_per_node if launcher.nproc_per_node(spec.template) is None else 1,
+        "onePodPerNode is false": spec.one_pod_per_node,
+    }
+    return ", ".join(f"spec.{what}" for what, value in given.items() if value == "auto")
 
 
 def _event(reason: Reason, message: str) -> Event:
