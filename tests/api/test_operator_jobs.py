@@ -129,6 +129,36 @@ def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
     namespace.kubectl("scale", "ddp", "digits", "--replicas=1")
 
 
+def test_a_pod_that_somebody_takes_the_label_from_gets_it_back_and_the_group_trains_on(
+    namespace: Namespace, operator: Operator
+) -> None:
+    """To a watch by label it is gone: its group was restarted, and it trained on beside the next attempt."""
+    uids = namespace.start()
+    namespace.kubectl("label", "pod", "digits-1-0", "training.ddpjob.io/job-")
+
+    def label() -> str:
+        return namespace.kubectl("get", "pod", "digits-1-0", "-o", "jsonpath={.metadata.labels}")
+
+    until(lambda: '"training.ddpjob.io/job":"digits"' in label(), "it has its label again")
+    namespace.exits("digits-1-0")
+    namespace.exits("digits-1-1")
+    namespace.reaches("Succeeded")
+    assert namespace.uids() == uids
+
+
+def test_pods_that_cascade_orphan_has_left_are_in_the_way_of_the_next_job_of_that_name(
+    namespace: Namespace, operator: Operator
+) -> None:
+    """The message named the Service alone, and after its deletion two groups trained into one checkpoint."""
+    namespace.start()
+    namespace.kubectl("delete", "ddp", "digits", "--cascade=orphan")
+    namespace.kubectl("delete", "service", "digits")
+    namespace.apply(job())
+    assert "a Pod named digits-1-0 and 1 more is not this job's" in namespace.reaches("Pending", "NameTaken")
+    namespace.kubectl("delete", "pod", "digits-1-0", "digits-1-1", "--force")
+    namespace.has_pods("digits-1-0", "digits-1-1")
+
+
 # ------------------------------------------------------------------------------------------------ refused creates
 
 
