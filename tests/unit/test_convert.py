@@ -433,6 +433,60 @@ def test_what_cannot_be_converted_is_refused_at_its_field(spec: dict[str, Any], 
     assert validation.dotted(raised.value.path) == path
 
 
+# ---- the address of rank 0
+
+
+def told(result: Converted) -> str:
+    return "\n".join(remarks(result).values())
+
+
+def test_the_masters_name_in_a_word_or_a_shells_script_is_the_variable_of_the_job() -> None:
+    """No DDPJob has a Service mnist-master-0: its ranks looked for it until the rendezvous gave up."""
+    words = ["python", "train.py", "--dist-url=tcp://mnist-master-0:23456", "--host", "mnist-master-0.team-a.svc"]
+    result = converted(pytorchReplicaSpecs=replicas(command=words))
+    assert trainer(result)["command"][2:] == ["--dist-url=tcp://$(MASTER_ADDR):23456", "--host", "$(MASTER_ADDR)"]
+    assert "mnist-master-0 is now $(MASTER_ADDR), which the job sets" in told(result)
+    script = "torchrun --master_addr=mnist-master-0 train.py --url 'tcp://mnist-master-0:1'"
+    for given in ({"command": ["sh", "-c", script]}, {"command": ["/bin/bash", "-ec"], "args": [script]}):
+        result = converted(pytorchReplicaSpecs=replicas(**given))
+        made = trainer(result).get("args", trainer(result)["command"])[-1]
+        assert made == "torchrun --master_addr=$MASTER_ADDR train.py --url 'tcp://$(MASTER_ADDR):1'"
+        assert "mnist-master-0 is now $MASTER_ADDR and $(MASTER_ADDR), which the job sets" in told(result)
+
+
+def test_a_variable_that_the_job_sets_is_left_out_and_one_with_the_masters_name_refers_to_it() -> None:
+    """The template's value goes before the job's: WORLD_SIZE "9" waited for ranks that never come."""
+    given = {"MASTER_ADDR": "mnist-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "9", "RANK": "0", "LR": "1"}
+    env = [{"name": name, "value": value} for name, value in given.items()]
+    url = {"name": "URL", "value": "tcp://mnist-master-0:23456"}
+    result = converted(pytorchReplicaSpecs=replicas(env=[*env, url]))
+    assert trainer(result)["env"] == [
+        {"name": "LR", "value": "1"},
+        {"name": "URL", "value": "tcp://$(MASTER_ADDR):23456"},
+    ]
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
+        assert f"{name}: not needed: the job sets it itself" in told(result)
+    assert "env" not in trainer(converted(pytorchReplicaSpecs=replicas(env=env[:4])))
+
+
+def test_a_name_that_nothing_stands_for_is_told_at_its_line() -> None:
+    """An init container has not the job's variables, and a Worker has a name of its own with spec.dns alone."""
+    given = replicas(command=["python", "x.py", "--peer=mnist-worker-1", "--log=/logs/mnist-master-0.log"])
+    waits = ["sh", "-c", "until nslookup mnist-master-0; do sleep 1; done"]
+    given["Master"]["template"]["spec"]["initContainers"] = [{"name": "wait", "image": "i", "command": waits}]
+    result = converted(pytorchReplicaSpecs=given)
+    assert trainer(result)["command"][2:] == ["--peer=mnist-worker-1", "--log=/logs/mnist-master-0.log"]
+    path = "spec.pytorchReplicaSpecs.Master.template.spec"
+    assert "with spec.dns: all" in remarks(result)[f"{path}.containers[0].command[2]"]
+    assert "mnist-master-0: a DDPJob has no such name" in remarks(result)[f"{path}.initContainers[0].command[2]"]
+
+
+def test_without_a_master_the_first_worker_is_rank_0() -> None:
+    given = replicas(command=["python", "x.py", "tcp://mnist-worker-0:1"])
+    result = converted(pytorchReplicaSpecs={"Worker": given["Worker"]})
+    assert trainer(result)["command"][2] == "tcp://$(MASTER_ADDR):1"
+
+
 # ---- TrainJob
 
 

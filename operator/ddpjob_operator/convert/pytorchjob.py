@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpjob_operator.convert import common
+from ddpjob_operator.convert import address, common
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
 from ddpjob_operator.job import launcher
@@ -105,6 +106,7 @@ def _template(groups: list[Fields], result: Converted) -> tuple[dict[str, Any], 
     template = given[0]
     trainer = common.name_trainer(template, _CONTAINER, path)
     nnodes = common.strip_launcher(trainer, (*path, "spec", "containers"), result)
+    _address(template, path, result)
     ports = trainer.get("ports")
     if isinstance(ports, list):
         trainer["ports"] = [p for p in ports if not (isinstance(p, dict) and p.get("name") == _PORT)]
@@ -113,6 +115,15 @@ def _template(groups: list[Fields], result: Converted) -> tuple[dict[str, Any], 
     if not trainer.get("command") and not trainer.get("args"):
         result.remark((*path, "spec", "containers"), f"{TRAINER} has no command: the image's own entrypoint is run")
     return template, nnodes
+
+
+def _address(template: dict[str, Any], path: Path, result: Converted) -> None:
+    """The Training Operator makes a Service for each pod, mnist-master-0, and gives its name to all of them."""
+    name, of_rank0 = str(result.metadata.get("name", "")), str(path[-2]).lower()
+    names = address.Names(
+        f"{name}-{of_rank0}-0", rf"{re.escape(name)}-(?:master|worker)-\d+", str(result.metadata.get("namespace", ""))
+    )
+    address.move(template, names, path, result)
 
 
 def _differences(first: Any, other: Any, path: Path) -> Iterator[Path]:
