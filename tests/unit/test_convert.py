@@ -666,6 +666,22 @@ def test_a_pipe_with_several_jobs_gives_several_documents() -> None:
     assert "stdin:" in result.stderr
 
 
+def test_each_document_that_is_not_converted_is_named_with_its_line() -> None:
+    """A Volcano Job between two PyTorchJobs was gone, and nobody heard of it."""
+    others = "kind: ConfigMap\nmetadata: {name: c}\n---\nkind: Job\nmetadata: {name: v}\n---\n[1]\n---\n"
+    result = run(
+        "-", stdin=f"{others}{TRAINJOB}---\n{RUNTIME}---\n{RUNTIME.replace('torch-distributed', 'other')}---\n"
+    )
+    assert [job["kind"] for job in yaml.safe_load_all(result.stdout)] == ["DDPJob"]
+    named = [line for line in result.stderr.splitlines() if "not converted" in line]
+    assert [line.partition(": not converted")[0] for line in named] == [
+        "stdin:1: ConfigMap c",
+        "stdin:4: Job v",
+        "stdin:7",
+        "stdin:45: ClusterTrainingRuntime other",
+    ]
+
+
 def test_a_remark_on_the_runtime_has_the_line_of_the_runtime(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(TRAINJOB)
     (tmp_path / "runtime.yaml").write_text(RUNTIME)

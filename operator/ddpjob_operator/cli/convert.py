@@ -58,15 +58,28 @@ def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
     from ddpjob_operator.convert import KINDS
     from ddpjob_operator.manifest import yamlfile
 
-    documents = [d for path in paths for d in yamlfile.read(path) if isinstance(d.data, Mapping)]
+    everything = [d for path in paths for d in yamlfile.read(path) if d.data is not None]
+    documents = [d for d in everything if isinstance(d.data, Mapping)]
     jobs = [d for d in documents if d.data.get("kind") in KINDS]
     if not jobs:
         there = ", ".join(f"{d.data.get('kind')} (line {d.line(())})" for d in documents) or "nothing"
         raise yamlfile.InputError(f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}")
-    return iter([_converted(job, documents) for job in jobs])
+    used = {id(job.data) for job in jobs}
+    texts = [_converted(job, documents, used) for job in jobs]
+    _say_left_out([d for d in everything if id(d.data) not in used])
+    return iter(texts)
 
 
-def _converted(job: Document, documents: list[Document]) -> str:
+def _say_left_out(documents: list[Document]) -> None:
+    """Each document that became no part of a DDPJob: whoever pipes a folder would miss it in the cluster only."""
+    from ddpjob_operator.convert import left_out
+
+    for document in documents:
+        click.echo(f"{document.place(())}: {left_out(document.data)}", err=True)
+
+
+def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
+    """The YAML of one job; the id of the runtime that it takes its pods from is added to `used`."""
     from ddpjob_operator.convert import convert as to_job
     from ddpjob_operator.convert.fields import ConvertError
     from ddpjob_operator.manifest.yamlfile import InputError
@@ -76,6 +89,7 @@ def _converted(job: Document, documents: list[Document]) -> str:
         result = to_job(job.data, others)
     except ConvertError as error:
         raise InputError(_place(error, job, documents) + f": {error}") from None
+    used.add(id(result.runtime))
     for remark in sorted(result.remarks, key=lambda r: _order(r, job, result, documents)):
         click.echo(_line(remark, job, result, documents), err=True)
     return _checked(result, job.place(()))

@@ -11,6 +11,8 @@ from typing import Any
 from ddpjob_operator.convert import pytorchjob, trainjob
 from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
+from ddpjob_operator.job import api, podspec
+from ddpjob_operator.job.wording import say
 
 KINDS = ("PyTorchJob", "TrainJob")
 RUNTIMES = ("ClusterTrainingRuntime", "TrainingRuntime")
@@ -28,3 +30,19 @@ def convert(document: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) ->
         runtimes = [other for other in others if other.get("kind") in RUNTIMES]
         return trainjob.convert(document, runtimes)
     raise ConvertError(("kind",), f"can convert {' and '.join(KINDS)}, not {kind}")
+
+
+def left_out(document: object) -> str:
+    """A document that became no part of a DDPJob, and why."""
+    if not isinstance(document, Mapping):
+        return f"not converted: it is {say(document)}, not an object"
+    kind, name = (
+        str(document.get("kind") or "an object without kind"),
+        podspec.mapping(document, "metadata").get("name"),
+    )
+    title = f"{kind} {name}" if name else kind
+    if kind in RUNTIMES:
+        return f"{title}: not converted: no TrainJob here has it as its runtimeRef"
+    if kind == api.KIND:
+        return f"{title}: not converted: it is a DDPJob already"
+    return f"{title}: not converted: only {' and '.join(KINDS)} become DDPJobs; apply it by itself if the job needs it"
