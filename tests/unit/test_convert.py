@@ -666,6 +666,47 @@ def test_a_pipe_with_several_jobs_gives_several_documents() -> None:
     assert "stdin:" in result.stderr
 
 
+def as_kubectl_prints(body: dict[str, Any]) -> dict[str, Any]:
+    of_server = {"uid": "u", "resourceVersion": "7", "generation": 1, "creationTimestamp": "2031-03-05T07:11:13Z"}
+    applied = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "note": "mine"}
+    metadata = {**body["metadata"], **of_server, "managedFields": [{"manager": "kubectl"}], "annotations": applied}
+    for group in body["spec"].get("pytorchReplicaSpecs", {}).values():
+        group["template"]["metadata"] = {"creationTimestamp": None}
+    return {**body, "metadata": metadata, "status": {"startTime": "2031-03-05T07:11:14Z"}}
+
+
+@pytest.mark.parametrize("kind", ["List", "PyTorchJobList"])
+def test_what_kubectl_prints_of_several_jobs_is_read_item_by_item(kind: str) -> None:
+    """`kubectl get pytorchjobs -o yaml` is how one moves a cluster: its List was `no PyTorchJob`."""
+    items = [as_kubectl_prints(pytorchjob(runPolicy={"schedulingPolicy": {"queue": name}})) for name in "ab"]
+    items[1]["metadata"]["name"] = "second"
+    if kind != "List":  # the API server's own list does not repeat the kind
+        items = [{name: value for name, value in item.items() if name not in ("apiVersion", "kind")} for item in items]
+    text = yaml.safe_dump({"apiVersion": "kubeflow.org/v1", "kind": kind, "items": items}, sort_keys=False)
+    result = run("-", stdin=text)
+    jobs = list(yaml.safe_load_all(result.stdout))
+    own = {"namespace": "team-a", "annotations": {"note": "mine"}}
+    assert [job["metadata"] for job in jobs] == [{"name": "mnist", **own}, {"name": "second", **own}]
+    assert not any("status" in job or "metadata" in job["spec"]["template"] for job in jobs)
+    lines = [n for n, line in enumerate(text.splitlines(), 1) if "queue:" in line]
+    assert [f"stdin:{n}: spec.runPolicy.schedulingPolicy.queue: " in result.stderr for n in lines] == [True, True]
+
+
+def test_a_list_may_hold_the_runtime_of_its_trainjobs_and_one_without_jobs_names_what_it_has() -> None:
+    items = [yaml.safe_load(RUNTIME), yaml.safe_load(TRAINJOB)]
+    of_list = {"apiVersion": "v1", "kind": "List"}
+    assert "nodes: 4" in run("-", stdin=yaml.safe_dump({**of_list, "items": items})).stdout
+    none = run("-", stdin=yaml.safe_dump({**of_list, "items": [{"kind": "Pod"}, 3]}))
+    assert "there: Pod (line 3)" in str(none.exception)
+
+
+def test_what_a_job_in_a_cluster_belongs_to_is_named() -> None:
+    """A CronJob's owner, or a finalizer that somebody waits for, is not that of the new object."""
+    body = pytorchjob()
+    body["metadata"]["ownerReferences"] = [{"kind": "Workflow", "name": "w"}]
+    assert "metadata.ownerReferences" in remarks(checked(room.convert(body, [])))
+
+
 def test_each_document_that_is_not_converted_is_named_with_its_line() -> None:
     """A Volcano Job between two PyTorchJobs was gone, and nobody heard of it."""
     others = "kind: ConfigMap\nmetadata: {name: c}\n---\nkind: Job\nmetadata: {name: v}\n---\n[1]\n---\n"
