@@ -433,6 +433,22 @@ def test_what_cannot_be_converted_is_refused_at_its_field(spec: dict[str, Any], 
     assert validation.dotted(raised.value.path) == path
 
 
+@pytest.mark.parametrize("groups", [("Master", "Worker"), ("Master",), ("Worker",)])
+def test_the_port_of_the_masters_service_is_named_and_is_no_difference_of_the_workers(groups: tuple[str, ...]) -> None:
+    """It was gone without a word; where the Master alone had it, all nodes were said to get the Master's ports."""
+    other = {"name": "metrics", "containerPort": 8000}
+    given = copy.deepcopy(replicas(ports=[other]))
+    given["Worker"]["template"] = copy.deepcopy(given["Master"]["template"])
+    for name in groups:
+        ports = given[name]["template"]["spec"]["containers"][0]["ports"]
+        ports.append({"name": "pytorchjob-port", "containerPort": 12345})
+    result = converted(pytorchReplicaSpecs=given)
+    assert trainer(result)["ports"] == [other]
+    named = {name: text for name, text in remarks(result).items() if "ports" in name}
+    assert list(named) == [f"spec.pytorchReplicaSpecs.{groups[0]}.template.spec.containers[0].ports"]
+    assert "pytorchjob-port: not needed: the job sets MASTER_PORT" in "".join(named.values())
+
+
 # ---- the address of rank 0
 
 
