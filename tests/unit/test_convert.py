@@ -605,6 +605,60 @@ def test_a_command_line_keeps_all_but_what_identifies_the_machine(
     assert trainer(result)["command"] == made.split()
 
 
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        (["uv", "run", "torchrun", "--nnodes", "2", "train.py"], ["uv", "run", "torchrun", "train.py"]),
+        (["env", "A=1", "torchrun", "--nnodes=2", "train.py"], ["env", "A=1", "torchrun", "train.py"]),
+        (["nohup", "torchrun", "--nnodes=2", "--node-rank=0", "train.py"], ["nohup", "torchrun", "train.py"]),
+        (
+            ["conda", "run", "-n", "e", "accelerate", "launch", "--num_machines", "2", "train.py"],
+            ["conda", "run", "-n", "e", "torchrun", "train.py"],
+        ),
+        (["python", "-m", "accelerate.commands.launch", "--num_machines=2", "train.py"], ["torchrun", "train.py"]),
+        (["bash", "-c", "exec torchrun --nnodes 2 --node_rank 0 train.py"], ["torchrun", "train.py"]),
+        (["sh", "-c", "cd /x && torchrun --nnodes=2 train.py"], ["sh", "-c", "cd /x && torchrun --nnodes=2 train.py"]),
+    ],
+)
+def test_a_command_behind_a_program_that_only_starts_it_is_read(words: list[str], made: list[str]) -> None:
+    """`uv run torchrun …` was taken for a file: `uv: No such file or directory`."""
+    for result in (run("--", *words), run(*words)):
+        job = yaml.safe_load(result.stdout)
+        assert (job["spec"]["nodes"], job["metadata"]["name"]) == (2, "train")
+        assert job["spec"]["template"]["spec"]["containers"][0]["command"] == made
+
+
+def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
+    result = checked(command.convert(["bash", "-c", "source env.sh; python my_train.py --lr $LR"]))
+    assert (result.spec["nodes"], result.metadata["name"]) == (1, "my-train")
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "started"),
+    [
+        (["mpirun", "-np", "4", "python", "train.py", "--lr", "1"], "mpirun", "train.py --lr 1"),
+        (["srun", "python", "train.py"], "srun", "train.py"),
+        (["timeout", "9", "/usr/bin/mpiexec", "-n", "2", "python", "x.py"], "mpiexec", "x.py"),
+        (["bash", "-c", "cd /x; mpirun -np 4 python x.py"], "mpirun", "x.py"),
+        (["bash", "train.sh"], "bash", "train.py"),
+        (["./train.sh"], "train.sh", "train.py"),
+        (["poetry", "run", "train"], "poetry", "train.py"),
+    ],
+)
+def test_what_starts_the_ranks_of_all_nodes_is_refused_with_what_a_job_runs_instead(
+    words: list[str], named: str, started: str
+) -> None:
+    """`mpirun: No such file or directory` told nobody that a DDPJob runs one command a node."""
+    said = str(run("--", *words).exception)
+    assert said.startswith(f"command: {named} cannot be converted: `ddpjob convert` reads torchrun, ddprun")
+    assert said.endswith(f"ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS {started}")
+
+
+def test_a_file_after_the_dashes_is_said_to_be_one() -> None:
+    assert "job.yaml is a file: give it without the dashes" in str(run("--", "job.yaml").exception)
+    assert "a quote is not closed" in str(run("--", "bash", "-c", "python 'x.py").exception)
+
+
 @pytest.mark.parametrize(("nnodes", "least"), [("1:4", 1), ("3:4", 3), ("4:4", None), ("4", None)])
 def test_a_command_line_with_a_range_is_elastic(nnodes: str, least: int | None) -> None:
     result = of_command(f"torchrun --nnodes {nnodes} train.py")

@@ -21,7 +21,23 @@ Examples:
   ddpjob convert --image IMAGE -- torchrun --nnodes 2 --nproc-per-node 8 train.py"""
 
 
+_IS_COMMAND = "ddpjob_operator.cli.convert.is_command"
+
+
+class _WithDashes(click.Command):
+    """Remembers whether `--` was given: click takes it away, and what follows it is always a command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Called by click."""
+        given = list(args)
+        rest = super().parse_args(ctx, args)
+        source = ctx.params.get("source") or ()
+        ctx.meta[_IS_COMMAND] = given[: len(given) - len(source)][-1:] == ["--"]
+        return rest
+
+
 @click.command(
+    cls=_WithDashes,
     short_help="Make a DDPJob from a PyTorchJob, a TrainJob or a command.",
     epilog=EPILOG,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -40,7 +56,7 @@ def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int
     from ddpjob_operator.convert.fields import ConvertError
     from ddpjob_operator.manifest.yamlfile import InputError
 
-    if not command.is_command(source[0]):
+    if not (click.get_current_context().meta.get(_IS_COMMAND) or command.is_command(source[0])):
         for option in (w for w in (("--image", image), ("--name", name)) if w[1]):
             raise InputError(f"{option[0]}: only for a command; the file has its own")
         return answer("---\n".join(_from_files(source)))

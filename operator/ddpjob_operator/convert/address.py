@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.convert.result import Converted, Path
+from ddpjob_operator.job import launcher
 from ddpjob_operator.job.podspec import trainer_path
 
 # The job sets these for each node or rank; a value in the template would go before its own.
@@ -19,7 +20,6 @@ VARIABLES = frozenset(
     "MASTER_ADDR MASTER_PORT WORLD_SIZE RANK NNODES NODE_RANK PET_NNODES PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT "
     "PET_RDZV_ID PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE".split()
 )
-_SHELLS = ("sh", "bash", "dash", "zsh", "ash")
 _SUFFIX = r"(?:\.{namespace})?(?:\.svc(?:\.cluster\.local)?)?(?![\w-]|\.\w)"
 
 
@@ -92,7 +92,7 @@ def _move_words(trainer: dict[str, Any], rank0: re.Pattern[str], path: Path, res
 
 def _is_script(before: list[Any]) -> bool:
     """Whether what follows these words is the script of `sh -c`."""
-    has_shell = any(isinstance(word, str) and word.rsplit("/", 1)[-1] in _SHELLS for word in before)
+    has_shell = any(isinstance(word, str) and word.rsplit("/", 1)[-1] in launcher.SHELLS for word in before)
     return has_shell and bool(re.fullmatch(r"-[a-z]*c", str(before[-1])))
 
 
