@@ -537,6 +537,34 @@ def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
     assert f"{path}.spec.replicatedJobs[0].template.metadata" in told
 
 
+def test_what_a_runtime_says_around_its_pods_is_named() -> None:
+    """Labels by which a team is billed, a Job that others wait for and 7 restarts of 5 were gone without a word."""
+    own = yaml.safe_load(
+        ELASTIC_RUNTIME.replace("torch: {elasticPolicy: {", "torch: {elasticPolicy: {maxRestarts: 5, ")
+    )
+    of_job_set = own["spec"]["template"]
+    of_job_set |= {"metadata": {"labels": {"team": "ml"}, "annotations": {"note": "x"}}}
+    of_job_set["spec"] |= {"failurePolicy": {"maxRestarts": 7}}
+    (job,) = of_job_set["spec"]["replicatedJobs"]
+    job |= {"dependsOn": [{"name": "data", "status": "Complete"}], "replicas": 1, "groupName": "default"}
+    job["template"]["metadata"] |= {"annotations": {"note": "y"}}
+    job["template"]["metadata"]["labels"]["cost"] = "a"
+    job["template"]["spec"] |= {"activeDeadlineSeconds": 100}
+    job["template"]["spec"]["template"]["spec"]["restartPolicy"] = "OnFailure"
+    result = trainjob(yaml.safe_dump(own))
+    named, path = remarks(result), "runtime.spec.template"
+    of_job = f"{path}.spec.replicatedJobs[0]"
+    assert result.spec["backoffLimit"] == 5
+    assert "7 restarts of the JobSet" in named[f"{path}.spec.failurePolicy.maxRestarts"]
+    assert named[f"{path}.metadata.labels"].startswith("team: not on the pods there: set it in metadata")
+    assert named[f"{of_job}.template.metadata.labels"].startswith("cost: not on the pods there")
+    assert {f"{path}.metadata.annotations", f"{of_job}.template.metadata.annotations"} <= named.keys()
+    assert "waits for no other Job" in named[f"{of_job}.dependsOn"]
+    assert '"OnFailure" restarts one container' in named[f"{of_job}.template.spec.template.spec.restartPolicy"]
+    assert "for all of them together" in named[f"{of_job}.template.spec.activeDeadlineSeconds"]
+    assert not any(name.startswith("runtime.spec.template") for name in remarks(trainjob()))
+
+
 def test_patches_of_every_version_change_the_pod_as_kubernetes_merges() -> None:
     """A volume with a patch of its own must not take the place of the runtime's containers."""
     volume = {"name": "data", "persistentVolumeClaim": {"claimName": "data"}}
