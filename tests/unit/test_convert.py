@@ -805,6 +805,36 @@ def test_what_a_job_in_a_cluster_belongs_to_is_named() -> None:
     assert "metadata.ownerReferences" in remarks(checked(room.convert(body, [])))
 
 
+IN_A_POD = """{spec: {containers: [{name: m, image: 'r/x:1', command: [python, train.py], args: ['--lr', '1']}]}}"""
+FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "spec", "fix"),
+    [
+        ("batch.volcano.sh/v1alpha1", "Job", f"{{tasks: [{{name: a, template: {IN_A_POD}}}]}}", FIX),
+        ("batch/v1", "Job", f"{{template: {IN_A_POD}}}", FIX),
+        ("jobset.x-k8s.io/v1alpha2", "JobSet",
+         f"{{replicatedJobs: [{{template: {{spec: {{template: {IN_A_POD}}}}}}}]}}", FIX),
+        ("kubeflow.org/v2beta1", "MPIJob",
+         "{mpiReplicaSpecs: {Launcher: {template: " + IN_A_POD.replace("[python", "[mpirun, -np, '4', -x, A=b, python")
+         + "}}}", FIX),
+        ("ray.io/v1", "RayJob", "{entrypoint: python train.py --lr 1}", FIX.replace("--image r/x:1 ", "")),
+        ("batch/v1", "Job", "{template: 3}", "ddpjob convert -- COMMAND"),
+        ("ray.io/v1", "RayJob", '{entrypoint: "python \'x"}', "ddpjob convert -- COMMAND"),
+    ],
+)  # fmt: skip
+def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_what_it_starts(
+    version: str, kind: str, spec: str, fix: str
+) -> None:
+    """`no PyTorchJob and no TrainJob in it` is the end of the way for one who trains with Volcano."""
+    text = f"apiVersion: {version}\nkind: {kind}\nmetadata: {{name: mine}}\nspec: {spec}\n"
+    line = f"stdin:1: {kind} mine: not converted: make one of its command: {fix}"
+    result = run("-", stdin=text)
+    assert str(result.exception).splitlines()[1:] == [line]
+    assert line in run("-", stdin=f"{text}---\n{PYTORCHJOB}").stderr
+
+
 def test_each_document_that_is_not_converted_is_named_with_its_line() -> None:
     """A Volcano Job between two PyTorchJobs was gone, and nobody heard of it."""
     others = "kind: ConfigMap\nmetadata: {name: c}\n---\nkind: Job\nmetadata: {name: v}\n---\n[1]\n---\n"

@@ -21,6 +21,7 @@ Examples:
   ddpjob convert --image IMAGE -- torchrun --nnodes 2 --nproc-per-node 8 train.py"""
 
 
+_NAMED_MAX = 20  # documents of other kinds, where none can be converted
 _IS_COMMAND = "ddpjob_operator.cli.convert.is_command"
 
 
@@ -71,7 +72,7 @@ def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int
 
 
 def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
-    from ddpjob_operator.convert import KINDS
+    from ddpjob_operator.convert import KINDS, left_out, others
     from ddpjob_operator.manifest import yamlfile
 
     everything = [d for path in paths for d in yamlfile.read(path) if d.data is not None]
@@ -79,7 +80,9 @@ def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
     jobs = [d for d in documents if d.data.get("kind") in KINDS]
     if not jobs:
         there = ", ".join(f"{d.data.get('kind')} (line {d.line(())})" for d in documents) or "nothing"
-        raise yamlfile.InputError(f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}")
+        lines = [f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}"]
+        lines += [f"{d.place(())}: {left_out(d.data)}" for d in documents[:_NAMED_MAX] if others.advice(d.data)]
+        raise yamlfile.InputError("\n".join(lines))
     used = {id(job.data) for job in jobs}
     texts = [_converted(job, documents, used) for job in jobs]
     _say_left_out([d for d in everything if id(d.data) not in used])

@@ -54,6 +54,11 @@ def is_command(word: str) -> bool:
     return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word)) or word.rsplit("/", 1)[-1] in known
 
 
+def starts_all_ranks(program: str) -> bool:
+    """Whether a program starts the ranks of all nodes itself, as mpirun and srun do."""
+    return _name(program) in _OTHER_LAUNCHERS
+
+
 def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
     """The DDPJob that runs a command line on all its nodes. Raises ConvertError; a remark's path is ("command",)."""
     variables, command = _variables(list(words))
