@@ -485,6 +485,12 @@ def test_a_variable_that_the_job_sets_is_left_out_and_one_with_the_masters_name_
     assert "env" not in trainer(converted(pytorchReplicaSpecs=replicas(env=env[:4])))
 
 
+def test_a_variable_whose_name_is_a_list_is_refused_without_a_traceback() -> None:
+    body = pytorchjob(pytorchReplicaSpecs=replicas(env=[{"name": ["a"], "value": "1"}]))
+    assert "env[0]: needs a name" in str(run("-", stdin=yaml.safe_dump(body)).exception)
+    assert "not converted: its kind is 3" in run("-", stdin=f"kind: 3\n---\n{PYTORCHJOB}").stderr
+
+
 def test_a_name_that_nothing_stands_for_is_told_at_its_line() -> None:
     """An init container has not the job's variables, and a Worker has a name of its own with spec.dns alone."""
     given = replicas(command=["python", "x.py", "--peer=mnist-worker-1", "--log=/logs/mnist-master-0.log"])

@@ -36,11 +36,10 @@ def left_out(document: object) -> str:
     """A document that became no part of a DDPJob, and why."""
     if not isinstance(document, Mapping):
         return f"not converted: it is {say(document)}, not an object"
-    kind, name = (
-        str(document.get("kind") or "an object without kind"),
-        podspec.mapping(document, "metadata").get("name"),
-    )
-    title = f"{kind} {name}" if name else kind
+    kind, name = document.get("kind"), podspec.mapping(document, "metadata").get("name")
+    if not isinstance(kind, str):
+        return f"not converted: its kind is {say(kind)}"
+    title = f"{kind} {name}" if isinstance(name, str) else kind
     if kind in RUNTIMES:
         return f"{title}: not converted: no TrainJob here has it as its runtimeRef"
     if kind == api.KIND:

@@ -71,8 +71,9 @@ def move(template: dict[str, Any], names: Names, path: Path, result: Converted) 
 
 def _move_variable(entry: dict[str, Any], rank0: re.Pattern[str], path: Path, result: Converted) -> None:
     """One of `env`; empty where it is to be left out."""
-    if entry.get("name") in VARIABLES:
-        told = f"{entry['name']}: not needed: the job sets it itself, and this would go before it; removed"
+    name = entry.get("name")
+    if isinstance(name, str) and name in VARIABLES:
+        told = f"{name}: not needed: the job sets it itself, and this would go before it; removed"
         result.remark(path, told)
         entry.clear()
     elif isinstance(entry.get("value"), str):
