@@ -493,11 +493,11 @@ def test_a_variable_whose_name_is_a_list_is_refused_without_a_traceback() -> Non
 
 def test_a_name_that_nothing_stands_for_is_told_at_its_line() -> None:
     """An init container has not the job's variables, and a Worker has a name of its own with spec.dns alone."""
-    given = replicas(command=["python", "x.py", "--peer=mnist-worker-1", "--log=/logs/mnist-master-0.log"])
+    given = replicas(command=["python", "x.py", "--peer=mnist-worker-1", "/mnist-master-0", "a/mnist-master-0.log"])
     waits = ["sh", "-c", "until nslookup mnist-master-0; do sleep 1; done"]
     given["Master"]["template"]["spec"]["initContainers"] = [{"name": "wait", "image": "i", "command": waits}]
     result = converted(pytorchReplicaSpecs=given)
-    assert trainer(result)["command"][2:] == ["--peer=mnist-worker-1", "--log=/logs/mnist-master-0.log"]
+    assert trainer(result)["command"][2:] == ["--peer=mnist-worker-1", "/mnist-master-0", "a/mnist-master-0.log"]
     path = "spec.pytorchReplicaSpecs.Master.template.spec"
     assert "with spec.dns: all" in remarks(result)[f"{path}.containers[0].command[2]"]
     assert "mnist-master-0: a DDPJob has no such name" in remarks(result)[f"{path}.initContainers[0].command[2]"]
@@ -507,6 +507,17 @@ def test_without_a_master_the_first_worker_is_rank_0() -> None:
     given = replicas(command=["python", "x.py", "tcp://mnist-worker-0:1"])
     result = converted(pytorchReplicaSpecs={"Worker": given["Worker"]})
     assert trainer(result)["command"][2] == "tcp://$(MASTER_ADDR):1"
+
+
+def test_the_first_pods_name_in_a_trainjob_is_the_variable_of_the_job() -> None:
+    """The name of a JobSet's pod: no pod of a DDPJob has it."""
+    env = [{"name": "MASTER_ADDR", "value": "gpt-node-0-0.gpt"}, {"name": "LR", "value": "1"}]
+    words = ["python", "x.py", "--url=tcp://gpt-node-0-0.gpt:29500", "--peer=gpt-node-0-1.gpt"]
+    result = trainjob(trainer={"command": words, "env": env})
+    assert trainer(result)["command"][2:] == ["--url=tcp://$(MASTER_ADDR):29500", "--peer=gpt-node-0-1.gpt"]
+    assert "MASTER_ADDR" not in {entry["name"] for entry in trainer(result)["env"]}
+    assert "MASTER_ADDR: not needed" in remarks(result)["spec.trainer.env"]
+    assert "gpt-node-0-1.gpt: a DDPJob has no such name" in remarks(result)["spec.trainer.command"]
 
 
 # ---- TrainJob

@@ -34,7 +34,7 @@ class Names:
     def rank0(self) -> re.Pattern[str]:
         """Where the address of rank 0 stands, and not a folder or a file that is called so."""
         suffix = _SUFFIX.format(namespace=re.escape(self.namespace) if self.namespace else r"[a-z0-9-]+(?=\.svc\b)")
-        return re.compile(rf"(?<![\w.-])(?<![^/]/){re.escape(self.first)}{suffix}")
+        return re.compile(rf"(?<![\w.-])(?<!(?<!/)/){re.escape(self.first)}{suffix}")
 
     def anywhere(self) -> re.Pattern[str]:
         """Where any of the names stands."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ddpjob_operator.convert import common
+from ddpjob_operator.convert import address, common
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
 from ddpjob_operator.convert.strategic import merge
@@ -117,8 +119,23 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
     own_command = "command" in trainer.given or "args" in trainer.given
     where = (*trainer.path, "command" if "command" in trainer.given else "args")
     nnodes = common.strip_launcher(container, where if own_command else (*path, "spec", "containers"), result)
+    _address(template, trainer, job.text("name"), path, result)
     job_spec.rest(result, _JOB_FIELDS)
     return template, nnodes
+
+
+def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, result: Converted) -> None:
+    """The JobSet calls the first pod gpt-node-0-0.gpt. path: the runtime's template."""
+    name = str(result.metadata.get("name", ""))
+    any_of = rf"{re.escape(name)}-{re.escape(job)}-0-\d+(?:\.{re.escape(name)})?"
+    names = address.Names(f"{name}-{job}-0-0.{name}", any_of, str(result.metadata.get("namespace", "")))
+    before = len(result.remarks)
+    own = (*path, *podspec.trainer_path(template)[2:])
+    address.move(template, names, path, result)
+    for i, remark in enumerate(result.remarks[before:], before):
+        part = remark.path[len(own)] if len(remark.path) > len(own) and remark.path[: len(own)] == own else ""
+        if part in ("command", "args", "env") and part in trainer.given:
+            result.remarks[i] = replace(remark, path=(*trainer.path, part))
 
 
 def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Converted) -> None:
