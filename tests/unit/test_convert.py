@@ -433,6 +433,93 @@ def test_what_cannot_be_converted_is_refused_at_its_field(spec: dict[str, Any], 
     assert validation.dotted(raised.value.path) == path
 
 
+@pytest.mark.parametrize("groups", [("Master", "Worker"), ("Master",), ("Worker",)])
+def test_the_port_of_the_masters_service_is_named_and_is_no_difference_of_the_workers(groups: tuple[str, ...]) -> None:
+    """It was gone without a word; where the Master alone had it, all nodes were said to get the Master's ports."""
+    other = {"name": "metrics", "containerPort": 8000}
+    given = copy.deepcopy(replicas(ports=[other]))
+    given["Worker"]["template"] = copy.deepcopy(given["Master"]["template"])
+    for name in groups:
+        ports = given[name]["template"]["spec"]["containers"][0]["ports"]
+        ports.append({"name": "pytorchjob-port", "containerPort": 12345})
+    result = converted(pytorchReplicaSpecs=given)
+    assert trainer(result)["ports"] == [other]
+    named = {name: text for name, text in remarks(result).items() if "ports" in name}
+    assert list(named) == [f"spec.pytorchReplicaSpecs.{groups[0]}.template.spec.containers[0].ports"]
+    assert "pytorchjob-port: not needed: the job sets MASTER_PORT" in "".join(named.values())
+
+
+# ---- the address of rank 0
+
+
+def told(result: Converted) -> str:
+    return "\n".join(remarks(result).values())
+
+
+def test_the_masters_name_in_a_word_or_a_shells_script_is_the_variable_of_the_job() -> None:
+    """No DDPJob has a Service mnist-master-0: its ranks looked for it until the rendezvous gave up."""
+    words = ["python", "train.py", "--dist-url=tcp://mnist-master-0:23456", "--host", "mnist-master-0.team-a.svc"]
+    result = converted(pytorchReplicaSpecs=replicas(command=words))
+    assert trainer(result)["command"][2:] == ["--dist-url=tcp://$(MASTER_ADDR):23456", "--host", "$(MASTER_ADDR)"]
+    assert "mnist-master-0 is now $(MASTER_ADDR), which the job sets" in told(result)
+    script = "torchrun --master_addr=mnist-master-0 train.py --url 'tcp://mnist-master-0:1'"
+    for given in ({"command": ["sh", "-c", script]}, {"command": ["/bin/bash", "-ec"], "args": [script]}):
+        result = converted(pytorchReplicaSpecs=replicas(**given))
+        made = trainer(result).get("args", trainer(result)["command"])[-1]
+        assert made == "torchrun --master_addr=$MASTER_ADDR train.py --url 'tcp://$(MASTER_ADDR):1'"
+        assert "mnist-master-0 is now $MASTER_ADDR and $(MASTER_ADDR), which the job sets" in told(result)
+
+
+def test_a_variable_that_the_job_sets_is_left_out_and_one_with_the_masters_name_refers_to_it() -> None:
+    """The template's value goes before the job's: WORLD_SIZE "9" waited for ranks that never come."""
+    given = {"MASTER_ADDR": "mnist-master-0", "MASTER_PORT": "23456", "WORLD_SIZE": "9", "RANK": "0", "LR": "1"}
+    env = [{"name": name, "value": value} for name, value in given.items()]
+    url = {"name": "URL", "value": "tcp://mnist-master-0:23456"}
+    result = converted(pytorchReplicaSpecs=replicas(env=[*env, url]))
+    assert trainer(result)["env"] == [
+        {"name": "LR", "value": "1"},
+        {"name": "URL", "value": "tcp://$(MASTER_ADDR):23456"},
+    ]
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK"):
+        assert f"{name}: not needed: the job sets it itself" in told(result)
+    assert "env" not in trainer(converted(pytorchReplicaSpecs=replicas(env=env[:4])))
+
+
+def test_a_variable_whose_name_is_a_list_is_refused_without_a_traceback() -> None:
+    body = pytorchjob(pytorchReplicaSpecs=replicas(env=[{"name": ["a"], "value": "1"}]))
+    assert "env[0]: needs a name" in str(run("-", stdin=yaml.safe_dump(body)).exception)
+    assert "not converted: its kind is 3" in run("-", stdin=f"kind: 3\n---\n{PYTORCHJOB}").stderr
+
+
+def test_a_name_that_nothing_stands_for_is_told_at_its_line() -> None:
+    """An init container has not the job's variables, and a Worker has a name of its own with spec.dns alone."""
+    given = replicas(command=["python", "x.py", "--peer=mnist-worker-1", "/mnist-master-0", "a/mnist-master-0.log"])
+    waits = ["sh", "-c", "until nslookup mnist-master-0; do sleep 1; done"]
+    given["Master"]["template"]["spec"]["initContainers"] = [{"name": "wait", "image": "i", "command": waits}]
+    result = converted(pytorchReplicaSpecs=given)
+    assert trainer(result)["command"][2:] == ["--peer=mnist-worker-1", "/mnist-master-0", "a/mnist-master-0.log"]
+    path = "spec.pytorchReplicaSpecs.Master.template.spec"
+    assert "with spec.dns: all" in remarks(result)[f"{path}.containers[0].command[2]"]
+    assert "mnist-master-0: a DDPJob has no such name" in remarks(result)[f"{path}.initContainers[0].command[2]"]
+
+
+def test_without_a_master_the_first_worker_is_rank_0() -> None:
+    given = replicas(command=["python", "x.py", "tcp://mnist-worker-0:1"])
+    result = converted(pytorchReplicaSpecs={"Worker": given["Worker"]})
+    assert trainer(result)["command"][2] == "tcp://$(MASTER_ADDR):1"
+
+
+def test_the_first_pods_name_in_a_trainjob_is_the_variable_of_the_job() -> None:
+    """The name of a JobSet's pod: no pod of a DDPJob has it."""
+    env = [{"name": "MASTER_ADDR", "value": "gpt-node-0-0.gpt"}, {"name": "LR", "value": "1"}]
+    words = ["python", "x.py", "--url=tcp://gpt-node-0-0.gpt:29500", "--peer=gpt-node-0-1.gpt"]
+    result = trainjob(trainer={"command": words, "env": env})
+    assert trainer(result)["command"][2:] == ["--url=tcp://$(MASTER_ADDR):29500", "--peer=gpt-node-0-1.gpt"]
+    assert "MASTER_ADDR" not in {entry["name"] for entry in trainer(result)["env"]}
+    assert "MASTER_ADDR: not needed" in remarks(result)["spec.trainer.env"]
+    assert "gpt-node-0-1.gpt: a DDPJob has no such name" in remarks(result)["spec.trainer.command"]
+
+
 # ---- TrainJob
 
 
@@ -465,6 +552,34 @@ def test_what_a_patch_says_of_more_than_the_pods_is_named() -> None:
     path = "spec.runtimePatches[0].trainingRuntimeSpec.template"
     assert "set it in metadata of the job" in told[f"{path}.metadata"]
     assert f"{path}.spec.replicatedJobs[0].template.metadata" in told
+
+
+def test_what_a_runtime_says_around_its_pods_is_named() -> None:
+    """Labels by which a team is billed, a Job that others wait for and 7 restarts of 5 were gone without a word."""
+    own = yaml.safe_load(
+        ELASTIC_RUNTIME.replace("torch: {elasticPolicy: {", "torch: {elasticPolicy: {maxRestarts: 5, ")
+    )
+    of_job_set = own["spec"]["template"]
+    of_job_set |= {"metadata": {"labels": {"team": "ml"}, "annotations": {"note": "x"}}}
+    of_job_set["spec"] |= {"failurePolicy": {"maxRestarts": 7}}
+    (job,) = of_job_set["spec"]["replicatedJobs"]
+    job |= {"dependsOn": [{"name": "data", "status": "Complete"}], "replicas": 1, "groupName": "default"}
+    job["template"]["metadata"] |= {"annotations": {"note": "y"}}
+    job["template"]["metadata"]["labels"]["cost"] = "a"
+    job["template"]["spec"] |= {"activeDeadlineSeconds": 100}
+    job["template"]["spec"]["template"]["spec"]["restartPolicy"] = "OnFailure"
+    result = trainjob(yaml.safe_dump(own))
+    named, path = remarks(result), "runtime.spec.template"
+    of_job = f"{path}.spec.replicatedJobs[0]"
+    assert result.spec["backoffLimit"] == 5
+    assert "7 restarts of the JobSet" in named[f"{path}.spec.failurePolicy.maxRestarts"]
+    assert named[f"{path}.metadata.labels"].startswith("team: not on the pods there: set it in metadata")
+    assert named[f"{of_job}.template.metadata.labels"].startswith("cost: not on the pods there")
+    assert {f"{path}.metadata.annotations", f"{of_job}.template.metadata.annotations"} <= named.keys()
+    assert "waits for no other Job" in named[f"{of_job}.dependsOn"]
+    assert '"OnFailure" restarts one container' in named[f"{of_job}.template.spec.template.spec.restartPolicy"]
+    assert "for all of them together" in named[f"{of_job}.template.spec.activeDeadlineSeconds"]
+    assert not any(name.startswith("runtime.spec.template") for name in remarks(trainjob()))
 
 
 def test_patches_of_every_version_change_the_pod_as_kubernetes_merges() -> None:
@@ -533,6 +648,60 @@ def test_a_command_line_keeps_all_but_what_identifies_the_machine(
     result = of_command(line)
     assert (result.spec["nodes"], result.spec.get("nprocPerNode")) == (nodes, nproc)
     assert trainer(result)["command"] == made.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "made"),
+    [
+        (["uv", "run", "torchrun", "--nnodes", "2", "train.py"], ["uv", "run", "torchrun", "train.py"]),
+        (["env", "A=1", "torchrun", "--nnodes=2", "train.py"], ["env", "A=1", "torchrun", "train.py"]),
+        (["nohup", "torchrun", "--nnodes=2", "--node-rank=0", "train.py"], ["nohup", "torchrun", "train.py"]),
+        (
+            ["conda", "run", "-n", "e", "accelerate", "launch", "--num_machines", "2", "train.py"],
+            ["conda", "run", "-n", "e", "torchrun", "train.py"],
+        ),
+        (["python", "-m", "accelerate.commands.launch", "--num_machines=2", "train.py"], ["torchrun", "train.py"]),
+        (["bash", "-c", "exec torchrun --nnodes 2 --node_rank 0 train.py"], ["torchrun", "train.py"]),
+        (["sh", "-c", "cd /x && torchrun --nnodes=2 train.py"], ["sh", "-c", "cd /x && torchrun --nnodes=2 train.py"]),
+    ],
+)
+def test_a_command_behind_a_program_that_only_starts_it_is_read(words: list[str], made: list[str]) -> None:
+    """`uv run torchrun …` was taken for a file: `uv: No such file or directory`."""
+    for result in (run("--", *words), run(*words)):
+        job = yaml.safe_load(result.stdout)
+        assert (job["spec"]["nodes"], job["metadata"]["name"]) == (2, "train")
+        assert job["spec"]["template"]["spec"]["containers"][0]["command"] == made
+
+
+def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
+    result = checked(command.convert(["bash", "-c", "source env.sh; python my_train.py --lr $LR"]))
+    assert (result.spec["nodes"], result.metadata["name"]) == (1, "my-train")
+
+
+@pytest.mark.parametrize(
+    ("words", "named", "started"),
+    [
+        (["mpirun", "-np", "4", "python", "train.py", "--lr", "1"], "mpirun", "train.py --lr 1"),
+        (["srun", "python", "train.py"], "srun", "train.py"),
+        (["timeout", "9", "/usr/bin/mpiexec", "-n", "2", "python", "x.py"], "mpiexec", "x.py"),
+        (["bash", "-c", "cd /x; mpirun -np 4 python x.py"], "mpirun", "x.py"),
+        (["bash", "train.sh"], "bash", "train.py"),
+        (["./train.sh"], "train.sh", "train.py"),
+        (["poetry", "run", "train"], "poetry", "train.py"),
+    ],
+)
+def test_what_starts_the_ranks_of_all_nodes_is_refused_with_what_a_job_runs_instead(
+    words: list[str], named: str, started: str
+) -> None:
+    """`mpirun: No such file or directory` told nobody that a DDPJob runs one command a node."""
+    said = str(run("--", *words).exception)
+    assert said.startswith(f"command: {named} cannot be converted: `ddpjob convert` reads torchrun, ddprun")
+    assert said.endswith(f"ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS {started}")
+
+
+def test_a_file_after_the_dashes_is_said_to_be_one() -> None:
+    assert "job.yaml is a file: give it without the dashes" in str(run("--", "job.yaml").exception)
+    assert "a quote is not closed" in str(run("--", "bash", "-c", "python 'x.py").exception)
 
 
 @pytest.mark.parametrize(("nnodes", "least"), [("1:4", 1), ("3:4", 3), ("4:4", None), ("4", None)])
@@ -610,6 +779,93 @@ def test_a_pipe_with_several_jobs_gives_several_documents() -> None:
     result = run("-", stdin=f"{PYTORCHJOB}---\n{TRAINJOB}---\n{RUNTIME}")
     assert [job["metadata"]["name"] for job in yaml.safe_load_all(result.stdout)] == ["mnist", "gpt"]
     assert "stdin:" in result.stderr
+
+
+def as_kubectl_prints(body: dict[str, Any]) -> dict[str, Any]:
+    of_server = {"uid": "u", "resourceVersion": "7", "generation": 1, "creationTimestamp": "2031-03-05T07:11:13Z"}
+    applied = {"kubectl.kubernetes.io/last-applied-configuration": "{}", "note": "mine"}
+    metadata = {**body["metadata"], **of_server, "managedFields": [{"manager": "kubectl"}], "annotations": applied}
+    for group in body["spec"].get("pytorchReplicaSpecs", {}).values():
+        group["template"]["metadata"] = {"creationTimestamp": None}
+    return {**body, "metadata": metadata, "status": {"startTime": "2031-03-05T07:11:14Z"}}
+
+
+@pytest.mark.parametrize("kind", ["List", "PyTorchJobList"])
+def test_what_kubectl_prints_of_several_jobs_is_read_item_by_item(kind: str) -> None:
+    """`kubectl get pytorchjobs -o yaml` is how one moves a cluster: its List was `no PyTorchJob`."""
+    items = [as_kubectl_prints(pytorchjob(runPolicy={"schedulingPolicy": {"queue": name}})) for name in "ab"]
+    items[1]["metadata"]["name"] = "second"
+    if kind != "List":  # the API server's own list does not repeat the kind
+        items = [{name: value for name, value in item.items() if name not in ("apiVersion", "kind")} for item in items]
+    text = yaml.safe_dump({"apiVersion": "kubeflow.org/v1", "kind": kind, "items": items}, sort_keys=False)
+    result = run("-", stdin=text)
+    jobs = list(yaml.safe_load_all(result.stdout))
+    own = {"namespace": "team-a", "annotations": {"note": "mine"}}
+    assert [job["metadata"] for job in jobs] == [{"name": "mnist", **own}, {"name": "second", **own}]
+    assert not any("status" in job or "metadata" in job["spec"]["template"] for job in jobs)
+    lines = [n for n, line in enumerate(text.splitlines(), 1) if "queue:" in line]
+    assert [f"stdin:{n}: spec.runPolicy.schedulingPolicy.queue: " in result.stderr for n in lines] == [True, True]
+
+
+def test_a_list_may_hold_the_runtime_of_its_trainjobs_and_one_without_jobs_names_what_it_has() -> None:
+    items = [yaml.safe_load(RUNTIME), yaml.safe_load(TRAINJOB)]
+    of_list = {"apiVersion": "v1", "kind": "List"}
+    assert "nodes: 4" in run("-", stdin=yaml.safe_dump({**of_list, "items": items})).stdout
+    none = run("-", stdin=yaml.safe_dump({**of_list, "items": [{"kind": "Pod"}, 3]}))
+    assert "there: Pod (line 3)" in str(none.exception)
+
+
+def test_what_a_job_in_a_cluster_belongs_to_is_named() -> None:
+    """A CronJob's owner, or a finalizer that somebody waits for, is not that of the new object."""
+    body = pytorchjob()
+    body["metadata"]["ownerReferences"] = [{"kind": "Workflow", "name": "w"}]
+    assert "metadata.ownerReferences" in remarks(checked(room.convert(body, [])))
+
+
+IN_A_POD = """{spec: {containers: [{name: m, image: 'r/x:1', command: [python, train.py], args: ['--lr', '1']}]}}"""
+FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
+
+
+@pytest.mark.parametrize(
+    ("version", "kind", "spec", "fix"),
+    [
+        ("batch.volcano.sh/v1alpha1", "Job", f"{{tasks: [{{name: a, template: {IN_A_POD}}}]}}", FIX),
+        ("batch/v1", "Job", f"{{template: {IN_A_POD}}}", FIX),
+        ("jobset.x-k8s.io/v1alpha2", "JobSet",
+         f"{{replicatedJobs: [{{template: {{spec: {{template: {IN_A_POD}}}}}}}]}}", FIX),
+        ("kubeflow.org/v2beta1", "MPIJob",
+         "{mpiReplicaSpecs: {Launcher: {template: " + IN_A_POD.replace("[python", "[mpirun, -np, '4', -x, A=b, python")
+         + "}}}", FIX),
+        ("ray.io/v1", "RayJob", "{entrypoint: python train.py --lr 1}", FIX.replace("--image r/x:1 ", "")),
+        ("batch/v1", "Job", "{template: 3}", "ddpjob convert -- COMMAND"),
+        ("ray.io/v1", "RayJob", '{entrypoint: "python \'x"}', "ddpjob convert -- COMMAND"),
+    ],
+)  # fmt: skip
+def test_a_job_of_another_kind_is_refused_with_the_command_that_converts_what_it_starts(
+    version: str, kind: str, spec: str, fix: str
+) -> None:
+    """`no PyTorchJob and no TrainJob in it` is the end of the way for one who trains with Volcano."""
+    text = f"apiVersion: {version}\nkind: {kind}\nmetadata: {{name: mine}}\nspec: {spec}\n"
+    line = f"stdin:1: {kind} mine: not converted: make one of its command: {fix}"
+    result = run("-", stdin=text)
+    assert str(result.exception).splitlines()[1:] == [line]
+    assert line in run("-", stdin=f"{text}---\n{PYTORCHJOB}").stderr
+
+
+def test_each_document_that_is_not_converted_is_named_with_its_line() -> None:
+    """A Volcano Job between two PyTorchJobs was gone, and nobody heard of it."""
+    others = "kind: ConfigMap\nmetadata: {name: c}\n---\nkind: Job\nmetadata: {name: v}\n---\n[1]\n---\n"
+    result = run(
+        "-", stdin=f"{others}{TRAINJOB}---\n{RUNTIME}---\n{RUNTIME.replace('torch-distributed', 'other')}---\n"
+    )
+    assert [job["kind"] for job in yaml.safe_load_all(result.stdout)] == ["DDPJob"]
+    named = [line for line in result.stderr.splitlines() if "not converted" in line]
+    assert [line.partition(": not converted")[0] for line in named] == [
+        "stdin:1: ConfigMap c",
+        "stdin:4: Job v",
+        "stdin:7",
+        "stdin:45: ClusterTrainingRuntime other",
+    ]
 
 
 def test_a_remark_on_the_runtime_has_the_line_of_the_runtime(tmp_path: Path) -> None:

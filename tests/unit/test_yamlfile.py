@@ -254,3 +254,15 @@ def test_the_count_is_that_of_what_is_built(value: Any) -> None:
     for event in yaml.parse(yaml.safe_dump(value)):
         reader.read(event)
     assert reader.nodes == 1 + rows(value)
+
+
+def test_the_jobs_of_a_list_are_read_as_those_of_a_file(tmp_path: Path) -> None:
+    """`kubectl get ddpjobs -o yaml | ddpjob check -` said that a List is no DDPJob."""
+    item = "".join(f"  {line}\n" for line in GOOD.splitlines()).replace("  api", "- api", 1)
+    path = tmp_path / "job.yaml"
+    path.write_text(f"kind: List\napiVersion: v1\nitems:\n{item}{item.replace('digits', 'other')}")
+    assert "2 DDPJobs: digits (line 4), other (line 16)" in said(tmp_path / "job.yaml", path.read_bytes())
+    document = yamlfile.read_job(str(path), "other")
+    assert (document.name, document.line(("spec", "nodes"))) == ("other", 21)
+    assert said(path, "kind: List\nitems: []\n") == "job.yaml:1: the file has no DDPJob: it is empty"
+    assert 'kind: must be DDPJob, is "List"' in said(path, "kind: List\nitems: {a: b}\n")

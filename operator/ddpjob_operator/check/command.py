@@ -29,14 +29,9 @@ _MODULES = {
     "lightning": "fabric",
     "lightning_fabric": "fabric",
 }
-# Programs and modules that start what follows them, and change nothing about it.
-_WRAPPERS = set(
-    "conda coverage dumb-init env exec gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys numactl pdm "
-    "pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini uv viztracer xvfb-run".split()
-)
+# Modules that start what follows them, and change nothing about it.
 _MODULE_WRAPPERS = set("cProfile coverage debugpy memory_profiler pdb profile scalene trace viztracer".split())
 _SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "command", "nohup"}
-_SHELLS = ("sh", "bash", "dash", "zsh", "ash")
 
 
 @dataclass(frozen=True)
@@ -68,12 +63,11 @@ def read(words: list[str]) -> Command:
 
 def _commands(words: list[str]) -> Iterator[list[str]]:
     """The command, or those of a shell's script, without the variables that are set before each."""
-    program = words[0].rsplit("/", 1)[-1] if words else ""
-    option = next((i for i, w in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c[a-z]*", w)), None)
-    if program not in _SHELLS or option is None:
+    script = launcher.shell_script(words)
+    if script is None:
         yield words
         return
-    for line in re.split(r"&&|\|\||;|\n", launcher.shell_lines(words[option + 1])):
+    for line in re.split(r"&&|\|\||;|\n", launcher.shell_lines(script)):
         try:
             split = launcher.shell_words(line)
         except ValueError:  # an unclosed quote, or one that the split has cut
@@ -89,7 +83,7 @@ def _read(words: list[str]) -> Command:
         return _of_torchrun(program, words[1:])
     if program in _FRAMEWORKS:
         return _behind(program, _without(_FRAMEWORKS[program], words[1:]))
-    if program in _WRAPPERS:
+    if program in launcher.WRAPPERS:
         return _behind("", words[1:])
     return Command("python", words[0], words=tuple(words[1:])) if program.endswith(".py") else Command()
 

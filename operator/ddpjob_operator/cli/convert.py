@@ -21,7 +21,24 @@ Examples:
   ddpjob convert --image IMAGE -- torchrun --nnodes 2 --nproc-per-node 8 train.py"""
 
 
+_NAMED_MAX = 20  # documents of other kinds, where none can be converted
+_IS_COMMAND = "ddpjob_operator.cli.convert.is_command"
+
+
+class _WithDashes(click.Command):
+    """Remembers whether `--` was given: click takes it away, and what follows it is always a command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Called by click."""
+        given = list(args)
+        rest = super().parse_args(ctx, args)
+        source = ctx.params.get("source") or ()
+        ctx.meta[_IS_COMMAND] = given[: len(given) - len(source)][-1:] == ["--"]
+        return rest
+
+
 @click.command(
+    cls=_WithDashes,
     short_help="Make a DDPJob from a PyTorchJob, a TrainJob or a command.",
     epilog=EPILOG,
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
@@ -40,7 +57,7 @@ def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int
     from ddpjob_operator.convert.fields import ConvertError
     from ddpjob_operator.manifest.yamlfile import InputError
 
-    if not command.is_command(source[0]):
+    if not (click.get_current_context().meta.get(_IS_COMMAND) or command.is_command(source[0])):
         for option in (w for w in (("--image", image), ("--name", name)) if w[1]):
             raise InputError(f"{option[0]}: only for a command; the file has its own")
         return answer("---\n".join(_from_files(source)))
@@ -55,18 +72,33 @@ def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int
 
 
 def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
-    from ddpjob_operator.convert import KINDS
+    from ddpjob_operator.convert import KINDS, left_out, others
     from ddpjob_operator.manifest import yamlfile
 
-    documents = [d for path in paths for d in yamlfile.read(path) if isinstance(d.data, Mapping)]
+    everything = [d for path in paths for d in yamlfile.read(path) if d.data is not None]
+    documents = [d for d in everything if isinstance(d.data, Mapping)]
     jobs = [d for d in documents if d.data.get("kind") in KINDS]
     if not jobs:
         there = ", ".join(f"{d.data.get('kind')} (line {d.line(())})" for d in documents) or "nothing"
-        raise yamlfile.InputError(f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}")
-    return iter([_converted(job, documents) for job in jobs])
+        lines = [f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}"]
+        lines += [f"{d.place(())}: {left_out(d.data)}" for d in documents[:_NAMED_MAX] if others.advice(d.data)]
+        raise yamlfile.InputError("\n".join(lines))
+    used = {id(job.data) for job in jobs}
+    texts = [_converted(job, documents, used) for job in jobs]
+    _say_left_out([d for d in everything if id(d.data) not in used])
+    return iter(texts)
 
 
-def _converted(job: Document, documents: list[Document]) -> str:
+def _say_left_out(documents: list[Document]) -> None:
+    """Each document that became no part of a DDPJob: whoever pipes a folder would miss it in the cluster only."""
+    from ddpjob_operator.convert import left_out
+
+    for document in documents:
+        click.echo(f"{document.place(())}: {left_out(document.data)}", err=True)
+
+
+def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
+    """The YAML of one job; the id of the runtime that it takes its pods from is added to `used`."""
     from ddpjob_operator.convert import convert as to_job
     from ddpjob_operator.convert.fields import ConvertError
     from ddpjob_operator.manifest.yamlfile import InputError
@@ -76,6 +108,7 @@ def _converted(job: Document, documents: list[Document]) -> str:
         result = to_job(job.data, others)
     except ConvertError as error:
         raise InputError(_place(error, job, documents) + f": {error}") from None
+    used.add(id(result.runtime))
     for remark in sorted(result.remarks, key=lambda r: _order(r, job, result, documents)):
         click.echo(_line(remark, job, result, documents), err=True)
     return _checked(result, job.place(()))

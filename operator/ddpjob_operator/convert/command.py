@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -37,12 +38,25 @@ _ACCELERATE_IDENTITY = {
     "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "same_network",
 }  # fmt: skip
 _ACCELERATE_KEPT = {"max_restarts", "tee", "log_dir", "role", "monitor_interval", "module", "no_python"}
+# They start the ranks of all nodes from one machine, or are launchers of frameworks whose options are not known here.
+_OTHER_LAUNCHERS = {
+    "colossalai", "composer", "deepspeed", "fabric", "horovodrun", "lightning", "mpiexec", "mpirun", "orterun", "ray",
+    "srun", "tune",
+}  # fmt: skip
+_READ = "`ddpjob convert` reads torchrun, ddprun, accelerate launch and python, also behind env, uv run or bash -c"
+_MORE_THAN_WORDS = re.compile(r"[;&|<>$`\n(){}*?~#\\]")
 _NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
 
 
 def is_command(word: str) -> bool:
     """Whether the first word of the arguments begins a command line, and is no file with a job."""
-    return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word))
+    known = launcher.WRAPPERS | _OTHER_LAUNCHERS | set(launcher.SHELLS)
+    return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word)) or word.rsplit("/", 1)[-1] in known
+
+
+def starts_all_ranks(program: str) -> bool:
+    """Whether a program starts the ranks of all nodes itself, as mpirun and srun do."""
+    return _name(program) in _OTHER_LAUNCHERS
 
 
 def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
@@ -51,12 +65,21 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
     result = Converted("Converted from a command line by `ddpjob convert`.", {"name": "train"})
     if not command:
         raise ConvertError(("command",), "is empty: give a command, as in `ddpjob convert -- torchrun train.py`")
-    if command[0].rsplit("/", 1)[-1] == "accelerate":
-        command, more = _accelerate(command, result)
+    command = _without_shell(command)
+    begin = _program(command)
+    inner = command[begin:]
+    if inner[1:3] == ["-m", "accelerate.commands.launch"]:
+        inner = ["accelerate", "launch", *inner[3:]]
+    if launcher.shell_script(inner) is not None:
+        script = _of_shell(inner, result)
+    elif _name(inner[0]) == "accelerate":
+        inner, more = _accelerate(inner, result)
         variables |= more
+        script = launcher.script(inner) or inner[-1]
     else:
-        command = _torchrun(command, result)
-    script = launcher.script(command) or command[-1]
+        inner = _torchrun(inner, result)
+        script = launcher.script(inner) or inner[-1]
+    command = [*command[:begin], *inner]
     result.metadata["name"] = name or common.job_name(script)
     container: dict[str, Any] = {"name": TRAINER, "image": image or IMAGE, "command": command}
     if variables:
@@ -76,6 +99,67 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return found, words
 
 
+def _name(word: str) -> str:
+    return word.rsplit("/", 1)[-1]
+
+
+def _without_shell(words: list[str]) -> list[str]:
+    """The command of `bash -c`, if its script is one command and needs no shell: its options can then be removed."""
+    script = launcher.shell_script(words)
+    if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
+        return words
+    try:
+        inner = launcher.shell_words(script)
+    except ValueError:
+        raise ConvertError(("command",), f"{script}: a quote is not closed") from None
+    inner = inner[1:] if inner[:1] == ["exec"] else inner
+    return inner if inner and not _ASSIGNMENT.fullmatch(inner[0]) else words
+
+
+def _program(words: list[str]) -> int:
+    """Where the program stands that starts the ranks, behind those that only start another one. Raises ConvertError."""
+    for i in range(len(words) if _name(words[0]) in launcher.WRAPPERS else 1):
+        if _name(words[i]) in _OTHER_LAUNCHERS:
+            break
+        is_python = bool(_PROGRAMS.fullmatch(words[i])) or words[i].endswith(".py")
+        if is_python or launcher.shell_script(words[i:]) is not None:
+            return i
+    raise _refusal(words)
+
+
+def _refusal(words: list[str]) -> ConvertError:
+    if words[0].endswith((".yaml", ".yml", ".json")):
+        return ConvertError(("command",), f"{words[0]} is a file: give it without the dashes before it")
+    other = next((word for word in words if _name(word) in _OTHER_LAUNCHERS), words[0])
+    begin = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
+    started = shlex.join(words[begin:]) if begin is not None else "train.py"
+    return ConvertError(
+        ("command",),
+        f"{_name(other) or 'an empty text'} cannot be converted: {_READ}. A DDPJob runs the same command on each node, "
+        "and it starts the ranks of that node: ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS "
+        f"{started}",
+    )
+
+
+def _of_shell(words: list[str], result: Converted) -> str:
+    """nodes and nprocPerNode of what a shell's script starts. Returns the Python file, or what the job is named by."""
+    text = launcher.shell_script(words) or ""
+    try:
+        inner = launcher.shell_words(text)
+    except ValueError:
+        raise ConvertError(("command",), f"{text}: a quote is not closed") from None
+    found = launcher.find(words)
+    if other := next((word for word in inner if _name(word) in _OTHER_LAUNCHERS), None):
+        raise _refusal([other, *inner[inner.index(other) + 1 :]])
+    if found is not None:
+        _sizes(found.options, words, result)
+    elif any(_PROGRAMS.fullmatch(word) for word in inner):
+        result.set("nodes", 1, "no launcher says how many")
+    else:
+        raise _refusal(words)
+    return next((word for word in inner if word.endswith(".py")), "train")
+
+
 def _torchrun(words: list[str], result: Converted) -> list[str]:
     begin = launcher.options_begin(words)
     if begin is None:
@@ -83,6 +167,17 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
         return words
     groups, rest = launcher.split_options(words[begin:])
     options, _ = launcher.read_options(words[begin:])
+    nproc = _sizes(options, words, result)
+    taken = common.IDENTITY | {"max_restarts"} | (set() if nproc == "cpu" else {"nproc_per_node"})
+    kept = [word for name, group in groups if name not in taken for word in group]
+    _say_dropped((word for name, group in groups if name in common.IDENTITY - {"nnodes"} for word in group), result)
+    if options.get("max_restarts", "").isdecimal():
+        result.set("backoffLimit", int(options["max_restarts"]), "--max-restarts: the job restarts all nodes itself")
+    return [*words[:begin], *kept, *rest]
+
+
+def _sizes(options: dict[str, str], words: list[str], result: Converted) -> str:
+    """nodes and nprocPerNode from torchrun's options. Returns the latter as it is given."""
     _nodes(options.get("nnodes", "1"), words, result)
     nproc = options.get("nproc_per_node", "")
     if nproc == "gpu":
@@ -90,12 +185,7 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
     elif nproc != "cpu" and nproc:
         template = {"spec": {"containers": [{"name": TRAINER, "command": words}]}}
         common.set_processes(nproc, ("command",), template, result)
-    taken = common.IDENTITY | {"max_restarts"} | (set() if nproc == "cpu" else {"nproc_per_node"})
-    kept = [word for name, group in groups if name not in taken for word in group]
-    _say_dropped((word for name, group in groups if name in common.IDENTITY - {"nnodes"} for word in group), result)
-    if options.get("max_restarts", "").isdecimal():
-        result.set("backoffLimit", int(options["max_restarts"]), "--max-restarts: the job restarts all nodes itself")
-    return [*words[:begin], *kept, *rest]
+    return nproc
 
 
 def _nodes(text: str, words: list[str], result: Converted) -> None:

@@ -29,6 +29,10 @@ SUSPENDED_BY_KUEUE = (
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
+_SET_BY_THE_SERVER = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
+_OF_THE_OBJECT = dict.fromkeys(
+    ("finalizers", "ownerReferences"), "is of the object in the cluster; a new one has its own; dropped"
+)
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
 _REFERENCE = (
     r"\$(?:\(\(\s*(?:\$\{?)?|[({])?"  # $NAME, ${NAME}, Kubernetes' $(NAME), a shell's $((NAME)) and $(($NAME - 1))
@@ -49,7 +53,8 @@ IDENTITY = {
 def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     """An empty DDPJob with the source's metadata, and the source's spec."""
     source = Fields(document, ())
-    given = source.fields("metadata").given
+    of_object = source.fields("metadata")
+    given = of_object.given
     metadata = {name: copy.deepcopy(given[name]) for name in _KEPT if given.get(name)}
     annotations = metadata.get("annotations")
     if isinstance(annotations, dict) and annotations.pop(_OF_THE_SERVER, None) and not annotations:
@@ -61,6 +66,9 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     result = Converted(f"Converted from the {kind} {name} by `ddpjob convert`.", metadata)
     if generated:
         result.remark(("metadata", "generateName"), f"a name is needed; {name} stands for one: change it for each job")
+    for known in (*_KEPT, *_SET_BY_THE_SERVER, "generateName"):
+        of_object.take(known)
+    of_object.rest(result, _OF_THE_OBJECT)
     labels = metadata.get("labels")
     if isinstance(labels, dict) and _QUEUE in labels:
         result.remark(("metadata", "labels", _QUEUE), KUEUE)
@@ -83,6 +91,9 @@ def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, 
         raise ConvertError((*path, "spec", "containers"), "is missing: the trainer's container")
     trainer = next((c for c in listed if c.get("name") in (usual, TRAINER)), listed[0])
     pod = template["spec"]
+    of_pods = mapping(template, "metadata")
+    if of_pods.pop("creationTimestamp", "") is None and not of_pods:  # as the API server prints each template
+        del template["metadata"]
     _rename(pod, str(trainer.get("name")))
     trainer["name"] = TRAINER
     if pod.get("restartPolicy") is not None:

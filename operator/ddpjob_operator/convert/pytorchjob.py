@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ddpjob_operator.convert import common
+from ddpjob_operator.convert import address, common
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
 from ddpjob_operator.job import launcher
-from ddpjob_operator.job.podspec import TRAINER
+from ddpjob_operator.job.podspec import TRAINER, containers
 from ddpjob_operator.job.validation import dotted
 
 RESUMABLE = 75  # what a rank that has saved ends with: no failure, so no rule is for it
@@ -99,20 +100,46 @@ def _template(groups: list[Fields], result: Converted) -> tuple[dict[str, Any], 
     first, *others = groups
     given = [copy.deepcopy(dict(group.fields("template").given)) for group in groups]
     path = (*first.path, "template")
+    _remove_port(groups, given, result)
     for group, other in zip(others, given[1:], strict=True):
         for where in _differences(given[0], other, (*group.path, "template")):
             result.remark(where, f"differs from {first.path[-1]}, whose value all nodes get: a DDPJob has one template")
     template = given[0]
     trainer = common.name_trainer(template, _CONTAINER, path)
     nnodes = common.strip_launcher(trainer, (*path, "spec", "containers"), result)
-    ports = trainer.get("ports")
-    if isinstance(ports, list):
-        trainer["ports"] = [p for p in ports if not (isinstance(p, dict) and p.get("name") == _PORT)]
-        if not trainer["ports"]:
-            del trainer["ports"]
+    _address(template, path, result)
     if not trainer.get("command") and not trainer.get("args"):
         result.remark((*path, "spec", "containers"), f"{TRAINER} has no command: the image's own entrypoint is run")
     return template, nnodes
+
+
+def _remove_port(groups: list[Fields], templates: list[dict[str, Any]], result: Converted) -> None:
+    """The port of the Master's Service, from all templates: that of a DDPJob is another one in each attempt."""
+    found = []
+    for group, template in zip(groups, templates, strict=True):
+        for i, container in enumerate(containers(template)):
+            ports = container.get("ports")
+            kept = [p for p in ports if not _is_own_port(p)] if isinstance(ports, list) else ports
+            if kept != ports:
+                found.append((*group.path, "template", "spec", "containers", i, "ports"))
+                container["ports"] = kept
+            if kept == [] and ports:
+                del container["ports"]
+    if found:
+        result.remark(found[0], f"{_PORT}: not needed: the job sets MASTER_PORT, another one in each attempt; removed")
+
+
+def _is_own_port(port: Any) -> bool:
+    return isinstance(port, dict) and port.get("name") == _PORT
+
+
+def _address(template: dict[str, Any], path: Path, result: Converted) -> None:
+    """The Training Operator makes a Service for each pod, mnist-master-0, and gives its name to all of them."""
+    name, of_rank0 = str(result.metadata.get("name", "")), str(path[-2]).lower()
+    names = address.Names(
+        f"{name}-{of_rank0}-0", rf"{re.escape(name)}-(?:master|worker)-\d+", str(result.metadata.get("namespace", ""))
+    )
+    address.move(template, names, path, result)
 
 
 def _differences(first: Any, other: Any, path: Path) -> Iterator[Path]:

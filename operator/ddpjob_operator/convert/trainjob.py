@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from ddpjob_operator.convert import common
+from ddpjob_operator.convert import address, common
 from ddpjob_operator.convert.fields import ConvertError, Fields
-from ddpjob_operator.convert.result import Converted
+from ddpjob_operator.convert.result import Converted, Path
 from ddpjob_operator.convert.strategic import merge
 from ddpjob_operator.job import launcher, podspec
+from ddpjob_operator.job.wording import say
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
@@ -22,8 +25,14 @@ _JOB_FIELDS = {
     "parallelism": "the number of nodes is spec.nodes",
     "completions": "the number of nodes is spec.nodes",
     "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
+    "activeDeadlineSeconds": "is for one attempt there; spec.activeDeadlineSeconds is for all of them together",
 }
-_PATCHED = {"metadata": "is not that of the pods: set it in metadata of the job, or of its template"}
+_REPLICATED = {
+    "dependsOn": "a DDPJob waits for no other Job: an init container can wait, or do its work",
+    "replicas": "the number of nodes is spec.nodes",
+}
+_SET_IT = "set it in metadata of the job, or of its template"
+_PATCHED = {"metadata": f"is not that of the pods: {_SET_IT}"}
 _JOB_SPEC = {
     "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
     "labels": "set them in metadata.labels of the template",
@@ -85,14 +94,20 @@ def _runtime(spec: Fields, runtimes: Sequence[Mapping[str, Any]], result: Conver
 
 def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> tuple[dict[str, Any], str]:
     """The pod template of the runtime's trainer, with the TrainJob's own values, and the --nnodes of its command."""
-    job_set = own.fields("template").fields("spec")
+    of_job_set = own.fields("template")
+    job_set = of_job_set.fields("spec")
     job = _trainer_job(job_set, result)
-    job_spec = job.fields("template").fields("spec")
+    of_job = job.fields("template")
+    job_spec = of_job.fields("spec")
     _job_policies(job_set, job_spec, result)
+    _say_around(of_job_set, job, of_job, result)
     path = (*job_spec.path, "template")
     template = copy.deepcopy(dict(job_spec.fields("template").given))
     for patch in _patches(spec, job.text("name"), result):
         template = merge(template, patch)
+    if (restart := podspec.mapping(template, "spec").get("restartPolicy")) not in (None, "Never"):
+        text = f"{say(restart)} restarts one container in its pod; a DDPJob restarts all nodes: set spec.backoffLimit"
+        result.remark((*path, "spec", "restartPolicy"), text)
     container = common.name_trainer(template, _CONTAINER, path)
     for name in ("image", "command", "args"):
         if (value := trainer.take(name)) is not None:
@@ -104,8 +119,38 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
     own_command = "command" in trainer.given or "args" in trainer.given
     where = (*trainer.path, "command" if "command" in trainer.given else "args")
     nnodes = common.strip_launcher(container, where if own_command else (*path, "spec", "containers"), result)
+    _address(template, trainer, job.text("name"), path, result)
     job_spec.rest(result, _JOB_FIELDS)
     return template, nnodes
+
+
+def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, result: Converted) -> None:
+    """The JobSet calls the first pod gpt-node-0-0.gpt. path: the runtime's template."""
+    name = str(result.metadata.get("name", ""))
+    any_of = rf"{re.escape(name)}-{re.escape(job)}-0-\d+(?:\.{re.escape(name)})?"
+    names = address.Names(f"{name}-{job}-0-0.{name}", any_of, str(result.metadata.get("namespace", "")))
+    before = len(result.remarks)
+    own = (*path, *podspec.trainer_path(template)[2:])
+    address.move(template, names, path, result)
+    for i, remark in enumerate(result.remarks[before:], before):
+        part = remark.path[len(own)] if len(remark.path) > len(own) and remark.path[: len(own)] == own else ""
+        if part in ("command", "args", "env") and part in trainer.given:
+            result.remarks[i] = replace(remark, path=(*trainer.path, part))
+
+
+def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Converted) -> None:
+    """What the runtime says of the JobSet and of the trainer's Job beside their specs."""
+    for fields in (of_job_set, of_job):
+        metadata = fields.fields("metadata")
+        for name in ("labels", "annotations"):
+            given = metadata.fields(name)
+            if own := ", ".join(key for key in given.given if key != _STEP):
+                result.remark(given.path, f"{own}: not on the pods there: {_SET_IT}")
+        metadata.rest(result, _PATCHED)
+        fields.rest(result)
+    for name in ("name", "groupName", *(("replicas",) if job.given.get("replicas") == 1 else ())):
+        job.take(name)  # the API server writes the last two into each runtime
+    job.rest(result, _REPLICATED)
 
 
 def _cpus(template: Mapping[str, Any]) -> int:
@@ -191,6 +236,10 @@ def _elastic(torch: Fields, nnodes: str, command: list[str], result: Converted) 
     """nnodes: an option of the command, which counts before the elasticPolicy."""
     elastic = torch.fields("elasticPolicy")
     if (restarts := elastic.number("maxRestarts")) is not None:
+        if "backoffLimit" in result.spec:
+            path: Path = ("runtime", "spec", "template", "spec", "failurePolicy", "maxRestarts")
+            text = f"{result.spec['backoffLimit']} restarts of the JobSet: elasticPolicy.maxRestarts counts before it"
+            result.remark(path, text)
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
     least, most = elastic.number("minNodes", 1), elastic.number("maxNodes", 1)
     least, most = common.range_of(nnodes) or (least, most)

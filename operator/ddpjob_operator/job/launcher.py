@@ -35,6 +35,12 @@ _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 LAUNCHERS = ("torchrun", "ddprun")
 LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
+# Programs that start what follows them, and change nothing about it.
+WRAPPERS = set(
+    "conda coverage dumb-init env exec gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys numactl pdm "
+    "pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini uv viztracer xvfb-run".split()
+)
+SHELLS = ("sh", "bash", "dash", "zsh", "ash")
 # A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
@@ -305,6 +311,13 @@ def _words(command: list[str]) -> list[str]:
         except ValueError:  # an unclosed quote, which the shell reports
             words.append(part)
     return words
+
+
+def shell_script(words: list[str]) -> str | None:
+    """The script of `sh -c "…"`; None for any other command."""
+    option = next((i for i, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c[a-z]*", word)), None)
+    has_script = option is not None and words[0].rsplit("/", 1)[-1] in SHELLS
+    return words[option + 1] if has_script and option is not None else None
 
 
 def shell_words(text: str) -> list[str]:

@@ -19,6 +19,7 @@ _TAG = yamlvalues.TAG
 _NUMBERS = (f"{_TAG}int", f"{_TAG}float")
 # Kinds that `ddpjob convert` reads; tests/unit/test_convert.py holds this to the room's own list.
 CONVERTED = ("PyTorchJob", "TrainJob")
+_LIST = "List"
 PROBLEMS_MAX = 20  # a list of 10,000 wrong containers is one mistake
 
 
@@ -120,7 +121,10 @@ def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Do
 
 
 def read(path: str) -> Iterator[Document]:
-    """All documents of a file, `-` for stdin. Raises InputError with the line where it is not valid YAML."""
+    """All documents of a file, and the items of its lists; `-` for stdin.
+
+    Raises InputError with the line where it is not valid YAML.
+    """
     try:
         if path == "-":
             path, data = "stdin", sys.stdin.buffer.read(yamlbounds.BYTES_MAX + 1)
@@ -135,7 +139,7 @@ def read(path: str) -> Iterator[Document]:
 
 
 def parse(path: str, data: bytes) -> Iterator[Document]:
-    """All documents of what was read from a file. Raises as `read` does."""
+    """All documents of what was read from a file, as `read` gives them and raises."""
     if len(data) > yamlbounds.BYTES_MAX:
         line = data.count(b"\n") + 1
         raise InputError(f"{path}:{line}: more than {yamlbounds.BYTES_MAX >> 20} MiB: too large for a file of jobs")
@@ -144,7 +148,26 @@ def parse(path: str, data: bytes) -> Iterator[Document]:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise InputError(f"{path}:{line}: byte {error.start} is not UTF-8, so not valid YAML") from None
-    return iter(_documents(path, text))
+    return (document for read in _documents(path, text) for document in _of_list(read))
+
+
+def _of_list(document: Document) -> Iterator[Document]:
+    """The items of what `kubectl get -o yaml` prints for several objects, else the document itself.
+
+    The items of a typed list, such as a PyTorchJobList, have their kind from it where they have none.
+    """
+    data = document.data
+    kind = data.get("kind") if isinstance(data, Mapping) else None
+    if not isinstance(kind, str) or not kind.endswith(_LIST) or not isinstance(data.get("items"), list):
+        yield document
+        return
+    lines: list[dict[FieldPath, int]] = [{} for _ in data["items"]]
+    for path, line in document.lines.items():
+        if path[:1] == ("items",) and len(path) > 1:
+            lines[int(path[1])][path[2:]] = line
+    of_items = {"apiVersion": data.get("apiVersion"), "kind": kind.removesuffix(_LIST)} if kind != _LIST else {}
+    for item, own in zip(data["items"], lines, strict=True):
+        yield Document(document.source, {**of_items, **item} if isinstance(item, dict) else item, own)
 
 
 def read_value(text: str) -> Any:
