@@ -327,6 +327,90 @@ def test_what_the_launcher_passes_must_be_an_option_of_the_script(
     )
 
 
+ALONE = (
+    P
+    + """import torch.distributed as dist
+parser.add_argument("--local_rank", type=int, default=-1)
+args = parser.parse_args()
+if args.local_rank != -1:
+    dist.init_process_group("nccl")
+"""
+)
+NOT_PASSED = {
+    "as people write it": (ALONE, ["torchrun"], True),
+    "by ddprun": (ALONE, ["ddprun"], True),
+    "by launch, which is told not to": (ALONE, [*LAUNCH, "--use-env"], True),
+    "no default is None": (ALONE.replace(", default=-1", "").replace("!= -1", "is not None"), ["torchrun"], True),
+    "named": (ALONE.replace("if args", "args.ddp = args").replace("!= -1:", "!= -1\nif args.ddp:"), ["torchrun"], True),
+    "in a function": (
+        ALONE.replace(
+            "if args.local_rank", "def setup(local_rank):\n  if local_rank == -1: return\n  if 1 or local_rank"
+        )
+        + "setup(args.local_rank)\n",
+        ["torchrun"],
+        True,
+    ),
+    "around the call of one": (
+        ALONE.replace("if args", "def setup():\n  dist.init_process_group()\nif args").replace(
+            'dist.init_process_group("nccl")', "setup()"
+        ),
+        ["torchrun"],
+        True,
+    ),
+    "with a model of Transformers": (ALONE + "import transformers\n", ["torchrun"], True),
+    "it is passed": (ALONE.replace('"--local_rank"', '"--local_rank", "--local-rank"'), LAUNCH, False),
+    "it is in the command": (ALONE, ["torchrun", "--no-python", "sh", "-c"], False),
+    "a variable": (ALONE.replace("-1)", '-1)\nimport os; r = os.environ["LOCAL_RANK"]'), ["torchrun"], False),
+    "set": (ALONE.replace("if args", "args.local_rank = place()\nif args"), ["torchrun"], False),
+    "set in a function": (ALONE.replace("if args", "def f(a):\n  a.local_rank = 0\nif args"), ["torchrun"], False),
+    "by its name": (ALONE.replace("if args", "setattr(args, 'local_rank', 0)\nif args"), ["torchrun"], False),
+    "or a group in any case": (ALONE + 'dist.init_process_group("nccl")\n', ["torchrun"], False),
+    "the first rank is asked for": (
+        ALONE.replace("if args.local_rank != -1", "if args.local_rank < 1"),
+        ["torchrun"],
+        False,
+    ),
+    "another number": (ALONE.replace("default=-1", "default=0"), ["torchrun"], False),
+    "another question": (ALONE.replace("local_rank != -1", "distributed"), ["torchrun"], False),
+    "an error": (ALONE + "else:\n    raise ValueError\n", ["torchrun"], False),
+    "its own processes": (ALONE + "import torch.multiprocessing as mp\nmp.spawn(f)\n", ["torchrun"], False),
+    "by a framework": (ALONE + "import deepspeed\n", ["torchrun"], False),
+    "by DeepSpeed's launcher": (ALONE, ["deepspeed"], False),
+}
+
+
+@pytest.mark.parametrize(("script", "command", "alone"), NOT_PASSED.values(), ids=NOT_PASSED)
+def test_ranks_that_each_take_themselves_for_a_single_process_are_found(
+    job_file, script: str, command: list[str], alone: bool
+) -> None:
+    """Each rank trained a model of its own, and the job was Succeeded."""
+    start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
+    result = ran(job_file(script, *command, *start, nprocPerNode=2))
+    assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
+
+
+@pytest.mark.parametrize(
+    ("names", "command"),
+    [
+        ('"--local_rank"', 'command: [torchrun, --no-python, sh, -c, "exec python train.py --local_rank=$LOCAL_RANK"]'),
+        ('"--local-rank"', "command: [python, -m, torch.distributed.launch, train.py]"),
+    ],
+)
+def test_the_command_that_needs_no_edit_of_the_script_is_named(job_file, names: str, command: str) -> None:
+    """It is in docs/launching.md: nobody who is told to write LOCAL_RANK looks there."""
+    assert command in (ROOT / "docs/launching.md").read_text().replace("`[", "`command: [")
+    assert (
+        f"without an edit: {command};" in ran(job_file(ALONE.replace('"--local_rank"', names), nprocPerNode=2)).stdout
+    )
+
+
+def test_a_script_that_a_shell_starts_for_each_rank_is_read(job_file) -> None:
+    """`torchrun --no-python sh -c "exec python train.py …"` was checked as a job without a script."""
+    words = ["torchrun", "--no-python", "sh", "-c", "exec python train.py --local_rank=$LOCAL_RANK"]
+    result = ran(job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *words))
+    assert "error[backend-mpi]" in result.stdout
+
+
 # ---------------------------------------------------------------- what is left alone
 
 

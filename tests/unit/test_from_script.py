@@ -90,6 +90,32 @@ def test_a_script_that_starts_its_own_processes_gets_no_launcher() -> None:
     assert job.spec.nodes == 1
 
 
+ALONE = """
+import argparse, torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+args = parser.parse_args()
+if args.local_rank != -1:
+    dist.init_process_group("gloo")
+"""
+SHELL = ["torchrun", "--no-python", "sh", "-c"]
+
+
+@pytest.mark.parametrize(
+    ("names", "command"),
+    [
+        ('"--local_rank"', [*SHELL, "exec python a/b.py --local_rank=$LOCAL_RANK --name 'a b' '$(NODE_RANK)'"]),
+        ('"--local-rank"', ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b", "$(NODE_RANK)"]),
+    ],
+)
+def test_a_script_that_is_a_single_process_without_its_local_rank_is_given_it(names: str, command: list[str]) -> None:
+    """By torchrun each rank trained a model of its own, and the job was Succeeded."""
+    start = Start("a/b.py", arguments=["--name", "a b", "$(NODE_RANK)"])
+    text = from_script.job_yaml(start, ALONE.replace('"--local_rank"', names))
+    assert command_of(job_of(text).spec.template) == command
+    assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
+
+
 def test_what_was_found_stands_in_comments() -> None:
     text = from_script.job_yaml(Start("train.py"), TORCHRUN)
     for said in ("nccl, which needs a GPU", "needs: --data", "--epochs (5)", "/data/mnist", "saves files"):

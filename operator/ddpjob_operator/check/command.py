@@ -52,6 +52,11 @@ class Command:
     """What the script is given."""
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """The script as the command names it, or -m and the module."""
+        return (self.script,) if self.script is not None else ("-m", self.module) if self.module else ()
+
+    @property
     def files(self) -> list[str]:
         """Where the code that is started may be."""
         if self.script is not None:
@@ -120,6 +125,8 @@ def _of_module(module: str, rest: list[str]) -> Command:
 
 def _of_torchrun(name: str, words: list[str]) -> Command:
     options, rest = launcher.read_options(words)
+    if "no_python" in options and rest and rest[0].rsplit("/", 1)[-1] in _SHELLS:
+        return replace(read(rest), launcher=name)
     if not rest or "no_python" in options:
         return replace(_behind(name, rest), launcher=name) if rest else Command(name)
     if "module" in options:

@@ -62,6 +62,7 @@ def known(job: api.DDPJob) -> Job:
         launcher=by.name if by else started.launcher,
         launcher_options=dict(by.options) if by else {},
         words=started.words,
+        script=started.named or Job.script,
         mounts=mounts(template),
         name=job.metadata.name,
         only_leader_has_name=not topology.all_have_dns_names(job.spec),

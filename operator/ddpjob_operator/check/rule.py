@@ -53,6 +53,8 @@ class Job:
     launcher_options: dict[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     """What the command gives to the script: its own options."""
+    script: tuple[str, ...] = ("train.py",)
+    """The script as the command names it; -m and a module."""
     mounts: dict[str, bool] = field(default_factory=dict)
     """mountPath → whether all nodes may see the same files there."""
     name: str = ""

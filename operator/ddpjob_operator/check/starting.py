@@ -1,13 +1,13 @@
-"""How the processes start: mp.spawn, the launcher, and the arguments that it passes."""
+"""How the processes start: mp.spawn, and the launcher."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, has_hidden_arguments, is_main_guard, is_true, leaves, name_of
+from ddpjob_operator.check.nodes import Function, has_hidden_arguments, is_main_guard, leaves, name_of
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job, Severity, rule
+from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import Script
 from ddpjob_operator.check.values import STARTERS
 
@@ -158,102 +158,6 @@ def _is_value(script: Script, node: ast.expr) -> bool:
     if isinstance(node, ast.Name):
         return node.id in ("int", "float", "bool")
     return bool(script.variable_read(node)) or script.called(node) in ("int", "float", "bool")
-
-
-@rule(
-    "warning",
-    wrong='parser.add_argument("--local_rank", type=int)',
-    right='parser.add_argument("--local-rank", "--local_rank", type=int)',
-)
-def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
-    """torch.distributed.launch passes --local-rank since torch 2.0 and passed --local_rank before: a script with only
-    the old one, or with neither, exits with “unrecognized arguments” (exit code 2). The new one alone works with all
-    versions that DDPJob supports. torchrun passes none, so it must not be required there."""
-    launched = job.launcher.startswith(_LAUNCH) or job.launcher == "launch.py"
-    if launched and "use_env" not in job.launcher_options:
-        yield from _refuses_what_is_passed(script)
-    elif job.by_torchrun or job.launcher == "ddprun":
-        yield from _requires_what_is_not_passed(script, job)
-    elif not job.launcher and script.is_distributed and not _reads_local_rank(script):
-        yield from (_one_spelling(call, None) for call in _options(script) if _has_only_the_old_name(call))
-
-
-def _refuses_what_is_passed(script: Script) -> Iterator[Found]:
-    """torch.distributed.launch starts it, and its parser ends with an error."""
-    if not script.methods_called("parse_known_args") and not script.mentions("ignore_unknown_options"):
-        options = list(_options(script))
-        yield from (_one_spelling(call, "error") for call in options if _has_only_the_old_name(call))
-        if not any(name.startswith("--local") for call in script.calls for name in _names(call)):
-            yield from (
-                at(
-                    call,
-                    f"{script.text_of(call)}: torch.distributed.launch passes --local-rank, which is not declared, and "
-                    "argparse refuses it; start it with torchrun, which passes nothing, or add --use-env",
-                    "error",
-                )
-                for call in script.methods_called("parse_args")
-                if _knows_all_options(script, call)
-            )
-
-
-def _requires_what_is_not_passed(script: Script, job: Job) -> Iterator[Found]:
-    """required=True, and torchrun passes nothing."""
-    if any(word.startswith(("--local-rank", "--local_rank")) for word in job.words):
-        return
-    for call in _options(script):
-        required = script.argument(call, "required")
-        if is_true(required) and {"--local_rank", "--local-rank"} & set(_names(call)):
-            yield at(
-                call,
-                f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error; use "
-                'int(os.environ["LOCAL_RANK"])',
-                "error",
-            )
-
-
-def _one_spelling(call: ast.Call, severity: Severity | None) -> Found:
-    return at(
-        call,
-        f'{name_of(call.func)}("{_OLD}"): since torch 2.0 torch.distributed.launch passes --local-rank, which is '
-        f'refused; declare both: "--local-rank", "{_OLD}"',
-        severity,
-    )
-
-
-_OLD = "--local_rank"
-
-
-def _options(script: Script) -> Iterator[ast.Call]:
-    """argparse's add_argument(…) and click's option(…); those under a condition may be for another version of torch."""
-    calls = [*script.methods_called("add_argument"), *script.calls_to("click.option", "typer.Option")]
-    yield from (c for c in calls if all(is_main_guard(test) for test in script.enclosing_tests(c)))
-
-
-def _names(call: ast.Call) -> list[str]:
-    return [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-
-
-def _has_only_the_old_name(call: ast.Call) -> bool:
-    return _OLD in _names(call) and "--local-rank" not in _names(call)
-
-
-def _reads_local_rank(script: Script) -> bool:
-    return any(script.variable_read(n) == "LOCAL_RANK" for n in script.nodes)
-
-
-def _knows_all_options(script: Script, call: ast.Call) -> bool:
-    """Whether parse_args() reads the command line by a parser of which this file shows every option."""
-    if call.args or call.keywords or not isinstance(call.func, ast.Attribute):
-        return False
-    parsers = script.origins(call.func.value)
-    made_here = all(isinstance(p, ast.Call) and script.called(p) == "argparse.ArgumentParser" for p in parsers)
-    inherits = any(isinstance(p, ast.Call) and script.argument(p, "parents") for p in parsers)
-    name = name_of(call.func.value)
-    given_away = any(
-        name and name == name_of(a) for c in script.calls for a in (*c.args, *(k.value for k in c.keywords))
-    )
-    takes_the_rest = any(script.argument(c, "nargs") for c in _options(script))
-    return made_here and not (inherits or given_away or takes_the_rest)
 
 
 @rule(
