@@ -404,6 +404,14 @@ def test_the_command_that_needs_no_edit_of_the_script_is_named(job_file, names: 
     )
 
 
+@pytest.mark.parametrize("by", [["torchrun"], LAUNCH])
+def test_so_it_is_where_the_option_is_required_or_refused(job_file, by: list[str]) -> None:
+    """The message only told to change the script."""
+    required = P + OLD.replace("type=int", "required=True") + PARSE
+    said = ran(job_file(required, *by, "train.py")).stdout
+    assert 'without an edit: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
+
+
 def test_a_script_that_a_shell_starts_for_each_rank_is_read(job_file) -> None:
     """`torchrun --no-python sh -c "exec python train.py …"` was checked as a job without a script."""
     words = ["torchrun", "--no-python", "sh", "-c", "exec python train.py --local_rank=$LOCAL_RANK"]

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ddpjob_operator import check
+from ddpjob_operator.check.job import known
 from ddpjob_operator.cli import from_script, sources
 from ddpjob_operator.cli.from_script import Start
 from ddpjob_operator.job import api, validation
@@ -114,6 +116,25 @@ def test_a_script_that_is_a_single_process_without_its_local_rank_is_given_it(na
     text = from_script.job_yaml(start, ALONE.replace('"--local_rank"', names))
     assert command_of(job_of(text).spec.template) == command
     assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "command"),
+    [
+        ('"--local_rank"', [*SHELL, "exec python train.py --local_rank=$LOCAL_RANK"]),
+        ('"--local-rank"', ["python", "-m", "torch.distributed.launch", "train.py"]),
+        ('"--local-rank", "--local_rank"', ["python", "-m", "torch.distributed.launch", "train.py"]),
+    ],
+)
+def test_a_script_that_requires_its_local_rank_is_given_it_and_check_accepts_the_job(
+    names: str, command: list[str]
+) -> None:
+    """`ddpjob init` wrote a job that `ddpjob check` refused, and that ended with exit code 2."""
+    script = ALONE.replace('"--local_rank"', names).replace("default=-1", "required=True")
+    text = from_script.job_yaml(Start("train.py"), script)
+    assert command_of(job_of(text).spec.template) == command
+    context = known(job_of(text))
+    assert [f for f in check.check("train.py", script, context) if f.severity == "error"] == []
 
 
 def test_what_was_found_stands_in_comments() -> None:

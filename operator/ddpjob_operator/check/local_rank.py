@@ -46,18 +46,22 @@ def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
     versions that DDPJob supports. torchrun passes none, so it must not be required there."""
     launched = job.launcher.startswith(_LAUNCH) or job.launcher == "launch.py"
     if launched and "use_env" not in job.launcher_options:
-        yield from _refuses_what_is_passed(script)
+        yield from _refuses_what_is_passed(script, job)
     elif job.by_torchrun or job.launcher == "ddprun":
         yield from _requires_what_is_not_passed(script, job)
     elif not job.launcher and script.is_distributed and not _reads_local_rank(script):
-        yield from (_one_spelling(call, None) for call in _options(script) if _has_only_the_old_name(call))
+        yield from (
+            _one_spelling(call, _recipe(job, call)) for call in _options(script) if _has_only_the_old_name(call)
+        )
 
 
-def _refuses_what_is_passed(script: Script) -> Iterator[Found]:
+def _refuses_what_is_passed(script: Script, job: Job) -> Iterator[Found]:
     """torch.distributed.launch starts it, and its parser ends with an error."""
     if not script.methods_called("parse_known_args") and not script.mentions("ignore_unknown_options"):
         options = list(_options(script))
-        yield from (_one_spelling(call, "error") for call in options if _has_only_the_old_name(call))
+        yield from (
+            _one_spelling(call, _recipe(job, call), "error") for call in options if _has_only_the_old_name(call)
+        )
         if not any(name.startswith("--local") for call in script.calls for name in _names(call)):
             yield from (
                 at(
@@ -73,24 +77,31 @@ def _refuses_what_is_passed(script: Script) -> Iterator[Found]:
 
 def _requires_what_is_not_passed(script: Script, job: Job) -> Iterator[Found]:
     """required=True, and torchrun passes nothing."""
-    if any(word.startswith(("--local-rank", "--local_rank")) for word in job.words):
-        return
+    for call in () if _is_given(job) else _required(script):
+        yield at(
+            call,
+            f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error; without "
+            f'an edit: {_recipe(job, call)}; else use int(os.environ["LOCAL_RANK"])',
+            "error",
+        )
+
+
+def _required(script: Script) -> Iterator[ast.Call]:
     for call in _options(script):
-        required = script.argument(call, "required")
-        if is_true(required) and {"--local_rank", "--local-rank"} & set(_names(call)):
-            yield at(
-                call,
-                f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error; use "
-                'int(os.environ["LOCAL_RANK"])',
-                "error",
-            )
+        if is_true(script.argument(call, "required")) and {_OLD, _NEW} & set(_names(call)):
+            yield call
 
 
-def _one_spelling(call: ast.Call, severity: Severity | None) -> Found:
+def must_be_passed(script: Script) -> ast.Call | None:
+    """The option for the local rank without which the script ends with an error, or each rank trains alone."""
+    return next(_required(script), None) or default_means_alone(script)
+
+
+def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None) -> Found:
     return at(
         call,
         f'{name_of(call.func)}("{_OLD}"): since torch 2.0 torch.distributed.launch passes --local-rank, which is '
-        f'refused; declare both: "--local-rank", "{_OLD}"',
+        f'refused; declare both: "{_NEW}", "{_OLD}"; without an edit: {recipe}',
         severity,
     )
 

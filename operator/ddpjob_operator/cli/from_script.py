@@ -113,7 +113,7 @@ def read(name: str, text: str) -> Found:
     spawned = script.calls_to(*_SPAWNS) or script.calls_to(*_PROCESSES)
     nccl = next((call.lineno for call in script.calls_to(INIT) if _is_nccl(call)), 0)
     cuda = bool(nccl) or any(isinstance(n, ast.Attribute) and n.attr == "cuda" for n in ast.walk(script.tree))
-    passed = local_rank.default_means_alone(script)
+    passed = local_rank.must_be_passed(script)
     notes = (*_of_launch(script, spawned, passed), *_of_gpus(nccl), *_of_arguments(script.tree), *_of_files(script))
     return Found(bool(spawned), nccl, cuda, passed, notes)
 
