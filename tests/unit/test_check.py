@@ -25,6 +25,7 @@ from ddpjob_operator.check.notebook import parts as read_notebook
 from ddpjob_operator.cli import check_files, main
 from ddpjob_operator.job import validation
 from ddpjob_operator.manifest import yamlfile
+from ddpjob_operator.plan import finish
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = Path(__file__).parent / "check/fixtures"
@@ -417,6 +418,62 @@ def test_a_script_that_a_shell_starts_for_each_rank_is_read(job_file) -> None:
     words = ["torchrun", "--no-python", "sh", "-c", "exec python train.py --local_rank=$LOCAL_RANK"]
     result = ran(job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *words))
     assert "error[backend-mpi]" in result.stdout
+
+
+PYTHON, TORCHRUN = ["python", "train.py"], ["torchrun", "train.py"]
+REMOVE = "Remove it: the job sets it"
+VARIABLES = [
+    (PYTHON, "RANK", "0", f"RANK=0 gives all 2 nodes the same rank. {REMOVE}; or use $(NODE_RANK)."),
+    (PYTHON, "NODE_RANK", "1", "the same rank"),
+    (PYTHON, "GROUP_RANK", "1", "the same rank"),
+    (TORCHRUN, "PET_NODE_RANK", "0", "the same rank"),
+    (PYTHON, "WORLD_SIZE", "8", "WORLD_SIZE=8 contradicts spec.nodes: 2."),
+    (TORCHRUN, "PET_NNODES", "4", f"PET_NNODES=4 contradicts spec.nodes: 2. {REMOVE}."),
+    (TORCHRUN, "PET_NNODES", "3:4", "contradicts spec.nodes: 2"),
+    (PYTHON, "MASTER_ADDR", "localhost", "MASTER_ADDR=localhost is not an address at which 2 nodes can find rank 0."),
+    (TORCHRUN, "PET_MASTER_ADDR", "127.0.0.1", "is not an address"),
+    (["torchrun", "--master_addr=$(MASTER_ADDR)", "train.py"], "MASTER_ADDR", "localhost", "is not an address"),
+    (["torchrun", "--node_rank=$(NODE_RANK)", "train.py"], "NODE_RANK", "0", "the same rank"),
+    (PYTHON, "RANK", "$(NODE_RANK)", ""),
+    (PYTHON, "WORLD_SIZE", "2", ""),
+    (PYTHON, "MASTER_ADDR", "head.example.com", ""),
+    (PYTHON, "PET_NODE_RANK", "0", ""),
+    (TORCHRUN, "RANK", "0", ""),
+    (TORCHRUN, "MASTER_ADDR", "localhost", ""),
+    (TORCHRUN, "PET_NNODES", "2:2", ""),
+    (["torchrun", "--node_rank=$(NODE_RANK)", "train.py"], "PET_NODE_RANK", "0", ""),
+    (["torchrun", "--rdzv_backend=c10d", "--rdzv_endpoint=$(MASTER_ADDR):1", "train.py"], "PET_NODE_RANK", "0", ""),
+    (["bash", "train.sh"], "RANK", "0", ""),
+    (["sh", "-c", "RANK=$NODE_RANK exec python train.py"], "RANK", "0", ""),
+]
+
+
+@pytest.mark.parametrize(("command", "name", "value", "said"), VARIABLES)
+def test_a_variable_with_which_the_nodes_never_meet_is_an_error_as_the_option_is(
+    job_file, command: list[str], name: str, value: str, said: str
+) -> None:
+    """All nodes waited for the others, with a warning among the Events at most."""
+    env = {"env": [{"name": "A", "value": "1"}, {"name": name, "value": value}]}
+    result = ran(job_file("", *command, nodes=2, container=env))
+    errors = [line for line in result.stdout.splitlines() if "error[variable-keeps-nodes-apart]" in line]
+    assert len(errors) == bool(said), result.stdout
+    assert said in result.stdout
+    on_one_node = ran(job_file("", *command, nodes=1, container=env)).stdout
+    assert "variable-keeps-nodes-apart" not in on_one_node
+
+
+def test_what_a_job_has_events_of_is_said_before_it_runs_in_the_same_words(job_file) -> None:
+    """`ddpjob check` found nothing, and `ddpjob run` warned."""
+    env = {"env": [{"name": "MASTER_PORT", "value": "29500"}]}
+    path = job_file("", "torchrun", "--max-restarts=3", "train.py", nodes=2, container=env)
+    said = ran(path).stdout
+    document = yamlfile.read_job(path, None)
+    job, _ = validation.parse(document.data)
+    events = "".join(event.message for event in finish._advisories(job))
+    for rule in ("rendezvous-overridden", "launcher-option"):
+        (line,) = [line for line in said.splitlines() if f"warning[{rule}]: " in line]
+        assert line.partition("]: ")[2] in events
+    assert check_files.before_run(document, job) == ([], False)
 
 
 # ---------------------------------------------------------------- what is left alone

@@ -9,7 +9,7 @@ from typing import Any
 from ddpjob_operator.check import command, names, room
 from ddpjob_operator.check.rule import Job, Severity
 from ddpjob_operator.check.starting import DEPRECATED
-from ddpjob_operator.job import api, launcher, topology
+from ddpjob_operator.job import api, launcher, topology, variables
 from ddpjob_operator.job import template as templates
 from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container, trainer_path
 
@@ -43,9 +43,26 @@ YAML_RULES = (
         "With `--parameters`: the pod's limit has no room for the state that ddprun keeps in memory, so a rank that is "
         "killed costs the steps since the last save ([memory.md](memory.md#what-it-costs)).",
     ),
+    YamlRule(
+        "variable-keeps-nodes-apart",
+        "error",
+        "With several nodes: a variable in `env` whose value is the same on all of them and may not be (`RANK`, "
+        "`NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or is another number than the job's (`WORLD_SIZE`, "
+        "`PET_NNODES`), where the command's program reads it. A value such as `$(NODE_RANK)` differs on each node.",
+    ),
+    YamlRule(
+        "rendezvous-overridden",
+        "warning",
+        "Another variable of the rendezvous in `env`: it counts in place of the job's. The job has an Event of it.",
+    ),
+    YamlRule(
+        "launcher-option",
+        "warning",
+        "An option of the launcher has a consequence. The job has an Event of it.",
+    ),
 )
-CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES)
-"""What is of no account to a local run."""
+CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning")
+"""What is of no account to a local run, and what it says itself, as Events."""
 
 
 def known(job: api.DDPJob) -> Job:
@@ -84,6 +101,7 @@ def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, 
     for deviation in templates.deviations(template):
         if deviation.kind == "unknown":
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
+    yield from _of_launch(job)
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
     if parameters and (said := room.too_small(job, parameters, _gpus(template))):
@@ -99,6 +117,18 @@ def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, 
             "nccl needs a GPU in each process, and the trainer's resources.limits have none; add nvidia.com/gpu, or "
             "use gloo",
         )
+
+
+def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
+    """What keeps the nodes apart, and what the job has Events of."""
+    template = job.spec.template
+    by_python = command.read(launcher.command_of(template)).launcher == "python"
+    env = (*trainer_path(template), "env")
+    wrong = list(variables.contradictions(job.spec, by_python=by_python))
+    yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, text in wrong)
+    if len(variables.overridden(template)) > len(wrong):
+        yield env, "rendezvous-overridden", variables.remark(template)
+    yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
 
 
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
