@@ -462,6 +462,31 @@ def test_a_variable_with_which_the_nodes_never_meet_is_an_error_as_the_option_is
     assert "variable-keeps-nodes-apart" not in on_one_node
 
 
+BY_RANKS = "torchrun --nnodes=$WORLD_SIZE --node_rank=$RANK train.py"
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "said"),
+    [
+        (BY_RANKS, 2, 2),
+        ("torchrun --nnodes ${WORLD_SIZE} --node-rank=$NODE_RANK train.py", 2, 1),
+        ("export NNODES=$WORLD_SIZE; torchrun --nnodes=$NNODES train.py", 2, 1),
+        (BY_RANKS, 1, 0),
+        (BY_RANKS.replace("WORLD_SIZE", "NNODES").replace("RANK", "NODE_RANK"), 2, 0),
+        ("torchrun --nnodes=${WORLD_SIZE:-2} train.py", 2, 0),
+        (f"WORLD_SIZE=$NNODES RANK=$NODE_RANK; {BY_RANKS}", 2, 0),
+        ("python train.py --nnodes=$WORLD_SIZE", 2, 0),
+    ],
+)
+def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error(
+    job_file, script: str, nproc: int, said: int
+) -> None:
+    """`ddpjob convert` knew it; in a job that was written by hand torchrun got `--nnodes=` and ended."""
+    stdout = ran(job_file("", "bash", "-c", script, nodes=2, nprocPerNode=nproc)).stdout
+    assert stdout.count("error[variable-of-ranks]") == said, stdout
+    assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
+
+
 def test_what_a_job_has_events_of_is_said_before_it_runs_in_the_same_words(job_file) -> None:
     """`ddpjob check` found nothing, and `ddpjob run` warned."""
     env = {"env": [{"name": "MASTER_PORT", "value": "29500"}]}

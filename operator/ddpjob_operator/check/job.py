@@ -51,6 +51,12 @@ YAML_RULES = (
         "`PET_NNODES`), where the command's program reads it. A value such as `$(NODE_RANK)` differs on each node.",
     ),
     YamlRule(
+        "variable-of-ranks",
+        "error",
+        "`torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK`, as in a PyTorchJob: with several processes a node they are "
+        "variables of the ranks, and not set before torchrun has started them. `$NNODES` and `$NODE_RANK` are meant.",
+    ),
+    YamlRule(
         "rendezvous-overridden",
         "warning",
         "Another variable of the rendezvous in `env`: it counts in place of the job's. The job has an Event of it.",
@@ -126,6 +132,11 @@ def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     env = (*trainer_path(template), "env")
     wrong = list(variables.contradictions(job.spec, by_python=by_python))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, text in wrong)
+    # A pod with one process has them, as that of a script without a launcher.
+    if topology.nproc_per_node(job.spec) > 1 or launcher.min_nodes(job.spec) is not None:
+        for name, meant in launcher.of_ranks(job.spec):
+            said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
+            yield command_path(template), "variable-of-ranks", said
     if len(variables.overridden(template)) > len(wrong):
         yield env, "rendezvous-overridden", variables.remark(template)
     yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
