@@ -146,6 +146,22 @@ def test_what_was_found_stands_in_comments() -> None:
 
 
 @pytest.mark.parametrize(
+    ("nargs", "said"),
+    [
+        ("nargs='?', default='imagenet'", "takes: data ('imagenet')"),
+        ("nargs='*'", "takes: data"),
+        ("nargs=argparse.REMAINDER", "takes: data"),
+        ("nargs='+'", "needs: data"),
+        ("default='imagenet'", "needs: data"),
+    ],
+)
+def test_an_argument_that_may_be_absent_is_not_called_needed(nargs: str, said: str) -> None:
+    """PyTorch's imagenet example was said to need its folder, which has a default."""
+    script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
+    assert f"# Arguments that it {said}\n" in from_script.job_yaml(Start("train.py"), script)
+
+
+@pytest.mark.parametrize(
     ("script", "name"),
     [
         ("train.py", "train"),

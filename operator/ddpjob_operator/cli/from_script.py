@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ddpjob_operator.check import local_rank
+from ddpjob_operator.check.nodes import text_in
 from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.cli.options import refuse_other_bytes
 from ddpjob_operator.job import api, yamlvalues
@@ -170,13 +171,19 @@ def _of_arguments(tree: ast.AST) -> Iterator[str]:
             continue
         given = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
         name = max(names, key=len)
-        is_required = given.get("required") is True or not name.startswith("-")
+        is_required = given.get("required") is True or not (name.startswith("-") or _may_be_absent(call))
         default = f" ({given['default']!r})" if given.get("default") is not None else ""
         (required if is_required else optional).append(name if is_required else f"{name}{default}")
     if required:
         yield f"Arguments that it needs: {', '.join(required)}"
     if optional:
         yield f"Arguments that it takes: {', '.join(optional[:12])}{', …' if len(optional) > 12 else ''}"
+
+
+def _may_be_absent(positional: ast.Call) -> bool:
+    """Whether its nargs are "?", "*" or argparse.REMAINDER."""
+    nargs = next((k.value for k in positional.keywords if k.arg == "nargs"), None)
+    return nargs is not None and (text_in(nargs) in ("?", "*", "...") or getattr(nargs, "attr", "") == "REMAINDER")
 
 
 def _of_files(script: Script) -> Iterator[str]:
