@@ -283,6 +283,36 @@ def test_a_script_that_tries_nccl_first_may_do_without_a_gpu() -> None:
     assert rules_in(f"{HEAD}if 'RANK' in os.environ:\n    {init}\n", job) == {"nccl-without-gpu"}
 
 
+SPAWN = """
+import torch, torch.multiprocessing as mp
+def train(rank, n): ...
+if __name__ == "__main__":
+    n = torch.cuda.device_count()
+    mp.spawn(train, args=(n,), nprocs=n)
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "found_there"),
+    [
+        ("", "", True),
+        ("nprocs=n", "nprocs=torch.cuda.device_count()", True),
+        ("    mp.", "    def run(n):\n        mp.spawn(train, nprocs=n)\n    run(n)\n    ", True),
+        ("count()", "count() or 2", False),
+        ("count()", "count() if torch.cuda.is_available() else 2", False),
+        ("count()", "count()\n    if n == 0:\n        train(0, 1)\n        exit()", False),
+        ("    mp.", "    if n: mp.", False),
+        ("nprocs=n", "nprocs=2", False),
+    ],
+)
+def test_no_process_at_all_is_no_training(right: str, wrong: str, found_there: bool) -> None:
+    """The job was Succeeded after a second, with nothing trained."""
+    text = SPAWN.replace(right, wrong) if right else SPAWN
+    assert ("spawn-without-gpu" in rules_in(text, Job(nodes=1, nproc=2, gpus=0))) == found_there
+    for gpus in (None, 2):
+        assert "spawn-without-gpu" not in rules_in(text, Job(nodes=1, nproc=2, gpus=gpus))
+
+
 P = "import argparse\nparser = argparse.ArgumentParser()\n"
 OLD, NEW = 'parser.add_argument("--local_rank", type=int)\n', 'parser.add_argument("--local-rank", type=int)\n'
 PARSE = "args = parser.parse_args()\n"

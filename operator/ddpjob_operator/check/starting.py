@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, has_hidden_arguments, is_main_guard, leaves, name_of
+from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import Script
@@ -67,8 +67,8 @@ def _always_comes(script: Script, call: ast.Call, function: Function) -> bool:
     """Whether a call runs unconditionally: no condition around it, and none before it that leaves."""
     if any(True for _ in script.enclosing_tests(call)) or any(isinstance(p, ast.Try) for _, p in script.above(call)):
         return False
-    before = [s for s in function.body if s.lineno < call.lineno]
-    return not any(isinstance(n, ast.If) and leaves(n.body) for s in before for n in ast.walk(s))
+    earlier = [s for s in function.body if s.lineno < call.lineno]
+    return not any(isinstance(n, ast.If) and leaves(n.body) for s in earlier for n in ast.walk(s))
 
 
 @rule("error", wrong="def train(): …\nmp.spawn(train, nprocs=4)", right="def train(rank): …\nmp.spawn(train, nprocs=4)")
@@ -89,6 +89,38 @@ def spawn_function_without_rank(script: Script, job: Job) -> Iterator[Found]:
                 f"mp.spawn calls {functions[0].name}{says} with {1 + (given or 0)} arguments, the first of them the "
                 f"number of the process, and it takes {accepts}; add a first parameter, rank",
             )
+
+
+@rule(
+    "error",
+    wrong="mp.spawn(train, nprocs=torch.cuda.device_count())",
+    right="mp.spawn(train, nprocs=torch.cuda.device_count() or 2)",
+)
+def spawn_without_gpu(script: Script, job: Job) -> Iterator[Found]:
+    """In a job whose pods have no GPU torch.cuda.device_count() is 0: mp.spawn starts no process and returns, so the
+    script ends without an error, and the job succeeds without a training."""
+    for call in script.calls_to(*STARTERS) if job.gpus == 0 else ():
+        count = script.argument(call, "nprocs", 2)
+        counts_gpus = all(script.called(o) == "torch.cuda.device_count" for o in script.origins(count))
+        if count is not None and counts_gpus and not _is_conditional(script, call):
+            yield at(
+                count,
+                f"nprocs={script.text_of(count)}: torch.cuda.device_count() is 0, because the job has no GPU, so "
+                "mp.spawn starts no process and nothing is trained; add nvidia.com/gpu to resources.limits, or use "
+                'int(os.environ["NPROC_PER_NODE"])',
+            )
+
+
+def _is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
+    """Whether a condition around a node, before it, or on the way to it may keep it from being run."""
+    if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
+        return True
+    earlier = (s for child, parent in script.above(node) for s in before(parent, child))
+    if any(isinstance(n, ast.If) and leaves(n.body) for s in earlier for n in ast.walk(s)):
+        return True
+    function = script.function(node)
+    callers = [] if function is None or function in seen else script.callers(function)
+    return any(_is_conditional(script, c.call, seen | {function}) for c in callers if function)
 
 
 def _positional_max(function: Function) -> int | None:
