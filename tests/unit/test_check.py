@@ -50,6 +50,8 @@ def context_of(text: str) -> Job:
     """The job in which a fixture is wrong: `# job: nodes=2 launcher=torchrun` in its first line."""
     words = text.splitlines()[0].removeprefix("# job:").split() if text.startswith("# job:") else []
     given = {name: int(value) if value.isdecimal() else value for name, value in (word.split("=") for word in words)}
+    if given.get("variables") == "none":
+        given["variables"] = frozenset()  # type: ignore[assignment]
     return Job(**given)  # type: ignore[arg-type]
 
 
@@ -529,6 +531,65 @@ def test_what_a_job_has_events_of_is_said_before_it_runs_in_the_same_words(job_f
         (line,) = [line for line in said.splitlines() if f"warning[{rule}]: " in line]
         assert line.partition("]: ")[2] in events
     assert check_files.before_run(document, job) == ([], False)
+
+
+SLURM = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo", rank=int(os.environ["SLURM_PROCID"]), world_size=int(os.environ["SLURM_NTASKS"]))
+"""
+OF_POD = "env: [{name: SLURM_PROCID, value: $(RANK)}, {name: SLURM_NTASKS, value: $(WORLD_SIZE)}]"
+OF_RANK = '--no-python, sh, -c, "SLURM_PROCID=$RANK SLURM_NTASKS=$WORLD_SIZE exec python train.py --lr 1"]'
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nproc", "recipe"),
+    [
+        ("python", 1, f'without an edit: {OF_POD}; else use os.environ["RANK"]'),
+        ("torchrun", 2, f"without an edit: command: [torchrun, {OF_RANK}; else"),
+        ("ddprun", 2, f"without an edit: command: [ddprun, {OF_RANK}; else"),
+        ("torchrun", 1, f"without an edit: command: [torchrun, {OF_RANK}; else"),
+        ("python", 2, f"without an edit: command: [torchrun, {OF_RANK}; else"),
+    ],
+)
+def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(
+    job_file, launcher: str, nproc: int, recipe: str
+) -> None:
+    """The script ended with KeyError: 'SLURM_PROCID' at its start."""
+    said = ran(job_file(SLURM, launcher, "train.py", "--lr", "1", nodes=2, nprocPerNode=nproc)).stdout
+    assert "error[variable-of-other-launcher]" in said
+    assert recipe in said
+
+
+WITH_ENV = {"env": [{"name": n, "value": f"$({v})"} for n, v in (("SLURM_PROCID", "RANK"), ("SLURM_NTASKS", "NNODES"))]}
+OTHERWISE = [
+    (SLURM, ["python", "train.py"], WITH_ENV),
+    (SLURM, ["python", "train.py"], {"envFrom": [{"configMapRef": {"name": "x"}}]}),
+    (SLURM, ["sh", "-c", ". ./slurm.sh; exec python train.py"], {}),
+    (SLURM, ["env", "SLURM_PROCID=$(RANK)", "SLURM_NTASKS=2", "python", "train.py"], {}),
+    (SLURM, ["torchrun", "--no-python", "sh", "-c", "SLURM_PROCID=$RANK SLURM_NTASKS=2 exec python train.py"], {}),
+    (SLURM, ["srun", "python", "train.py"], {}),
+    (
+        SLURM.replace("dist.init", "if 'SLURM_PROCID' in os.environ and 'SLURM_NTASKS' in os.environ: dist.init"),
+        PYTHON,
+        {},
+    ),
+    (SLURM.replace("dist.init", "if args.slurm: dist.init"), PYTHON, {}),
+    (SLURM.replace("dist.init", "def slurm(): dist.init"), PYTHON, {}),
+    (SLURM.replace("dist.init", "try: dist.init") + "except KeyError: pass\n", PYTHON, {}),
+    (
+        SLURM.replace('environ["SLURM_PROCID"]', 'environ.get("SLURM_PROCID", 0)').replace("NTASKS", "JOB_ID"),
+        PYTHON,
+        {},
+    ),
+    (SLURM.replace("dist.init", "os.environ.update(SLURM_PROCID='0', SLURM_NTASKS='1'); dist.init"), PYTHON, {}),
+]
+
+
+@pytest.mark.parametrize(("script", "command", "container"), OTHERWISE)
+def test_a_variable_of_slurm_that_may_be_set_or_is_not_needed_is_left_alone(
+    job_file, script: str, command: list[str], container: dict[str, Any]
+) -> None:
+    assert "variable-of-other-launcher" not in ran(job_file(script, *command, nodes=2, container=container)).stdout
 
 
 # ---------------------------------------------------------------- what is left alone

@@ -19,6 +19,7 @@ from ddpjob_operator.check import (
     local_rank,
     names,
     ranks,
+    schedulers,
     starting,
     steps,
     wrapping,
@@ -30,7 +31,20 @@ __all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
-_MODULES = (ranks, wrapping, steps, gradients, data, checkpoints, groups, names, starting, local_rank, elastic)
+_MODULES = (
+    ranks,
+    wrapping,
+    steps,
+    gradients,
+    data,
+    checkpoints,
+    groups,
+    names,
+    starting,
+    local_rank,
+    schedulers,
+    elastic,
+)
 RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule))
 """All rules, in the order of docs/check.md."""
 

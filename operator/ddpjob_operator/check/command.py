@@ -71,6 +71,11 @@ def read(words: list[str]) -> Command:
     return next((c for c in commands if c.files), commands[0] if commands else Command())
 
 
+def is_shell(words: list[str]) -> bool:
+    """Whether a shell is started first, which may do more than to start the script."""
+    return bool(words) and words[0].rsplit("/", 1)[-1] in _SHELLS
+
+
 def _commands(words: list[str]) -> Iterator[list[str]]:
     """The command, or those of a shell's script, without the variables that are set before each."""
     program = words[0].rsplit("/", 1)[-1] if words else ""
@@ -125,7 +130,7 @@ def _of_module(module: str, rest: list[str]) -> Command:
 
 def _of_torchrun(name: str, words: list[str]) -> Command:
     options, rest = launcher.read_options(words)
-    if "no_python" in options and rest and rest[0].rsplit("/", 1)[-1] in _SHELLS:
+    if "no_python" in options and is_shell(rest):
         return replace(read(rest), launcher=name)
     if not rest or "no_python" in options:
         return replace(_behind(name, rest), launcher=name) if rest else Command(name)

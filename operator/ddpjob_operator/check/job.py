@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -86,11 +87,22 @@ def known(job: api.DDPJob) -> Job:
         launcher_options=dict(by.options) if by else {},
         words=started.words,
         script=started.named or Job.script,
+        variables=_variables(template),
         mounts=mounts(template),
         name=job.metadata.name,
         only_leader_has_name=not topology.all_have_dns_names(job.spec),
         known=True,
     )
+
+
+def _variables(template: dict[str, Any]) -> frozenset[str] | None:
+    """The names in env, and those that the command sets; None where more may be set, by envFrom or in a shell."""
+    trainer = trainer_container(template) or {}
+    words = launcher.command_of(template)
+    if trainer.get("envFrom") or command.is_shell(words):
+        return None
+    named = {str(entry.get("name")) for entry in mappings(trainer, "env")}
+    return frozenset(named | set(re.findall(r"\b(\w+)=", " ".join(words))))
 
 
 def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, str, str]]:

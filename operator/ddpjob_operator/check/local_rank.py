@@ -31,7 +31,7 @@ def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequ
 
 def _recipe(job: Job, option: ast.Call) -> str:
     """That command as docs/launching.md writes it."""
-    words = command_that_passes(job.script, option)
+    words = command_that_passes(job.script, option, job.words)
     return f"command: [{', '.join(json.dumps(word) if ' ' in word else word for word in words)}]"
 
 

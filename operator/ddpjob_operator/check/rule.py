@@ -55,6 +55,8 @@ class Job:
     """What the command gives to the script: its own options."""
     script: tuple[str, ...] = ("train.py",)
     """The script as the command names it; -m and a module."""
+    variables: frozenset[str] | None = None
+    """Those that the template and the command set beside the job's own; None: not known."""
     mounts: dict[str, bool] = field(default_factory=dict)
     """mountPath → whether all nodes may see the same files there."""
     name: str = ""

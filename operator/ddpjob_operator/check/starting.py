@@ -102,7 +102,7 @@ def spawn_without_gpu(script: Script, job: Job) -> Iterator[Found]:
     for call in script.calls_to(*STARTERS) if job.gpus == 0 else ():
         count = script.argument(call, "nprocs", 2)
         counts_gpus = all(script.called(o) == "torch.cuda.device_count" for o in script.origins(count))
-        if count is not None and counts_gpus and not _is_conditional(script, call):
+        if count is not None and counts_gpus and not is_conditional(script, call):
             yield at(
                 count,
                 f"nprocs={script.text_of(count)}: torch.cuda.device_count() is 0, because the job has no GPU, so "
@@ -111,16 +111,19 @@ def spawn_without_gpu(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
-def _is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
-    """Whether a condition around a node, before it, or on the way to it may keep it from being run."""
+def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
+    """Whether a condition around a node, before it, or on the way to it may keep it from being run, or a handler takes
+    its exception."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
+        return True
+    if any(isinstance(parent, ast.Try) for _, parent in script.above(node)):
         return True
     earlier = (s for child, parent in script.above(node) for s in before(parent, child))
     if any(isinstance(n, ast.If) and leaves(n.body) for s in earlier for n in ast.walk(s)):
         return True
     function = script.function(node)
     callers = [] if function is None or function in seen else script.callers(function)
-    return any(_is_conditional(script, c.call, seen | {function}) for c in callers if function)
+    return any(is_conditional(script, c.call, seen | {function}) for c in callers if function)
 
 
 def _positional_max(function: Function) -> int | None:
