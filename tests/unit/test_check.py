@@ -592,6 +592,32 @@ def test_a_variable_of_slurm_that_may_be_set_or_is_not_needed_is_left_alone(
     assert "variable-of-other-launcher" not in ran(job_file(script, *command, nodes=2, container=container)).stdout
 
 
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (["torchrun"], True),
+        (["torchrun", "--max-restarts=0"], True),
+        (["python", "-m", "torch.distributed.run"], True),
+        (["ddprun"], True),
+        (["torchrun", "train.py"], False),
+        (["torchrun", "-m", "train"], False),
+        (["torchrun", "--help"], False),
+        (["sh", "-c", "torchrun $ARGS"], False),
+        (["python"], False),
+    ],
+)
+def test_a_launcher_without_a_script_is_an_error(job_file, command: list[str], missing: bool) -> None:
+    """Nothing was found in it, and torchrun ended with its usage."""
+    assert ("error[script-missing]" in ran(job_file("", *command)).stdout) == missing
+
+
+def test_a_script_that_needs_a_launcher_is_named_with_its_arguments(job_file, tmp_path: Path) -> None:
+    """`command: [torchrun, train.py]` was the advice for every script."""
+    (tmp_path / "bert.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    said = ran(job_file("", "python", "bert.py", "--lr", "1", "a: b", nprocPerNode=2)).stdout
+    assert 'start it with torchrun: command: [torchrun, bert.py, --lr, "1", "a: b"]' in said
+
+
 # ---------------------------------------------------------------- what is left alone
 
 

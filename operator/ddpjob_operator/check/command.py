@@ -71,6 +71,15 @@ def read(words: list[str]) -> Command:
     return next((c for c in commands if c.files), commands[0] if commands else Command())
 
 
+def starts_nothing(words: list[str]) -> bool:
+    """Whether a command is a launcher that is given no script. Of a shell's own script this is not known."""
+    begin = None if is_shell(words) else launcher.options_begin(words)
+    if begin is None:
+        return False
+    options, rest = launcher.read_options(words[begin:])
+    return not rest and not {"help", "h"} & set(options)
+
+
 def is_shell(words: list[str]) -> bool:
     """Whether a shell is started first, which may do more than to start the script."""
     return bool(words) and words[0].rsplit("/", 1)[-1] in _SHELLS

@@ -44,6 +44,7 @@ YAML_RULES = (
         "With `--parameters`: the pod's limit has no room for the state that ddprun keeps in memory, so a rank that is "
         "killed costs the steps since the last save ([memory.md](memory.md#what-it-costs)).",
     ),
+    YamlRule("script-missing", "error", "The command ends after its launcher: `[torchrun]`. It starts nothing."),
     YamlRule(
         "variable-keeps-nodes-apart",
         "error",
@@ -140,7 +141,11 @@ def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, 
 def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     """What keeps the nodes apart, and what the job has Events of."""
     template = job.spec.template
-    by_python = command.read(launcher.command_of(template)).launcher == "python"
+    words = launcher.command_of(template)
+    if "command" in (trainer_container(template) or {}) and command.starts_nothing(words):
+        said = "the command ends after the launcher and its options, and names no script to start; add it"
+        yield command_path(template), "script-missing", said
+    by_python = command.read(words).launcher == "python"
     env = (*trainer_path(template), "env")
     wrong = list(variables.contradictions(job.spec, by_python=by_python))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, text in wrong)

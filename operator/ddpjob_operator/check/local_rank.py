@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import operator
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from ddpjob_operator.check.nodes import before, bindings_in, is_main_guard, is_true, leaves, name_of, text_in
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job, Severity, rule
+from ddpjob_operator.check.rule import Found, Job, Severity, command_line, rule
 from ddpjob_operator.check.script import INIT, Script
 
 _LAUNCH = "torch.distributed.launch"
@@ -31,8 +30,7 @@ def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequ
 
 def _recipe(job: Job, option: ast.Call) -> str:
     """That command as docs/launching.md writes it."""
-    words = command_that_passes(job.script, option, job.words)
-    return f"command: [{', '.join(json.dumps(word) if ' ' in word else word for word in words)}]"
+    return command_line(command_that_passes(job.script, option, job.words))
 
 
 @rule(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -90,6 +92,16 @@ class Job:
     def by_torchrun(self) -> bool:
         """Whether torchrun's agent serves the store of the rendezvous."""
         return self.launcher == "torchrun" or self.launcher.startswith("torch.distributed") or self.launcher in _FILES
+
+
+# What YAML would not read as the same text in a list.
+_QUOTED = re.compile(r"""[\s,\[\]{}#:'"&*!|>%@`]|^[-+.\d]*$""")
+
+
+def command_line(words: Iterable[str]) -> str:
+    """A command as a job has it."""
+    listed = (json.dumps(word, ensure_ascii=False) if _QUOTED.search(word) else word for word in words)
+    return f"command: [{', '.join(listed)}]"
 
 
 _FILES = ("run.py", "launch.py")

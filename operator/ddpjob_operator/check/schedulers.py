@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
 import shlex
 from collections.abc import Iterator
 
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job, rule
+from ddpjob_operator.check.rule import Found, Job, command_line, rule
 from ddpjob_operator.check.script import Script
 from ddpjob_operator.check.starting import is_conditional
 
@@ -77,4 +76,4 @@ def _recipe(script: Script, job: Job) -> str:
     given = " ".join(f"{name}=${COUNTERPARTS[name]}" for name in names)
     line = f"{given} exec python {shlex.join((*job.script, *job.words))}"
     launcher = "ddprun" if job.launcher == "ddprun" else "torchrun"
-    return f"command: [{launcher}, --no-python, sh, -c, {json.dumps(line, ensure_ascii=False)}]"
+    return command_line([launcher, "--no-python", "sh", "-c", line])

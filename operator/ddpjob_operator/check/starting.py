@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job, rule
+from ddpjob_operator.check.rule import Found, Job, command_line, rule
 from ddpjob_operator.check.script import Script
 from ddpjob_operator.check.values import STARTERS
 
@@ -150,7 +150,7 @@ def launcher_missing(script: Script, job: Job) -> Iterator[Found]:
             yield at(
                 call,
                 f"{script.text_of(call.func)}(…): the job has {job.nproc} processes per node, and its command starts "
-                f"one, without RANK; start it with torchrun: command: [torchrun, train.py]",
+                f"one, without RANK; start it with torchrun: {command_line(('torchrun', *job.script, *job.words))}",
             )
             return
 
