@@ -372,6 +372,8 @@ if args.local_rank != -1:
 NOT_PASSED = {
     "as people write it": (ALONE, ["torchrun"], True),
     "by ddprun": (ALONE, ["ddprun"], True),
+    "without a launcher": (ALONE, ["python"], True),
+    "its name once more": (ALONE.replace("-1)", '-1, dest="local_rank")'), ["torchrun"], True),
     "by launch, which is told not to": (ALONE, [*LAUNCH, "--use-env"], True),
     "no default is None": (ALONE.replace(", default=-1", "").replace("!= -1", "is not None"), ["torchrun"], True),
     "named": (ALONE.replace("if args", "args.ddp = args").replace("!= -1:", "!= -1\nif args.ddp:"), ["torchrun"], True),
@@ -418,8 +420,17 @@ def test_ranks_that_each_take_themselves_for_a_single_process_are_found(
 ) -> None:
     """Each rank trained a model of its own, and the job was Succeeded."""
     start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
-    result = ran(job_file(script, *command, *start, nprocPerNode=2))
+    result = ran(job_file(script, *command, *start, nodes=2, nprocPerNode=2))
     assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
+
+
+@pytest.mark.parametrize("command", [["python", "train.py"], ["torchrun", "train.py"]])
+def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, command: list[str]) -> None:
+    """DataParallel does, in scripts of that time."""
+    nproc = 1 if command[0] == "torchrun" else 4
+    container = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+    result = ran(job_file(ALONE, *command, nodes=1, nprocPerNode=nproc, container=container))
+    assert "local-rank-not-passed" not in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -517,6 +528,15 @@ def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error
     stdout = ran(job_file("", "bash", "-c", script, nodes=2, nprocPerNode=nproc)).stdout
     assert stdout.count("error[variable-of-ranks]") == said, stdout
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
+
+
+def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
+    def said(*names: str) -> list[str]:
+        env = {"env": [{"name": name, "value": "1"} for name in names]}
+        return re.findall(r"\[([a-z-]+)\]: [A-Z]", ran(job_file("", *PYTHON, nodes=2, container=env)).stdout)
+
+    assert said("RANK") == ["variable-keeps-nodes-apart"]
+    assert sorted(said("GROUP_RANK", "MASTER_PORT")) == ["rendezvous-overridden", "variable-keeps-nodes-apart"]
 
 
 def test_what_a_job_has_events_of_is_said_before_it_runs_in_the_same_words(job_file) -> None:

@@ -148,13 +148,13 @@ def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     by_python = command.read(words).launcher == "python"
     env = (*trainer_path(template), "env")
     wrong = list(variables.contradictions(job.spec, by_python=by_python))
-    yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, text in wrong)
+    yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
     # A pod with one process has them, as that of a script without a launcher.
     if topology.nproc_per_node(job.spec) > 1 or launcher.min_nodes(job.spec) is not None:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
             yield command_path(template), "variable-of-ranks", said
-    if len(variables.overridden(template)) > len(wrong):
+    if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
         yield env, "rendezvous-overridden", variables.remark(template)
     yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
 

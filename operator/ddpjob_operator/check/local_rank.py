@@ -148,7 +148,9 @@ def _knows_all_options(script: Script, call: ast.Call) -> bool:
 def local_rank_not_passed(script: Script, job: Job) -> Iterator[Found]:
     """torchrun and ddprun set LOCAL_RANK and pass no --local_rank. A script from before them that takes its default, -1
     or None, for a single process forms no group there: each rank trains a model of its own, and the job succeeds."""
-    if not (job.by_torchrun or job.launcher == "ddprun") or job.has_one_rank or _is_given(job):
+    # A single process may use all GPUs of its node, so without a launcher it is a mistake on several nodes only.
+    starts_ranks = job.by_torchrun or job.launcher == "ddprun" or (job.launcher == "python" and (job.nodes or 1) > 1)
+    if not starts_ranks or job.has_one_rank or _is_given(job):
         return
     option = default_means_alone(script)
     if option is None or (_NEW in _names(option) and _launch_passes_it(job)):
@@ -191,7 +193,8 @@ def _launch_passes_it(job: Job) -> bool:
 
 def _is_set(script: Script) -> bool:
     """Whether the script may get its local rank from elsewhere: the environment, or a function."""
-    if any(text_in(node) in ("LOCAL_RANK", "local_rank") for node in script.nodes):
+    named = [node for node in script.nodes if text_in(node) in ("LOCAL_RANK", "local_rank")]
+    if any(getattr(script.parent(node), "arg", "") not in ("dest", "help") for node in named):
         return True
     given = [(k, k.value) for c in script.calls for k in c.keywords if k.arg == "local_rank"]
     bound = [(t, value) for n in script.nodes for target, value in bindings_in(n) for t in ast.walk(target)

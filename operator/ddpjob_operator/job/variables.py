@@ -39,8 +39,8 @@ def remark(template: Mapping[str, Any]) -> str:
     return f"{names}: your value and not the job's; the ranks meet only if it is right on every node" if names else ""
 
 
-def contradictions(spec: api.Spec, *, by_python: bool) -> Iterator[tuple[int, str]]:
-    """(number of the entry in env, sentence) of those with which several nodes certainly do not meet.
+def contradictions(spec: api.Spec, *, by_python: bool) -> Iterator[tuple[int, str, str]]:
+    """(number of the entry in env, name, sentence) of those with which several nodes certainly do not meet.
 
     by_python: whether the command starts the script without a launcher. A launcher reads the variables of its own, and
     sets those of the ranks; a program that is not known may read any, so nothing is said of it.
@@ -52,7 +52,7 @@ def contradictions(spec: api.Spec, *, by_python: bool) -> Iterator[tuple[int, st
     for number, entry in enumerate(mappings(trainer_container(spec.template) or {}, "env")):
         name, value = entry.get("name"), entry.get("value")
         if name in _COMPARED and isinstance(value, str) and _is_read(name, by, text):
-            yield from ((number, f"{name}={value}{sentence}") for sentence in _wrong(name, value, spec))
+            yield from ((number, name, f"{name}={value}{sentence}") for sentence in _wrong(name, value, spec))
 
 
 def _is_read(name: str, by: launcher.Launcher | None, command: str) -> bool:
