@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from worlds import manifest
 
-from ddpjob_operator.job import launcher, validation
-from ddpjob_operator.pods import build, environment
+from ddpjob_operator.job import launcher, validation, variables
+from ddpjob_operator.pods import build
 
 Path = tuple[Any, ...]
 
@@ -80,5 +80,5 @@ def test_any_value_in_any_place_of_a_template_is_refused_by_its_field_or_made_in
         body = build.pod(job, 1, 1, avoid=["node-1"], replacement=1)
         build.in_users_words("spec.containers[0].env[99]: unknown", body, job)
         list(launcher.warnings(job.spec))
-        environment.overridden(job)
+        variables.overridden(job.spec.template)
         list(launcher.warnings(job.spec))

@@ -25,6 +25,7 @@ from ddpjob_operator.check.notebook import parts as read_notebook
 from ddpjob_operator.cli import check_files, main
 from ddpjob_operator.job import validation
 from ddpjob_operator.manifest import yamlfile
+from ddpjob_operator.plan import finish
 
 ROOT = Path(__file__).parents[2]
 FIXTURES = Path(__file__).parent / "check/fixtures"
@@ -49,6 +50,8 @@ def context_of(text: str) -> Job:
     """The job in which a fixture is wrong: `# job: nodes=2 launcher=torchrun` in its first line."""
     words = text.splitlines()[0].removeprefix("# job:").split() if text.startswith("# job:") else []
     given = {name: int(value) if value.isdecimal() else value for name, value in (word.split("=") for word in words)}
+    if given.get("variables") == "none":
+        given["variables"] = frozenset()  # type: ignore[assignment]
     return Job(**given)  # type: ignore[arg-type]
 
 
@@ -282,6 +285,36 @@ def test_a_script_that_tries_nccl_first_may_do_without_a_gpu() -> None:
     assert rules_in(f"{HEAD}if 'RANK' in os.environ:\n    {init}\n", job) == {"nccl-without-gpu"}
 
 
+SPAWN = """
+import torch, torch.multiprocessing as mp
+def train(rank, n): ...
+if __name__ == "__main__":
+    n = torch.cuda.device_count()
+    mp.spawn(train, args=(n,), nprocs=n)
+"""
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "found_there"),
+    [
+        ("", "", True),
+        ("nprocs=n", "nprocs=torch.cuda.device_count()", True),
+        ("    mp.", "    def run(n):\n        mp.spawn(train, nprocs=n)\n    run(n)\n    ", True),
+        ("count()", "count() or 2", False),
+        ("count()", "count() if torch.cuda.is_available() else 2", False),
+        ("count()", "count()\n    if n == 0:\n        train(0, 1)\n        exit()", False),
+        ("    mp.", "    if n: mp.", False),
+        ("nprocs=n", "nprocs=2", False),
+    ],
+)
+def test_no_process_at_all_is_no_training(right: str, wrong: str, found_there: bool) -> None:
+    """The job was Succeeded after a second, with nothing trained."""
+    text = SPAWN.replace(right, wrong) if right else SPAWN
+    assert ("spawn-without-gpu" in rules_in(text, Job(nodes=1, nproc=2, gpus=0))) == found_there
+    for gpus in (None, 2):
+        assert "spawn-without-gpu" not in rules_in(text, Job(nodes=1, nproc=2, gpus=gpus))
+
+
 P = "import argparse\nparser = argparse.ArgumentParser()\n"
 OLD, NEW = 'parser.add_argument("--local_rank", type=int)\n', 'parser.add_argument("--local-rank", type=int)\n'
 PARSE = "args = parser.parse_args()\n"
@@ -325,6 +358,284 @@ def test_what_the_launcher_passes_must_be_an_option_of_the_script(
     assert re.findall(r"train.py:(\d+): error\[local-rank-one-spelling\]", result.stdout) == (
         [str(line)] if line else []
     )
+
+
+ALONE = (
+    P
+    + """import torch.distributed as dist
+parser.add_argument("--local_rank", type=int, default=-1)
+args = parser.parse_args()
+if args.local_rank != -1:
+    dist.init_process_group("nccl")
+"""
+)
+NOT_PASSED = {
+    "as people write it": (ALONE, ["torchrun"], True),
+    "by ddprun": (ALONE, ["ddprun"], True),
+    "without a launcher": (ALONE, ["python"], True),
+    "its name once more": (ALONE.replace("-1)", '-1, dest="local_rank")'), ["torchrun"], True),
+    "by launch, which is told not to": (ALONE, [*LAUNCH, "--use-env"], True),
+    "no default is None": (ALONE.replace(", default=-1", "").replace("!= -1", "is not None"), ["torchrun"], True),
+    "named": (ALONE.replace("if args", "args.ddp = args").replace("!= -1:", "!= -1\nif args.ddp:"), ["torchrun"], True),
+    "in a function": (
+        ALONE.replace(
+            "if args.local_rank", "def setup(local_rank):\n  if local_rank == -1: return\n  if 1 or local_rank"
+        )
+        + "setup(args.local_rank)\n",
+        ["torchrun"],
+        True,
+    ),
+    "around the call of one": (
+        ALONE.replace("if args", "def setup():\n  dist.init_process_group()\nif args").replace(
+            'dist.init_process_group("nccl")', "setup()"
+        ),
+        ["torchrun"],
+        True,
+    ),
+    "with a model of Transformers": (ALONE + "import transformers\n", ["torchrun"], True),
+    "it is passed": (ALONE.replace('"--local_rank"', '"--local_rank", "--local-rank"'), LAUNCH, False),
+    "it is in the command": (ALONE, ["torchrun", "--no-python", "sh", "-c"], False),
+    "a variable": (ALONE.replace("-1)", '-1)\nimport os; r = os.environ["LOCAL_RANK"]'), ["torchrun"], False),
+    "set": (ALONE.replace("if args", "args.local_rank = place()\nif args"), ["torchrun"], False),
+    "set in a function": (ALONE.replace("if args", "def f(a):\n  a.local_rank = 0\nif args"), ["torchrun"], False),
+    "by its name": (ALONE.replace("if args", "setattr(args, 'local_rank', 0)\nif args"), ["torchrun"], False),
+    "or a group in any case": (ALONE + 'dist.init_process_group("nccl")\n', ["torchrun"], False),
+    "the first rank is asked for": (
+        ALONE.replace("if args.local_rank != -1", "if args.local_rank < 1"),
+        ["torchrun"],
+        False,
+    ),
+    "another number": (ALONE.replace("default=-1", "default=0"), ["torchrun"], False),
+    "another question": (ALONE.replace("local_rank != -1", "distributed"), ["torchrun"], False),
+    "an error": (ALONE + "else:\n    raise ValueError\n", ["torchrun"], False),
+    "its own processes": (ALONE + "import torch.multiprocessing as mp\nmp.spawn(f)\n", ["torchrun"], False),
+    "by a framework": (ALONE + "import deepspeed\n", ["torchrun"], False),
+    "by DeepSpeed's launcher": (ALONE, ["deepspeed"], False),
+}
+
+
+@pytest.mark.parametrize(("script", "command", "alone"), NOT_PASSED.values(), ids=NOT_PASSED)
+def test_ranks_that_each_take_themselves_for_a_single_process_are_found(
+    job_file, script: str, command: list[str], alone: bool
+) -> None:
+    """Each rank trained a model of its own, and the job was Succeeded."""
+    start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
+    result = ran(job_file(script, *command, *start, nodes=2, nprocPerNode=2))
+    assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
+
+
+@pytest.mark.parametrize("command", [["python", "train.py"], ["torchrun", "train.py"]])
+def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, command: list[str]) -> None:
+    """DataParallel does, in scripts of that time."""
+    nproc = 1 if command[0] == "torchrun" else 4
+    container = {"resources": {"limits": {"nvidia.com/gpu": 4}}}
+    result = ran(job_file(ALONE, *command, nodes=1, nprocPerNode=nproc, container=container))
+    assert "local-rank-not-passed" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("names", "command"),
+    [
+        ('"--local_rank"', 'command: [torchrun, --no-python, sh, -c, "exec python train.py --local_rank=$LOCAL_RANK"]'),
+        ('"--local-rank"', "command: [python, -m, torch.distributed.launch, train.py]"),
+    ],
+)
+def test_the_command_that_needs_no_edit_of_the_script_is_named(job_file, names: str, command: str) -> None:
+    """It is in docs/launching.md: nobody who is told to write LOCAL_RANK looks there."""
+    assert command in (ROOT / "docs/launching.md").read_text().replace("`[", "`command: [")
+    assert (
+        f"without an edit: {command};" in ran(job_file(ALONE.replace('"--local_rank"', names), nprocPerNode=2)).stdout
+    )
+
+
+@pytest.mark.parametrize("by", [["torchrun"], LAUNCH])
+def test_so_it_is_where_the_option_is_required_or_refused(job_file, by: list[str]) -> None:
+    """The message only told to change the script."""
+    required = P + OLD.replace("type=int", "required=True") + PARSE
+    said = ran(job_file(required, *by, "train.py")).stdout
+    assert 'without an edit: command: [torchrun, --no-python, sh, -c, "exec python train.py --loc' in said
+
+
+def test_a_script_that_a_shell_starts_for_each_rank_is_read(job_file) -> None:
+    """`torchrun --no-python sh -c "exec python train.py …"` was checked as a job without a script."""
+    words = ["torchrun", "--no-python", "sh", "-c", "exec python train.py --local_rank=$LOCAL_RANK"]
+    result = ran(job_file((FIXTURES / "mistakes/backend-mpi.py").read_text(), *words))
+    assert "error[backend-mpi]" in result.stdout
+
+
+PYTHON, TORCHRUN = ["python", "train.py"], ["torchrun", "train.py"]
+REMOVE = "Remove it: the job sets it"
+VARIABLES = [
+    (PYTHON, "RANK", "0", f"RANK=0 gives all 2 nodes the same rank. {REMOVE}; or use $(NODE_RANK)."),
+    (PYTHON, "NODE_RANK", "1", "the same rank"),
+    (PYTHON, "GROUP_RANK", "1", "the same rank"),
+    (TORCHRUN, "PET_NODE_RANK", "0", "the same rank"),
+    (PYTHON, "WORLD_SIZE", "8", "WORLD_SIZE=8 contradicts spec.nodes: 2."),
+    (TORCHRUN, "PET_NNODES", "4", f"PET_NNODES=4 contradicts spec.nodes: 2. {REMOVE}."),
+    (TORCHRUN, "PET_NNODES", "3:4", "contradicts spec.nodes: 2"),
+    (PYTHON, "MASTER_ADDR", "localhost", "MASTER_ADDR=localhost is not an address at which 2 nodes can find rank 0."),
+    (TORCHRUN, "PET_MASTER_ADDR", "127.0.0.1", "is not an address"),
+    (["torchrun", "--master_addr=$(MASTER_ADDR)", "train.py"], "MASTER_ADDR", "localhost", "is not an address"),
+    (["torchrun", "--node_rank=$(NODE_RANK)", "train.py"], "NODE_RANK", "0", "the same rank"),
+    (PYTHON, "RANK", "$(NODE_RANK)", ""),
+    (PYTHON, "WORLD_SIZE", "2", ""),
+    (PYTHON, "MASTER_ADDR", "head.example.com", ""),
+    (PYTHON, "PET_NODE_RANK", "0", ""),
+    (TORCHRUN, "RANK", "0", ""),
+    (TORCHRUN, "MASTER_ADDR", "localhost", ""),
+    (TORCHRUN, "PET_NNODES", "2:2", ""),
+    (["torchrun", "--node_rank=$(NODE_RANK)", "train.py"], "PET_NODE_RANK", "0", ""),
+    (["torchrun", "--rdzv_backend=c10d", "--rdzv_endpoint=$(MASTER_ADDR):1", "train.py"], "PET_NODE_RANK", "0", ""),
+    (["bash", "train.sh"], "RANK", "0", ""),
+    (["sh", "-c", "RANK=$NODE_RANK exec python train.py"], "RANK", "0", ""),
+]
+
+
+@pytest.mark.parametrize(("command", "name", "value", "said"), VARIABLES)
+def test_a_variable_with_which_the_nodes_never_meet_is_an_error_as_the_option_is(
+    job_file, command: list[str], name: str, value: str, said: str
+) -> None:
+    """All nodes waited for the others, with a warning among the Events at most."""
+    env = {"env": [{"name": "A", "value": "1"}, {"name": name, "value": value}]}
+    result = ran(job_file("", *command, nodes=2, container=env))
+    errors = [line for line in result.stdout.splitlines() if "error[variable-keeps-nodes-apart]" in line]
+    assert len(errors) == bool(said), result.stdout
+    assert said in result.stdout
+    on_one_node = ran(job_file("", *command, nodes=1, container=env)).stdout
+    assert "variable-keeps-nodes-apart" not in on_one_node
+
+
+BY_RANKS = "torchrun --nnodes=$WORLD_SIZE --node_rank=$RANK train.py"
+
+
+@pytest.mark.parametrize(
+    ("script", "nproc", "said"),
+    [
+        (BY_RANKS, 2, 2),
+        ("torchrun --nnodes ${WORLD_SIZE} --node-rank=$NODE_RANK train.py", 2, 1),
+        ("export NNODES=$WORLD_SIZE; torchrun --nnodes=$NNODES train.py", 2, 1),
+        (BY_RANKS, 1, 0),
+        (BY_RANKS.replace("WORLD_SIZE", "NNODES").replace("RANK", "NODE_RANK"), 2, 0),
+        ("torchrun --nnodes=${WORLD_SIZE:-2} train.py", 2, 0),
+        (f"WORLD_SIZE=$NNODES RANK=$NODE_RANK; {BY_RANKS}", 2, 0),
+        ("python train.py --nnodes=$WORLD_SIZE", 2, 0),
+    ],
+)
+def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error(
+    job_file, script: str, nproc: int, said: int
+) -> None:
+    """`ddpjob convert` knew it; in a job that was written by hand torchrun got `--nnodes=` and ended."""
+    stdout = ran(job_file("", "bash", "-c", script, nodes=2, nprocPerNode=nproc)).stdout
+    assert stdout.count("error[variable-of-ranks]") == said, stdout
+    assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
+
+
+def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
+    def said(*names: str) -> list[str]:
+        env = {"env": [{"name": name, "value": "1"} for name in names]}
+        return re.findall(r"\[([a-z-]+)\]: [A-Z]", ran(job_file("", *PYTHON, nodes=2, container=env)).stdout)
+
+    assert said("RANK") == ["variable-keeps-nodes-apart"]
+    assert sorted(said("GROUP_RANK", "MASTER_PORT")) == ["rendezvous-overridden", "variable-keeps-nodes-apart"]
+
+
+def test_what_a_job_has_events_of_is_said_before_it_runs_in_the_same_words(job_file) -> None:
+    """`ddpjob check` found nothing, and `ddpjob run` warned."""
+    env = {"env": [{"name": "MASTER_PORT", "value": "29500"}]}
+    path = job_file("", "torchrun", "--max-restarts=3", "train.py", nodes=2, container=env)
+    said = ran(path).stdout
+    document = yamlfile.read_job(path, None)
+    job, _ = validation.parse(document.data)
+    events = "".join(event.message for event in finish._advisories(job))
+    for rule in ("rendezvous-overridden", "launcher-option"):
+        (line,) = [line for line in said.splitlines() if f"warning[{rule}]: " in line]
+        assert line.partition("]: ")[2] in events
+    assert check_files.before_run(document, job) == ([], False)
+
+
+SLURM = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo", rank=int(os.environ["SLURM_PROCID"]), world_size=int(os.environ["SLURM_NTASKS"]))
+"""
+OF_POD = "env: [{name: SLURM_PROCID, value: $(RANK)}, {name: SLURM_NTASKS, value: $(WORLD_SIZE)}]"
+OF_RANK = '--no-python, sh, -c, "SLURM_PROCID=$RANK SLURM_NTASKS=$WORLD_SIZE exec python train.py --lr 1"]'
+
+
+@pytest.mark.parametrize(
+    ("launcher", "nproc", "recipe"),
+    [
+        ("python", 1, f'without an edit: {OF_POD}; else use os.environ["RANK"]'),
+        ("torchrun", 2, f"without an edit: command: [torchrun, {OF_RANK}; else"),
+        ("ddprun", 2, f"without an edit: command: [ddprun, {OF_RANK}; else"),
+        ("torchrun", 1, f"without an edit: command: [torchrun, {OF_RANK}; else"),
+        ("python", 2, f"without an edit: command: [torchrun, {OF_RANK}; else"),
+    ],
+)
+def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(
+    job_file, launcher: str, nproc: int, recipe: str
+) -> None:
+    """The script ended with KeyError: 'SLURM_PROCID' at its start."""
+    said = ran(job_file(SLURM, launcher, "train.py", "--lr", "1", nodes=2, nprocPerNode=nproc)).stdout
+    assert "error[variable-of-other-launcher]" in said
+    assert recipe in said
+
+
+WITH_ENV = {"env": [{"name": n, "value": f"$({v})"} for n, v in (("SLURM_PROCID", "RANK"), ("SLURM_NTASKS", "NNODES"))]}
+OTHERWISE = [
+    (SLURM, ["python", "train.py"], WITH_ENV),
+    (SLURM, ["python", "train.py"], {"envFrom": [{"configMapRef": {"name": "x"}}]}),
+    (SLURM, ["sh", "-c", ". ./slurm.sh; exec python train.py"], {}),
+    (SLURM, ["env", "SLURM_PROCID=$(RANK)", "SLURM_NTASKS=2", "python", "train.py"], {}),
+    (SLURM, ["torchrun", "--no-python", "sh", "-c", "SLURM_PROCID=$RANK SLURM_NTASKS=2 exec python train.py"], {}),
+    (SLURM, ["srun", "python", "train.py"], {}),
+    (
+        SLURM.replace("dist.init", "if 'SLURM_PROCID' in os.environ and 'SLURM_NTASKS' in os.environ: dist.init"),
+        PYTHON,
+        {},
+    ),
+    (SLURM.replace("dist.init", "if args.slurm: dist.init"), PYTHON, {}),
+    (SLURM.replace("dist.init", "def slurm(): dist.init"), PYTHON, {}),
+    (SLURM.replace("dist.init", "try: dist.init") + "except KeyError: pass\n", PYTHON, {}),
+    (
+        SLURM.replace('environ["SLURM_PROCID"]', 'environ.get("SLURM_PROCID", 0)').replace("NTASKS", "JOB_ID"),
+        PYTHON,
+        {},
+    ),
+    (SLURM.replace("dist.init", "os.environ.update(SLURM_PROCID='0', SLURM_NTASKS='1'); dist.init"), PYTHON, {}),
+]
+
+
+@pytest.mark.parametrize(("script", "command", "container"), OTHERWISE)
+def test_a_variable_of_slurm_that_may_be_set_or_is_not_needed_is_left_alone(
+    job_file, script: str, command: list[str], container: dict[str, Any]
+) -> None:
+    assert "variable-of-other-launcher" not in ran(job_file(script, *command, nodes=2, container=container)).stdout
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (["torchrun"], True),
+        (["torchrun", "--max-restarts=0"], True),
+        (["python", "-m", "torch.distributed.run"], True),
+        (["ddprun"], True),
+        (["torchrun", "train.py"], False),
+        (["torchrun", "-m", "train"], False),
+        (["torchrun", "--help"], False),
+        (["sh", "-c", "torchrun $ARGS"], False),
+        (["python"], False),
+    ],
+)
+def test_a_launcher_without_a_script_is_an_error(job_file, command: list[str], missing: bool) -> None:
+    """Nothing was found in it, and torchrun ended with its usage."""
+    assert ("error[script-missing]" in ran(job_file("", *command)).stdout) == missing
+
+
+def test_a_script_that_needs_a_launcher_is_named_with_its_arguments(job_file, tmp_path: Path) -> None:
+    """`command: [torchrun, train.py]` was the advice for every script."""
+    (tmp_path / "bert.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
+    said = ran(job_file("", "python", "bert.py", "--lr", "1", "a: b", nprocPerNode=2)).stdout
+    assert 'start it with torchrun: command: [torchrun, bert.py, --lr, "1", "a: b"]' in said
 
 
 # ---------------------------------------------------------------- what is left alone

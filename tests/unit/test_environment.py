@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from worlds import job
 
-from ddpjob_operator.job import launcher, topology
+from ddpjob_operator.job import launcher, topology, variables
 from ddpjob_operator.pods import build, environment, naming
 
 GPU_8 = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
@@ -120,7 +120,7 @@ def test_a_users_own_value_wins_and_is_named_where_it_breaks_rendezvous() -> Non
     values = {e["name"]: e.get("value") for e in env}
     assert (values["MASTER_ADDR"], values["OMP_NUM_THREADS"]) == ("10.0.0.1", "7")
     assert len(values) == len(env), "no name is there twice"
-    assert environment.overridden(what) == ["MASTER_ADDR"]
+    assert variables.overridden(what.spec.template) == ["MASTER_ADDR"]
 
 
 def test_ddprun_keeps_each_node_in_its_place_and_its_restarts_are_no_danger() -> None:

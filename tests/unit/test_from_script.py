@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from ddpjob_operator import check
+from ddpjob_operator.check.job import known
 from ddpjob_operator.cli import from_script, sources
 from ddpjob_operator.cli.from_script import Start
 from ddpjob_operator.job import api, validation
@@ -90,12 +92,73 @@ def test_a_script_that_starts_its_own_processes_gets_no_launcher() -> None:
     assert job.spec.nodes == 1
 
 
+ALONE = """
+import argparse, torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+args = parser.parse_args()
+if args.local_rank != -1:
+    dist.init_process_group("gloo")
+"""
+SHELL = ["torchrun", "--no-python", "sh", "-c"]
+
+
+@pytest.mark.parametrize(
+    ("names", "command"),
+    [
+        ('"--local_rank"', [*SHELL, "exec python a/b.py --local_rank=$LOCAL_RANK --name 'a b' '$(NODE_RANK)'"]),
+        ('"--local-rank"', ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b", "$(NODE_RANK)"]),
+    ],
+)
+def test_a_script_that_is_a_single_process_without_its_local_rank_is_given_it(names: str, command: list[str]) -> None:
+    """By torchrun each rank trained a model of its own, and the job was Succeeded."""
+    start = Start("a/b.py", arguments=["--name", "a b", "$(NODE_RANK)"])
+    text = from_script.job_yaml(start, ALONE.replace('"--local_rank"', names))
+    assert command_of(job_of(text).spec.template) == command
+    assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
+
+
+@pytest.mark.parametrize(
+    ("names", "command"),
+    [
+        ('"--local_rank"', [*SHELL, "exec python train.py --local_rank=$LOCAL_RANK"]),
+        ('"--local-rank"', ["python", "-m", "torch.distributed.launch", "train.py"]),
+        ('"--local-rank", "--local_rank"', ["python", "-m", "torch.distributed.launch", "train.py"]),
+    ],
+)
+def test_a_script_that_requires_its_local_rank_is_given_it_and_check_accepts_the_job(
+    names: str, command: list[str]
+) -> None:
+    """`ddpjob init` wrote a job that `ddpjob check` refused, and that ended with exit code 2."""
+    script = ALONE.replace('"--local_rank"', names).replace("default=-1", "required=True")
+    text = from_script.job_yaml(Start("train.py"), script)
+    assert command_of(job_of(text).spec.template) == command
+    context = known(job_of(text))
+    assert [f for f in check.check("train.py", script, context) if f.severity == "error"] == []
+
+
 def test_what_was_found_stands_in_comments() -> None:
     text = from_script.job_yaml(Start("train.py"), TORCHRUN)
     for said in ("nccl, which needs a GPU", "needs: --data", "--epochs (5)", "/data/mnist", "saves files"):
         assert said in text, text
     assert "nvidia.com/gpu: 1" in text
     assert len(text.splitlines()) < 25
+
+
+@pytest.mark.parametrize(
+    ("nargs", "said"),
+    [
+        ("nargs='?', default='imagenet'", "takes: data ('imagenet')"),
+        ("nargs='*'", "takes: data"),
+        ("nargs=argparse.REMAINDER", "takes: data"),
+        ("nargs='+'", "needs: data"),
+        ("default='imagenet'", "needs: data"),
+    ],
+)
+def test_an_argument_that_may_be_absent_is_not_called_needed(nargs: str, said: str) -> None:
+    """PyTorch's imagenet example was said to need its folder, which has a default."""
+    script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
+    assert f"# Arguments that it {said}\n" in from_script.job_yaml(Start("train.py"), script)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,20 @@ import re
 import warnings
 from collections.abc import Iterable
 
-from ddpjob_operator.check import checkpoints, data, elastic, gradients, groups, names, ranks, starting, steps, wrapping
+from ddpjob_operator.check import (
+    checkpoints,
+    data,
+    elastic,
+    gradients,
+    groups,
+    local_rank,
+    names,
+    ranks,
+    schedulers,
+    starting,
+    steps,
+    wrapping,
+)
 from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule
 from ddpjob_operator.check.script import Script
 
@@ -18,7 +31,20 @@ __all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
-_MODULES = (ranks, wrapping, steps, gradients, data, checkpoints, groups, names, starting, elastic)
+_MODULES = (
+    ranks,
+    wrapping,
+    steps,
+    gradients,
+    data,
+    checkpoints,
+    groups,
+    names,
+    starting,
+    local_rank,
+    schedulers,
+    elastic,
+)
 RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule))
 """All rules, in the order of docs/check.md."""
 

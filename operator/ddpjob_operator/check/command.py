@@ -47,6 +47,11 @@ class Command:
     """What the script is given."""
 
     @property
+    def named(self) -> tuple[str, ...]:
+        """The script as the command names it, or -m and the module."""
+        return (self.script,) if self.script is not None else ("-m", self.module) if self.module else ()
+
+    @property
     def files(self) -> list[str]:
         """Where the code that is started may be."""
         if self.script is not None:
@@ -59,6 +64,20 @@ def read(words: list[str]) -> Command:
     """The first command that starts a Python file, else the first whose launcher is known."""
     commands = [c for command in _commands(words) if (c := _read(command)).launcher]
     return next((c for c in commands if c.files), commands[0] if commands else Command())
+
+
+def starts_nothing(words: list[str]) -> bool:
+    """Whether a command is a launcher that is given no script. Of a shell's own script this is not known."""
+    begin = None if is_shell(words) else launcher.options_begin(words)
+    if begin is None:
+        return False
+    options, rest = launcher.read_options(words[begin:])
+    return not rest and not {"help", "h"} & set(options)
+
+
+def is_shell(words: list[str]) -> bool:
+    """Whether a shell is started first, which may do more than to start the script."""
+    return bool(words) and words[0].rsplit("/", 1)[-1] in launcher.SHELLS
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:
@@ -114,6 +133,8 @@ def _of_module(module: str, rest: list[str]) -> Command:
 
 def _of_torchrun(name: str, words: list[str]) -> Command:
     options, rest = launcher.read_options(words)
+    if "no_python" in options and is_shell(rest):
+        return replace(read(rest), launcher=name)
     if not rest or "no_python" in options:
         return replace(_behind(name, rest), launcher=name) if rest else Command(name)
     if "module" in options:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ddpjob_operator.check import command, names, room
 from ddpjob_operator.check.rule import Job, Severity
 from ddpjob_operator.check.starting import DEPRECATED
-from ddpjob_operator.job import api, launcher, topology
+from ddpjob_operator.job import api, launcher, topology, variables
 from ddpjob_operator.job import template as templates
 from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container, trainer_path
 
@@ -43,9 +44,33 @@ YAML_RULES = (
         "With `--parameters`: the pod's limit has no room for the state that ddprun keeps in memory, so a rank that is "
         "killed costs the steps since the last save ([memory.md](memory.md#what-it-costs)).",
     ),
+    YamlRule("script-missing", "error", "The command ends after its launcher: `[torchrun]`. It starts nothing."),
+    YamlRule(
+        "variable-keeps-nodes-apart",
+        "error",
+        "With several nodes: a variable in `env` whose value is the same on all of them and may not be (`RANK`, "
+        "`NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or is another number than the job's (`WORLD_SIZE`, "
+        "`PET_NNODES`), where the command's program reads it. A value such as `$(NODE_RANK)` differs on each node.",
+    ),
+    YamlRule(
+        "variable-of-ranks",
+        "error",
+        "`torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK`, as in a PyTorchJob: with several processes a node they are "
+        "variables of the ranks, and not set before torchrun has started them. `$NNODES` and `$NODE_RANK` are meant.",
+    ),
+    YamlRule(
+        "rendezvous-overridden",
+        "warning",
+        "Another variable of the rendezvous in `env`: it counts in place of the job's. The job has an Event of it.",
+    ),
+    YamlRule(
+        "launcher-option",
+        "warning",
+        "An option of the launcher has a consequence. The job has an Event of it.",
+    ),
 )
-CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES)
-"""What is of no account to a local run."""
+CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning")
+"""What is of no account to a local run, and what it says itself, as Events."""
 
 
 def known(job: api.DDPJob) -> Job:
@@ -62,11 +87,23 @@ def known(job: api.DDPJob) -> Job:
         launcher=by.name if by else started.launcher,
         launcher_options=dict(by.options) if by else {},
         words=started.words,
+        script=started.named or Job.script,
+        variables=_variables(template),
         mounts=mounts(template),
         name=job.metadata.name,
         only_leader_has_name=not topology.all_have_dns_names(job.spec),
         known=True,
     )
+
+
+def _variables(template: dict[str, Any]) -> frozenset[str] | None:
+    """The names in env, and those that the command sets; None where more may be set, by envFrom or in a shell."""
+    trainer = trainer_container(template) or {}
+    words = launcher.command_of(template)
+    if trainer.get("envFrom") or command.is_shell(words):
+        return None
+    named = {str(entry.get("name")) for entry in mappings(trainer, "env")}
+    return frozenset(named | set(re.findall(r"\b(\w+)=", " ".join(words))))
 
 
 def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, str, str]]:
@@ -83,6 +120,7 @@ def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, 
     for deviation in templates.deviations(template):
         if deviation.kind == "unknown":
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
+    yield from _of_launch(job)
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
     if parameters and (said := room.too_small(job, parameters, _gpus(template))):
@@ -98,6 +136,27 @@ def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, 
             "nccl needs a GPU in each process, and the trainer's resources.limits have none; add nvidia.com/gpu, or "
             "use gloo",
         )
+
+
+def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
+    """What keeps the nodes apart, and what the job has Events of."""
+    template = job.spec.template
+    words = launcher.command_of(template)
+    if "command" in (trainer_container(template) or {}) and command.starts_nothing(words):
+        said = "the command ends after the launcher and its options, and names no script to start; add it"
+        yield command_path(template), "script-missing", said
+    by_python = command.read(words).launcher == "python"
+    env = (*trainer_path(template), "env")
+    wrong = list(variables.contradictions(job.spec, by_python=by_python))
+    yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
+    # A pod with one process has them, as that of a script without a launcher.
+    if topology.nproc_per_node(job.spec) > 1 or launcher.min_nodes(job.spec) is not None:
+        for name, meant in launcher.of_ranks(job.spec):
+            said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
+            yield command_path(template), "variable-of-ranks", said
+    if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
+        yield env, "rendezvous-overridden", variables.remark(template)
+    yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
 
 
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -53,6 +55,10 @@ class Job:
     launcher_options: dict[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     """What the command gives to the script: its own options."""
+    script: tuple[str, ...] = ("train.py",)
+    """The script as the command names it; -m and a module."""
+    variables: frozenset[str] | None = None
+    """Those that the template and the command set beside the job's own; None: not known."""
     mounts: dict[str, bool] = field(default_factory=dict)
     """mountPath → whether all nodes may see the same files there."""
     name: str = ""
@@ -86,6 +92,16 @@ class Job:
     def by_torchrun(self) -> bool:
         """Whether torchrun's agent serves the store of the rendezvous."""
         return self.launcher == "torchrun" or self.launcher.startswith("torch.distributed") or self.launcher in _FILES
+
+
+# What YAML would not read as the same text in a list.
+_QUOTED = re.compile(r"""[\s,\[\]{}#:'"&*!|>%@`]|^[-+.\d]*$""")
+
+
+def command_line(words: Iterable[str]) -> str:
+    """A command as a job has it."""
+    listed = (json.dumps(word, ensure_ascii=False) if _QUOTED.search(word) else word for word in words)
+    return f"command: [{', '.join(listed)}]"
 
 
 _FILES = ("run.py", "launch.py")

@@ -79,7 +79,12 @@ class Script(Values):
     @cached_property
     def uses_a_framework(self) -> bool:
         """Whether Lightning, Accelerate or another such library is imported."""
-        return any(name.split(".")[0] in _FRAMEWORKS for name in self.imported.values())
+        return bool(self.frameworks)
+
+    @cached_property
+    def frameworks(self) -> set[str]:
+        """Those that are imported."""
+        return {name.split(".")[0] for name in self.imported.values()} & _FRAMEWORKS
 
     @cached_property
     def uses_torch(self) -> bool:

@@ -1,13 +1,13 @@
-"""How the processes start: mp.spawn, the launcher, and the arguments that it passes."""
+"""How the processes start: mp.spawn, and the launcher."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, has_hidden_arguments, is_main_guard, is_true, leaves, name_of
+from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job, Severity, rule
+from ddpjob_operator.check.rule import Found, Job, command_line, rule
 from ddpjob_operator.check.script import Script
 from ddpjob_operator.check.values import STARTERS
 
@@ -67,8 +67,8 @@ def _always_comes(script: Script, call: ast.Call, function: Function) -> bool:
     """Whether a call runs unconditionally: no condition around it, and none before it that leaves."""
     if any(True for _ in script.enclosing_tests(call)) or any(isinstance(p, ast.Try) for _, p in script.above(call)):
         return False
-    before = [s for s in function.body if s.lineno < call.lineno]
-    return not any(isinstance(n, ast.If) and leaves(n.body) for s in before for n in ast.walk(s))
+    earlier = [s for s in function.body if s.lineno < call.lineno]
+    return not any(isinstance(n, ast.If) and leaves(n.body) for s in earlier for n in ast.walk(s))
 
 
 @rule("error", wrong="def train(): …\nmp.spawn(train, nprocs=4)", right="def train(rank): …\nmp.spawn(train, nprocs=4)")
@@ -89,6 +89,41 @@ def spawn_function_without_rank(script: Script, job: Job) -> Iterator[Found]:
                 f"mp.spawn calls {functions[0].name}{says} with {1 + (given or 0)} arguments, the first of them the "
                 f"number of the process, and it takes {accepts}; add a first parameter, rank",
             )
+
+
+@rule(
+    "error",
+    wrong="mp.spawn(train, nprocs=torch.cuda.device_count())",
+    right="mp.spawn(train, nprocs=torch.cuda.device_count() or 2)",
+)
+def spawn_without_gpu(script: Script, job: Job) -> Iterator[Found]:
+    """In a job whose pods have no GPU torch.cuda.device_count() is 0: mp.spawn starts no process and returns, so the
+    script ends without an error, and the job succeeds without a training."""
+    for call in script.calls_to(*STARTERS) if job.gpus == 0 else ():
+        count = script.argument(call, "nprocs", 2)
+        counts_gpus = all(script.called(o) == "torch.cuda.device_count" for o in script.origins(count))
+        if count is not None and counts_gpus and not is_conditional(script, call):
+            yield at(
+                count,
+                f"nprocs={script.text_of(count)}: torch.cuda.device_count() is 0, because the job has no GPU, so "
+                "mp.spawn starts no process and nothing is trained; add nvidia.com/gpu to resources.limits, or use "
+                'int(os.environ["NPROC_PER_NODE"])',
+            )
+
+
+def is_conditional(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
+    """Whether a condition around a node, before it, or on the way to it may keep it from being run, or a handler takes
+    its exception."""
+    if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
+        return True
+    if any(isinstance(parent, ast.Try) for _, parent in script.above(node)):
+        return True
+    earlier = (s for child, parent in script.above(node) for s in before(parent, child))
+    if any(isinstance(n, ast.If) and leaves(n.body) for s in earlier for n in ast.walk(s)):
+        return True
+    function = script.function(node)
+    callers = [] if function is None or function in seen else script.callers(function)
+    return any(is_conditional(script, c.call, seen | {function}) for c in callers if function)
 
 
 def _positional_max(function: Function) -> int | None:
@@ -115,7 +150,7 @@ def launcher_missing(script: Script, job: Job) -> Iterator[Found]:
             yield at(
                 call,
                 f"{script.text_of(call.func)}(…): the job has {job.nproc} processes per node, and its command starts "
-                f"one, without RANK; start it with torchrun: command: [torchrun, train.py]",
+                f"one, without RANK; start it with torchrun: {command_line(('torchrun', *job.script, *job.words))}",
             )
             return
 
@@ -158,102 +193,6 @@ def _is_value(script: Script, node: ast.expr) -> bool:
     if isinstance(node, ast.Name):
         return node.id in ("int", "float", "bool")
     return bool(script.variable_read(node)) or script.called(node) in ("int", "float", "bool")
-
-
-@rule(
-    "warning",
-    wrong='parser.add_argument("--local_rank", type=int)',
-    right='parser.add_argument("--local-rank", "--local_rank", type=int)',
-)
-def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
-    """torch.distributed.launch passes --local-rank since torch 2.0 and passed --local_rank before: a script with only
-    the old one, or with neither, exits with “unrecognized arguments” (exit code 2). The new one alone works with all
-    versions that DDPJob supports. torchrun passes none, so it must not be required there."""
-    launched = job.launcher.startswith(_LAUNCH) or job.launcher == "launch.py"
-    if launched and "use_env" not in job.launcher_options:
-        yield from _refuses_what_is_passed(script)
-    elif job.by_torchrun or job.launcher == "ddprun":
-        yield from _requires_what_is_not_passed(script, job)
-    elif not job.launcher and script.is_distributed and not _reads_local_rank(script):
-        yield from (_one_spelling(call, None) for call in _options(script) if _has_only_the_old_name(call))
-
-
-def _refuses_what_is_passed(script: Script) -> Iterator[Found]:
-    """torch.distributed.launch starts it, and its parser ends with an error."""
-    if not script.methods_called("parse_known_args") and not script.mentions("ignore_unknown_options"):
-        options = list(_options(script))
-        yield from (_one_spelling(call, "error") for call in options if _has_only_the_old_name(call))
-        if not any(name.startswith("--local") for call in script.calls for name in _names(call)):
-            yield from (
-                at(
-                    call,
-                    f"{script.text_of(call)}: torch.distributed.launch passes --local-rank, which is not declared, and "
-                    "argparse refuses it; start it with torchrun, which passes nothing, or add --use-env",
-                    "error",
-                )
-                for call in script.methods_called("parse_args")
-                if _knows_all_options(script, call)
-            )
-
-
-def _requires_what_is_not_passed(script: Script, job: Job) -> Iterator[Found]:
-    """required=True, and torchrun passes nothing."""
-    if any(word.startswith(("--local-rank", "--local_rank")) for word in job.words):
-        return
-    for call in _options(script):
-        required = script.argument(call, "required")
-        if is_true(required) and {"--local_rank", "--local-rank"} & set(_names(call)):
-            yield at(
-                call,
-                f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error; use "
-                'int(os.environ["LOCAL_RANK"])',
-                "error",
-            )
-
-
-def _one_spelling(call: ast.Call, severity: Severity | None) -> Found:
-    return at(
-        call,
-        f'{name_of(call.func)}("{_OLD}"): since torch 2.0 torch.distributed.launch passes --local-rank, which is '
-        f'refused; declare both: "--local-rank", "{_OLD}"',
-        severity,
-    )
-
-
-_OLD = "--local_rank"
-
-
-def _options(script: Script) -> Iterator[ast.Call]:
-    """argparse's add_argument(…) and click's option(…); those under a condition may be for another version of torch."""
-    calls = [*script.methods_called("add_argument"), *script.calls_to("click.option", "typer.Option")]
-    yield from (c for c in calls if all(is_main_guard(test) for test in script.enclosing_tests(c)))
-
-
-def _names(call: ast.Call) -> list[str]:
-    return [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-
-
-def _has_only_the_old_name(call: ast.Call) -> bool:
-    return _OLD in _names(call) and "--local-rank" not in _names(call)
-
-
-def _reads_local_rank(script: Script) -> bool:
-    return any(script.variable_read(n) == "LOCAL_RANK" for n in script.nodes)
-
-
-def _knows_all_options(script: Script, call: ast.Call) -> bool:
-    """Whether parse_args() reads the command line by a parser of which this file shows every option."""
-    if call.args or call.keywords or not isinstance(call.func, ast.Attribute):
-        return False
-    parsers = script.origins(call.func.value)
-    made_here = all(isinstance(p, ast.Call) and script.called(p) == "argparse.ArgumentParser" for p in parsers)
-    inherits = any(isinstance(p, ast.Call) and script.argument(p, "parents") for p in parsers)
-    name = name_of(call.func.value)
-    given_away = any(
-        name and name == name_of(a) for c in script.calls for a in (*c.args, *(k.value for k in c.keywords))
-    )
-    takes_the_rest = any(script.argument(c, "nargs") for c in _options(script))
-    return made_here and not (inherits or given_away or takes_the_rest)
 
 
 @rule(

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from ddpjob_operator.check import local_rank
+from ddpjob_operator.check.nodes import text_in
 from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.cli.options import refuse_other_bytes
 from ddpjob_operator.job import api, yamlvalues
@@ -52,6 +54,8 @@ class Found:
     nccl: int = 0
     """The line in which it asks for nccl alone."""
     cuda: bool = False
+    local_rank: ast.Call | None = None
+    """The option without which it does not train as one job, and which torchrun does not pass."""
     notes: tuple[str, ...] = ()
     """Sentences for comments."""
 
@@ -62,9 +66,7 @@ def job_yaml(start: Start, text: str | None) -> str:
     found = Found() if text is None else read(start.script, text)
     nodes = start.nodes or ("1" if found.spawns else str(NODES))
     nproc = start.nproc or "1"
-    launcher = ["python"] if found.spawns else ["torchrun"]
-    script = f"./{start.script}" if start.script.startswith("-") else start.script
-    words = [*launcher, *(["-m"] if start.module else []), script, *start.arguments]
+    words = _command(start, found)
     gpus = (
         f"\n        resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}"
         if found.nccl or (found.cuda and start.gpus)
@@ -94,6 +96,13 @@ spec:
 """
 
 
+def _command(start: Start, found: Found) -> list[str]:
+    script = f"./{start.script}" if start.script.startswith("-") else start.script
+    if found.local_rank is not None and not found.spawns:
+        return local_rank.command_that_passes([script], found.local_rank, start.arguments)
+    return ["python" if found.spawns else "torchrun", *(["-m"] if start.module else []), script, *start.arguments]
+
+
 def read(name: str, text: str) -> Found:
     """What a script shows without being run. Raises InputError for one that is not valid Python."""
     try:
@@ -105,8 +114,9 @@ def read(name: str, text: str) -> Found:
     spawned = script.calls_to(*_SPAWNS) or script.calls_to(*_PROCESSES)
     nccl = next((call.lineno for call in script.calls_to(INIT) if _is_nccl(call)), 0)
     cuda = bool(nccl) or any(isinstance(n, ast.Attribute) and n.attr == "cuda" for n in ast.walk(script.tree))
-    notes = (*_of_launch(script, spawned), *_of_gpus(nccl), *_of_arguments(script.tree), *_of_files(script))
-    return Found(bool(spawned), nccl, cuda, notes)
+    passed = local_rank.must_be_passed(script)
+    notes = (*_of_launch(script, spawned, passed), *_of_gpus(nccl), *_of_arguments(script.tree), *_of_files(script))
+    return Found(bool(spawned), nccl, cuda, passed, notes)
 
 
 def name_of(script: str) -> str:
@@ -125,7 +135,7 @@ def _refuse_unprintable(start: Start) -> None:
     refuse_other_bytes(start.arguments)
 
 
-def _of_launch(script: Script, spawned: list[ast.Call]) -> Iterator[str]:
+def _of_launch(script: Script, spawned: list[ast.Call], passed: ast.Call | None) -> Iterator[str]:
     if spawned:
         yield (
             f"Line {spawned[0].lineno} starts the processes of its node by itself, so no launcher starts it; "
@@ -137,6 +147,11 @@ def _of_launch(script: Script, spawned: list[ast.Call]) -> Iterator[str]:
         yield f"Line {script.inits[0].lineno} forms the group: torchrun starts its processes."
     else:
         yield "No init_process_group() was found: without one each process trains alone."
+    if passed is not None and not spawned:
+        yield (
+            f"Line {passed.lineno} takes the rank on its node as an option, which torchrun does not pass, and this "
+            "command does."
+        )
 
 
 def _of_gpus(nccl: int) -> Iterator[str]:
@@ -156,13 +171,19 @@ def _of_arguments(tree: ast.AST) -> Iterator[str]:
             continue
         given = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
         name = max(names, key=len)
-        is_required = given.get("required") is True or not name.startswith("-")
+        is_required = given.get("required") is True or not (name.startswith("-") or _may_be_absent(call))
         default = f" ({given['default']!r})" if given.get("default") is not None else ""
         (required if is_required else optional).append(name if is_required else f"{name}{default}")
     if required:
         yield f"Arguments that it needs: {', '.join(required)}"
     if optional:
         yield f"Arguments that it takes: {', '.join(optional[:12])}{', …' if len(optional) > 12 else ''}"
+
+
+def _may_be_absent(positional: ast.Call) -> bool:
+    """Whether its nargs are "?", "*" or argparse.REMAINDER."""
+    nargs = next((k.value for k in positional.keywords if k.arg == "nargs"), None)
+    return nargs is not None and (text_in(nargs) in ("?", "*", "...") or getattr(nargs, "attr", "") == "REMAINDER")
 
 
 def _of_files(script: Script) -> Iterator[str]:

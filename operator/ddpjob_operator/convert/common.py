@@ -34,14 +34,6 @@ _OF_THE_OBJECT = dict.fromkeys(
     ("finalizers", "ownerReferences"), "is of the object in the cluster; a new one has its own; dropped"
 )
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
-_REFERENCE = (
-    r"\$(?:\(\(\s*(?:\$\{?)?|[({])?"  # $NAME, ${NAME}, Kubernetes' $(NAME), a shell's $((NAME)) and $(($NAME - 1))
-)
-# Kubeflow's WORLD_SIZE and RANK count pods. A DDPJob sets them for scripts without a launcher, one process a node.
-_OF_PODS = (
-    (re.compile(rf"((?:--nnodes[=\s]+|\bNNODES=)[\"']?{_REFERENCE})WORLD_SIZE\b"), r"\1NNODES"),
-    (re.compile(rf"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?{_REFERENCE})RANK\b"), r"\1NODE_RANK"),
-)
 ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
 # Options of torchrun that say which machine it runs on: the job sets them for each node.
 IDENTITY = {
@@ -118,8 +110,8 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
     if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in parts.values()):
         return ""
     words = [*parts["command"], *parts["args"]]
-    if counted := [word for word in words if _by_nodes(word) != word and " " in word]:
-        parts = {part: [_by_nodes(word) if word in counted else word for word in parts[part]] for part in parts}
+    if counted := [word for word in words if launcher.by_nodes(word) != word and " " in word]:
+        parts = {part: [launcher.by_nodes(word) if word in counted else word for word in parts[part]] for part in parts}
         trainer.update({part: changed for part, changed in parts.items() if changed})
         words = [*parts["command"], *parts["args"]]
         result.remark(path, "--nnodes and --node_rank are now $NNODES and $NODE_RANK: WORLD_SIZE and RANK count ranks")
@@ -137,13 +129,6 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
         trainer.pop("args")
     result.remark(path, f"{' '.join(dropped)}: {SET_BY_THE_JOB}; removed")
     return nnodes
-
-
-def _by_nodes(script: str) -> str:
-    """A shell's script that tells torchrun how many nodes there are, and which it is."""
-    for pattern, name in _OF_PODS:
-        script = pattern.sub(name, script)
-    return script
 
 
 def without_identity(words: list[str]) -> tuple[list[str], list[str]]:

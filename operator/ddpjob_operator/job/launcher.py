@@ -52,6 +52,15 @@ NEEDS_TORCHRUN = (
 # How users' scripts name the option for init_method.
 _INIT_METHOD_OPTION = re.compile(r"^--(?:dist|init)[-_](?:url|method)(?:=|$)")
 
+_REFERENCE = (
+    r"\$(?:\(\(\s*(?:\$\{?)?|[({])?"  # $NAME, ${NAME}, Kubernetes' $(NAME), a shell's $((NAME)) and $(($NAME - 1))
+)
+# Kubeflow's WORLD_SIZE and RANK count pods. A DDPJob sets them for scripts without a launcher, one process a node.
+_OF_PODS = (
+    (re.compile(rf"((?:--nnodes[=\s]+|\bNNODES=)[\"']?{_REFERENCE})WORLD_SIZE\b"), "WORLD_SIZE", "NNODES"),
+    (re.compile(rf"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?{_REFERENCE})RANK\b"), "RANK", "NODE_RANK"),
+)
+
 _KEPT_LENGTH_MAX = 4096
 # Of a longer command, with a whole script in it, what was found is kept where that is short. To read 10 kB takes 5 ms,
 # and each report of each node asks four times.
@@ -168,6 +177,25 @@ def warnings(spec: api.Spec) -> list[str]:
     if options.get("rdzv_backend", "static") != "static":
         notes.append(f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they arrive: any may have rank 0")
     return notes
+
+
+def by_nodes(script: str) -> str:
+    """A shell's script that tells torchrun how many nodes there are, and which it is, by the variables of nodes."""
+    for pattern, _, name in _OF_PODS:
+        script = pattern.sub(rf"\g<1>{name}", script)
+    return script
+
+
+def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
+    """(WORLD_SIZE, NNODES), (RANK, NODE_RANK): a variable of the ranks of which the command makes an option of the
+    launcher that starts them, so that it is not set yet, and the one that is meant."""
+    own = {entry.get("name") for entry in mappings(trainer_container(spec.template) or {}, "env")}
+    text = " ".join(command_of(spec.template))
+    for pattern, name, meant in _OF_PODS if in_template(spec.template) else ():
+        is_set = name in own or re.search(rf"\b{name}=", text)
+        # ${WORLD_SIZE:-1} has a value in any case, which may be right.
+        if not is_set and re.search(rf"{pattern.pattern}(?!:?[-=+])", text):
+            yield name, meant
 
 
 def script(words: list[str]) -> str | None:

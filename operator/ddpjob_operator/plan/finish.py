@@ -11,7 +11,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import sentences
-from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons
+from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, variables
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
 from ddpjob_operator.job.times import earliest, is_past
@@ -19,7 +19,7 @@ from ddpjob_operator.job.wording import duration
 from ddpjob_operator.plan import agent_restarts, group_restart, invalid_spec, pending, redacted, report_age
 from ddpjob_operator.plan.actions import Decision, Event, Plan, Settings
 from ddpjob_operator.plan.view import View
-from ddpjob_operator.pods import environment, naming
+from ddpjob_operator.pods import naming
 
 # The condition that is True in each state. Complete, Failed, Suspended and FailureTarget mean what they mean in
 # batch/v1 Job, so that `kubectl wait --for=condition=Complete` works; they appear once they have been true.
@@ -216,8 +216,7 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
     if podspec.grace_seconds(job.spec.template) == 0:
         text = "terminationGracePeriodSeconds: 0 becomes 1: with 0 a pod is forgotten before its processes have ended"
         yield _event(reasons.GRACE_RAISED, text)
-    if names := ", ".join(environment.overridden(job)):
-        text = f"{names}: your value and not the job's; the ranks meet only if it is right on every node"
+    if text := variables.remark(job.spec.template):
         yield _event(reasons.RENDEZVOUS_OVERRIDDEN, text)
     if unset := _not_counted(job.spec):
         text = f"devices of a resourceClaim are not counted as GPUs, so {unset}: set what fits the claim"

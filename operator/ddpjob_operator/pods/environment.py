@@ -6,19 +6,11 @@ Used by `build.py` for pods, and through those pods by the local run: both shell
 from __future__ import annotations
 
 from ddpjob_operator.job import api, budgets, launcher
-from ddpjob_operator.job.podspec import cpus, mappings, trainer_container
+from ddpjob_operator.job.podspec import cpus, mappings
 from ddpjob_operator.job.topology import backend, members, nproc_per_node, shutdown_timeout_seconds, termination_log
 from ddpjob_operator.pods.naming import Endpoint
 
 TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
-
-
-BREAKS_RENDEZVOUS = frozenset(
-    "MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC_PER_NODE RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE "
-    "DDPJOB_WORLD_SIZE PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT PET_RDZV_ID "
-    "PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE PET_MAX_RESTARTS "
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE".split()
-)
 
 
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
@@ -41,12 +33,6 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
         "PYTHONUNBUFFERED": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
     }
-
-
-def overridden(job: api.DDPJob) -> list[str]:
-    """The variables that the user's template sets and that the rendezvous needs: they win, and are named."""
-    trainer = trainer_container(job.spec.template) or {}
-    return sorted({e["name"] for e in user_environment(trainer) if e["name"] in BREAKS_RENDEZVOUS})
 
 
 def user_environment(container: dict[str, object]) -> list[dict[str, object]]:

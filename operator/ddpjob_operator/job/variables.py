@@ -1,0 +1,85 @@
+"""Variables of the rendezvous that the user's template sets: they count before the job's own.
+
+The same mistakes as options of a launcher are refused (launcher.py). Here they are for `ddpjob check` to say, because
+only some programs read each variable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpjob_operator.job import api, bounds, launcher, topology
+from ddpjob_operator.job.podspec import mappings, trainer_container
+
+BREAKS_RENDEZVOUS = frozenset(
+    "MASTER_ADDR MASTER_PORT NNODES NODE_RANK NPROC_PER_NODE RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE "
+    "DDPJOB_WORLD_SIZE PET_NNODES PET_NPROC_PER_NODE PET_NODE_RANK PET_MASTER_ADDR PET_MASTER_PORT PET_RDZV_ID "
+    "PET_RDZV_BACKEND PET_RDZV_ENDPOINT PET_RDZV_CONF PET_STANDALONE PET_MAX_RESTARTS "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE".split()
+)
+_LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|\[?::1\]?")
+_RANKS = ("RANK", "NODE_RANK", "GROUP_RANK", "PET_NODE_RANK")
+_ADDRESSES = ("MASTER_ADDR", "PET_MASTER_ADDR")
+_COMPARED = (*_RANKS, *_ADDRESSES, "PET_NNODES", "WORLD_SIZE")
+# Options that count before these variables.
+_OPTION_OF = {"PET_NNODES": "nnodes", "PET_NODE_RANK": "node_rank", "PET_MASTER_ADDR": "master_addr"}
+
+
+def overridden(template: Mapping[str, Any]) -> list[str]:
+    """The variables that the user's template sets and that the rendezvous needs: they win, and are named."""
+    names = (entry.get("name") for entry in mappings(trainer_container(template) or {}, "env"))
+    return sorted({name for name in names if isinstance(name, str) and name in BREAKS_RENDEZVOUS})
+
+
+def remark(template: Mapping[str, Any]) -> str:
+    """What to say of them; "" where there are none."""
+    names = ", ".join(overridden(template))
+    return f"{names}: your value and not the job's; the ranks meet only if it is right on every node" if names else ""
+
+
+def contradictions(spec: api.Spec, *, by_python: bool) -> Iterator[tuple[int, str, str]]:
+    """(number of the entry in env, name, sentence) of those with which several nodes certainly do not meet.
+
+    by_python: whether the command starts the script without a launcher. A launcher reads the variables of its own, and
+    sets those of the ranks; a program that is not known may read any, so nothing is said of it.
+    """
+    by = launcher.in_template(spec.template)
+    if spec.nodes == 1 or not (by or by_python):
+        return
+    text = " ".join(launcher.command_of(spec.template))
+    for number, entry in enumerate(mappings(trainer_container(spec.template) or {}, "env")):
+        name, value = entry.get("name"), entry.get("value")
+        if name in _COMPARED and isinstance(value, str) and _is_read(name, by, text):
+            yield from ((number, name, f"{name}={value}{sentence}") for sentence in _wrong(name, value, spec))
+
+
+def _is_read(name: str, by: launcher.Launcher | None, command: str) -> bool:
+    if re.search(rf"\b{name}=", command):  # a shell sets it
+        return False
+    if by is None:
+        return not name.startswith("PET_")
+    if not name.startswith("PET_"):  # only where an option is made of it
+        return re.search(rf"\$[({{]?{name}\b", command) is not None
+    is_static = by.options.get("rdzv_backend", "static") == "static"
+    return _OPTION_OF.get(name) not in by.options and (is_static or name == "PET_NNODES")
+
+
+def _wrong(name: str, value: str, spec: api.Spec) -> Iterator[str]:
+    nodes = spec.nodes
+    if name in _RANKS and value.isdecimal():
+        yield f" gives all {nodes} nodes the same rank. Remove it: the job sets it; or use $(NODE_RANK)."
+    elif name in _ADDRESSES and _LOOPBACK.fullmatch(value):
+        yield f" is not an address at which {nodes} nodes can find rank 0. Remove it: the job sets it."
+    elif name == "PET_NNODES" and not _is_number_of_nodes(value, spec):
+        yield f" contradicts spec.nodes: {nodes}. Remove it: the job sets it."
+    elif name == "WORLD_SIZE" and value.isdecimal() and int(value) not in (nodes, topology.world_size(spec)):
+        yield f" contradicts spec.nodes: {nodes}. Remove it: the job sets it; or use $(DDPJOB_WORLD_SIZE)."
+
+
+def _is_number_of_nodes(value: str, spec: api.Spec) -> bool:
+    """Also a range that has it in it, and what is no number: $(NNODES)."""
+    first, _, last = value.partition(":")
+    least, most = (bounds.number(text, bounds.COUNT_MAX) for text in (first, last or first))
+    return min(least, most) < 0 or least <= spec.nodes <= most

@@ -1,0 +1,22 @@
+"""A script for srun, which starts one process for each task and tells it its number by SLURM_PROCID.
+
+Unchanged, it runs where the job gives its own variables these names.
+"""
+
+import os
+
+import common
+import torch.distributed as dist
+
+
+def main() -> None:
+    rank, size = int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
+    if not 0 <= int(os.environ["SLURM_LOCALID"]) <= rank:
+        raise ValueError("SLURM_LOCALID is no number of a rank on its node")
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    common.train()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
