@@ -1326,17 +1326,19 @@ def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_
     assert after == [before, before]
 
 
+@pytest.fixture
+def nodes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]
+) -> Node:
+    """Two of them."""
+    monkeypatch.chdir(tmp_path)
+    return Node(tmp_path, run_ranks, nodes=2)
+
+
 @pytest.mark.parametrize("steps_made", [0, 1])
-def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(
-    steps_made: int,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    run_ranks: Callable[[Callable[[int], Any], int], list[Any]],
-) -> None:
+def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(steps_made: int, nodes: Node) -> None:
     """Nodes are often lost one after the other: the second one, within three steps of the restart, was the last that
     had the state, and the training began at the last save, without a folder at step 0."""
-    monkeypatch.chdir(tmp_path)
-    nodes = Node(tmp_path, run_ranks, nodes=2)
 
     def train(until: int, survivor: int) -> int:
         world = ddpjob.init()
@@ -1359,3 +1361,91 @@ def test_a_new_node_keeps_the_state_as_soon_as_it_has_loaded_it(
     nodes.lose(0)
     began.append(nodes.run_all(2, lambda: train(12, survivor=1), ranks=2))
     assert began == [[0, 0], [8, 8], [8 + steps_made] * 2]
+
+
+def test_a_new_node_knows_that_should_stop_counts_otherwise_than_save(nodes: Node) -> None:
+    """Else it keeps what rank 0's node does not, and `load` returns a step too few: that step's batch is seen twice."""
+
+    def train(until: int, survivor: int = -1) -> int:
+        world = ddpjob.init()
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
+        began = snapshot.load(**objects)
+        model = world.wrap(objects["model"])
+        for step in range(began + 1, until + 1):
+            objects["optimizer"].zero_grad()
+            model(torch.full((4, 4), float(step))).square().sum().backward()
+            objects["optimizer"].step()
+            ddpjob.should_stop(step - 1)
+            settle()
+            if step == 6 and world.rank == 0:
+                snapshot.save(step, **objects)
+                snapshot.wait()
+        if world.rank == survivor:
+            rescue()
+        return began
+
+    began = [nodes.run_all(0, lambda: train(6), ranks=2)]
+    nodes.lose(1)
+    began.append(nodes.run_all(1, lambda: train(12, survivor=1), ranks=2))
+    began.append(nodes.run_all(2, lambda: train(13), ranks=2))
+    assert began == [[0, 0], [6, 6], [6, 6]]
+
+
+def test_what_a_fork_of_the_script_trains_turns_nothing_off(node: Node) -> None:
+    """A small model in a process of its own, as for a search of parameters: a rank that died then cost all steps since
+    the last save, and nothing was said."""
+
+    def train(until: int) -> int:
+        world = ddpjob.init()
+        objects = parts()
+        began = ddpjob.Snapshot("snapshots", world).load(**objects)
+        model = world.wrap(objects["model"])
+        steps(began, until - 2, model, objects["optimizer"])
+        if (child := os.fork()) == 0:
+            other = torch.nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            other(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            ddpjob.Snapshot("of the fork").save(1, model=other, optimizer=optimizer)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        steps(until - 2, until, model, objects["optimizer"])
+        if world.rank == 0:
+            rescue()
+        return began
+
+    assert node.run(0, lambda: train(12), ranks=2) == 0
+    assert node.run(1, lambda: train(14), ranks=2) == 12
+
+
+def test_an_optimizer_that_is_changed_after_load_is_not_written_as_what_was_loaded(nodes: Node) -> None:
+    """A script that halves the momentum at each resume would have it halved once more at each failure that comes before
+    its first step."""
+
+    def train(until: int, survivor: int) -> tuple[int, float]:
+        world = ddpjob.init()
+        objects = parts()
+        model = world.wrap(objects["model"])
+        snapshot = ddpjob.Snapshot("snapshots", world)
+        began = step = snapshot.load(**objects)
+        settle()
+        if not began:
+            step = 1
+            steps(0, step, model, objects["optimizer"])
+            snapshot.keep(step, **objects)
+        steps(step, until, model, objects["optimizer"])
+        averages = [state["exp_avg"] for state in objects["optimizer"].state.values()]
+        sums = float(sum(average.abs().sum() for average in averages))
+        if began:
+            for average in averages:
+                average *= 0.5
+        if world.rank == survivor:
+            rescue()
+        return began, sums
+
+    first = nodes.run_all(0, lambda: train(8, survivor=0), ranks=2)
+    nodes.lose(1)
+    changed = nodes.run_all(1, lambda: train(8, survivor=1), ranks=2)
+    again = nodes.run_all(2, lambda: train(8, survivor=-1), ranks=2)
+    assert [step for step, _ in (*changed, *again)] == [8, 8, 8, 8]
+    assert [sums for _, sums in again] == [first[0][1]] * 2

@@ -132,6 +132,8 @@ class Keeper(Survivor):
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """The objects that are kept from now on. Values are so only at the boundary at which they are named."""
+        if os.getpid() != self._pid:
+            return  # what a fork does with its objects is not of this training
         was_assumed, self._assumed = self._assumed, False
         if self._off or (self._kept is not None and self._kept.is_of(objects)):
             return
@@ -172,7 +174,7 @@ class Keeper(Survivor):
 
     def forget_assumed(self) -> None:
         """What was assumed is wrong: nothing is kept until `save` names it."""
-        if self._assumed:
+        if self._assumed and os.getpid() == self._pid:
             self._assumed = False
             self._forget_assumed()
 
@@ -222,6 +224,8 @@ class Keeper(Survivor):
 
     def loads(self, version: Version) -> None:
         """All ranks load this state from memory."""
+        if self._shared.proven_elsewhere:
+            self._shared.node[PROVEN] = self._shared.proven_elsewhere
         self._loaded, self._proofs_left = version, self._proofs_needed
         if self._copies is not None:
             self._copies.loaded = version
@@ -407,8 +411,9 @@ class Keeper(Survivor):
                     self._promise()
 
     def _promise(self) -> None:
-        """The agent may wait for this rank, which has what it needs to write the state."""
-        self._shared.cells[PID], self._is_armed = os.getpid(), True
+        """The agent may wait for this rank, which has what it needs to write the state. Not once it has been asked."""
+        if not self._is_asked:
+            self._shared.cells[PID], self._is_armed = os.getpid(), True
 
     def _take(self, size: int) -> None:
         """Memory for so many bytes. Raises StateError, OSError."""

@@ -24,6 +24,7 @@ from ddpjob.core.memory import (
     LOADED_BY,
     LOADED_FROM,
     LOADED_STEP,
+    MISCOUNTED,
     PROVEN,
     Found,
     Held,
@@ -49,10 +50,11 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     own += [0] * 4 if proof is None else [1, *proof]
     mark = None if shared is None else shared.mark()
     own += [0] * 3 if mark is None else mark
-    own += [0, 0] if shared is None else [shared.node[COPIES], shared.node[PROVEN]]
+    own += [0, 0, 0] if shared is None else [shared.node[cell] for cell in (COPIES, PROVEN, MISCOUNTED)]
     rows = _gathered(own, world_size)
     if shared is not None:
         shared.node[COPIES] = rows[0][15] or max(row[15] for row in rows)
+        shared.node[MISCOUNTED] = max(row[17] for row in rows)
     marks = [Mark(*row[12:15]) if row[13] else None for row in rows]
     found = memory.newest(
         [_held(row, present.attempt) if row[0] else None for row in rows],
@@ -62,7 +64,7 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     )
     if isinstance(found, Found):
         if shared is not None and rank not in found.ranks:
-            shared.node[PROVEN] = max(rows[holder][16] for holder in found.ranks)
+            shared.proven_elsewhere = max(rows[holder][16] for holder in found.ranks)
         return found
     if found and rank == 0:
         process.log(f"the state in memory is not used: {found}")

@@ -85,6 +85,8 @@ class Shared:
         self._taken = [0] * MAPPED_SLOTS  # memory that this process has made them have, in bytes
         self._heads: list[list[bytes]] = [[] for _ in range(MAPPED_SLOTS)]  # that are there
         self._looks = 0
+        self.proven_elsewhere = 0
+        """PROVEN of the nodes that have the state which is loaded, where this one has not."""
 
     @property
     def _file(self) -> int:

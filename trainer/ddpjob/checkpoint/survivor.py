@@ -49,6 +49,7 @@ class Survivor(abc.ABC):
         self._moved = 0, 0.0  # how many parts were written, and since when
         self._tries = 0
         self._ends = False  # by an exception: no boundary follows
+        self._is_asked = False  # by its agent, to write the state
         self._is_armed = False  # there is room, and proof that nothing large changes between boundary and step
         self._pid = os.getpid()
 
@@ -72,6 +73,7 @@ class Survivor(abc.ABC):
         """Until the agent closes its end of the pipe: a rank of the group has failed."""
         with contextlib.suppress(OSError):
             os.read(self._shared.pipe, 1)
+            self._is_asked = True
             self.save()
 
     def _at_exit(self) -> None:
@@ -156,15 +158,17 @@ class Survivor(abc.ABC):
         return memory.is_there(self._shared.held(), own, assumed=self._assumed)
 
     def _check_unchanged(self, kept: Kept, step: int) -> None:
-        """Raises StateError where parameters are not those of this step."""
-        if kept.versions() != self._versions and not self._is_as_loaded(kept, step):
+        """Raises StateError where parameters are not those of this step.
+
+        Of what was loaded the bits count: DistributedDataParallel writes the same ones again when it takes a model, and
+        a script may change the optimizer's state before its first step. Nodes that had the state have it still.
+        """
+        if step == self._resumed[0]:
+            if packed.total(packed.tensors_of(kept.large())) != self._resumed_total:
+                raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
+        elif kept.versions() != self._versions:
             self._shared.node[COPIES] = memory.CHANGED  # from the next generation on
             raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
-
-    def _is_as_loaded(self, kept: Kept, step: int) -> bool:
-        """Whether the bits are those that were loaded: DistributedDataParallel writes the same ones again when it takes
-        a model that was loaded before."""
-        return step == self._resumed[0] and packed.total(packed.tensors_of(kept.large())) == self._resumed_total
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""
