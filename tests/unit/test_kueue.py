@@ -609,6 +609,17 @@ def test_a_job_runs_on_while_the_api_of_its_queue_is_away_and_waits_with_a_resta
     assert world.status.message.endswith("no pod is made without its gang: the API server does not serve workloads")
 
 
+def test_a_job_that_waits_starts_no_pod_while_the_api_of_its_queue_is_away() -> None:
+    """Outside its queue it would take what others were promised; its admission may have been taken back meanwhile."""
+    for world in (queued(), queued().settle().admits("waiting", "busy").settle(), queued().settle().admits()):
+        world.gang_apis["kueue"] = GangApi(why_not="the API server cannot tell")
+        world = relabelled(world, queue_name="research")
+        assert world.settle().names() == []
+        assert world.status.message == "waiting in the queue: the API server cannot tell"
+        world.serves("kueue", V1BETA1).settle()
+        assert world.status.message != "waiting in the queue: the API server cannot tell"
+
+
 def test_what_kueue_refuses_is_said_and_tried_again() -> None:
     """While Kueue is down its webhook refuses all changes of a Workload."""
     world = queued()

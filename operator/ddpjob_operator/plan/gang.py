@@ -68,7 +68,8 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     if adapter is None or not adapter.admits_first or _is_begun(status):
         return None
     group = group_of(view, status)
-    if group is not None and _is_admitted(group):
+    # Where the API is away the admission may have been taken back meanwhile.
+    if group is not None and _is_admitted(group) and not _is_away(view, adapter):
         return None
     text, again_at = _why_not_admitted(view, adapter, group)
     actions: tuple[Action, ...] = ()
@@ -245,7 +246,7 @@ def _is_outdated(view: View, adapter: Adapter, group: Group) -> bool:
     was told that the job is over."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
     differs |= adapter.queue is not None and bool(group.asked) and group.asked != adapter.queue.asks(view.job)
-    return (differs or group.is_over) and not group.admission.holds_quota
+    return (differs or group.is_over) and not group.admission.holds_quota and not _is_away(view, adapter)
 
 
 def _is_admitted(group: Group) -> bool:
