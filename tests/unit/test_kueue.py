@@ -609,6 +609,29 @@ def test_a_job_runs_on_while_the_api_of_its_queue_is_away_and_waits_with_a_resta
     assert world.status.message.endswith("no pod is made without its gang: the API server does not serve workloads")
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_job_that_waits_leaves_its_queue_while_its_spec_is_invalid(begun: bool) -> None:
+    """It was admitted, and held its quota for ever without a pod."""
+    world = queued().settle()
+    if begun:
+        world.admits().running().admits("evicted", "preempted", holds_quota=True).settle()
+        world.problems = [validation.Problem(("spec", "template"), "bad")]
+        assert list(world.settle().groups) == ["digits"], "its pods still use the quota"
+        world.stops_all()
+    world.problems = [validation.Problem(("spec", "template"), "bad")]
+    assert (world.settle().status.reason, world.groups, world.names()) == ("InvalidSpec", {}, [])
+    world.problems = []
+    assert (world.settle().status.reason, list(world.groups)) == ("WaitingForAdmission", ["digits"])
+    assert world.admits().running().status.state == "Running"
+
+
+def test_a_job_that_runs_keeps_its_quota_when_its_spec_becomes_invalid() -> None:
+    """It goes on as it was."""
+    world = admitted()
+    world.problems = [validation.Problem(("spec", "template"), "bad")]
+    assert (world.settle().status.state, list(world.groups)) == ("Running", ["digits"])
+
+
 def test_a_job_that_waits_starts_no_pod_while_the_api_of_its_queue_is_away() -> None:
     """Outside its queue it would take what others were promised; its admission may have been taken back meanwhile."""
     for world in (queued(), queued().settle().admits("waiting", "busy").settle(), queued().settle().admits()):

@@ -132,11 +132,14 @@ def unavailable(view: View, status: api.Status) -> str:
 
 
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
-    """Groups that no pod needs any more: those of attempts that are over and, of a job that has ended or is suspended,
-    all. Only what is recorded counts, and only once the pods of the group have ended. Where their API is away they may
-    come back with it."""
+    """Groups that no pod needs any more: those of attempts that are over and, of a job that has ended, is suspended or
+    cannot begin because its spec is invalid, all. Only what is recorded counts, and only once the pods of the group
+    have ended. Where their API is away they may come back with it."""
     recorded = view.recorded
-    over = recorded.state in TERMINAL or (recorded.state == "Suspended" and view.spec.suspend)
+    is_held = view.spec.suspend and recorded.state == "Suspended"
+    # It would be admitted, and nobody could use its quota until the spec is mended.
+    is_held |= bool(view.problems) and not _is_begun(recorded)
+    over = recorded.state in TERMINAL or is_held
     gang = recorded.gang or api.Gang(kind="none")
     active = {p.attempt for p in view.active_of_all_attempts if p.uid not in view.lost}
     found = []
