@@ -21,6 +21,7 @@ from ddpjob_operator.plan.actions import CreatePod, DeleteGroup, DeletePod, Tell
 from ddpjob_operator.pods import build
 
 V1BETA1 = "kueue.x-k8s.io/v1beta1"
+WORKLOADS = kueue.ADAPTER.resource
 SERVED = {"kueue": GangApi(V1BETA1), "native": GangApi("scheduling.k8s.io/v1alpha2")}
 LATER = START + dt.timedelta(seconds=30)
 CONTAINER = {
@@ -647,19 +648,28 @@ def test_what_kueue_refuses_is_said_and_tried_again() -> None:
     """While Kueue is down its webhook refuses all changes of a Workload."""
     world = queued()
     later = world.now + dt.timedelta(seconds=10)
-    world.refusals = [Refusal("digits", "failed calling webhook", later)]
+    world.refusals = [Refusal(WORKLOADS, "digits", "failed calling webhook", later)]
     world.settle()
     assert world.status.message == ("waiting in the queue: Workload digits was refused: failed calling webhook")
     assert (list(world.groups), world.plan().requeue_at) == ([], later)
     world.after(11).settle()
     assert list(world.groups) == ["digits"]
     world.admits().running().admits("evicted", "preempted", holds_quota=True).settle().stops_all()
-    world.refusals = [Refusal("digits", "failed calling webhook", world.now + dt.timedelta(seconds=10))]
+    world.refusals = [Refusal(WORKLOADS, "digits", "failed calling webhook", world.now + dt.timedelta(seconds=10))]
     world.settle()
     assert world.status.message.endswith("Workload digits was refused: failed calling webhook")
     assert "quota returned" not in world.told
     world.after(11).settle()
     assert world.told[-1] == "quota returned"
+
+
+def test_a_service_that_is_refused_keeps_no_quota() -> None:
+    """The Service has the name of the Workload: the quota of an evicted job was given back minutes later."""
+    world = queued().settle().admits()
+    world.refusals = [Refusal("Service", "digits", "exceeded quota: services", world.now + dt.timedelta(seconds=300))]
+    assert world.settle().status.message == "digits was refused: exceeded quota: services"
+    world.admits("evicted", "preempted", holds_quota=True).settle()
+    assert world.told == ["quota returned"]
 
 
 def test_an_elastic_job_runs_with_as_many_nodes_as_were_admitted() -> None:

@@ -167,7 +167,7 @@ def to_tell(view: View) -> tuple[TellGroup, ...]:
     if adapter is None or not adapter.admits_first or group is None or _is_away(view, adapter):
         return ()
     news, is_to_go = _news(view, group), any(gone.uid == group.uid for gone in unneeded(view))
-    if news is None or is_to_go or _refused(view, group.name):
+    if news is None or is_to_go or _refused(view, adapter, group.name):
         return ()
     return (TellGroup(group.adapter, group.name, group.uid, news, recorded.message),)
 
@@ -188,8 +188,8 @@ def _news(view: View, group: Group) -> Tell | None:
 
 def retry_at(view: View) -> dt.datetime | None:
     """When a queue is told again what it refused to hear."""
-    group = group_of(view, view.recorded)
-    refused = _refused(view, group.name) if group is not None else None
+    adapter, group = adapter_of(view, view.recorded), group_of(view, view.recorded)
+    refused = _refused(view, adapter, group.name) if adapter is not None and group is not None else None
     return refused.retry_at if refused is not None else None
 
 
@@ -217,7 +217,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: Group | None) -> tupl
     if why := choice.unavailable(adapter.name, view.seen.gang_apis):
         return why, None
     name = adapter.group_name(view.job, _upcoming(view.recorded))
-    if refused := _refused(view, name):
+    if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
         why = group.admission.why or ASKED  # the same text as before its creation, for each is a write
@@ -235,9 +235,10 @@ def _place(place: int | None) -> str:
     return f"place {place}: " if place <= EXACT_PLACES else f"place {place // step * step} or later: "
 
 
-def _refused(view: View, name: str) -> Refusal | None:
+def _refused(view: View, adapter: Adapter, name: str) -> Refusal | None:
     """What the API server refused of a group, while it is too early to try again."""
-    return next((r for r in view.seen.refusals if r.name == name and r.retry_at > view.now), None)
+    of_group = (r for r in view.seen.refusals if (r.kind, r.name) == (adapter.resource, name))
+    return next((r for r in of_group if r.retry_at > view.now), None)
 
 
 def _is_away(view: View, adapter: Adapter) -> bool:
