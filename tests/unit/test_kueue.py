@@ -769,6 +769,36 @@ def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_t
 
 
 @pytest.mark.parametrize("how", ["label", "field"])
+def test_a_restart_keeps_the_quota_also_where_the_job_is_to_leave_its_queue(how: str) -> None:
+    """The job trained on outside of its queue, on what others were promised, from its next failure on."""
+    world = admitted()
+    world = (relabelled(world) if how == "label" else world.change(gang="none")).settle()
+    world.exits(1, code=1).restarted().running()
+    assert (world.status.attempt, list(world.groups)) == (2, ["digits"])
+    assert world.status.gang == api.Gang(kind="kueue", attempt=2, why="a restart keeps its place in the queue")
+    world.change(suspend=True).settle().stops_all().settle().change(suspend=False).running()
+    assert (world.status.attempt, world.groups, world.status.state) == (3, {}, "Running")
+
+
+def test_a_job_that_runs_enters_a_queue_when_it_is_resumed_and_not_at_a_failure() -> None:
+    """A failure that a restart mends took its nodes away, for as long as the queue was full."""
+    world = relabelled(World(job()).serves("kueue", V1BETA1).running(), queue_name="main").settle()
+    world.exits(1, code=1).restarted().running()
+    assert (world.status.state, world.status.attempt, world.groups) == ("Running", 2, {})
+    assert world.status.gang == api.Gang(kind="none", attempt=2, why="a restart enters no queue")
+    world.change(suspend=True).settle().stops_all().settle().change(suspend=False).settle()
+    assert (world.status.reason, list(world.groups)) == ("WaitingForAdmission", ["digits"])
+
+
+def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
+    """It would wait for ever: nobody here can ask its queue."""
+    world = admitted()
+    world.gang_apis.clear()
+    world.exits(1, code=1).restarted()
+    assert world.names() == ["digits-1-1", "digits-2-0", "digits-2-1"]
+
+
+@pytest.mark.parametrize("how", ["label", "field"])
 def test_a_job_that_waits_leaves_its_queue_when_the_user_says_so(how: str) -> None:
     """Without the label it waited in the queue `default`, which may not be there; only a new job got out of it."""
     world = queued().settle().admits("waiting", "insufficient unused quota").settle()

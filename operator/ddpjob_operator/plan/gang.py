@@ -36,13 +36,27 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
     is_later = status.attempt_time is not None and status.attempt_time > view.now
     if (is_chosen and not _is_queued(view, status)) or is_later or _has_pods(view, status):
         return None
-    kind, why = choice.choose(view.job, view.seen.gang_apis)
+    kind, why = _chosen(view, status)
     if kind == "none" and not view.seen.gang_apis:
         return None if gang is None else Decision(replace(status, gang=None), goes_on=True)
     since = gang.waiting_since if gang is not None and (gang.kind, gang.attempt) == (kind, attempt) else None
     # What an API server says may be of any length, and a status that is longer than the type allows is never read.
     new = api.Gang(kind=kind, attempt=attempt, why=why[: bounds.WHY_MAX], waiting_since=since)
     return Decision(replace(status, gang=new), goes_on=True) if new != gang else None
+
+
+def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
+    """A restart neither leaves a queue, whose quota the job holds, nor enters one, which would take its nodes away."""
+    kind, why = choice.choose(view.job, view.seen.gang_apis)
+    had = status.gang.kind if status.gang is not None else "none"
+    if not _is_begun(status) or kind == had:
+        return kind, why
+    if _is_queue(view, had) and had in view.seen.gang_apis:
+        return had, "a restart keeps its place in the queue"
+    is_there = had == "none" or not choice.unavailable(had, view.seen.gang_apis)
+    if _is_queue(view, kind) and not _is_queue(view, had) and is_there:
+        return had, "a restart enters no queue"
+    return kind, why
 
 
 def evicted(view: View, status: api.Status) -> Decision | None:
@@ -91,6 +105,11 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
 def adapter_of(view: View, status: api.Status) -> Adapter | None:
     """Who admits the pods; None: nobody, or one that this version does not know."""
     return view.settings.adapters.get(status.gang.kind) if status.gang is not None else None
+
+
+def _is_queue(view: View, kind: choice.Kind) -> bool:
+    adapter = view.settings.adapters.get(kind)
+    return adapter is not None and adapter.admits_first
 
 
 def group_of(view: View, status: api.Status) -> Group | None:
