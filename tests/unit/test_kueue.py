@@ -450,7 +450,9 @@ def test_quota_is_given_back_with_the_admission_and_the_job_queues_again() -> No
     ]
 
 
-@pytest.mark.parametrize("reason", ["PodsReadyTimeout", "AdmissionCheck", "Deactivated"])
+@pytest.mark.parametrize(
+    "reason", ["PodsReadyTimeout", "AdmissionCheck", "Deactivated", "DeactivatedDueToRequeuingLimitExceeded"]
+)
 def test_where_kueue_itself_says_when_a_job_queues_again_it_is_left_to_it(reason: str) -> None:
     """Else a job whose pods do not become ready would be admitted again at once, without Kueue's back-off."""
     conditions = told(workload(RESERVED, ADMITTED, {**PREEMPTED, "reason": reason}), "quota returned")
@@ -766,6 +768,18 @@ def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_t
     world.admits("evicted", "preempted", holds_quota=True).settle().stops_all().settle()
     assert world.told[-1] == "quota returned"
     assert world.groups["digits"].asked == ("research", "", "")
+
+
+def test_a_job_that_is_stopped_in_its_queue_stays_so_whatever_its_labels_become() -> None:
+    """Its owner undid by a label what the administrator of the queue had done."""
+    stopped = kueue.read({"spec": {"active": False}})
+    assert stopped == Admission("waiting", "its Workload is deactivated: spec.active is false", stopped=True)
+    world = admitted().admits("evicted", "deactivated", holds_quota=True).settle().stops_all().settle()
+    uid = world.admits("waiting", stopped.why, stopped=True).settle().groups["digits"].uid
+    relabelled(world, queue_name="main", priority_class="low").settle()
+    assert world.groups["digits"].uid == uid
+    world.admits("waiting", "busy").settle()
+    assert world.groups["digits"].asked == ("main", "low", ""), "it follows its labels once it waits again"
 
 
 @pytest.mark.parametrize("how", ["label", "field"])

@@ -268,7 +268,9 @@ def _is_outdated(view: View, adapter: Adapter, group: Group) -> bool:
     """Whether a group that holds no quota asks for other pods, another queue, priority or topology than the job, or
     was told that the job is over."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
-    differs |= adapter.queue is not None and bool(group.asked) and group.asked != adapter.queue.asks(view.job)
+    # A new group would go on where somebody has stopped the one that is there.
+    if adapter.queue is not None and group.asked and not group.admission.stopped:
+        differs |= group.asked != adapter.queue.asks(view.job)
     return (differs or group.is_over) and not group.admission.holds_quota and not _is_away(view, adapter)
 
 
