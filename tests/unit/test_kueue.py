@@ -274,7 +274,7 @@ ASSIGNED = {
         (workload(NO_ROOM, PREEMPTED), Admission("waiting", "insufficient unused quota, 4 more needed")),
         (
             workload(NO_ROOM, active=False),
-            Admission("waiting", "its Workload is deactivated: spec.active is false"),
+            Admission("waiting", "its Workload is deactivated: spec.active is false", stopped=True),
         ),
         (
             workload(RESERVED, ADMITTED, condition("Finished", "True")),
@@ -773,7 +773,6 @@ def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_t
 def test_a_job_that_is_stopped_in_its_queue_stays_so_whatever_its_labels_become() -> None:
     """Its owner undid by a label what the administrator of the queue had done."""
     stopped = kueue.read({"spec": {"active": False}})
-    assert stopped == Admission("waiting", "its Workload is deactivated: spec.active is false", stopped=True)
     world = admitted().admits("evicted", "deactivated", holds_quota=True).settle().stops_all().settle()
     uid = world.admits("waiting", stopped.why, stopped=True).settle().groups["digits"].uid
     relabelled(world, queue_name="main", priority_class="low").settle()
