@@ -639,8 +639,9 @@ def test_a_job_that_waits_starts_no_pod_while_the_api_of_its_queue_is_away() -> 
     """Outside its queue it would take what others were promised; its admission may have been taken back meanwhile."""
     for world in (queued(), queued().settle().admits("waiting", "busy").settle(), queued().settle().admits()):
         world.gang_apis["kueue"] = GangApi(why_not="the API server cannot tell")
+        known = list(world.groups)
         world = relabelled(world, queue_name="research")
-        assert world.settle().names() == []
+        assert (world.settle().names(), list(world.groups)) == ([], known)
         assert world.status.message == "waiting in the queue: the API server cannot tell"
         world.serves("kueue", V1BETA1).settle()
         assert world.status.message != "waiting in the queue: the API server cannot tell"
@@ -807,6 +808,7 @@ def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
     """It would wait for ever: nobody here can ask its queue."""
     world = admitted()
     world.gang_apis.clear()
+    world.groups.clear()
     world.exits(1, code=1).restarted()
     assert world.names() == ["digits-1-1", "digits-2-0", "digits-2-1"]
 
