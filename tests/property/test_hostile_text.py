@@ -66,7 +66,7 @@ def ways(text: str) -> Iterator[World]:
     yield digits().running().exits(0, 128, reason="StartError", message=text)
     yield digits().running().exits(1, 1, reason=text[:50], message="x")
     waiting = digits().settle()
-    waiting.refusals = [Refusal("digits-1-0", text, START)]
+    waiting.refusals = [Refusal("Pod", "digits-1-0", text, START)]
     yield waiting
     told = digits().running()
     report = Report(step=4, attempt=1, metrics={text[:60]: text[:60]}, received_at=told.now)

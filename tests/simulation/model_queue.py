@@ -138,7 +138,7 @@ class Walk:
             self._label(world, self.random.choice((QUEUE, NO_QUEUE)))
         else:
             later = world.now + dt.timedelta(seconds=20)
-            world.refusals = [Refusal(world.job.metadata.name, "failed calling webhook", later)]
+            world.refusals = [Refusal(kueue.ADAPTER.resource, world.job.metadata.name, "failed calling webhook", later)]
 
     def _operator(self, number: int, *, crashes: bool = False) -> None:
         """It plans once and acts; where it crashes, after a part of it."""

@@ -139,7 +139,7 @@ def test_a_quota_that_refuses_the_last_pod_does_not_stop_the_others() -> None:
     from ddpjob_operator.observed.cluster import Refusal
 
     world = elastic().started().runs(0, 1).after(31).settle().vanishes(2)
-    world.refusals.append(Refusal("digits-1-2", "exceeded quota: gpus", world.after(0).now.replace(year=2032)))
+    world.refusals.append(Refusal("Pod", "digits-1-2", "exceeded quota: gpus", world.after(0).now.replace(year=2032)))
     world.settle()
     assert (world.status.state, world.status.reason) == ("Running", "EnoughNodesRun")
     assert "digits-1-2 was refused: exceeded quota: gpus" in world.status.message

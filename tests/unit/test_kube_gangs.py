@@ -8,20 +8,22 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 from slow_server import play
 from virtual_time import VirtualLoop
-from worlds import UID, job
+from worlds import UID, job, manifest
 
 from ddpjob_operator.gangs import kueue, native
 from ddpjob_operator.gangs.adapter import Adapter
+from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError, Client, Page
-from ddpjob_operator.kube.gangs import NO_ANSWER_SECONDS, Gang
-from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.gangs import ERROR_SECONDS, ERRORS_MAX, NO_ANSWER_SECONDS, Gang, waits_for
+from ddpjob_operator.kube.operator import UNSYNCED_SECONDS, Operator
 from ddpjob_operator.kube.reach import Reach
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.store import Key
-from ddpjob_operator.observed.groups import Admission
+from ddpjob_operator.observed.groups import Admission, GangApi
 
 GROUP = "/apis/scheduling.k8s.io"
 ADMITTED = {
@@ -169,6 +171,101 @@ def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without
 
     asyncio.run(look())
     assert (gang.api.api_version, waits[:3]) == ("scheduling.k8s.io/v1alpha2", [NO_ANSWER_SECONDS] * 3)
+
+
+CONVERSION = ApiError(
+    500, "InternalError", "conversion webhook for kueue.x-k8s.io/v1beta2 failed: no endpoints available"
+)
+WORKLOADS = "/apis/kueue.x-k8s.io/v1beta1/workloads"
+
+
+def test_the_api_of_a_queue_that_answers_with_errors_counts_as_away_until_it_works_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Kueue's conversion webhook is down while the operator starts: no job of the cluster was reconciled any more, and
+    no line of the log said why."""
+    server, waits = Server("v1beta1"), list[float]()
+    server.errors[WORKLOADS] = CONVERSION
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 8:
+            assert gang.is_ready("default")
+            assert gang.api == GangApi(why_not=f"{said}: {CONVERSION.message}")
+            server.errors.clear()
+        await asyncio.sleep(0)
+
+    said = "the API server cannot tell which workloads.kueue.x-k8s.io there are"
+    gang = gang_of(server, adapter=kueue.ADAPTER, sleep=wait)
+
+    async def look() -> None:
+        task = asyncio.create_task(gang.run())
+        async with asyncio.timeout(10):
+            while not (gang.api.api_version and gang.is_ready("")):
+                await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(look())
+    assert gang.api == GangApi("kueue.x-k8s.io/v1beta1")
+    assert waits[:8] == [NO_ANSWER_SECONDS] * (ERRORS_MAX - 1) + [ERROR_SECONDS] * 4
+    assert sum(said in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_api_of_a_scheduler_that_answers_with_errors_is_waited_for_and_the_log_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Jobs would start in parts because it is away for a moment."""
+    server, waits = Server("v1alpha2"), list[float]()
+    server.errors[f"{GROUP}/v1beta1"] = ApiError(503, "ServiceUnavailable", "etcd has no leader")
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+        await asyncio.sleep(0)
+
+    gang = gang_of(server, sleep=wait)
+
+    async def look() -> None:
+        task = asyncio.create_task(gang.run())
+        async with asyncio.timeout(10):
+            while len(waits) < 20:
+                await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(look())
+    assert not gang.is_ready("")
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "spec.gang: jobs that may need native wait: the API server cannot tell which podgroups.scheduling.k8s.io there "
+        "are: etcd has no leader"
+    ]
+
+
+def test_only_jobs_that_need_an_api_wait_until_it_has_answered() -> None:
+    """One API that does not answer stopped the jobs of all teams, also of those that have no queue."""
+    gangs = {"kueue": gang_of(Server(), adapter=kueue.ADAPTER), "native": gang_of(Server())}
+    one = job()
+    in_queue = replace(one, metadata=replace(one.metadata, labels={kueue.QUEUE_LABEL: "main"}))
+    left = replace(job(nodes=1), status=api.Status(gang=api.Gang(kind="kueue")))
+    assert [waits_for(one, gangs) for one in (in_queue, left, job(), job(gang="none"), job(nodes=1))] == [
+        *(True, True, True),
+        *(False, False),
+    ]
+    gangs["native"] = found(Server())
+    assert [waits_for(one, gangs) for one in (in_queue, left, job())] == [True, True, False]
+
+
+def test_an_operator_reconciles_the_jobs_without_a_queue_while_the_api_of_the_queue_does_not_answer() -> None:
+    """Jobs of the other teams would neither start nor be restarted."""
+    settings = dataclasses.replace(OperatorSettings(health_port=0), gangs=("kueue",))
+    operator = Operator(settings, cast(Client, Server()))
+    for reflector in operator.reflectors:
+        reflector.synced.set()
+    for name, labels in (("queued", {kueue.QUEUE_LABEL: "main"}), ("free", {})):
+        raw = manifest(name)
+        raw["metadata"] |= {"labels": labels, "resourceVersion": "1"}
+        operator.job_seen("ADDED", raw)
+    assert operator.reconciler.ready_in(("default", "free")) == 0.0
+    assert operator.reconciler.ready_in(("default", "queued")) == UNSYNCED_SECONDS
+    assert operator.reconciler.ready_in(("default", "gone")) == 0.0
 
 
 def test_the_copy_has_what_a_group_says_and_whose_it_is() -> None:

@@ -21,6 +21,7 @@ from ddpjob_operator.plan.actions import CreatePod, DeleteGroup, DeletePod, Tell
 from ddpjob_operator.pods import build
 
 V1BETA1 = "kueue.x-k8s.io/v1beta1"
+WORKLOADS = kueue.ADAPTER.resource
 SERVED = {"kueue": GangApi(V1BETA1), "native": GangApi("scheduling.k8s.io/v1alpha2")}
 LATER = START + dt.timedelta(seconds=30)
 CONTAINER = {
@@ -273,7 +274,7 @@ ASSIGNED = {
         (workload(NO_ROOM, PREEMPTED), Admission("waiting", "insufficient unused quota, 4 more needed")),
         (
             workload(NO_ROOM, active=False),
-            Admission("waiting", "its Workload is deactivated: spec.active is false"),
+            Admission("waiting", "its Workload is deactivated: spec.active is false", stopped=True),
         ),
         (
             workload(RESERVED, ADMITTED, condition("Finished", "True")),
@@ -449,7 +450,9 @@ def test_quota_is_given_back_with_the_admission_and_the_job_queues_again() -> No
     ]
 
 
-@pytest.mark.parametrize("reason", ["PodsReadyTimeout", "AdmissionCheck", "Deactivated"])
+@pytest.mark.parametrize(
+    "reason", ["PodsReadyTimeout", "AdmissionCheck", "Deactivated", "DeactivatedDueToRequeuingLimitExceeded"]
+)
 def test_where_kueue_itself_says_when_a_job_queues_again_it_is_left_to_it(reason: str) -> None:
     """Else a job whose pods do not become ready would be admitted again at once, without Kueue's back-off."""
     conditions = told(workload(RESERVED, ADMITTED, {**PREEMPTED, "reason": reason}), "quota returned")
@@ -609,23 +612,67 @@ def test_a_job_runs_on_while_the_api_of_its_queue_is_away_and_waits_with_a_resta
     assert world.status.message.endswith("no pod is made without its gang: the API server does not serve workloads")
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_job_that_waits_leaves_its_queue_while_its_spec_is_invalid(begun: bool) -> None:
+    """It was admitted, and held its quota for ever without a pod."""
+    world = queued().settle()
+    if begun:
+        world.admits().running().admits("evicted", "preempted", holds_quota=True).settle()
+        world.problems = [validation.Problem(("spec", "template"), "bad")]
+        assert list(world.settle().groups) == ["digits"], "its pods still use the quota"
+        world.stops_all()
+    world.problems = [validation.Problem(("spec", "template"), "bad")]
+    assert (world.settle().status.reason, world.groups, world.names()) == ("InvalidSpec", {}, [])
+    world.problems = []
+    assert (world.settle().status.reason, list(world.groups)) == ("WaitingForAdmission", ["digits"])
+    assert world.admits().running().status.state == "Running"
+
+
+def test_a_job_that_runs_keeps_its_quota_when_its_spec_becomes_invalid() -> None:
+    """It goes on as it was."""
+    world = admitted()
+    world.problems = [validation.Problem(("spec", "template"), "bad")]
+    assert (world.settle().status.state, list(world.groups)) == ("Running", ["digits"])
+
+
+def test_a_job_that_waits_starts_no_pod_while_the_api_of_its_queue_is_away() -> None:
+    """Outside its queue it would take what others were promised; its admission may have been taken back meanwhile."""
+    for world in (queued(), queued().settle().admits("waiting", "busy").settle(), queued().settle().admits()):
+        world.gang_apis["kueue"] = GangApi(why_not="the API server cannot tell")
+        known = list(world.groups)
+        world = relabelled(world, queue_name="research")
+        assert (world.settle().names(), list(world.groups)) == ([], known)
+        assert world.status.message == "waiting in the queue: the API server cannot tell"
+        world.serves("kueue", V1BETA1).settle()
+        assert world.status.message != "waiting in the queue: the API server cannot tell"
+
+
 def test_what_kueue_refuses_is_said_and_tried_again() -> None:
     """While Kueue is down its webhook refuses all changes of a Workload."""
     world = queued()
     later = world.now + dt.timedelta(seconds=10)
-    world.refusals = [Refusal("digits", "failed calling webhook", later)]
+    world.refusals = [Refusal(WORKLOADS, "digits", "failed calling webhook", later)]
     world.settle()
     assert world.status.message == ("waiting in the queue: Workload digits was refused: failed calling webhook")
     assert (list(world.groups), world.plan().requeue_at) == ([], later)
     world.after(11).settle()
     assert list(world.groups) == ["digits"]
     world.admits().running().admits("evicted", "preempted", holds_quota=True).settle().stops_all()
-    world.refusals = [Refusal("digits", "failed calling webhook", world.now + dt.timedelta(seconds=10))]
+    world.refusals = [Refusal(WORKLOADS, "digits", "failed calling webhook", world.now + dt.timedelta(seconds=10))]
     world.settle()
     assert world.status.message.endswith("Workload digits was refused: failed calling webhook")
     assert "quota returned" not in world.told
     world.after(11).settle()
     assert world.told[-1] == "quota returned"
+
+
+def test_a_service_that_is_refused_keeps_no_quota() -> None:
+    """The Service has the name of the Workload: the quota of an evicted job was given back minutes later."""
+    world = queued().settle().admits()
+    world.refusals = [Refusal("Service", "digits", "exceeded quota: services", world.now + dt.timedelta(seconds=300))]
+    assert world.settle().status.message == "digits was refused: exceeded quota: services"
+    world.admits("evicted", "preempted", holds_quota=True).settle()
+    assert world.told == ["quota returned"]
 
 
 def test_an_elastic_job_runs_with_as_many_nodes_as_were_admitted() -> None:
@@ -722,6 +769,48 @@ def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_t
     world.admits("evicted", "preempted", holds_quota=True).settle().stops_all().settle()
     assert world.told[-1] == "quota returned"
     assert world.groups["digits"].asked == ("research", "", "")
+
+
+def test_a_job_that_is_stopped_in_its_queue_stays_so_whatever_its_labels_become() -> None:
+    """Its owner undid by a label what the administrator of the queue had done."""
+    stopped = kueue.read({"spec": {"active": False}})
+    world = admitted().admits("evicted", "deactivated", holds_quota=True).settle().stops_all().settle()
+    uid = world.admits("waiting", stopped.why, stopped=True).settle().groups["digits"].uid
+    relabelled(world, queue_name="main", priority_class="low").settle()
+    assert world.groups["digits"].uid == uid
+    world.admits("waiting", "busy").settle()
+    assert world.groups["digits"].asked == ("main", "low", ""), "it follows its labels once it waits again"
+
+
+@pytest.mark.parametrize("how", ["label", "field"])
+def test_a_restart_keeps_the_quota_also_where_the_job_is_to_leave_its_queue(how: str) -> None:
+    """The job trained on outside of its queue, on what others were promised, from its next failure on."""
+    world = admitted()
+    world = (relabelled(world) if how == "label" else world.change(gang="none")).settle()
+    world.exits(1, code=1).restarted().running()
+    assert (world.status.attempt, list(world.groups)) == (2, ["digits"])
+    assert world.status.gang == api.Gang(kind="kueue", attempt=2, why="a restart keeps its place in the queue")
+    world.change(suspend=True).settle().stops_all().settle().change(suspend=False).running()
+    assert (world.status.attempt, world.groups, world.status.state) == (3, {}, "Running")
+
+
+def test_a_job_that_runs_enters_a_queue_when_it_is_resumed_and_not_at_a_failure() -> None:
+    """A failure that a restart mends took its nodes away, for as long as the queue was full."""
+    world = relabelled(World(job()).serves("kueue", V1BETA1).running(), queue_name="main").settle()
+    world.exits(1, code=1).restarted().running()
+    assert (world.status.state, world.status.attempt, world.groups) == ("Running", 2, {})
+    assert world.status.gang == api.Gang(kind="none", attempt=2, why="a restart enters no queue")
+    world.change(suspend=True).settle().stops_all().settle().change(suspend=False).settle()
+    assert (world.status.reason, list(world.groups)) == ("WaitingForAdmission", ["digits"])
+
+
+def test_a_job_whose_queue_was_switched_off_restarts_without_it() -> None:
+    """It would wait for ever: nobody here can ask its queue."""
+    world = admitted()
+    world.gang_apis.clear()
+    world.groups.clear()
+    world.exits(1, code=1).restarted()
+    assert world.names() == ["digits-1-1", "digits-2-0", "digits-2-1"]
 
 
 @pytest.mark.parametrize("how", ["label", "field"])

@@ -445,7 +445,7 @@ def test_a_create_that_the_server_refuses_is_pending_with_its_sentence_and_tried
     world.step()
     world.vanishes(1)
     again = world.now + dt.timedelta(seconds=4)
-    world.refusals = [Refusal("digits-1-1", "exceeded quota: pods, requested: 1, used: 1, limited: 1", again)]
+    world.refusals = [Refusal("Pod", "digits-1-1", "exceeded quota: pods, requested: 1, used: 1, limited: 1", again)]
     world.settle()
     assert (world.status.state, world.status.reason) == ("Pending", "CreateRefused")
     assert "digits-1-1 was refused: exceeded quota: pods" in world.status.message
@@ -725,7 +725,7 @@ def test_trying_a_refused_create_again_changes_no_word_until_the_server_takes_it
     world.step()
     world.vanishes(1)
     why = "exceeded quota: one-pod"
-    world.refusals = [Refusal("digits-1-1", why, START + dt.timedelta(seconds=4))]
+    world.refusals = [Refusal("Pod", "digits-1-1", why, START + dt.timedelta(seconds=4))]
     world.settle()
     assert world.status.reason == "CreateRefused"
     world.after(4)

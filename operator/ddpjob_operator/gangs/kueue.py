@@ -30,7 +30,8 @@ _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 # The lowest level of a Topology where it is one at all.
 _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
-# Of these evictions Kueue itself says when the Workload may queue again: after a back-off, or when it is active again.
+# Of evictions whose reason begins so (DeactivatedDueToRequeuingLimitExceeded) Kueue itself says when the Workload may
+# queue again: after a back-off, or when it is active again.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 
@@ -120,7 +121,7 @@ def read(raw: Raw) -> Admission:
     if holds_quota and _is_true(raw, "Admitted"):
         return Admission("admitted")
     if (raw.get("spec") or {}).get("active") is False:
-        return Admission("waiting", "its Workload is deactivated: spec.active is false")
+        return Admission("waiting", "its Workload is deactivated: spec.active is false", stopped=True)
     if holds_quota:
         checks = [c for c in status.get("admissionChecks") or () if c.get("state") != "Ready"][:_NAMES_MAX]
         told = (f"{text(c.get('name'))}: {text(c.get('message')) or text(c.get('state'))}" for c in checks)
@@ -252,7 +253,8 @@ def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:
         status.pop("admission", None)
         conditions.put("QuotaReserved", "False", "Pending", why)
         conditions.put("Admitted", "False", "NoReservation", "The workload has no reservation")
-        conditions.put("Requeued", "False" if reason in _REQUEUED_BY_KUEUE else "True", reason or "Evicted", why)
+        requeued = "False" if reason.startswith(_REQUEUED_BY_KUEUE) else "True"
+        conditions.put("Requeued", requeued, reason or "Evicted", why)
         if _condition(raw, "PodsReady"):
             conditions.put("PodsReady", "False", "WaitForStart", message)
     elif what in ("succeeded", "failed"):

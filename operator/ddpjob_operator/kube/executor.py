@@ -232,12 +232,12 @@ class Executor:
             if error.status == 404:
                 gang.store.remove(namespace, action.name, action.uid)
             elif is_refusal(error):
-                state.refuse(action.name, error.message, self.runtime.now())
+                state.refuse(gang.adapter.resource, action.name, error.message, self.runtime.now())
             elif error.status != 409:  # it has changed meanwhile, and is read again in the next round
                 raise
             return
-        if action.name in state.refusals:
-            state.created(action.name)
+        if (gang.adapter.resource, action.name) in state.refusals:
+            state.created(gang.adapter.resource, action.name)
 
     async def _end(self, job: api.DDPJob, action: EndPod, state: JobState) -> None:
         path = f"{collection('pods', job.metadata.namespace)}/{action.name}"
@@ -365,7 +365,7 @@ class Executor:
         body = gang.adapter.body(job, action.attempt, gang.api.api_version)
         if (queue := gang.adapter.queue) is not None:
             paths = queue.reads_for_group(job, gang.api.api_version)
-            found = await self._read(paths, body["metadata"]["name"], state)
+            found = await self._read(paths, (gang.adapter.resource, body["metadata"]["name"]), state)
             if found is None:
                 return False
             queue.complete(body, found)
@@ -378,18 +378,19 @@ class Executor:
         if gang is None or gang.adapter.queue is None or group is None:
             return True
         paths = gang.adapter.queue.reads_for_pods(group.placement, gang.api.api_version)
-        found = await self._read(paths, naming.pod_name(job, first.attempt, first.place, first.replacement), state)
+        pod = naming.pod_name(job, first.attempt, first.place, first.replacement)
+        found = await self._read(paths, ("Pod", pod), state)
         state.flavors = found or []
         return found is not None
 
-    async def _read(self, paths: Sequence[str], of: str, state: JobState) -> list[Raw] | None:
+    async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
         """Objects that another one is completed with; None: one cannot be read, and `of` counts as refused."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:
             if error.status not in (403, 404):
                 raise
-            state.refuse(of, error.message, self.runtime.now())
+            state.refuse(*of, error.message, self.runtime.now())
             return None
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, state: JobState) -> bool:
@@ -403,9 +404,9 @@ class Executor:
             if not is_refusal(error):
                 raise
             message = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
-            state.refuse(name, message, self.runtime.now())
+            state.refuse(kind, name, message, self.runtime.now())
             return False
-        state.created(name)
+        state.created(kind, name)
         self.caches.of_kind(kind).put(raw, is_whole=False)
         return True
 

@@ -1,7 +1,8 @@
 """The APIs of gang schedulers and queues that are switched on: which version is served, and our copy of their objects.
 
 Nothing is asked for an adapter that is not switched on. For one that is, a request at the start finds the version, and
-no job is reconciled before that; a version that is not there, or no longer, is looked for again from time to time.
+no job that needs it is reconciled before that; a version that is not there, or no longer, is looked for again from time
+to time.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ddpjob_operator.gangs import choice
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import observe, triggers
@@ -25,6 +27,9 @@ from ddpjob_operator.pods import naming
 # How often an API that is not served, or whose watch fails, is looked for again.
 AGAIN_SECONDS = 60.0
 NO_ANSWER_SECONDS = 2.0
+# After so many errors of the server in a row (a conversion webhook that is down) the API of a queue counts as away.
+ERRORS_MAX = 5
+ERROR_SECONDS = 10.0
 
 
 class Gang:
@@ -58,6 +63,7 @@ class Gang:
         self._sleep = sleep
         self._restarted = restarted
         self._is_known = False
+        self._errors = 0
         tells = adapter.queue.places if adapter.queue is not None else None
         self.places: QueuePlaces | None = (
             QueuePlaces(client, tells, self._waiting, lambda key: changed(key, 0.0), runtime)
@@ -110,7 +116,7 @@ class Gang:
                     watching = self._watch()
                     self._is_known = True
                     self._found()
-                await self._sleep(AGAIN_SECONDS if answered else NO_ANSWER_SECONDS)
+                await self._sleep(self._again_seconds(answered))
                 while self.api.api_version and not any(r.fails for r in self._reflectors):
                     await self._sleep(AGAIN_SECONDS)
         finally:
@@ -149,16 +155,40 @@ class Gang:
                     await self._client.get(
                         group_collection(api_version, adapter.plural, self._namespaces[0]), {"limit": "1"}
                     )
-                    self.api = GangApi(api_version)
+                    self.api, self._errors = GangApi(api_version), 0
                     return True
         except ApiError as error:
             if error.status not in (401, 403):
-                return False
+                return self._failed(error)
+            self._errors = 0
             self.api = GangApi(why_not=f"the operator may not list {adapter.plural}.{adapter.group}: {error.message}")
             return True
-        tried = ", ".join(adapter.versions)
+        self._errors, tried = 0, ", ".join(adapter.versions)
         self.api = GangApi(why_not=f"the API server does not serve {adapter.plural}.{adapter.group} ({tried})")
         return True
+
+    def _failed(self, error: ApiError) -> bool:
+        """Whether the API counts as away from now on, which `api` then says: its jobs that run go on, and the others
+        wait."""
+        if error.status < 500:
+            return False
+        self._errors += 1
+        if self._errors != ERRORS_MAX:  # what was said at first stays, for each other text is a write of many jobs
+            return False
+        what = f"{self.adapter.plural}.{self.adapter.group}"
+        why = f"the API server cannot tell which {what} there are: {error.message}"
+        if self.adapter.admits_first:
+            self.api = GangApi(why_not=why)
+            return True
+        # Without the API of a scheduler jobs whose spec.gang is auto would start in parts.
+        if not self._is_known:
+            self._runtime.log.warning("spec.gang: jobs that may need %s wait: %s", self.adapter.name, why)
+        return False
+
+    def _again_seconds(self, answered: bool) -> float:
+        if self._errors >= ERRORS_MAX:
+            return ERROR_SECONDS
+        return AGAIN_SECONDS if answered else NO_ANSWER_SECONDS
 
     async def _serves(self, version: str) -> bool:
         try:
@@ -168,6 +198,17 @@ class Gang:
                 return False
             raise
         return any(found.get("name") == self.adapter.plural for found in listed.get("resources") or ())
+
+
+def waits_for(job: api.DDPJob, gangs: Mapping[str, Gang]) -> bool:
+    """Whether it is not known yet what there is of the gang that a job has or would choose. One that is not known
+    counts as served here: else the job would start in parts, or outside its queue."""
+    unknown = {name for name, gang in gangs.items() if not gang.is_ready(job.metadata.namespace)}
+    if not unknown:
+        return False
+    apis = {name: GangApi("not known") if name in unknown else gang.api for name, gang in gangs.items()}
+    has = job.status.gang.kind if job.status.gang is not None else "none"
+    return not unknown.isdisjoint({has, choice.choose(job, apis)[0]})
 
 
 def _waits(group: Group) -> bool:

@@ -40,7 +40,7 @@ class JobState:
     """Of one job, by its uid: another job of the same name starts with nothing."""
 
     uid: str
-    refusals: dict[str, Refusal] = field(default_factory=dict)
+    refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
     unfinished: bool = False
     """Whether the last reconcile left pods to be made though the server creates them: it was out of time, or it made
@@ -81,7 +81,7 @@ class JobState:
         by = self.clock.set_back(now)
         if not by:
             return
-        self.refusals = {n: replace(r, retry_at=r.retry_at + by) for n, r in self.refusals.items()}
+        self.refusals = {of: replace(r, retry_at=r.retry_at + by) for of, r in self.refusals.items()}
         self.first_seen = {key: at + by for key, at in self.first_seen.items()}
         self.undeletable = {uid: at + by for uid, at in self.undeletable.items()}
         for conflict in self.conflicts.values():
@@ -138,18 +138,18 @@ class JobState:
         """A pod is still there, although its deletion without grace was requested."""
         self.undeletable[uid] = now + dt.timedelta(seconds=UNDELETABLE_SECONDS)
 
-    def refuse(self, name: str, message: str, now: dt.datetime) -> None:
+    def refuse(self, kind: str, name: str, message: str, now: dt.datetime) -> None:
         """The server has refused to create it. All refusals of one reconcile wait until the same time."""
         retry_at = max((r.retry_at for r in self.refusals.values()), default=now)
         if retry_at <= now:
             self.refused_in_a_row += 1
             wait = REFUSED_SECONDS[min(self.refused_in_a_row, len(REFUSED_SECONDS)) - 1]
             retry_at = now + dt.timedelta(seconds=wait)
-        self.refusals[name] = Refusal(name, message, retry_at)
+        self.refusals[kind, name] = Refusal(kind, name, message, retry_at)
 
-    def created(self, name: str) -> None:
+    def created(self, kind: str, name: str) -> None:
         """The server has created it, so the next refusal waits for the shortest time."""
-        self.refusals.pop(name, None)
+        self.refusals.pop((kind, name), None)
         self.refused_in_a_row = 0
 
     def add_conflict(self, found: ConflictingObject, now: dt.datetime) -> None:

@@ -167,7 +167,7 @@ class Lookup:
         if own or observe.job_name(raw) == job.metadata.name:
             # The watch shows it too, and also when it goes.
             state.conflicts.pop((kind, name), None)
-            state.created(name)
+            state.created(kind, name)
             self.caches.of_kind(kind).put(raw)
         else:
             state.add_conflict(observe.conflicts(kind, raw, job.metadata), self.runtime.now())

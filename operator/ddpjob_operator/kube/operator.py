@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from ddpjob_operator.gangs.adapter import Adapter
-from ddpjob_operator.job import api, topology
+from ddpjob_operator.job import api, topology, validation
 from ddpjob_operator.kube import access, decisions, measuring, observe, reading, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client, collection
@@ -23,7 +23,7 @@ from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.exposition import Exposition, Snapshot
 from ddpjob_operator.kube.forward import Forwarder
-from ddpjob_operator.kube.gangs import Gang
+from ddpjob_operator.kube.gangs import Gang, waits_for
 from ddpjob_operator.kube.going_on import GoingOn
 from ddpjob_operator.kube.good_news import GoodNews
 from ddpjob_operator.kube.health import serve_health
@@ -356,8 +356,17 @@ class Operator:
             return None if self._claims.another_acts(key[0]) else LAPSED_SECONDS
         # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
         lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
-        gangs = (gang.is_ready(key[0]) for gang in self.caches.gangs.values())
-        return 0.0 if all(lists) and all(gangs) else UNSYNCED_SECONDS
+        return 0.0 if all(lists) and not self._waits_for_gang(key) else UNSYNCED_SECONDS
+
+    def _waits_for_gang(self, key: Key) -> bool:
+        """One API that does not answer must not stop the jobs that need nothing of it."""
+        gangs, raw = self.caches.gangs, self.caches.jobs.get(key)
+        if raw is None or all(gang.is_ready(key[0]) for gang in gangs.values()):
+            return False
+        try:
+            return waits_for(self.states.parse(key, raw)[0], gangs)
+        except validation.UnreadableError:
+            return False  # the reconcile reports it
 
     def _may_act(self, namespace: str) -> bool:
         return self._claims is None or self._claims.hold(namespace)

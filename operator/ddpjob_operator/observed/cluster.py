@@ -177,6 +177,8 @@ class ConflictingObject:
 class Refusal:
     """A create that the API server refused: quota, PodSecurity, admission, a typo in the template."""
 
+    kind: str
+    """Pod, Service, or as an adapter names its own: the Service and the Workload have the job's name."""
     name: str
     """The object that was to be created."""
     message: str

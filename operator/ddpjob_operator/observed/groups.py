@@ -22,6 +22,8 @@ class Admission:
     """waiting: how many are before it in the queue, and itself; None where the queue does not tell it."""
     holds_quota: bool = False
     """evicted: whether the queue waits until the pods have ended and the quota is given back."""
+    stopped: bool = False
+    """waiting: whether somebody has stopped it in the queue, and only they let it go on."""
 
 
 @dataclass(frozen=True)

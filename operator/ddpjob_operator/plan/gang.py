@@ -36,13 +36,27 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
     is_later = status.attempt_time is not None and status.attempt_time > view.now
     if (is_chosen and not _is_queued(view, status)) or is_later or _has_pods(view, status):
         return None
-    kind, why = choice.choose(view.job, view.seen.gang_apis)
+    kind, why = _chosen(view, status)
     if kind == "none" and not view.seen.gang_apis:
         return None if gang is None else Decision(replace(status, gang=None), goes_on=True)
     since = gang.waiting_since if gang is not None and (gang.kind, gang.attempt) == (kind, attempt) else None
     # What an API server says may be of any length, and a status that is longer than the type allows is never read.
     new = api.Gang(kind=kind, attempt=attempt, why=why[: bounds.WHY_MAX], waiting_since=since)
     return Decision(replace(status, gang=new), goes_on=True) if new != gang else None
+
+
+def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
+    """A restart neither leaves a queue, whose quota the job holds, nor enters one, which would take its nodes away."""
+    kind, why = choice.choose(view.job, view.seen.gang_apis)
+    had = status.gang.kind if status.gang is not None else "none"
+    if not _is_begun(status) or kind == had:
+        return kind, why
+    if _is_queue(view, had) and had in view.seen.gang_apis:
+        return had, "a restart keeps its place in the queue"
+    is_there = had == "none" or not choice.unavailable(had, view.seen.gang_apis)
+    if _is_queue(view, kind) and not _is_queue(view, had) and is_there:
+        return had, "a restart enters no queue"
+    return kind, why
 
 
 def evicted(view: View, status: api.Status) -> Decision | None:
@@ -68,7 +82,8 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     if adapter is None or not adapter.admits_first or _is_begun(status):
         return None
     group = group_of(view, status)
-    if group is not None and _is_admitted(group):
+    # Where the API is away the admission may have been taken back meanwhile.
+    if group is not None and _is_admitted(group) and not _is_away(view, adapter):
         return None
     text, again_at = _why_not_admitted(view, adapter, group)
     actions: tuple[Action, ...] = ()
@@ -90,6 +105,11 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
 def adapter_of(view: View, status: api.Status) -> Adapter | None:
     """Who admits the pods; None: nobody, or one that this version does not know."""
     return view.settings.adapters.get(status.gang.kind) if status.gang is not None else None
+
+
+def _is_queue(view: View, kind: choice.Kind) -> bool:
+    adapter = view.settings.adapters.get(kind)
+    return adapter is not None and adapter.admits_first
 
 
 def group_of(view: View, status: api.Status) -> Group | None:
@@ -131,11 +151,14 @@ def unavailable(view: View, status: api.Status) -> str:
 
 
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
-    """Groups that no pod needs any more: those of attempts that are over and, of a job that has ended or is suspended,
-    all. Only what is recorded counts, and only once the pods of the group have ended. Where their API is away they may
-    come back with it."""
+    """Groups that no pod needs any more: those of attempts that are over and, of a job that has ended, is suspended or
+    cannot begin because its spec is invalid, all. Only what is recorded counts, and only once the pods of the group
+    have ended. Where their API is away they may come back with it."""
     recorded = view.recorded
-    over = recorded.state in TERMINAL or (recorded.state == "Suspended" and view.spec.suspend)
+    is_held = view.spec.suspend and recorded.state == "Suspended"
+    # It would be admitted, and nobody could use its quota until the spec is mended.
+    is_held |= bool(view.problems) and not _is_begun(recorded)
+    over = recorded.state in TERMINAL or is_held
     gang = recorded.gang or api.Gang(kind="none")
     active = {p.attempt for p in view.active_of_all_attempts if p.uid not in view.lost}
     found = []
@@ -163,7 +186,7 @@ def to_tell(view: View) -> tuple[TellGroup, ...]:
     if adapter is None or not adapter.admits_first or group is None or _is_away(view, adapter):
         return ()
     news, is_to_go = _news(view, group), any(gone.uid == group.uid for gone in unneeded(view))
-    if news is None or is_to_go or _refused(view, group.name):
+    if news is None or is_to_go or _refused(view, adapter, group.name):
         return ()
     return (TellGroup(group.adapter, group.name, group.uid, news, recorded.message),)
 
@@ -184,8 +207,8 @@ def _news(view: View, group: Group) -> Tell | None:
 
 def retry_at(view: View) -> dt.datetime | None:
     """When a queue is told again what it refused to hear."""
-    group = group_of(view, view.recorded)
-    refused = _refused(view, group.name) if group is not None else None
+    adapter, group = adapter_of(view, view.recorded), group_of(view, view.recorded)
+    refused = _refused(view, adapter, group.name) if adapter is not None and group is not None else None
     return refused.retry_at if refused is not None else None
 
 
@@ -213,7 +236,7 @@ def _why_not_admitted(view: View, adapter: Adapter, group: Group | None) -> tupl
     if why := choice.unavailable(adapter.name, view.seen.gang_apis):
         return why, None
     name = adapter.group_name(view.job, _upcoming(view.recorded))
-    if refused := _refused(view, name):
+    if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
         why = group.admission.why or ASKED  # the same text as before its creation, for each is a write
@@ -231,9 +254,10 @@ def _place(place: int | None) -> str:
     return f"place {place}: " if place <= EXACT_PLACES else f"place {place // step * step} or later: "
 
 
-def _refused(view: View, name: str) -> Refusal | None:
+def _refused(view: View, adapter: Adapter, name: str) -> Refusal | None:
     """What the API server refused of a group, while it is too early to try again."""
-    return next((r for r in view.seen.refusals if r.name == name and r.retry_at > view.now), None)
+    of_group = (r for r in view.seen.refusals if (r.kind, r.name) == (adapter.resource, name))
+    return next((r for r in of_group if r.retry_at > view.now), None)
 
 
 def _is_away(view: View, adapter: Adapter) -> bool:
@@ -244,8 +268,10 @@ def _is_outdated(view: View, adapter: Adapter, group: Group) -> bool:
     """Whether a group that holds no quota asks for other pods, another queue, priority or topology than the job, or
     was told that the job is over."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
-    differs |= adapter.queue is not None and bool(group.asked) and group.asked != adapter.queue.asks(view.job)
-    return (differs or group.is_over) and not group.admission.holds_quota
+    # A new group would go on where somebody has stopped the one that is there.
+    if adapter.queue is not None and group.asked and not group.admission.stopped:
+        differs |= group.asked != adapter.queue.asks(view.job)
+    return (differs or group.is_over) and not group.admission.holds_quota and not _is_away(view, adapter)
 
 
 def _is_admitted(group: Group) -> bool:

@@ -113,11 +113,11 @@ def create_refused(view: View, status: api.Status) -> Decision | None:
     """The API server refuses an object; its own sentence is shown, and another try follows after a while."""
     missing = _to_create(view, status)
     wanted = [a for a in missing if isinstance(a, CreatePod)]
-    names = {naming.pod_name(view.job, a.attempt, a.place, a.replacement) for a in wanted}
-    names |= set() if view.seen.service else {view.job.metadata.name}
-    adapters = view.settings.adapters
-    names |= {adapters[a.adapter].group_name(view.job, a.attempt) for a in missing if isinstance(a, CreateGroup)}
-    refused = [r for r in view.seen.refusals if r.name in names and r.retry_at > view.now]
+    named = {("Pod", naming.pod_name(view.job, a.attempt, a.place, a.replacement)) for a in wanted}
+    named |= set() if view.seen.service else {("Service", view.job.metadata.name)}
+    groups = [(view.settings.adapters[a.adapter], a.attempt) for a in missing if isinstance(a, CreateGroup)]
+    named |= {(adapter.resource, adapter.group_name(view.job, attempt)) for adapter, attempt in groups}
+    refused = [r for r in view.seen.refusals if (r.kind, r.name) in named and r.retry_at > view.now]
     if not refused:
         return None
     first = min(refused, key=lambda r: (r.retry_at, r.name))
