@@ -16,6 +16,7 @@ from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_s
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision, restart_grace_seconds
+from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt
 from ddpjob_operator.plan.view import View, is_over, name_pods
 from ddpjob_operator.pods import naming
@@ -26,9 +27,6 @@ CANNOT_START = frozenset(
     "ErrImagePull ImagePullBackOff ErrImageNeverPull InvalidImageName RegistryUnavailable ImageInspectError "
     "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()
 )
-
-# How long torchrun waits for more nodes once the least are there (last_call_timeout of its c10d rendezvous).
-LAST_CALL_SECONDS = 30
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
