@@ -310,6 +310,31 @@ def test_scaling_starts_the_group_again_with_the_new_number_and_costs_nothing(no
     assert any(e.reason == "Rescaled" for e in world.events)
 
 
+def test_a_scale_of_a_job_of_which_nodes_have_completed_does_not_train_it_again() -> None:
+    """The training has ended, and the last of its nodes is only saving: days of training would be made twice."""
+    world = elastic(minNodes=1).running().exits(0).exits(1).settle().change(nodes=4).settle()
+    assert (world.status.state, world.status.attempt, world.names()) == (
+        "Running",
+        1,
+        [f"digits-1-{n}" for n in range(3)],
+    )
+    assert world.exits(2).settle().status.state == "Succeeded"
+
+
+def test_a_scale_within_a_start_back_off_does_not_end_it() -> None:
+    """Each `kubectl scale` of an autoscaler would have all pods made again at once, which found no nodes before."""
+    world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
+    again = world.status.attempt_time
+    assert (world.status.reason, world.names()) == ("StartBackOff", [])
+    world.change(nodes=2).settle()
+    assert again is not None
+    assert (world.status.attempt, world.status.attempt_time, world.status.start_retries) == (3, again, 1)
+    assert world.status.message.endswith(f"start again as attempt 3 at {again:%H:%M:%S} UTC")
+    assert world.names() == []
+    world.after((again - world.now).total_seconds()).settle()
+    assert world.names() == ["digits-3-0", "digits-3-1"]
+
+
 def test_a_scale_below_minNodes_that_came_past_the_api_server_changes_nothing_that_runs() -> None:
     world = elastic().running()
     parsed, world.problems = validation.parse(manifest(nodes=1, minNodes=2))

@@ -47,12 +47,17 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 def rescaled(view: View, status: api.Status) -> Decision | None:
     """spec.nodes of an elastic job has changed: its pods stop with their full grace, as for a suspension, and the next
     attempt has the new number. A running torchrun cannot take in more nodes than it was told of, and one whose peers
-    are taken away may hang."""
+    are taken away may hang. Once some have completed the training is about to end, and is not begun again."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
-    later = new_attempt(status, view.now)
+    if status.completed_nodes:
+        return None
+    # Within a back-off its end stands: what it keeps from being tried too often is not the number of nodes.
+    wait = backing_off(view, status)
+    later = new_attempt(status, (status.attempt_time if wait else None) or view.now)
     was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
-    text = f"{was}: all nodes stop, and start again as attempt {later.attempt}"
+    again = f" at {wording.clock(later.attempt_time)}" if wait and later.attempt_time else ""
+    text = f"{was}: all nodes stop, and start again as attempt {later.attempt}{again}"
     return Decision(enter(later, "Restarting", reasons.RESCALED, text, view.now))
 
 
