@@ -194,6 +194,8 @@ class Judge:
             for name in ("completedNodes", "startedNodes"):
                 lost = ranges.parse(old.get(name, "")) - ranges.parse(new.get(name, ""))
                 lost -= {rank for rank in lost if _replacement_of(new, rank) > _replacement_of(old, rank)}
+                if name == "startedNodes" and new.get("attemptNodes") and len(completed) >= self._min_nodes(uid):
+                    lost &= completed  # of an elastic group that has ended its training others were perhaps no part
                 if lost:
                     self.wrong.append(f"status.{name} has lost rank {sorted(lost)} in attempt {attempt}")
         untrue = [r for r in sorted(completed) if (uid, attempt, r) not in self._training.completed]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from worlds import World, digits, job, manifest
 
 from ddpjob_operator.cli import options
@@ -162,6 +164,86 @@ def test_a_node_that_starts_when_the_training_has_ended_fails_nothing() -> None:
     assert world.exits(1).settle().status.state == "Succeeded"
 
 
+NO_STORE = (
+    "Traceback (most recent call last):\n"
+    "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the C10d store has failed.\n"
+)
+CLOSED = "torch.distributed.elastic.rendezvous.api.RendezvousClosedError\n"
+NO_ANSWER = "torch.distributed.DistNetworkError: The client socket has timed out while trying to connect\n"
+OWN = "Traceback (most recent call last):\nValueError: no such shard: 7\n"
+
+
+def ended_beside_a_node_that_came(seconds_before: float, *, reported: bool = False, **spec: Any) -> World:
+    """Nodes 0 and 1 have trained for an hour and completed; node 2 started so long before that, and still runs."""
+    world = elastic(**spec).started().runs(0, 1).after(31).settle().after(3600).settle()
+    world.runs(2).settle()
+    if reported:
+        world.reports_step(5, rank=2, node_rank=2, phase="train")
+    world.after(seconds_before).settle().exits(0).settle().exits(1).settle()
+    assert (world.status.state, world.status.attempt, world.status.started_nodes) == ("Running", 1, "0-2")
+    return world
+
+
+@pytest.mark.parametrize("message", [NO_STORE, CLOSED, NO_ANSWER, ""], ids=["no store", "closed", "no answer", "mute"])
+def test_a_node_that_was_still_importing_when_the_training_ended_fails_nothing(message: str) -> None:
+    """A training that had ended began again on all nodes, or its job was Failed, after days of training."""
+    world = ended_beside_a_node_that_came(5).after(60).exits(2, 1, message=message).settle()
+    assert (world.status.state, world.status.message) == ("Succeeded", "2 of 3 nodes trained, and completed")
+    assert world.status.last_failure is None
+
+
+def test_a_late_node_fails_nothing_while_another_still_trains_and_after_its_own_pod_is_gone() -> None:
+    """With more nodes than minNodes the others do not complete at one moment."""
+    world = elastic(nodes=4).started().runs(0, 1, 3).after(31).settle().after(3600).runs(2).settle().after(5)
+    world.exits(0).exits(1).settle().exits(2, 1, message=CLOSED).settle()
+    assert (world.status.state, world.status.started_nodes) == ("Running", "0-1,3")
+    assert world.vanishes(2).settle().status.state == "Running"
+    assert world.exits(3).settle().status.state == "Succeeded"
+
+
+def test_a_late_node_is_known_by_when_its_container_started_and_not_by_when_it_got_its_node() -> None:
+    """Its image takes longer to pull than the others need to begin."""
+    world = elastic().started().runs(0, 1).waits(2, "ContainerCreating").after(31).settle().after(3600).settle()
+    got_its_node = world.now - dt.timedelta(seconds=3631)
+    world.runs(2).settle().after(5).exits(0).exits(1).settle()
+    started_at = world.now - dt.timedelta(seconds=5)
+    world.exits(2, 1, message=NO_STORE)
+    pod = world.pods["digits-1-2"]
+    end = replace(pod.trainer, started_at=started_at)
+    world.pods["digits-1-2"] = replace(pod, scheduled_at=got_its_node, trainer=end)
+    assert world.settle().status.state == "Succeeded"
+
+
+@pytest.mark.parametrize(
+    ("seconds_before", "message", "reported"),
+    [(5, OWN, False), (5, "no such option\n", False), (5, NO_STORE, True), (1000, NO_STORE, False), (90, "", False)],
+    ids=["its own exception", "its own words", "it has trained", "it came long before", "mute, and long before"],
+)
+def test_a_node_that_may_have_trained_is_needed_also_when_the_others_have_completed(
+    seconds_before: float, message: str, reported: bool
+) -> None:
+    """A wrong result that is called a success is worse than a restart."""
+    world = ended_beside_a_node_that_came(seconds_before, reported=reported)
+    world.exits(2, 1, message=message).settle()
+    assert (world.status.state, world.status.attempt) in (("Failed", 1), ("Restarting", 2))
+
+
+@pytest.mark.parametrize("message", [CLOSED, ""])
+def test_a_node_that_began_with_the_others_is_needed(message: str) -> None:
+    """A script of half a minute whose last node fails is no success."""
+    world = elastic().started().runs(0, 1).after(12).runs(2).settle().after(20)
+    world.exits(0).exits(1).settle().exits(2, 1, message=message).settle()
+    assert world.status.state in ("Failed", "Restarting")
+
+
+def test_a_node_that_failed_before_the_others_completed_is_needed() -> None:
+    """It was recorded as what broke the attempt: the others may have stopped for it."""
+    world = elastic().started().runs(0, 1).after(31).settle().after(3600).runs(2).settle().after(5)
+    world.exits(2, 1, message=CLOSED).step()
+    world.exits(0).exits(1).settle()
+    assert world.status.state == "Restarting"
+
+
 def test_startDeadlineSeconds_is_met_by_minNodes() -> None:
     world = elastic(startDeadlineSeconds=60).started().runs(0, 1).after(31).settle().after(61).settle()
     assert world.status.state == "Running"
@@ -226,6 +308,31 @@ def test_scaling_starts_the_group_again_with_the_new_number_and_costs_nothing(no
     assert world.status.restarts is not None
     assert world.status.restarts.total == 0
     assert any(e.reason == "Rescaled" for e in world.events)
+
+
+def test_a_scale_of_a_job_of_which_nodes_have_completed_does_not_train_it_again() -> None:
+    """The training has ended, and the last of its nodes is only saving: days of training would be made twice."""
+    world = elastic(minNodes=1).running().exits(0).exits(1).settle().change(nodes=4).settle()
+    assert (world.status.state, world.status.attempt, world.names()) == (
+        "Running",
+        1,
+        [f"digits-1-{n}" for n in range(3)],
+    )
+    assert world.exits(2).settle().status.state == "Succeeded"
+
+
+def test_a_scale_within_a_start_back_off_does_not_end_it() -> None:
+    """Each `kubectl scale` of an autoscaler would have all pods made again at once, which found no nodes before."""
+    world = elastic(startDeadlineSeconds=60).started().after(61).settle().stops_all().settle()
+    again = world.status.attempt_time
+    assert (world.status.reason, world.names()) == ("StartBackOff", [])
+    world.change(nodes=2).settle()
+    assert again is not None
+    assert (world.status.attempt, world.status.attempt_time, world.status.start_retries) == (3, again, 1)
+    assert world.status.message.endswith(f"start again as attempt 3 at {again:%H:%M:%S} UTC")
+    assert world.names() == []
+    world.after((again - world.now).total_seconds()).settle()
+    assert world.names() == ["digits-3-0", "digits-3-1"]
 
 
 def test_a_scale_below_minNodes_that_came_past_the_api_server_changes_nothing_that_runs() -> None:

@@ -81,6 +81,28 @@ def test_a_lease_that_somebody_has_deleted_is_waited_for_as_long_for_its_holder_
     assert one.may_take(START + 35)
 
 
+def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_and_deleted_meanwhile() -> None:
+    """Who was cut off while another operator made it and acted would act beside that one."""
+    one, other = candidate(), Candidate(THEIRS, DURATIONS)
+    one.saw(None, START)
+    other.took(lease(1), START + 50, START + 51)
+    one.saw(None, START + 52)
+    assert not one.may_take(START + 52)
+    for look in range(2, 15, 2):
+        one.saw(None, START + 52 + look)
+        assert not one.may_take(START + 52 + look)
+    assert other.held_until < START + 67
+    assert one.may_take(START + 67)
+
+
+def test_an_absent_lease_is_taken_when_it_was_looked_at_all_the_time() -> None:
+    """A new cluster: with each look the wait would begin anew, and no operator would ever lead."""
+    one = candidate()
+    for look in range(0, 16, 3):
+        one.saw(None, START + look)
+    assert one.may_take(START + 15)
+
+
 def test_the_time_of_the_holder_counts_from_when_it_asked_and_not_from_the_answer() -> None:
     one = candidate()
     one.took(lease(2, OURS), asked_at=START, now=START + 3)

@@ -543,6 +543,32 @@ def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_queues_
     assert (world.status.state, world.told[-1]) == ("Succeeded", "succeeded")
 
 
+def test_a_failure_that_came_before_an_eviction_is_charged_and_a_job_without_restarts_fails() -> None:
+    """A script that always fails would take the nodes again and again in a queue that is often preempted."""
+    world = admitted(backoffLimit=0).exits(1, 1)
+    world.step()
+    world.admits("evicted", "preempted by resnet", holds_quota=True).settle().stops_all().settle()
+    assert (world.status.state, world.status.reason, world.told[-1]) == ("Failed", "BackoffLimitExceeded", "failed")
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.failure_class == "application"
+
+
+def test_a_failure_that_came_before_an_eviction_leaves_a_restart_less_and_the_job_queues_again() -> None:
+    """No pod of the attempt that would follow is made: its quota is promised to others."""
+    world = admitted(backoffLimit=3).exits(1, 1)
+    world.step()
+    world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
+    assert world.told == ["ready"], "a pod still stops"
+    world.stops_all().settle()
+    assert (world.status.state, world.status.reason) == ("Suspended", "WaitingForAdmission")
+    assert world.told[-1] == "quota returned"
+    assert not any(pod.live for pod in world.pods.values())
+    world.admits().after(600).running()
+    assert world.status.state == "Running"
+    assert world.status.restarts is not None
+    assert world.status.restarts.application == 1
+
+
 def test_an_admission_that_is_withdrawn_during_the_start_gives_everything_back() -> None:
     world = queued().settle().admits().settle()
     assert len(world.names()) == 2

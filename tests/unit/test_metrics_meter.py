@@ -35,8 +35,8 @@ def at(seconds: float) -> dt.datetime:
     return NOW + dt.timedelta(seconds=seconds)
 
 
-def job(name: str = "digits", namespace: str = "team", **status: Any) -> Job:
-    return Job(namespace, name, f"uid-{namespace}-{name}", api.Status(**status))
+def job(name: str = "digits", namespace: str = "team", created: float = -600, **status: Any) -> Job:
+    return Job(namespace, name, f"uid-{namespace}-{name}", api.Status(**status), at(created))
 
 
 def moment(*jobs: Job, seconds: float = 0, **more: Any) -> Moment:
@@ -121,7 +121,7 @@ def test_the_seconds_of_all_jobs_only_grow_when_jobs_are_deleted() -> None:
     """Prometheus takes a counter that falls for one that began again, and adds all of it once more."""
     meter, name = Meter(), 'ddpjob_seconds_total{spent="productive"}'
     one = job(state="Running", state_time=NOW, first_step_time=NOW)
-    two = job("b", state="Running", state_time=at(20), first_step_time=at(20))
+    two = job("b", created=15, state="Running", state_time=at(20), first_step_time=at(20))
     assert scraped(meter, moment(one, seconds=10))[name] == 0, "the leader before this one has counted these"
     assert scraped(meter, moment(one, two, seconds=30))[name] == 20 + 10
     assert scraped(meter, moment(two, seconds=40))[name] == 40
@@ -161,6 +161,54 @@ def test_a_job_whose_status_cannot_be_read_for_a_while_is_not_counted_twice() ->
     scraped(meter, moment(running, seconds=1000))
     scraped(meter, moment(running._replace(status=None), seconds=1010))
     assert scraped(meter, moment(running, seconds=1020))[name] == 20
+
+
+PRODUCTIVE = 'ddpjob_seconds_total{spent="productive"}'
+WEEK = api.Goodput(productive_seconds=7 * 86400)
+TRAINS = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=WEEK)
+
+
+def test_a_claim_that_lapses_for_a_scrape_does_not_count_the_past_of_its_jobs_again() -> None:
+    """An API server that was slow for some seconds: the cluster seems to have trained for a week more."""
+    meter = Meter()
+    assert scraped(meter, moment(TRAINS))[PRODUCTIVE] == 0
+    assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == 30
+    assert scraped(meter, moment(seconds=60, away=[TRAINS.uid]))[PRODUCTIVE] == 30
+    assert scraped(meter, moment(TRAINS, seconds=90))[PRODUCTIVE] == 90
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(moment(away=[TRAINS.uid]), id="its claim does not hold yet"),
+        pytest.param(moment(), id="its copy of the jobs is not there yet"),
+        pytest.param(moment(TRAINS._replace(status=None)), id="the status of the job cannot be read"),
+        pytest.param(moment()._replace(jobs=None, leads=False), id="it does not lead yet"),
+    ],
+)
+def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_has_counted(first: Moment) -> None:
+    """Each update of the operator would add the whole past of all jobs to the counter."""
+    meter = Meter()
+    scraped(meter, first)
+    assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == 0
+    assert scraped(meter, moment(TRAINS, seconds=60))[PRODUCTIVE] == 30
+
+
+def test_a_job_that_another_release_has_trained_is_counted_from_when_it_is_taken_over() -> None:
+    """The other release has counted its time until then, also of a job that is younger than this operator."""
+    meter, taken = Meter(), TRAINS._replace(created_at=at(10))
+    scraped(meter, moment())
+    scraped(meter, moment(seconds=30, away=[taken.uid]))
+    assert scraped(meter, moment(taken, seconds=60))[PRODUCTIVE] == 0
+    assert scraped(meter, moment(taken, seconds=90))[PRODUCTIVE] == 30
+
+
+def test_all_that_a_new_job_spends_is_counted() -> None:
+    """Its first minute would be missing, and of a short job everything."""
+    meter = Meter()
+    scraped(meter, moment())
+    new = job(created=5, state="Running", state_time=at(10), first_step_time=at(10))
+    assert scraped(meter, moment(new, seconds=30))[PRODUCTIVE] == 20
 
 
 def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> None:
@@ -254,6 +302,22 @@ def test_the_operator_shows_the_jobs_that_it_has_seen_its_queue_and_its_copies()
         assert found['controller_runtime_reconcile_total{controller="ddpjob",result="success"}'] >= 0
         assert found['controller_runtime_reconcile_time_seconds_count{controller="ddpjob"}'] >= 1
         assert found["ddpjob_attempts_total"] == 1
+
+    play(story)
+
+
+def test_the_jobs_of_a_claim_that_has_lapsed_are_known_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As jobs that are gone their past would be counted again."""
+
+    async def story() -> None:
+        town = Town(SlowServer(lambda _verb, _path: 0.01))
+        town.apply("team", "digits", 2)
+        await town.until(lambda: town.pods("team") == 2, 10)
+        shown = read(town.operator.snapshot())
+        assert shown.jobs is not None
+        monkeypatch.setattr(town.operator, "_may_act", lambda _namespace: False)
+        later = read(town.operator.snapshot())
+        assert (later.jobs, later.away, shown.away) == ([], [job.uid for job in shown.jobs], [])
 
     play(story)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from ddpjob_operator.job import validation
+from ddpjob_operator.job import bounds, validation
 from ddpjob_operator.kube.bounded_server import BoundedServer
 from ddpjob_operator.metrics import meter as meters
 from ddpjob_operator.metrics.meter import Meter, Moment
@@ -50,7 +50,8 @@ def _job(raw: Mapping[str, Any]) -> meters.Job:
         status = validation.stored_status(raw)
     except validation.UnreadableError:
         status = None
-    return meters.Job(metadata.get("namespace", ""), metadata["name"], metadata["uid"], status)
+    created_at = bounds.time(metadata.get("creationTimestamp"))
+    return meters.Job(metadata.get("namespace", ""), metadata["name"], metadata["uid"], status, created_at)
 
 
 class Exposition:

@@ -70,11 +70,16 @@ class Candidate:
         self._changed_at: float | None = None
         self._asked_at = NEVER
         """When we asked for what we have seen last."""
+        self._saw_at = NEVER
+        """When that arrived."""
 
     def saw(self, lease: Lease | None, now: float, asked_at: float = NEVER) -> None:
         """The Lease as an answer shows it that arrived `now` and was asked for at `asked_at`, after the one before had
         arrived; None: it does not exist."""
-        changed = self._changed_at is None or lease != self._lease
+        # One that is absent looks like itself, also where another made and held it between two looks. Who has looked
+        # within renew_seconds would have seen it, or its holder has stopped.
+        unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
+        changed = self._changed_at is None or lease != self._lease or unseen
         if changed:
             self._lease, self._changed_at = lease, now
         self.was_there = self.was_there or lease is not None
@@ -84,13 +89,13 @@ class Candidate:
             # Written in our name, by another one that has it or by our own request whose answer was lost, and after
             # we had asked for what we saw before. As others wait from this change on, it is as good as our own write.
             self._hold(self._asked_at, now)
-        self._asked_at = asked_at
+        self._asked_at, self._saw_at = asked_at, now
 
     def took(self, lease: Lease, asked_at: float, now: float) -> None:
         """Our own write, sent at `asked_at`, was carried out: at some moment between that and `now`."""
         self._lease, self._changed_at, self.was_there = lease, asked_at, True
         self._hold(asked_at, now)
-        self._asked_at = asked_at
+        self._asked_at, self._saw_at = asked_at, now
 
     def missed(self, now: float) -> None:
         """It is not there `now`. Whoever held it may not know that yet, so this counts as its last change."""

@@ -199,6 +199,7 @@ def _container(status: Raw) -> Container:
             text(ended.get("reason")),
             text(ended.get("message")),
             exit_code=bounds.integer(ended.get("exitCode"), -(2**31), 2**31 - 1),
+            started_at=time(ended.get("startedAt")),
             ended_at=time(ended.get("finishedAt")),
             ran=bool(made) or ended.get("reason") not in rules.LOST_CONTAINER,
         )

@@ -272,7 +272,8 @@ class Operator:
 
     def snapshot(self) -> Snapshot:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
-        jobs = [raw for key in self.caches.jobs if self._may_act(key[0]) and (raw := self.caches.jobs.get(key))]
+        there = [(self._may_act(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
+        jobs = [raw for acts, raw in there if acts]
         caches = self.caches
         copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods}
         copies |= {"services": caches.services, "nodes": caches.nodes}
@@ -287,6 +288,7 @@ class Operator:
             queues=[measuring.now_in(queue, name) for queue, name in queues],
             cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
+            away=[raw["metadata"]["uid"] for acts, raw in there if not acts],
         )
         return Snapshot(moment, jobs if self.leads else None)
 

@@ -8,7 +8,7 @@ answer: prometheus-client has a lock for each value.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import prometheus_client
@@ -34,6 +34,7 @@ class Job(NamedTuple):
     name: str
     uid: str
     status: api.Status | None
+    created_at: dt.datetime | None = None
 
 
 class Queue(NamedTuple):
@@ -60,6 +61,8 @@ class Moment(NamedTuple):
     cached: Sequence[tuple[str, int]] = ()
     of_jobs: bool = True
     """Whether jobs have series of their own."""
+    away: Collection[str] = ()
+    """The uids of jobs that are there, and that this operator does not act for at present."""
 
 
 class Meter:
@@ -71,7 +74,10 @@ class Meter:
         self._children: dict[tuple[str, tuple[str, ...]], MetricWrapperBase] = {}
         self._spent: dict[str, dict[str, int]] = {}
         """The seconds that were shown of each job at the last scrape, by its uid."""
-        self._first_moment = True
+        self._elsewhere: frozenset[str] = frozenset()
+        """The jobs, by uid, of which nothing was shown yet because this operator has not acted for them."""
+        self._since: dt.datetime | None = None
+        """From when on all that jobs spend is counted here; None: it does not lead."""
         for metric in (*names.OF_OPERATOR, *names.OF_ALL_JOBS):
             self._register(metric)
 
@@ -134,12 +140,13 @@ class Meter:
         return [*families, *_of_operator(moment), *_of_jobs(moment)]
 
     def _add_spent(self, moment: Moment) -> None:
-        """What jobs have spent since the last scrape. Before the first one others may have counted it."""
+        """What jobs have spent since the last scrape. Before a job's first one others may have counted it."""
         if moment.jobs is None:
-            self._spent.clear()
-            self._first_moment = True
+            self._spent, self._elsewhere, self._since = {}, frozenset(), None
             return
-        shown: dict[str, dict[str, int]] = {}
+        self._since = self._since or moment.now
+        # Not acting for a job is often a claim that was renewed late: what was counted of it stays counted.
+        shown = {uid: self._spent[uid] for uid in moment.away if uid in self._spent}
         for job in moment.jobs:
             before = self._spent.get(job.uid)
             if job.status is None:
@@ -147,7 +154,8 @@ class Meter:
                     shown[job.uid] = before  # else all of it would be counted again once the status can be read
                 continue
             now = of_status.spent(job.status, moment.now)
-            before = before or (now if self._first_moment else {})
+            if before is None:
+                before = {} if self._is_new(job, self._since) else now
             # A stall and a failure are found later than they began, and a clock may be set back: what was productive
             # until now is less then. Prometheus takes a counter that falls for one that began again at zero, and
             # increase() would have all of a week once more.
@@ -156,7 +164,11 @@ class Meter:
                 if more := seconds - before.get(name, 0):
                     self.count(names.SPENT_SECONDS, name, by=more)
         self._spent = shown
-        self._first_moment = False
+        self._elsewhere = frozenset(moment.away) - shown.keys()
+
+    def _is_new(self, job: Job, since: dt.datetime) -> bool:
+        """Whether nobody else has counted what it has spent."""
+        return job.uid not in self._elsewhere and job.created_at is not None and job.created_at >= since
 
     def _take(self, seen: Seen) -> None:
         if seen.metric.kind == "counter":

@@ -34,6 +34,8 @@ class Container(msgspec.Struct, frozen=True):
     """ended: whether anything shows that it ever ran; of one that was never made the kubelet writes 137, too."""
     init: str = ""
     """ended: the init container whose end this is; the trainer itself never ran."""
+    started_at: dt.datetime | None = None
+    """ended: when it had started."""
 
     @property
     def is_lost(self) -> bool:

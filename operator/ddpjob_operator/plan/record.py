@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator.job import api, launcher, ranges, reasons, topology
 from ddpjob_operator.observed import stall
-from ddpjob_operator.plan import agent_restarts, state_in_memory, transitions
+from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
@@ -42,7 +42,7 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
     ready = sum(p.trainer.state == "running" and p.trainer.ready and p.live for p in view.pods.values())
     known = view.seen.master_addr
     address = str(naming.endpoint(view.job, status.attempt)) if known is None else known
-    return replace(
+    status = replace(
         status,
         started_nodes=ranges.text(ranges.parse(status.started_nodes) | started),
         completed_nodes=ranges.text(ranges.parse(status.completed_nodes) | completed),
@@ -50,6 +50,10 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
         nodes=api.Nodes(total=view.spec.nodes, ready=ready),
         master_addr=address if status.attempt else "",
     )
+    # One that was in no group is no part of it any more, also when its pod is gone.
+    if late := late_nodes.late(view, status):
+        status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) - late))
+    return status
 
 
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:

@@ -16,6 +16,7 @@ from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_s
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision, restart_grace_seconds
+from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
 from ddpjob_operator.plan.transitions import enter, new_attempt
 from ddpjob_operator.plan.view import View, is_over, name_pods
 from ddpjob_operator.pods import naming
@@ -26,9 +27,6 @@ CANNOT_START = frozenset(
     "ErrImagePull ImagePullBackOff ErrImageNeverPull InvalidImageName RegistryUnavailable ImageInspectError "
     "CreateContainerConfigError CreateContainerError RunContainerError CrashLoopBackOff".split()
 )
-
-# How long torchrun waits for more nodes once the least are there (last_call_timeout of its c10d rendezvous).
-LAST_CALL_SECONDS = 30
 
 
 def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
@@ -49,12 +47,17 @@ def attempt_still_ending(view: View, status: api.Status) -> Decision | None:
 def rescaled(view: View, status: api.Status) -> Decision | None:
     """spec.nodes of an elastic job has changed: its pods stop with their full grace, as for a suspension, and the next
     attempt has the new number. A running torchrun cannot take in more nodes than it was told of, and one whose peers
-    are taken away may hang."""
+    are taken away may hang. Once some have completed the training is about to end, and is not begun again."""
     if view.wanted_nodes == view.spec.nodes or view.problems or gang.is_forgotten(view, status):
         return None
-    later = new_attempt(status, view.now)
+    if status.completed_nodes:
+        return None
+    # Within a back-off its end stands: what it keeps from being tried too often is not the number of nodes.
+    wait = backing_off(view, status)
+    later = new_attempt(status, (status.attempt_time if wait else None) or view.now)
     was = f"spec.nodes is {view.wanted_nodes}, and attempt {status.attempt} has {view.spec.nodes}"
-    text = f"{was}: all nodes stop, and start again as attempt {later.attempt}"
+    again = f" at {wording.clock(later.attempt_time)}" if wait and later.attempt_time else ""
+    text = f"{was}: all nodes stop, and start again as attempt {later.attempt}{again}"
     return Decision(enter(later, "Restarting", reasons.RESCALED, text, view.now))
 
 
