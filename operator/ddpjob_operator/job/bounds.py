@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime as dt
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
@@ -109,12 +108,6 @@ def document(value: object) -> str:
             return ""
         level = below
     return f"is nested deeper than {DEPTH_MAX} levels. A pod template is nested about 15 levels deep."
-
-
-def kept(value: Any) -> Any:
-    """The value, or what stands in its place because it is too large."""
-    why = document(value)
-    return too_large(why) if why else value
 
 
 def too_large(why: str) -> dict[str, str]:
