@@ -21,9 +21,6 @@ from ddpjob_operator.pods import naming
 # Twice within `avoid_node_seconds`: once may be chance, and a job must not run out of nodes.
 FAILURES_TO_AVOID = 2
 AVOIDED_MAX = 10
-# A job that reports no steps has trained when an earlier attempt ran so long: mistakes that keep it from starting show
-# within seconds, imports from a slow file system within a minute.
-TRAINED_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
         view.failed(status),
         stepped=status.first_step_time is not None or ran >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
-        untried=status.first_step_time is None and not _has_trained_before(status) and ran < TRAINED_SECONDS,
+        untried=status.first_step_time is None and not _has_trained_before(status) and ran < budget.TRAINED_SECONDS,
         nodes=view.spec.nodes,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),
@@ -178,7 +175,7 @@ def _has_trained_before(status: api.Status) -> bool:
     begun, ended = status.running_time, status.state_time
     in_this_attempt = (ended - begun).total_seconds() if status.state == "Restarting" and begun and ended else 0.0
     spent = status.goodput or api.Goodput()
-    return spent.productive_seconds + spent.unreported_seconds - in_this_attempt >= TRAINED_SECONDS
+    return spent.productive_seconds + spent.unreported_seconds - in_this_attempt >= budget.TRAINED_SECONDS
 
 
 def _never_starts(status: api.Status, failure: api.JobFailure, history: budget.History) -> bool:
