@@ -46,7 +46,7 @@ class Settled:
         return replace(
             status,
             restarts=budgets.restarts(self.verdict.history),
-            avoided_nodes=avoided(status, view.settings, view.now, _slow_nodes(view)),
+            avoided_nodes=_avoided(status, view.settings, view.now, _bad_nodes(view)),
         )
 
 
@@ -116,22 +116,22 @@ def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure
     return replace(failure, evidence=replace(root_cause.evidence_of(failure), silent_node=node))
 
 
-def _slow_nodes(view: View) -> list[str]:
+def _bad_nodes(view: View) -> list[str]:
     """The cluster nodes that the pre-flight has found bad."""
     pods = view.known_pods
     messages = (termination_message.read_message(p.trainer.message) for p in pods.values() if p.ended)
     node_ranks = {node_rank for message in messages if message for node_rank in message.failure.bad_nodes}
-    slow = (pods.get(place) for node_rank, place in enumerate(view.members) if node_rank in node_ranks)
-    return sorted({pod.node for pod in slow if pod is not None and pod.node})
+    bad = (pods.get(place) for node_rank, place in enumerate(view.members) if node_rank in node_ranks)
+    return sorted({pod.node for pod in bad if pod is not None and pod.node})
 
 
-def avoided(
-    status: api.Status, settings: Settings, now: dt.datetime, slow_nodes: Sequence[str] = ()
+def _avoided(
+    status: api.Status, settings: Settings, now: dt.datetime, bad_nodes: Sequence[str]
 ) -> list[api.AvoidedNode]:
-    """The nodes to avoid, now that the last failure is recorded. slow_nodes: those that the pre-flight measured."""
-    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in slow_nodes]
+    """The nodes to avoid, now that the last failure is recorded. bad_nodes: by the pre-flight."""
+    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in bad_nodes]
     until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
-    kept += [api.AvoidedNode(node=node, until=until, message="the pre-flight found it bad") for node in slow_nodes]
+    kept += [api.AvoidedNode(node=node, until=until, message="the pre-flight found it bad") for node in bad_nodes]
     since = now - dt.timedelta(seconds=settings.avoid_node_seconds)
     node = status.failures[-1].node if status.failures else ""
     count = sum(bool(node) and f.node == node and f.time > since for f in status.failures)

@@ -341,9 +341,9 @@ class LeaderState:
 
     def _settle_check(self, failure: Failure, now: float) -> None:
         """A node that was found bad ends the group, so that it starts without it; a pre-flight that fails, nothing."""
-        slow = next((f for f in self._failures if f.preflight and f.bad_nodes), None)
-        if slow is not None:
-            return self._end(RESUMABLE, slow, slow.exception, now)
+        bad = next((f for f in self._failures if f.preflight and f.bad_nodes), None)
+        if bad is not None:
+            return self._end(RESUMABLE, bad, bad.exception, now)
         why = failure.exception if failure.rank is None else describe(failure)
         self._here -= self._terminations.leaving
         return self._go_on_after_check(f"the pre-flight failed: {why}; training starts without it", now)
