@@ -354,7 +354,7 @@ def prepare_groups() -> None:
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     gloo, meet = (sys.modules.get(f"ddpjob.group.{name}") for name in ("gloo_teardown", "meet"))
     if meet is not None:
-        meet.wait_for_rank_0()
+        meet.have_torch_wait_for_rank_0()
     if c10d is not None and gloo is not None:
         gloo.keep_all_of(c10d)
     watch_group(c10d)
