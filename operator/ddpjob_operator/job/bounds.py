@@ -12,14 +12,16 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ddpjob.core import members
+
 # Ten years: longer is a typing error, and a date beyond the year 9999 is none.
 SECONDS_MAX = 315_360_000
 # What JSON carries without loss in every language; a sum of two still fits the 64 bits of the API server.
 COUNT_MAX = 2**53 - 1
 # A job of 99,999 nodes is the most that fits a pod's host name.
 NODES_MAX = 99_999
-# No machine has more GPUs or is worth more processes; a pod speaks for so many ranks at most.
-NPROC_MAX = 1024
+# A pod speaks for so many ranks at most.
+NPROC_MAX = members.NPROC_MAX
 # Attempts and replacements in labels. A restart a second for 30 years is fewer.
 TURNS_MAX = 10**9
 # Restarts in place in the life of one agent; each takes longer than a second.
