@@ -111,7 +111,7 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
     verb = "run" if len(rest) > 1 else "runs"
     log = f"kubectl logs --namespace {view.job.metadata.namespace} {naming.present_pod_name(view.job, status, rest[0])}"
     text = (
-        f"{_nodes(rest)} still {verb}, attempt {status.attempt}, and {_nodes(sorted(done))} completed by "
+        f"{name_nodes(rest)} still {verb}, attempt {status.attempt}, and {name_nodes(sorted(done))} completed by "
         f"{last:%Y-%m-%dT%H:%M:%SZ}. If a rank waits for one that has ended, the ranks make different numbers of "
         f"steps; `{log}` may tell"
     )
@@ -153,5 +153,6 @@ def _pods(pods: Sequence[Pod]) -> str:
     return pods[0].name if len(pods) == 1 else wording.count(len(pods), "pod")
 
 
-def _nodes(places: Sequence[int]) -> str:
+def name_nodes(places: Sequence[int]) -> str:
+    """node 3; nodes 1-3, 7."""
     return f"node{'s' if len(places) > 1 else ''} {ranges.for_people(places)}"
