@@ -47,7 +47,6 @@ RECONCILE_SECONDS = 5.0
 # After this time it makes way for other jobs of the namespace that wait until they may make their further pods.
 GOING_ON_SECONDS = 1.0
 
-
 Outcome = Literal["complete", "out of time", "makes way"]
 """How far a plan was carried out. It makes way for other jobs: the job is enqueued when it may go on."""
 
@@ -79,9 +78,8 @@ class Executor:
     async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> Outcome:
         """As much of a plan as RECONCILE_SECONDS and the other jobs allow.
 
-        Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now.
-
-        What the server refuses to create is no error: it is in `state` then, for the next round to report.
+        Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now. What the
+        server refuses to create is no error: it is in `state` then, for the next round to report.
         """
         before = job
         if todo.status is not None:
