@@ -47,7 +47,7 @@ def _job(raw: Mapping[str, Any]) -> meters.Job:
     metadata = raw["metadata"]
     try:
         status = validation.stored_status(raw)
-    except validation.UnreadableError:
+    except validation.UnreadableJobError:
         status = None
     created_at = bounds.time(metadata.get("creationTimestamp"))
     return meters.Job(metadata.get("namespace", ""), metadata["name"], metadata["uid"], status, created_at)

@@ -130,7 +130,7 @@ class Reconciler:
             return None
         try:
             job, problems = self.states.parse(key, raw)
-        except validation.UnreadableError as error:
+        except validation.UnreadableJobError as error:
             await self._report_unreadable(raw, str(error))
             return None
         copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
