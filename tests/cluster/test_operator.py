@@ -163,7 +163,7 @@ def test_delete_and_apply_at_once_works(space: Space) -> None:
     assert {p["metadata"]["ownerReferences"][0]["uid"] for p in space.pods("again").values()} != {before}
 
 
-def test_deadline_and_ttl(space: Space) -> None:
+def test_a_job_past_its_deadline_fails_and_is_deleted_when_its_ttl_is_over(space: Space) -> None:
     space.kubectl("apply", "-f", "-", stdin=job("late", SLEEP, activeDeadlineSeconds=5, ttlSecondsAfterFinished=10))
     assert space.reaches("late", "Failed")["reason"] == "DeadlineExceeded"
     until(lambda: "NotFound" in space.kubectl("get", "ddp", "late", check=False), "the job is deleted by its TTL", 60)

@@ -210,7 +210,7 @@ def unreadable_is_empty() -> contextlib.AbstractContextManager[Any]:
     def lenient(raw: Any) -> api.Status:
         try:
             return read(raw)
-        except validation.UnreadableError:
+        except validation.UnreadableJobError:
             return api.Status()
 
     return mock.patch.object(validation, "stored_status", lenient)

@@ -138,7 +138,7 @@ def test_the_watchdogs_thread_does_not_abort_a_rank_that_ends() -> None:
 
 
 def as_ddprun_runs_a_script_without_the_library() -> None:
-    forkserver.watch_group()
+    forkserver.prepare_groups()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

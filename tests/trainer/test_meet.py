@@ -49,8 +49,8 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     module = types.SimpleNamespace(_create_c10d_store=create)
     monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", module)
-    meet.wait_for_rank_0()
-    meet.wait_for_rank_0()
+    meet.have_torch_wait_for_rank_0()
+    meet.have_torch_wait_for_rank_0()
     return asked
 
 
@@ -87,5 +87,5 @@ def test_where_nobody_serves_torch_gives_the_reason_within_its_own_limit(host: s
 def test_a_torch_whose_function_has_another_name_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.SimpleNamespace()
     monkeypatch.setitem(sys.modules, "torch.distributed.rendezvous", module)
-    meet.wait_for_rank_0()
+    meet.have_torch_wait_for_rank_0()
     assert vars(module) == {}

@@ -102,7 +102,9 @@ TRAINERS: dict[str, tuple[dict[str, Any], Container]] = {
 
 
 @pytest.mark.parametrize(("status", "want"), TRAINERS.values(), ids=TRAINERS)
-def test_the_trainers_state(status: dict[str, Any], want: Container) -> None:
+def test_the_trainers_state_is_its_containers_or_that_of_what_keeps_it_from_running(
+    status: dict[str, Any], want: Container
+) -> None:
     assert observe.pod(pod(status, ("trainer", "sidecar"))).trainer == want
 
 

@@ -75,7 +75,7 @@ def trained(losses: int = 40, slow_from: int = 1000) -> tuple[api.Status, Histor
     return what, history
 
 
-def test_at_120_columns() -> None:
+def test_at_120_columns_each_rank_has_its_step_process_and_use_of_cpu_and_gpu() -> None:
     """A user asks whether it is fine, how long it takes, and which process to look at."""
     assert text(moment(status(progress=progress(312, 40)), 41), 120) == [
         "Running  step 312/1125  27 %  24s left  attempt 1  elapsed 41s",
@@ -93,7 +93,7 @@ def test_at_80_columns_the_figures_that_matter_least_are_left_out() -> None:
     assert lines[3] == "  node 0  rank 0  Running  step 312  pid 4312  CPU  98 %  1.2 GB"
 
 
-def test_at_40_columns() -> None:
+def test_at_40_columns_lines_are_wrapped_and_processes_left_out() -> None:
     """In a narrow pane the state, the step and the time left are what a user looks for."""
     assert text(moment(status(progress=progress(312, 40)), 41), 40) == [
         "Running  step 312/1125  27 %  24s left",

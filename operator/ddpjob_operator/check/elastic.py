@@ -190,13 +190,13 @@ def _product_with_ranks(script: Script, rate: ast.expr) -> ast.BinOp | None:
         product
         for product in sums
         if isinstance(product.op, ast.Mult)
-        and not _is_an_option(script, product)
+        and not _may_be_left_out(script, product)
         and any(_counts_ranks(script, n) for side in (product.left, product.right) for n in _parts(script, side))
     ]
     return products[-1] if products else None  # the last is the innermost
 
 
-def _is_an_option(script: Script, node: ast.AST) -> bool:
+def _may_be_left_out(script: Script, node: ast.AST) -> bool:
     """Whether this is done under a condition other than that there are several ranks: `if args.scale_lr`."""
     about_ranks = {"distributed", "ddp", "world", "multi"}
     return any(

@@ -16,6 +16,7 @@ from pathlib import PurePath
 from ddpjob_operator.check import local_rank
 from ddpjob_operator.check.nodes import text_in
 from ddpjob_operator.check.script import INIT, Script
+from ddpjob_operator.check.values import STARTERS
 from ddpjob_operator.cli.options import refuse_other_bytes
 from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.manifest.yamlfile import InputError
@@ -23,7 +24,6 @@ from ddpjob_operator.manifest.yamlfile import InputError
 NODES = 2
 NAME_MAX = 40
 FOUND_MAX = 8
-_SPAWNS = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes")
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
 _DATA = re.compile(r"(?:^|_)(?:data|dataset|root|folder|dir|path)(?:$|_)")
@@ -111,7 +111,7 @@ def read(name: str, text: str) -> Found:
         raise InputError(f"{name}:{error.lineno or 1}: not valid Python: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{name}:1: not valid Python: {error}") from None
-    spawned = script.calls_to(*_SPAWNS) or script.calls_to(*_PROCESSES)
+    spawned = script.calls_to(*STARTERS) or script.calls_to(*_PROCESSES)
     nccl = next((call.lineno for call in script.calls_to(INIT) if _is_nccl(call)), 0)
     cuda = bool(nccl) or any(isinstance(n, ast.Attribute) and n.attr == "cuda" for n in ast.walk(script.tree))
     passed = local_rank.must_be_passed(script)

@@ -182,10 +182,10 @@ def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
 
 
 def columns(rows: list[dict[str, str]]) -> str:
-    """Rows under their headings, each column as wide as its widest cell; the last is not filled up."""
-    lines = [{name: name for name in rows[0]}, *rows]
-    widths = {name: max(len(line[name]) for line in lines) for name in rows[0]}
-    return "".join("   ".join(line[n].ljust(widths[n]) for n in widths).rstrip() + "\n" for line in lines)
+    """Rows under their headings."""
+    from ddpjob_operator.describe import job
+
+    return "".join(f"{line}\n" for line in job.columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)]))
 
 
 def short(path: Path) -> str:

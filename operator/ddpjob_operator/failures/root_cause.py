@@ -72,8 +72,6 @@ _NODES_OWN = rules.LOST_CONTAINER | frozenset(
 # Kubernetes' own reasons of a container. A runtime has others (CRI-O: "seccomp killed"); those only name an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
-
-
 # Of a pod that was deleted, or lost with its node, before or after the first failure.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
 # Peers complain within a second; the node controller needs a minute to mark the node as not ready.
@@ -156,12 +154,13 @@ def settle(
 ) -> tuple[api.JobFailure, rules.Class]:
     """The root cause and its class (before failurePolicy), now that the last pod of the attempt has ended.
 
-    first: as root_cause() gave it when nothing was stopped yet; its pod may be gone. failed: the attempt's pods that
-    did not complete. If one of them was deleted, then by the operator, or too late to matter, unless it is `first`.
+    first: as root_cause() gave it when nothing was stopped yet; its pod may be gone.
+    failed: the attempt's pods that did not complete. If one of them was deleted, then by the operator, or too late to
+    matter, unless it is `first`.
     stepped: whether the attempt made a step; trained: whether an earlier one did; untried: whether the script has shown
-    nowhere that it can train. nodes: of the job; None: as many as
-    `failed`. lost: pods that are given up with their nodes. early: a node that has completed. steps: by rank, as
-    reported.
+    nowhere that it can train.
+    nodes: of the job; None: as many as `failed`. lost: pods that are given up with their nodes. early: a node that has
+    completed. steps: by rank, as reported.
     """
     if first.reason == STALLED:
         return first, "stall"
@@ -260,7 +259,7 @@ def is_own(failure: api.JobFailure) -> bool:
 
 
 def who(failure: api.JobFailure) -> str:
-    """rank 37"""
+    """rank 37; node 4 where nobody knows which of its ranks; init container "copy" of bert-1-4."""
     if failure.init_container:
         return f'init container "{failure.init_container}" of {failure.pod}'
     return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"

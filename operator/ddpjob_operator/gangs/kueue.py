@@ -21,6 +21,7 @@ from ddpjob_operator.job.bounds import text
 from ddpjob_operator.observed.groups import Admission, Group, Placement, Tell
 from ddpjob_operator.pods import build, naming
 
+GROUP = "kueue.x-k8s.io"
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 DEFAULT_QUEUE = "default"
@@ -49,7 +50,7 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
     spec: Body = {"queueName": _queue(job), "podSets": [podset], "priority": 0}
     group, kind, name = _priority(job)
     if name and api_version.endswith("/v1beta1"):
-        source = "kueue.x-k8s.io/workloadpriorityclass" if kind[0] == "W" else "scheduling.k8s.io/priorityclass"
+        source = "kueue.x-k8s.io/workloadpriorityclass" if group == GROUP else "scheduling.k8s.io/priorityclass"
         spec |= {"priorityClassName": name, "priorityClassSource": source}
     elif name:
         spec["priorityClassRef"] = {"group": group, "kind": kind, "name": name}
@@ -89,16 +90,16 @@ def _topology_request(job: api.DDPJob) -> Body:
 def _priority(job: api.DDPJob) -> tuple[str, str, str]:
     """The API group, kind and name of the priority class; no name: none is named."""
     if name := job.metadata.labels.get(PRIORITY_LABEL):
-        return "kueue.x-k8s.io", "WorkloadPriorityClass", name
+        return GROUP, "WorkloadPriorityClass", name
     name = podspec.mapping(job.spec.template, "spec").get("priorityClassName") or ""
     return "scheduling.k8s.io", "PriorityClass", str(name)
 
 
 def reads_for_group(job: api.DDPJob, api_version: str) -> tuple[str, ...]:
     """The priority class: Kueue refuses its name without its value."""
-    group, kind, name = _priority(job)
-    version = api_version if kind[0] == "W" else f"{group}/v1"
-    plural = "workloadpriorityclasses" if kind[0] == "W" else "priorityclasses"
+    group, _, name = _priority(job)
+    version = api_version if group == GROUP else f"{group}/v1"
+    plural = "workloadpriorityclasses" if group == GROUP else "priorityclasses"
     return (f"/apis/{version}/{plural}/{name}",) if name else ()
 
 
@@ -301,7 +302,7 @@ def _is_true(raw: Raw, kind: str) -> bool:
 
 ADAPTER = Adapter(
     name="kueue",
-    group="kueue.x-k8s.io",
+    group=GROUP,
     versions=("v1beta1", "v1beta2"),
     plural="workloads",
     kind="Workload",

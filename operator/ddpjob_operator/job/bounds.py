@@ -9,9 +9,10 @@ from __future__ import annotations
 import datetime as dt
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
+
+from ddpjob.core import members
 
 # Ten years: longer is a typing error, and a date beyond the year 9999 is none.
 SECONDS_MAX = 315_360_000
@@ -19,8 +20,8 @@ SECONDS_MAX = 315_360_000
 COUNT_MAX = 2**53 - 1
 # A job of 99,999 nodes is the most that fits a pod's host name.
 NODES_MAX = 99_999
-# No machine has more GPUs or is worth more processes; a pod speaks for so many ranks at most.
-NPROC_MAX = 1024
+# A pod speaks for so many ranks at most.
+NPROC_MAX = members.NPROC_MAX
 # Attempts and replacements in labels. A restart a second for 30 years is fewer.
 TURNS_MAX = 10**9
 # Restarts in place in the life of one agent; each takes longer than a second.
@@ -109,12 +110,6 @@ def document(value: object) -> str:
             return ""
         level = below
     return f"is nested deeper than {DEPTH_MAX} levels. A pod template is nested about 15 levels deep."
-
-
-def kept(value: Any) -> Any:
-    """The value, or what stands in its place because it is too large."""
-    why = document(value)
-    return too_large(why) if why else value
 
 
 def too_large(why: str) -> dict[str, str]:

@@ -136,17 +136,17 @@ def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
     return job, problems
 
 
-class UnreadableError(ValueError):
+class UnreadableJobError(ValueError):
     """A part of a stored job that cannot be read; the text names the field and the value."""
 
 
 def stored_metadata(raw: Mapping[str, Any]) -> api.Metadata:
-    """The metadata of a job that the API server holds. Raises UnreadableError."""
+    """The metadata of a job that the API server holds. Raises UnreadableJobError."""
     return typing.cast(api.Metadata, _stored(raw, "metadata", api.Metadata))
 
 
 def stored_status(raw: Mapping[str, Any]) -> api.Status:
-    """The status of a job that the API server holds. Raises UnreadableError, so that it is never taken for empty."""
+    """The status of a job that the API server holds. Raises UnreadableJobError, so that it is never taken for empty."""
     return typing.cast(api.Status, _stored(raw, "status", api.Status))
 
 
@@ -335,7 +335,7 @@ def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
         return msgspec.convert({} if given is None else given, kind, strict=False)
     except (*NOT_READABLE, OverflowError) as error:
         what, _, where = str(error).partition(" - at `$")
-        raise UnreadableError(f"{name}{where.rstrip('`')}: {what}") from None
+        raise UnreadableJobError(f"{name}{where.rstrip('`')}: {what}") from None
 
 
 def _lenient(raw: object, kind: type[Any]) -> Any:

@@ -25,6 +25,12 @@ class ApiError(Exception):
         """Whether a resource version is too old to go on from."""
         return self.status == 410
 
+    @property
+    def refuses_patch(self) -> bool:
+        """Whether a patch of a pod is not possible: the role of an older chart lacks it, or the pod has changed, or is
+        gone, meanwhile."""
+        return self.status in (403, 404, 405, 409, 422)
+
 
 class TooLargeError(ApiError):
     """An answer is larger than what was to be read of it."""

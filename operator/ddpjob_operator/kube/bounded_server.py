@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -40,14 +41,33 @@ class BoundedServer(web.Server):
     """
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], **settings: Any) -> None:
+        no_log = logging.getLogger(f"{__name__}.http")
+        # aiohttp logs requests that it cannot read, token included; and a peer that sends no HTTP is nothing to act on.
+        no_log.disabled = True
+        settings = {"access_log": None, "logger": no_log, **settings}
         super().__init__(handler, **settings)
         self._settings = settings
+        self._runner = web.ServerRunner(self, shutdown_timeout=1.0)
         self._open: dict[web.RequestHandler, _Connection] = {}
         """In the order in which they were opened."""
         self._addresses: dict[str, dict[web.RequestHandler, _Connection]] = {}
         """The same by address."""
         self._unproven: collections.Counter[str] = collections.Counter()
         """How many of an address have shown no token."""
+
+    async def listen(self, host: str | None, port: int, *, backlog: int) -> None:
+        """host None is every address of the pod, port 0 any free one. Raises OSError where that is taken."""
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port, backlog=backlog).start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self._runner.addresses[0][1])
+
+    async def stop(self) -> None:
+        """Close the port and every connection; a request that is being answered gets a second."""
+        await self._runner.cleanup()
 
     def __call__(self) -> web.RequestHandler:
         """The handler of a connection that is about to be made."""

@@ -100,7 +100,7 @@ class Client:
         self.reach = reach or Reach()
         self.limits = limits
         self._may_write = may_write
-        self._observe = answered
+        self._told = answered
         self._log_in = log_in
         self._lock = asyncio.Lock()
         self._info: kopf.ConnectionInfo | None = None
@@ -209,7 +209,7 @@ class Client:
                 code = response.status
                 self._answered("GET", path, code, began, watch=True)
                 if response.status >= 400:
-                    await self._refused(response.status, info)
+                    self._renew_after(response.status, info)
                     raise of_answer(response.status, await response.read(), response.headers)
                 async for line in reading.lines(response.content):
                     event = reading.event(line, plural)
@@ -224,7 +224,7 @@ class Client:
     def _answered(self, method: str, path: str, code: int, began: float, *, watch: bool = False) -> None:
         """code: NO_ANSWER where there was none."""
         (self.reach.failed if code == NO_ANSWER else self.reach.answered)()
-        self._observe(method, path, code, time.monotonic() - began, watch=watch)
+        self._told(method, path, code, time.monotonic() - began, watch=watch)
 
     async def _request(
         self,
@@ -258,7 +258,7 @@ class Client:
                 wait = self._wait_before_next_try(error, attempt)
                 if wait is None:
                     raise
-                await self._refused(error.status, info)
+                self._renew_after(error.status, info)
             await asyncio.sleep(wait)
         raise AssertionError("the last try returns or raises")
 
@@ -310,7 +310,8 @@ class Client:
             return None
         return wait * random.uniform(1.0, 1.25)  # noqa: S311 - spreads the clients that were refused together
 
-    async def _refused(self, status: int, info: kopf.ConnectionInfo) -> None:
+    def _renew_after(self, status: int, info: kopf.ConnectionInfo) -> None:
+        """Read the credentials again before the next request, where these were not accepted and are still in use."""
         if status == 401 and self._info is info:
             self._renew_at = 0.0
 

@@ -36,6 +36,11 @@ class Line(NamedTuple):
         return {"job": self.job, "attempt": self.attempt, "pod": self.pod}
 
 
+def of_pod(job: api.Metadata, attempt: int, pod: str) -> Line:
+    """What a line about one pod is about; whoever writes it has the text."""
+    return Line("", f"{job.namespace}/{job.name}", attempt, pod)
+
+
 def lines(job: api.DDPJob, todo: Plan) -> Iterator[Line]:
     """Job, attempt, what, and why. job: with the status before the plan."""
     old, new = job.status, todo.status or job.status

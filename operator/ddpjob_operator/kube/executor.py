@@ -47,7 +47,6 @@ RECONCILE_SECONDS = 5.0
 # After this time it makes way for other jobs of the namespace that wait until they may make their further pods.
 GOING_ON_SECONDS = 1.0
 
-
 Outcome = Literal["complete", "out of time", "makes way"]
 """How far a plan was carried out. It makes way for other jobs: the job is enqueued when it may go on."""
 
@@ -79,9 +78,8 @@ class Executor:
     async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> Outcome:
         """As much of a plan as RECONCILE_SECONDS and the other jobs allow.
 
-        Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now.
-
-        What the server refuses to create is no error: it is in `state` then, for the next round to report.
+        Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now. What the
+        server refuses to create is no error: it is in `state` then, for the next round to report.
         """
         before = job
         if todo.status is not None:
@@ -200,10 +198,9 @@ class Executor:
     def _not_deleted(self, job: api.DDPJob, action: DeletePod, state: JobState, why: str) -> None:
         """A pod whose place another one has, or whose node is lost, stays: no other pod of the job waits for that."""
         state.not_deleted(action.uid, self.runtime.now())
-        where = f"{job.metadata.namespace}/{job.metadata.name}"
-        about = decisions.Line("", where, job.status.attempt, action.name)
+        about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
         text = "%s: the pod %s, which the job no longer needs, is not deleted: %s"
-        self.runtime.log.warning(text, where, action.name, why, extra=about.fields())
+        self.runtime.log.warning(text, about.job, action.name, why, extra=about.fields())
 
     async def _delete_group(self, job: api.DDPJob, action: DeleteGroup) -> None:
         gang = self.caches.gangs[action.adapter]
@@ -245,13 +242,11 @@ class Executor:
         try:
             self.caches.pods.put(await self.client.patch(path, body))
         except ApiError as error:
-            if error.status not in (403, 404, 405, 409, 422):
+            if not error.refuses_patch:
                 raise
-            # The role of an older chart, or a pod that has changed meanwhile: a delete handles both.
-            where = f"{job.metadata.namespace}/{job.metadata.name}"
-            about = decisions.Line("", where, job.status.attempt, action.name)
+            about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
             text = "%s: the pod %s is deleted, with its log, because it cannot be ended otherwise: %s"
-            self.runtime.log.info(text, where, action.name, error, extra=about.fields())
+            self.runtime.log.info(text, about.job, action.name, error, extra=about.fields())
             await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)), state)
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:

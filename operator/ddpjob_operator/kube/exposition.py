@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ def _job(raw: Mapping[str, Any]) -> meters.Job:
     metadata = raw["metadata"]
     try:
         status = validation.stored_status(raw)
-    except validation.UnreadableError:
+    except validation.UnreadableJobError:
         status = None
     created_at = bounds.time(metadata.get("creationTimestamp"))
     return meters.Job(metadata.get("namespace", ""), metadata["name"], metadata["uid"], status, created_at)
@@ -66,29 +65,24 @@ class Exposition:
         self._lock = asyncio.Lock()
         self._written: dict[bool, tuple[float, bytes, str]] = {}
         """By format: when, what, and its content type."""
-        self._runner: web.ServerRunner | None = None
         self._server: BoundedServer | None = None
 
     async def start(self, host: str | None, port: int) -> None:
-        """Listen; host None is every address of the pod, port 0 any free one (`port`)."""
-        no_log = logging.getLogger(f"{__name__}.http")
-        no_log.disabled = True  # a peer that sends no HTTP is nothing to act on
-        self._server = BoundedServer(self._answer, access_log=None, logger=no_log, lingering_time=0.0)
-        self._runner = web.ServerRunner(self._server, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, backlog=64).start()
+        """Listen; host None is every address of the pod, port 0 any free one (`port`). Raises OSError."""
+        self._server = BoundedServer(self._answer, lingering_time=0.0)
+        await self._server.listen(host, port, backlog=64)
 
     @property
     def port(self) -> int:
         """Where it listens."""
-        assert self._runner is not None, "start() comes first"
-        return int(self._runner.addresses[0][1])
+        assert self._server is not None, "start() comes first"
+        return self._server.port
 
     async def stop(self) -> None:
         """All connections are closed."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = self._server = None
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._server is not None

@@ -200,12 +200,12 @@ class JobStates:
             return None
         uid, generation = raw["metadata"]["uid"], raw["metadata"].get("generation")
         if known is None or known[:2] != (uid, generation):
-            with contextlib.suppress(validation.UnreadableError):  # the reconcile reports it
+            with contextlib.suppress(validation.UnreadableJobError):  # the reconcile reports it
                 return self.parse(key, raw)[0].spec
         return None if known is None or known[0] != uid else known[2].spec
 
     def parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
-        """The spec is parsed once per generation: mostly the status alone is new. Raises UnreadableError."""
+        """The spec is parsed once per generation: mostly the status alone is new. Raises UnreadableJobError."""
         metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
         known = self._parsed.get(key)
         if known is None or known[:2] != (metadata.uid, metadata.generation):

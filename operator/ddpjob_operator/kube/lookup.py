@@ -144,14 +144,12 @@ class Lookup:
             try:
                 raw = await self.client.patch(f"{collection('pods', job.namespace)}/{name}", body)
             except ApiError as error:
-                if error.status not in (403, 404, 405, 409, 422):  # the role of an older chart, or it goes just now
+                if not error.refuses_patch:
                     raise
                 continue
-            where = f"{job.namespace}/{job.name}"
-            about = decisions.Line("", where, 0, name).fields()
-            self.runtime.log.warning(
-                "%s: the pod %s had lost the job's label; it has it again", where, name, extra=about
-            )
+            about = decisions.of_pod(job, 0, name)
+            text = "%s: the pod %s had lost the job's label; it has it again"
+            self.runtime.log.warning(text, about.job, name, extra=about.fields())
             self.caches.pods.put_again(raw)
             back.add(name)
         return back

@@ -16,7 +16,7 @@ _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete
 
 
 def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[str, str]:
-    """Of a request, as RBAC calls them; both out of the lists of metrics/names.py."""
+    """Of a request, as RBAC calls them; names.OTHER for a method without a verb, and for what names.RESOURCES lacks."""
     parts = path.partition("?")[0].strip("/").split("/")
     parts = parts[2:] if parts[0] == "api" else parts[3:]
     if parts[:1] == ["namespaces"] and len(parts) > 2:

@@ -367,7 +367,7 @@ class Operator:
             return False
         try:
             return waits_for(self.states.parse(key, raw)[0], gangs)
-        except validation.UnreadableError:
+        except validation.UnreadableJobError:
             return False  # the reconcile reports it
 
     def _may_act(self, namespace: str) -> bool:

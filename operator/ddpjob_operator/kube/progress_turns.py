@@ -12,6 +12,7 @@ import datetime as dt
 from ddpjob_operator.kube.store import Key
 
 WRITES_PER_SECOND = 10
+INTERVAL_SECONDS = 1.0 / WRITES_PER_SECOND
 # A job that does not come back in time (it is gone, or its reconcile waits in a slow namespace) must not hold up the
 # others for longer than two turns. It loses nothing: when it comes, its figures are the oldest still.
 ABSENT_SECONDS = 0.2
@@ -21,8 +22,7 @@ _Entry = tuple[dt.datetime, Key]
 class ProgressTurns:
     """Times in seconds of any one clock."""
 
-    def __init__(self, per_second: float = WRITES_PER_SECOND) -> None:
-        self._interval = 1.0 / per_second
+    def __init__(self) -> None:
         self._next_at = float("-inf")
         self._line: list[_Entry] = []
         self._entries: dict[Key, _Entry] = {}
@@ -40,9 +40,9 @@ class ProgressTurns:
         position = bisect.bisect_left(self._line, entry)
         if position == 0 and now >= self._next_at:
             self.forget(key)
-            self._next_at = now + self._interval
+            self._next_at = now + INTERVAL_SECONDS
             return 0.0
-        wait = max(0.0, self._next_at - now) + position * self._interval
+        wait = max(0.0, self._next_at - now) + position * INTERVAL_SECONDS
         self._comes_at[key] = now + wait
         return wait
 

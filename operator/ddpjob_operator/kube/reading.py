@@ -141,7 +141,7 @@ _EVENTS: dict[str, msgspec.json.Decoder[Any]] = {
 }
 
 
-class Listed(msgspec.Struct):
+class ListPage(msgspec.Struct):
     """A page of a list: its objects, the version of the list, and where the next page begins."""
 
     items: list[Raw]
@@ -153,13 +153,13 @@ class BadJsonError(ValueError):
     """An answer that is no JSON, or not what was asked for."""
 
 
-def page(content: bytes, plural: str = "") -> Listed:
+def page(content: bytes, plural: str = "") -> ListPage:
     """A page of a list. Each object is made by itself, so that one cannot spoil the others. Raises BadJsonError.
 
     plural: what is listed; of pods, Services and nodes only what is read is kept. METADATA: of any kind.
     """
     listed = _decode(content, _List)
-    return Listed(
+    return ListPage(
         items=[_cut(bytes(item), _OBJECTS.get(plural)) or obj(bytes(item)) for item in listed.items or ()],
         version=listed.metadata.resource_version,
         token=listed.metadata.continue_,

@@ -7,7 +7,6 @@ is cut off. A report that is refused or lost is lost: no job is ever harmed by i
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +23,7 @@ from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
-REQUEST_SECONDS = 10.0  # from there to the answer; the cluster's keys may have to be fetched in between
+REQUEST_SECONDS = 10.0  # from the headers to the answer; the cluster's keys may have to be fetched in between
 IDLE_SECONDS = 60.0  # between two accepted reports on a connection; a trainer posts at most every 5 s
 # Per pod: a report every 5 s is the default; the burst is for several processes of one pod and the final report.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 5.0
@@ -78,30 +77,23 @@ class Receiver:
         self._were_live = 0
         """How many of these were of pods that are there, when they were last looked through."""
         self._server: BoundedServer | None = None
-        self._runner: web.ServerRunner | None = None
 
     async def start(self, host: str | None, port: int) -> None:
         """Listen; host None is every address of the pod, port 0 any free one. Raises OSError where that is taken."""
-        no_log = logging.getLogger(f"{__name__}.http")
-        no_log.disabled = True  # aiohttp logs requests that it cannot read, token included
-        self._server = BoundedServer(
-            self._answer, access_log=None, logger=no_log, auto_decompress=False, lingering_time=1.0, tcp_keepalive=False
-        )
-        self._runner = web.ServerRunner(self._server, shutdown_timeout=1.0)
-        await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, backlog=256).start()
+        self._server = BoundedServer(self._answer, auto_decompress=False, lingering_time=1.0, tcp_keepalive=False)
+        await self._server.listen(host, port, backlog=256)
 
     @property
     def port(self) -> int:
         """The port that it listens on."""
-        assert self._runner is not None, "start() comes first"
-        return int(self._runner.addresses[0][1])
+        assert self._server is not None, "start() comes first"
+        return self._server.port
 
     async def stop(self) -> None:
         """Close the port and every connection; a request that is being answered gets a second."""
-        if self._runner is not None:
-            await self._runner.cleanup()
-            self._runner = self._server = None
+        if self._server is not None:
+            await self._server.stop()
+            self._server = None
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         assert self._server is not None

@@ -20,7 +20,6 @@ from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Key, Store
 from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
-from ddpjob_operator.observed.groups import Tell
 from ddpjob_operator.plan import unreadable
 from ddpjob_operator.plan.actions import (
     Action,
@@ -38,7 +37,6 @@ from ddpjob_operator.pods import naming
 
 # Most changes need two rounds (record, then act), and never more than a few.
 ROUNDS_MAX = 6
-GIVES_QUOTA_BACK: frozenset[Tell] = frozenset({"quota returned", "succeeded", "failed"})
 CREATED_SECONDS = 5.0
 # A job that waits until it may go on is enqueued then, so it need not look by itself. Until then its status need not
 # tell how many of its pods run.
@@ -132,7 +130,7 @@ class Reconciler:
             return None
         try:
             job, problems = self.states.parse(key, raw)
-        except validation.UnreadableError as error:
+        except validation.UnreadableJobError as error:
             await self._report_unreadable(raw, str(error))
             return None
         copies: list[Store[Any]] = [self.caches.pods, self.caches.services]

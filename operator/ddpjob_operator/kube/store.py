@@ -55,6 +55,14 @@ class Entry(msgspec.Struct, Generic[T], frozen=True):
     is_whole: bool = True
 
 
+class Unreadable(NamedTuple):
+    """An object that cannot be read."""
+
+    key: Key
+    uid: str
+    why: str
+
+
 class Listed(NamedTuple):
     """An object of a list, by its metadata alone."""
 
@@ -90,11 +98,11 @@ class Store(Generic[T]):
         self._cut = cut
         self._key_of = key_of
         self._changed = changed
-        self._entries: dict[tuple[str, str], Entry[T]] = {}
+        self._entries: dict[ObjectKey, Entry[T]] = {}
         self._by_job: dict[Key, dict[str, Entry[T]]] = {}
         self._tombstones = Uids()
         """Of objects that are gone, so that an older event or answer does not bring one back."""
-        self._unreadable: dict[tuple[str, str], tuple[Key, str, str]] = {}
+        self._unreadable: dict[ObjectKey, Unreadable] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -117,7 +125,7 @@ class Store(Generic[T]):
 
     def unreadable(self, key: Key) -> str:
         """Which object of a job cannot be read, and why; empty: all can."""
-        return next((why for of, _, why in self._unreadable.values() if of == key), "")
+        return next((one.why for one in self._unreadable.values() if one.key == key), "")
 
     def put(self, raw: Raw, *, is_whole: bool = True) -> None:
         """An object as it was at its resourceVersion. One that is older than what we have changes nothing.
@@ -140,11 +148,11 @@ class Store(Generic[T]):
         except UnreadableError as error:
             self._set_unreadable(key, place, uid, error)
             return
-        held_up, _, _ = self._unreadable.pop(place, (None, "", ""))
+        held_up = self._unreadable.pop(place, None)
         known = old.value if old is not None and old.uid == uid else None
         self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observed(key)), is_whole))
         if held_up is not None:  # also where the object is as it was before
-            self._changed(held_up, None, None)
+            self._changed(held_up.key, None, None)
 
     def put_again(self, raw: Raw) -> None:
         """An object that was taken for gone and is not, because it has just been read."""
@@ -177,9 +185,8 @@ class Store(Generic[T]):
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The object with this uid is gone, whatever else has its name by now."""
         self._tombstones.add(uid)
-        if self._unreadable.get((namespace, name), ("", "", ""))[1] == uid:
-            key, _, _ = self._unreadable.pop((namespace, name))
-            self._changed(key, None, None)
+        if self._is_unreadable((namespace, name), uid):
+            self._changed(self._unreadable.pop((namespace, name)).key, None, None)
         old = self._entries.get((namespace, name))
         if old is not None and old.uid == uid:
             self._set((namespace, name), old, None)
@@ -195,9 +202,9 @@ class Store(Generic[T]):
             listed = not namespace or place[0] == namespace
             if listed and place not in named and entry.version <= list_version:
                 self.remove(*place, entry.uid)
-        for place, (of, uid, _) in list(self._unreadable.items()):
-            if (not namespace or place[0] == namespace) and key in (None, of) and place not in named:
-                self.remove(*place, uid)
+        for place, one in list(self._unreadable.items()):
+            if (not namespace or place[0] == namespace) and key in (None, one.key) and place not in named:
+                self.remove(*place, one.uid)
 
     def newest(self, namespace: str) -> int:
         """The version of the newest object of a namespace, empty: of all; 0: there is none."""
@@ -235,15 +242,18 @@ class Store(Generic[T]):
         entry = self._entries.get(one.place)
         if entry is not None and entry.version >= one.version:
             return True
-        return self._unreadable.get(one.place, ("", "", ""))[1] == one.uid
+        return self._is_unreadable(one.place, one.uid)
+
+    def _is_unreadable(self, place: ObjectKey, uid: str) -> bool:
+        return place in self._unreadable and self._unreadable[place].uid == uid
 
     def _set_unreadable(self, key: Key, place: ObjectKey, uid: str, error: UnreadableError) -> None:
-        if self._unreadable.get(place, ("", "", ""))[1] != uid:
+        if not self._is_unreadable(place, uid):
             _LOGGER.warning("%s: %s; it is left out, and all else goes on", "/".join(place), error)
-        self._unreadable[place] = (key, uid, f"{place[1]}: {error}")
+        self._unreadable[place] = Unreadable(key, uid, f"{place[1]}: {error}")
         self._changed(key, None, None)
 
-    def _set(self, place: tuple[str, str], old: Entry[T] | None, new: Entry[T] | None) -> None:
+    def _set(self, place: ObjectKey, old: Entry[T] | None, new: Entry[T] | None) -> None:
         if old is not None and (new is None or new.key != old.key):
             del self._entries[place]
             del self._by_job[old.key][place[1]]

@@ -81,7 +81,6 @@ class Verifier:
         self,
         get: Get,
         on_hidden: Callable[[str], None],
-        audience: str = report_token.AUDIENCE,
         clock: Callable[[], float] = monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -91,7 +90,6 @@ class Verifier:
         self._wall = wall
         self._get = get
         self._on_hidden = on_hidden
-        self._audience = audience
         self._clock = clock
         self._keys: Keys | None = None
         self._fetched_at = 0.0
@@ -138,7 +136,7 @@ class Verifier:
                 token,
                 key,
                 algorithms=ALGORITHMS,
-                audience=self._audience,
+                audience=report_token.AUDIENCE,
                 issuer=keys.issuer,
                 leeway=LEEWAY_SECONDS,
                 options={"require": ["exp", "iss", "aud"]},

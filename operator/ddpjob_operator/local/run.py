@@ -93,8 +93,9 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
     for option, path in written:
         if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
             raise InputError(f"{option} {path}: there is no such folder")
-    job, slots, notes = assign_slots(document, job, options)
-    notes += check(document, job, slots, options)
+    job, notes = on_this_machine(job, options)
+    slots, more = assign_slots(document, job)
+    notes += more + check(document, job, slots, options)
     folder = _run_folder(job.metadata.name, options)
     try:
         with _runner(job, slots, folder, options) as runner:
@@ -106,21 +107,22 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
         folder.close()
 
 
-def assign_slots(
-    document: Document, job: api.DDPJob, options: Options
-) -> tuple[api.DDPJob, list[pod_process.Slot], list[str]]:
-    """A slot for each node with its share of the GPUs, and notes for the user."""
+def on_this_machine(job: api.DDPJob, options: Options) -> tuple[api.DDPJob, list[str]]:
+    """The job without what only a cluster has, and with --cpu without GPUs; and notes for the user."""
     notes = []
-    requested = podspec.gpus(job.spec.template)
-    if options.cpu and requested:
+    if options.cpu and (requested := podspec.gpus(job.spec.template)):
         ranks = topology.world_size(job.spec)
         notes.append(f"--cpu: {requested} GPUs on each node are not used; {ranks} ranks train with gloo")
     if job.spec.gang not in ("auto", "none") or job.spec.topology_key:
         notes.append("without effect on local processes: spec.gang, spec.topologyKey")
         job = replace(job, spec=replace(job.spec, gang="none", topology_key=""))
-    if options.cpu:
-        job = on_cpu(job)
-        requested = 0
+    return on_cpu(job) if options.cpu else job, notes
+
+
+def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.Slot], list[str]]:
+    """A slot for each node with its share of the GPUs, and notes for the user. Raises InputError."""
+    notes = []
+    requested = podspec.gpus(job.spec.template)
     visible = gpus.visible()
     shares: list[tuple[str, ...] | None] = [None] * job.spec.nodes
     if requested:
@@ -140,7 +142,7 @@ def assign_slots(
         notes.append(f"working folder: {cwd}, where the script is")
     # The folder of the volumes is known once the run has its folder; until then any folder will do.
     volumes = Path(tempfile.gettempdir()) / "volumes"
-    return job, [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
+    return [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
 
 
 def on_cpu(job: api.DDPJob) -> api.DDPJob:

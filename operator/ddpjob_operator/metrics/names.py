@@ -30,7 +30,6 @@ ENDS = (
     ("Failed", reasons.DEADLINE_EXCEEDED.name),
 )
 """How a job may end: its state and the reason."""
-VERBS = ("get", "list", "watch", "create", "update", "patch", "delete", "other")
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OTHER")
 NO_CODE = "<error>"
 """Of a request without an answer, as in client-go."""

@@ -103,13 +103,14 @@ def _why_late(view: View, status: api.Status, late: Sequence[Pod]) -> tuple[Reas
 
 
 def restarting(view: View, status: api.Status) -> Decision | None:
-    """Stop what is left of a broken attempt; when nothing is, start the next one or fail."""
+    """The attempt is recorded as broken, and its failure is not settled."""
     first = unsettled_failure(view.recorded)
     return None if first is None else restart_all(view, status, first, settle(view, status, first))
 
 
 def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: Settled) -> Decision:
-    """The same, with the cause settled by what is known now. first: the failure as it is recorded."""
+    """Stop what is left of a broken attempt; when nothing is, start the next one or fail. first: the failure as it is
+    recorded; settled: its cause by what is known now."""
     if not view.active:
         return _next_attempt(view, status, settled)
     # A pod that is ended from outside gets its full grace to save, so its peers get theirs: they stop at one agreed

@@ -149,7 +149,7 @@ def _how_many_run(view: View, status: api.Status) -> str:
     count, nodes = len(ranges.parse(status.completed_nodes)), len(view.participants(status))
     done = f" and {count} completed" if count else ""
     restarts = agent_restarts.count(status)
-    times = f", restarted in place {restarts} time{'s' if restarts > 1 else ''}" if restarts else ""
+    times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""
     return f"{nodes - count} of {view.spec.nodes} nodes are running{done}, attempt {status.attempt}{times}"
 
 

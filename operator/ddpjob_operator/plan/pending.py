@@ -43,18 +43,16 @@ def waited(since: dt.datetime | None, now: dt.datetime) -> tuple[str, dt.datetim
     """`, for more than 5m`, or nothing before the first minute; and when that text is another."""
     if since is None:
         return "", None
-    times = [since + dt.timedelta(seconds=seconds) for seconds in NAMED_AT_SECONDS]
-    reached = [seconds for seconds, at in zip(NAMED_AT_SECONDS, times, strict=True) if now >= at]
-    text = f", for more than {wording.duration(reached[-1])}" if reached else ""
-    return text, next((at for at in times if at > now), None)
+    reached, next_at = _named(since, now)
+    return f", for more than {wording.duration(reached)}" if reached else "", next_at
 
 
 def waited_for_nodes(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
     """For how long pods have found no node, over all attempts that gave up, as `waited` says it. Nothing is said of a
     job that trains meanwhile with fewer."""
-    return (
-        ("", None) if view.trains_with_fewer(status) else waited(status.starting_since or status.attempt_time, view.now)
-    )
+    if view.trains_with_fewer(status):
+        return "", None
+    return waited(status.starting_since or status.attempt_time, view.now)
 
 
 def why_unschedulable(pods: Sequence[Pod]) -> str:
@@ -79,22 +77,19 @@ def creating(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[str, 
     if slow is None:
         return "", False
     pod, since = slow
-    reached = [seconds for seconds in NAMED_AT_SECONDS if view.now >= since + dt.timedelta(seconds=seconds)]
+    reached, _ = _named(since, view.now)
     if not reached:
         return "", False
     reason, where = pod.trainer.reason or "ContainerCreating", f" on {pod.node}" if pod.node else ""
     how = f"kubectl describe pod --namespace {view.job.metadata.namespace} {pod.name}"
-    text = f"{pod.name}{where} is in {reason} for more than {wording.duration(reached[-1])}: `{how}` says why"
-    return text, reached[-1] >= LONG_SECONDS
+    text = f"{pod.name}{where} is in {reason} for more than {wording.duration(reached)}: `{how}` says why"
+    return text, reached >= LONG_SECONDS
 
 
 def next_creating_text_at(view: View, status: api.Status, pods: Sequence[Pod]) -> dt.datetime | None:
     """When `creating` returns another text although nothing has changed."""
     slow = _slowest(status, pods)
-    if slow is None:
-        return None
-    times = (slow[1] + dt.timedelta(seconds=seconds) for seconds in NAMED_AT_SECONDS)
-    return next((at for at in times if at > view.now), None)
+    return None if slow is None else _named(slow[1], view.now)[1]
 
 
 def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime | None]:
@@ -116,7 +111,7 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
     verb = "run" if len(rest) > 1 else "runs"
     log = f"kubectl logs --namespace {view.job.metadata.namespace} {naming.present_pod_name(view.job, status, rest[0])}"
     text = (
-        f"{_nodes(rest)} still {verb}, attempt {status.attempt}, and {_nodes(sorted(done))} completed by "
+        f"{name_nodes(rest)} still {verb}, attempt {status.attempt}, and {name_nodes(sorted(done))} completed by "
         f"{last:%Y-%m-%dT%H:%M:%SZ}. If a rank waits for one that has ended, the ranks make different numbers of "
         f"steps; `{log}` may tell"
     )
@@ -132,6 +127,13 @@ def unreachable_nodes(view: View) -> str:
     ]
     more = len(view.unreachable) - 3
     return "".join(parts) + (f"; and {more} more" if more > 0 else "")
+
+
+def _named(since: dt.datetime, now: dt.datetime) -> tuple[float, dt.datetime | None]:
+    """The seconds that a message names of what has lasted since then, 0: none yet; and when it names the next ones."""
+    times = [(seconds, since + dt.timedelta(seconds=seconds)) for seconds in NAMED_AT_SECONDS]
+    reached = max((seconds for seconds, at in times if now >= at), default=0.0)
+    return reached, next((at for _, at in times if at > now), None)
 
 
 def _slowest(status: api.Status, pods: Sequence[Pod]) -> tuple[Pod, dt.datetime] | None:
@@ -151,5 +153,6 @@ def _pods(pods: Sequence[Pod]) -> str:
     return pods[0].name if len(pods) == 1 else wording.count(len(pods), "pod")
 
 
-def _nodes(places: Sequence[int]) -> str:
+def name_nodes(places: Sequence[int]) -> str:
+    """node 3; nodes 1-3, 7."""
     return f"node{'s' if len(places) > 1 else ''} {ranges.for_people(places)}"

@@ -11,13 +11,13 @@ import datetime as dt
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause, termination_message
-from ddpjob_operator.job import api, budgets, launcher, ranges, reasons, wording
+from ddpjob_operator.job import api, launcher, ranges, reasons, wording
 from ddpjob_operator.job.status import unsettled_failure
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import group_restart
 from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.settlement import Settled, settle
-from ddpjob_operator.plan.transitions import enter, with_failure
+from ddpjob_operator.plan.transitions import enter, with_failure, with_new_ranks
 from ddpjob_operator.plan.view import View, name_pods
 from ddpjob_operator.pods import naming
 
@@ -88,15 +88,9 @@ def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int])
     wait = settled.verdict.wait_seconds
     numbers = {str(place): naming.replacement(status, place) + 1 for place in lost}
     status = replace(
-        status,
+        with_new_ranks(status, view.now + dt.timedelta(seconds=wait)),
         replacements={**status.replacements, **numbers},
         started_nodes=ranges.text(ranges.parse(status.started_nodes) - set(lost)),
-        attempt_time=view.now + dt.timedelta(seconds=wait),
-        running_time=None,
-        first_step_time=None,
-        resumed_step=None,
-        resumed_from="",
-        furthest_step=budgets.furthest(status),
     )
     names = ", ".join(naming.pod_name(view.job, status.attempt, place, numbers[str(place)]) for place in lost[:3])
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""

@@ -21,9 +21,6 @@ from ddpjob_operator.pods import naming
 # Twice within `avoid_node_seconds`: once may be chance, and a job must not run out of nodes.
 FAILURES_TO_AVOID = 2
 AVOIDED_MAX = 10
-# A job that reports no steps has trained when an earlier attempt ran so long: mistakes that keep it from starting show
-# within seconds, imports from a slow file system within a minute.
-TRAINED_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Settled:
         return replace(
             status,
             restarts=budgets.restarts(self.verdict.history),
-            avoided_nodes=avoided(status, view.settings, view.now, _slow_nodes(view)),
+            avoided_nodes=_avoided(status, view.settings, view.now, _bad_nodes(view)),
         )
 
 
@@ -88,7 +85,7 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
         view.failed(status),
         stepped=status.first_step_time is not None or ran >= budget.RESET_AFTER_SECONDS,
         trained=_has_trained_before(status),
-        untried=status.first_step_time is None and not _has_trained_before(status) and ran < TRAINED_SECONDS,
+        untried=status.first_step_time is None and not _has_trained_before(status) and ran < budget.TRAINED_SECONDS,
         nodes=view.spec.nodes,
         lost=[failure_of(view, status, place, root_cause.NODE_LOST) for place in lost],
         early=_completed_early(view, status),
@@ -119,22 +116,22 @@ def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure
     return replace(failure, evidence=replace(root_cause.evidence_of(failure), silent_node=node))
 
 
-def _slow_nodes(view: View) -> list[str]:
+def _bad_nodes(view: View) -> list[str]:
     """The cluster nodes that the pre-flight has found bad."""
     pods = view.known_pods
     messages = (termination_message.read_message(p.trainer.message) for p in pods.values() if p.ended)
     node_ranks = {node_rank for message in messages if message for node_rank in message.failure.bad_nodes}
-    slow = (pods.get(place) for node_rank, place in enumerate(view.members) if node_rank in node_ranks)
-    return sorted({pod.node for pod in slow if pod is not None and pod.node})
+    bad = (pods.get(place) for node_rank, place in enumerate(view.members) if node_rank in node_ranks)
+    return sorted({pod.node for pod in bad if pod is not None and pod.node})
 
 
-def avoided(
-    status: api.Status, settings: Settings, now: dt.datetime, slow_nodes: Sequence[str] = ()
+def _avoided(
+    status: api.Status, settings: Settings, now: dt.datetime, bad_nodes: Sequence[str]
 ) -> list[api.AvoidedNode]:
-    """The nodes to avoid, now that the last failure is recorded. slow_nodes: those that the pre-flight measured."""
-    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in slow_nodes]
+    """The nodes to avoid, now that the last failure is recorded. bad_nodes: by the pre-flight."""
+    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in bad_nodes]
     until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
-    kept += [api.AvoidedNode(node=node, until=until, message="the pre-flight found it bad") for node in slow_nodes]
+    kept += [api.AvoidedNode(node=node, until=until, message="the pre-flight found it bad") for node in bad_nodes]
     since = now - dt.timedelta(seconds=settings.avoid_node_seconds)
     node = status.failures[-1].node if status.failures else ""
     count = sum(bool(node) and f.node == node and f.time > since for f in status.failures)
@@ -178,7 +175,7 @@ def _has_trained_before(status: api.Status) -> bool:
     begun, ended = status.running_time, status.state_time
     in_this_attempt = (ended - begun).total_seconds() if status.state == "Restarting" and begun and ended else 0.0
     spent = status.goodput or api.Goodput()
-    return spent.productive_seconds + spent.unreported_seconds - in_this_attempt >= TRAINED_SECONDS
+    return spent.productive_seconds + spent.unreported_seconds - in_this_attempt >= budget.TRAINED_SECONDS
 
 
 def _never_starts(status: api.Status, failure: api.JobFailure, history: budget.History) -> bool:

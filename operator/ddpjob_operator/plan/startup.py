@@ -228,8 +228,7 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
         first = stuck[0]
         why = f"{first.trainer.reason}: {first.trainer.message}"
         return "Pending", reasons.CANNOT_START, f"{len(stuck)} of {total} pods cannot start: {first.name}: {why}"
-    places, plural = ranges.for_people([p.place for p in pods]), "s" if len(pods) > 1 else ""
-    text = f"waiting for node{plural} {places}"
+    text = f"waiting for {pending.name_nodes([p.place for p in pods])}"
     if not view.trains_with_fewer(status):
         text = f"{total - len(pods)} of {total} nodes are running; {text}"
     creating, is_long = pending.creating(view, status, pods)

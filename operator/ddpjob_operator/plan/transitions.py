@@ -27,22 +27,30 @@ def enter(status: api.Status, state: api.State, reason: Reason, message: str, no
 
 
 def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
-    """The next generation of all pods, not before `at`: no node has started or completed in it."""
+    """The next life of all pods, not before `at`: no node has started or completed in it."""
     return replace(
-        status,
+        with_new_ranks(status, at),
         attempt=status.attempt + 1,
-        attempt_time=at,
         attempt_nodes=None,
         starting_since=None,
         started_nodes="",
         completed_nodes="",
         replacements={},
         in_place=None,
+        not_kept="",
+    )
+
+
+def with_new_ranks(status: api.Status, at: dt.datetime) -> api.Status:
+    """The status of ranks that start again, not before `at`, in new pods or beside one: they have made no step yet, and
+    loaded none."""
+    return replace(
+        status,
+        attempt_time=at,
         running_time=None,
         first_step_time=None,
         resumed_step=None,
         resumed_from="",
-        not_kept="",
         furthest_step=budgets.furthest(status),
     )
 

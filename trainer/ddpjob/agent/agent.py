@@ -252,16 +252,14 @@ class Agent:
 
 
 def leave_message(path: str | None, message: dict[str, Any]) -> None:
-    """The termination message of the pod, in place: its file is a mount of its own, and no rename goes over it."""
+    """The termination message of the pod."""
     if not path:
         return
-    from ddpjob.reporting.termination import encode
+    from ddpjob.reporting.termination import write_over
 
-    body = encode(message)
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
         try:
-            os.pwrite(descriptor, body, 0)
-            os.ftruncate(descriptor, len(body))
+            write_over(descriptor, message)
         finally:
             os.close(descriptor)

@@ -84,7 +84,7 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
     if "torch.distributed.distributed_c10d" in sys.modules:
         with contextlib.suppress(ImportError):
             import ddpjob.group.gloo_teardown
-            import ddpjob.group.meet  # noqa: F401 - what `watch_group` needs
+            import ddpjob.group.meet  # noqa: F401 - what `prepare_groups` needs
     return failed
 
 
@@ -159,7 +159,7 @@ class Prepared:
         """read: the variables that were read while torch was imported."""
         self.torch: Any = sys.modules.get("torch")
         self.hidden: Any = None
-        watch_group()
+        prepare_groups()
         if self.torch is not None:
             with contextlib.suppress(ImportError):
                 from ddpjob.agent import late_environment
@@ -348,19 +348,25 @@ def reseed(torch: Any) -> None:
         torch.default_generator.seed()  # the CPU's; those of GPUs are made with CUDA, in the rank
 
 
-def watch_group() -> None:
-    """ddprun's watchdog begins with the first process group, also in a script that does not use the library.
-
-    Not before: it has a thread, and until then a script may fork as it likes. No public hook tells of a new group:
-    where this function of torch has another name, only those are watched that call `ddpjob.init` or `ddpjob.progress`.
-    Groups of gloo are kept besides (gloo_teardown.py says why), and rank 0 is waited for (meet.py).
-    """
+def prepare_groups() -> None:
+    """For the groups of a script that does not use the library: rank 0 is waited for (meet.py), those of gloo are kept
+    (gloo_teardown.py says why), and the watchdog begins with the first."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     gloo, meet = (sys.modules.get(f"ddpjob.group.{name}") for name in ("gloo_teardown", "meet"))
     if meet is not None:
-        meet.wait_for_rank_0()
+        meet.have_torch_wait_for_rank_0()
     if c10d is not None and gloo is not None:
         gloo.keep_all_of(c10d)
+    watch_group(c10d)
+
+
+def watch_group(c10d: Any) -> None:
+    """ddprun's watchdog begins with the first process group, and not before: it has a thread, and until then a script
+    may fork as it likes.
+
+    No public hook tells of a new group: where this function of torch has another name, only those are watched that call
+    `ddpjob.init` or `ddpjob.progress`.
+    """
     update = getattr(c10d, "_update_default_pg", None)
     if update is None:
         return

@@ -14,14 +14,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from ddpjob.core.budget import Budget, Grant, natural
+from ddpjob.core.budget import BACKOFF_LIMIT, Budget, Grant, natural
 from ddpjob.core.failure_policy import PolicyRule
-from ddpjob.core.members import Members
+from ddpjob.core.members import NPROC_MAX, Members
 
 T = TypeVar("T")
 
-RESTARTS_MAX = 3
-NPROC_MAX = 1024  # as spec.nprocPerNode
 PORT = 29500
 SHUTDOWN_SECONDS = 30.0
 # The group is broken, so nothing can be saved together; it is time for a last line of output.
@@ -185,7 +183,7 @@ def _add_script(group: _Group) -> None:
 
 def _add_restarts(group: _Group) -> None:
     group.value(
-        "max-restarts", "N", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too ({RESTARTS_MAX})"
+        "max-restarts", "N", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too ({BACKOFF_LIMIT})"
     )
     group.value("signals-to-handle", "NAMES", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     group.value("shutdown-timeout", "SECONDS", "time between SIGTERM and SIGKILL (30)")
@@ -358,7 +356,7 @@ def budget(asked: str | None, grant: Grant | None, environ: Mapping[str, str]) -
     if grant is not None and asked is None:
         return Budget.of(grant, None)
     if asked is None:
-        asked = environ.get("PET_MAX_RESTARTS", str(RESTARTS_MAX))
+        asked = environ.get("PET_MAX_RESTARTS", str(BACKOFF_LIMIT))
     most = _number("max-restarts", asked, 0)
     return Budget.of(grant or Grant(most, most, most), most)
 

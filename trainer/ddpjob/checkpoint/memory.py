@@ -117,18 +117,17 @@ class Keeper(Survivor):
         """Whether it keeps something."""
         return self._kept is not None and not self._off
 
-    def turn_off(self, why: str, *, quiet: bool = False) -> None:
+    def turn_off(self, why: str) -> None:
         """From now on a restart goes on from the folder."""
         if not self._off:
-            self._off = why or "memory=False"
+            self._off = True
             self._shared.cells[PID], self._is_armed = 0, False
             if self._copies is not None:
                 self._copies.count_saved()
                 self._copies.stop()
             self._shared.forget_slots(None if self._copies is None else self._copies.saved)
-            if not quiet:
-                process.current.not_kept = why
-                process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
+            process.current.not_kept = why
+            process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """The objects that are kept from now on. Values are so only at the boundary at which they are named."""

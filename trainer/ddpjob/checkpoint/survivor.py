@@ -37,7 +37,7 @@ class Survivor(abc.ABC):
         self._shared, self._copies, self._on_device, self._has_folder = shared, own, on_device, has_folder
         self._kept: Kept | None = None
         self._assumed = False  # the objects are those of load(): save() has named none
-        self._off = ""  # why nothing is kept
+        self._off = False  # for good
         self._lock = threading.Lock()  # held while parameters and optimizer state must not change
         self._versions: list[Any] = []  # of the parameters, at the last boundary
         self._resumed: tuple[int, int] = (0, 0)  # the step that was loaded from memory, and how often
@@ -58,7 +58,7 @@ class Survivor(abc.ABC):
         process.at_exit(self._at_exit, 40)
 
     @abc.abstractmethod
-    def turn_off(self, why: str, *, quiet: bool = False) -> None:
+    def turn_off(self, why: str) -> None:
         """From now on a restart goes on from the folder."""
 
     @abc.abstractmethod

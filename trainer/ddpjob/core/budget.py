@@ -48,6 +48,9 @@ BACK_OFF_SECONDS_MAX = 300
 # As the kubelet resets its crash back-off: a job that reports no steps has nothing else to show that it went well. So
 # the next restart is immediate again; how many restarts may be free is another question, which time does not answer.
 RESET_AFTER_SECONDS = 600
+# A job that reports no steps has trained once it ran so long: mistakes that keep it from starting show within seconds,
+# imports from a slow file system within a minute.
+TRAINED_SECONDS = 60
 
 
 class Limits(NamedTuple):

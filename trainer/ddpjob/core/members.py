@@ -7,6 +7,9 @@ them, or they from a place, only as long as all places take part in order.
 
 from __future__ import annotations
 
+NPROC_MAX = 1024
+"""Ranks of one node: no machine has more GPUs or is worth more processes."""
+
 
 class Members(tuple[int, ...]):
     """The places of the pods of one generation, in the order of their node ranks."""

@@ -369,7 +369,7 @@ def _rendezvous(where: str, place: RankInfo, timeout: timedelta) -> Store:
     if scheme == "tcp":
         store = _store_at_port(where, place, timeout)
     elif scheme == "env":
-        meet.wait_for_rank_0()
+        meet.have_torch_wait_for_rank_0()
         store = next(rendezvous(where, place.rank, place.world_size, timeout=timeout))[0]
     else:
         raise ConfigurationError(f"init_method: {where!r} is none of env://, tcp://host:port, file:///path.")

@@ -39,8 +39,8 @@ def wait_until_served(host: str, port: int, timeout_seconds: float) -> None:
     return None
 
 
-def wait_for_rank_0() -> None:
-    """Have torch's env:// and tcp:// wait so in this process. Where its function has another name nothing changes."""
+def have_torch_wait_for_rank_0() -> None:
+    """From now on torch's env:// and tcp:// wait so in this process; not where torch's function has another name."""
     rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
     create = getattr(rendezvous, "_create_c10d_store", None)
     if create is None or hasattr(create, "waits_for_rank_0"):

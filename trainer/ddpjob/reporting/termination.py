@@ -182,15 +182,12 @@ def _whole(error: BaseException) -> str:
 
 
 def _leave(message: Failure) -> None:
-    """Written in place, because the file of a pod is a mount of its own: a rename over it fails with EBUSY."""
     path = os.environ["DDPJOB_TERMINATION_LOG"]
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
         _lock(descriptor)
         if not _stays(os.pread(descriptor, BYTES_MAX, 0), message):
-            body = encode(message.as_dict())
-            os.pwrite(descriptor, body, 0)
-            os.ftruncate(descriptor, len(body))
+            write_over(descriptor, message.as_dict())
     finally:
         os.close(descriptor)
 
@@ -213,6 +210,13 @@ def _stays(written: bytes, message: Failure) -> bool:
     except ValueError:
         return False  # a rank was killed while it wrote
     return earlier.time > 0 and (earlier.resumable, earlier.time) <= (message.resumable, message.time)
+
+
+def write_over(descriptor: int, message: dict[str, Any]) -> None:
+    """In place, because the file of a pod is a mount of its own: a rename over it fails with EBUSY. Raises OSError."""
+    body = encode(message)
+    os.pwrite(descriptor, body, 0)
+    os.ftruncate(descriptor, len(body))
 
 
 def encode(message: dict[str, Any]) -> bytes:

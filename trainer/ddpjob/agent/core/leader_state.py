@@ -19,7 +19,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ddpjob.agent.core.stall_rules import Position, Standstill
-from ddpjob.core.budget import Attempt, Budget, Grant, History, Limits
+from ddpjob.core.budget import TRAINED_SECONDS, Attempt, Budget, Grant, History, Limits
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import CANNOT_RUN, Failure, Precedence, root_cause
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
@@ -80,7 +80,6 @@ class Leave(NamedTuple):
 
 
 CHARGED_MAX = 5
-TRAINED_SECONDS = 60.0  # as the operator's: mistakes that keep a script from training show before
 ANSWER_SECONDS = 3.0  # for what takes an agent one
 PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
 Order = Start | Stop | Ask | Over | End | Leave
@@ -342,9 +341,9 @@ class LeaderState:
 
     def _settle_check(self, failure: Failure, now: float) -> None:
         """A node that was found bad ends the group, so that it starts without it; a pre-flight that fails, nothing."""
-        slow = next((f for f in self._failures if f.preflight and f.bad_nodes), None)
-        if slow is not None:
-            return self._end(RESUMABLE, slow, slow.exception, now)
+        bad = next((f for f in self._failures if f.preflight and f.bad_nodes), None)
+        if bad is not None:
+            return self._end(RESUMABLE, bad, bad.exception, now)
         why = failure.exception if failure.rank is None else describe(failure)
         self._here -= self._terminations.leaving
         return self._go_on_after_check(f"the pre-flight failed: {why}; training starts without it", now)
