@@ -424,6 +424,43 @@ def test_ranks_that_each_take_themselves_for_a_single_process_are_found(
     assert ("error[local-rank-not-passed]" in result.stdout) == alone, result.stdout
 
 
+FIRST_GPU = """
+import argparse, os, torch, torch.distributed as dist
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=0)
+args = parser.parse_args()
+if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    torch.cuda.set_device(args.local_rank)
+    dist.init_process_group("nccl")
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "command", "gpus", "found"),
+    [
+        (FIRST_GPU, ["torchrun"], 2, True),
+        (FIRST_GPU, ["ddprun"], 2, True),
+        (FIRST_GPU, ["torchrun"], 1, False),
+        (FIRST_GPU, ["torchrun", "--no-python", "sh", "-c"], 2, False),
+        (FIRST_GPU.replace('"--local_rank"', '"--local_rank", "--local-rank"'), LAUNCH, 2, False),
+        (FIRST_GPU.replace("set_device(args.local_rank)", "set_device(args.rank % 2)"), ["torchrun"], 2, False),
+        (FIRST_GPU.replace("if int", "args.local_rank = place()\nif int"), ["torchrun"], 2, False),
+        (FIRST_GPU.replace("if int", "os.environ['CUDA_VISIBLE_DEVICES'] = gpu()\nif int"), ["torchrun"], 2, False),
+        (FIRST_GPU.replace("    torch.cuda.set_device(args.local_rank)\n", ""), ["torchrun"], 2, False),
+    ],
+    ids=["torchrun", "ddprun", "one GPU", "given", "passed", "another device", "set", "each sees its own", "none"],
+)
+def test_ranks_that_all_use_the_first_gpu_of_their_node_are_found(
+    job_file, script: str, command: list[str], gpus: int, found: bool
+) -> None:
+    """The scripts of apex, timm and maskrcnn-benchmark: NCCL ends the job after its image was pulled, on all nodes."""
+    start = ["exec python train.py --local_rank=$LOCAL_RANK"] if "sh" in command else ["train.py"]
+    container = {"resources": {"limits": {"nvidia.com/gpu": gpus}}}
+    result = ran(job_file(script, *command, *start, nodes=2, container=container))
+    assert ("error[local-rank-not-passed]" in result.stdout) == found, result.stdout
+    assert not found or "all 2 ranks of a node use its first GPU" in result.stdout
+
+
 @pytest.mark.parametrize("command", [["python", "train.py"], ["torchrun", "train.py"]])
 def test_one_process_that_uses_all_gpus_of_its_node_is_left_alone(job_file, command: list[str]) -> None:
     """DataParallel does, in scripts of that time."""

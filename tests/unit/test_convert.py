@@ -673,6 +673,28 @@ def test_a_command_behind_a_program_that_only_starts_it_is_read(words: list[str]
         assert job["spec"]["template"]["spec"]["containers"][0]["command"] == made
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["bash", "-c", "pip install lightning ray && torchrun --nnodes 2 train.py"],
+        ["bash", "-c", "cd /opt/fabric; exec torchrun --nnodes=2 train.py --logs /mnt/ray"],
+        ["conda", "run", "-n", "ray", "torchrun", "--nnodes", "2", "train.py"],
+        ["uv", "run", "--with", "lightning", "torchrun", "--nnodes", "2", "train.py"],
+        ["torchrun", "--nnodes", "2", "train.py", "--sampler", "tune"],
+    ],
+)
+def test_a_package_a_folder_or_an_environment_that_is_called_as_a_launcher_is_none(words: list[str]) -> None:
+    """`lightning cannot be converted` was said of a script that installs it and starts torchrun."""
+    assert checked(command.convert(words)).spec["nodes"] == 2
+
+
+@pytest.mark.parametrize("line", ["torchrun", "torchrun --nnodes 2", "python -m torch.distributed.run --nnodes=2"])
+def test_a_launcher_without_a_script_is_refused(line: str) -> None:
+    """It became a job that starts nothing, which `ddpjob check` refuses."""
+    with pytest.raises(ConvertError, match=r"(torchrun|torch\.distributed\.run) has no script: what does it start\?"):
+        of_command(line)
+
+
 def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
     result = checked(command.convert(["bash", "-c", "source env.sh; python my_train.py --lr $LR"]))
     assert (result.spec["nodes"], result.metadata["name"]) == (1, "my-train")
@@ -685,6 +707,8 @@ def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
         (["srun", "python", "train.py"], "srun", "train.py"),
         (["timeout", "9", "/usr/bin/mpiexec", "-n", "2", "python", "x.py"], "mpiexec", "x.py"),
         (["bash", "-c", "cd /x; mpirun -np 4 python x.py"], "mpirun", "x.py"),
+        (["bash", "-c", "pip install ray\nA=1 nohup srun --mpi none torchrun x.py"], "srun", "x.py"),
+        (["sudo", "-E", "mpirun", "python", "x.py"], "mpirun", "x.py"),
         (["bash", "train.sh"], "bash", "train.py"),
         (["./train.sh"], "train.sh", "train.py"),
         (["poetry", "run", "train"], "poetry", "train.py"),

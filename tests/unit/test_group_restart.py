@@ -178,9 +178,33 @@ def test_a_rank_that_completed_between_two_looks_has_completed() -> None:
 def test_a_job_suspended_while_it_restarts_stops_and_later_goes_on() -> None:
     world = digits().running().exits(1, code=1).settle().change(suspend=True).settle().stops_all().settle()
     assert world.status.state == "Suspended"
+    assert world.status.attempt == 2, "which has no pods: its failure was settled first"
     world.change(suspend=False).settle()
-    assert world.status.attempt == 2
-    assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1"]
+    assert [n for n in world.names() if not n.startswith("digits-1")] == ["digits-3-0", "digits-3-1"]
+
+
+def test_a_failure_that_came_before_a_suspension_is_charged() -> None:
+    """Who suspends and resumes a script that always fails got a free restart, with every restart of its budget left."""
+    world = digits(backoffLimit=3).running().exits(1, code=1).settle()
+    world.change(suspend=True).settle().stops_all().settle().change(suspend=False).settle()
+    assert world.status.restarts is not None
+    assert world.status.restarts.application == 1
+    assert cause(world).failure_class == "application"
+
+
+def test_a_job_without_a_restart_left_that_is_suspended_after_a_failure_fails() -> None:
+    """As a batch/v1 Job does."""
+    world = digits(backoffLimit=0).running().exits(1, code=1).settle().change(suspend=True).settle()
+    world.stops_all().settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+
+
+def test_a_job_that_is_suspended_and_resumed_while_a_failure_is_settled_goes_on_restarting() -> None:
+    world = digits(backoffLimit=3).running().exits(1, code=1).settle()
+    world.change(suspend=True).settle().change(suspend=False).settle().stops_all().settle()
+    assert (world.status.state, world.status.attempt) == ("Restarting", 2)
+    assert world.status.restarts is not None
+    assert world.status.restarts.application == 1
 
 
 def test_the_deadline_also_ends_a_job_that_restarts() -> None:

@@ -173,6 +173,45 @@ def test_an_api_server_that_is_away_is_asked_again_and_not_taken_for_one_without
     assert (gang.api.api_version, waits[:3]) == ("scheduling.k8s.io/v1alpha2", [NO_ANSWER_SECONDS] * 3)
 
 
+def test_a_namespace_in_which_nothing_may_be_listed_keeps_the_queue_from_no_other(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The first of the watched namespaces is deleted, with its Role: the jobs of all others waited in their queues for
+    ever, with the sentence of that one."""
+    server, workloads = Server("v1beta1"), "/apis/kueue.x-k8s.io/v1beta1/namespaces/gone/workloads"
+    server.errors[workloads] = ApiError(403, "Forbidden", "cannot list workloads in gone")
+    waits = list[float]()
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            assert gang.is_ready("team")
+            assert gang.is_ready("gone"), "its jobs say why they wait"
+            assert gang.path("team") == "/apis/kueue.x-k8s.io/v1beta1/namespaces/team/workloads"
+            assert gang.api_in("gone").why_not == (
+                "the operator may not list workloads.kueue.x-k8s.io: cannot list workloads in gone"
+            )
+            with pytest.raises(ApiError, match="may not list"):
+                gang.path("gone")
+            server.errors.clear()  # the namespace is made again, with its Role
+        await asyncio.sleep(0)
+
+    gang = gang_of(server, "gone", "team", adapter=kueue.ADAPTER, sleep=wait)
+
+    async def look() -> None:
+        task = asyncio.create_task(gang.run())
+        async with asyncio.timeout(10):
+            while not (len(waits) > 3 and gang.api_in("gone").api_version and gang.is_ready("gone")):
+                await asyncio.sleep(0)
+        task.cancel()
+
+    asyncio.run(look())
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        "spec.gang: kueue cannot be used in the namespace gone: the operator may not list workloads.kueue.x-k8s.io: "
+        "cannot list workloads in gone"
+    ]
+
+
 CONVERSION = ApiError(
     500, "InternalError", "conversion webhook for kueue.x-k8s.io/v1beta2 failed: no endpoints available"
 )

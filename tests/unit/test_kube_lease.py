@@ -95,6 +95,21 @@ def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_a
     assert one.may_take(START + 67)
 
 
+def test_a_claim_that_is_missed_twice_may_have_been_made_and_deleted_between_the_two_looks() -> None:
+    """A release for all namespaces that was cut off meanwhile would act beside the one that has made it."""
+    one, other = candidate(), Candidate(THEIRS, DURATIONS)
+    one.saw(lease(1), START)
+    one.missed(START + 2)
+    other.took(lease(2), START + 30, START + 30)
+    one.missed(START + 31)
+    assert one.leader(START + 31) is not None
+    for look in range(33, 46, 2):
+        one.missed(START + look)
+        assert one.leader(START + look) is not None
+    assert other.held_until < START + 46
+    assert one.leader(START + 46) is None
+
+
 def test_an_absent_lease_is_taken_when_it_was_looked_at_all_the_time() -> None:
     """A new cluster: with each look the wait would begin anew, and no operator would ever lead."""
     one = candidate()

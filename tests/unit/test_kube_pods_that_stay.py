@@ -18,7 +18,7 @@ from ddpjob_operator.kube.client import ApiError, Client, Page
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.job_state import UNDELETABLE_SECONDS, JobStates
-from ddpjob_operator.kube.lookup import Caches, Lookup
+from ddpjob_operator.kube.lookup import GONE_MAX, Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.operator import _job_of
 from ddpjob_operator.kube.progress_turns import ProgressTurns
@@ -43,9 +43,10 @@ ENDED = {
 class Cluster:
     """An API server with one job and its pods, and an operator that looks at it."""
 
-    def __init__(self, attempt: int, **status: Any) -> None:
+    def __init__(self, attempt: int, nodes: int = 2, **status: Any) -> None:
         self.version, self.now = 100, START
         self.requests: list[str] = []
+        self.looked_for: list[str] = []
         self.objects: dict[str, Raw] = {}
         self.refuses_deletes = False
         self.caches = Caches(
@@ -54,7 +55,7 @@ class Cluster:
             Store(observe.service, _job_of, lambda *_: None),
             Nodes(lambda _: None, lambda: self.now),
         )
-        raw = manifest()
+        raw = manifest(nodes=nodes)
         raw["metadata"]["resourceVersion"] = "1"
         time = START.isoformat().replace("+00:00", "Z")
         raw["status"] = {"attempt": attempt, "attemptTime": time, "startTime": time, "stateTime": time, **status}
@@ -111,6 +112,7 @@ class Cluster:
         name = path.rsplit("/", 1)[1]
         if name == "digits":
             return dict(self.caches.jobs.get(KEY) or {})
+        self.looked_for.append(name)
         if name not in self.objects:
             raise ApiError(404, "NotFound", f'pods "{name}" not found')
         return copy.deepcopy(self.objects[name])
@@ -190,6 +192,31 @@ def test_a_pod_that_has_lost_the_jobs_label_gets_it_back_and_the_training_goes_o
     assert aside["metadata"]["labels"][naming.LABEL_JOB] == "digits"
     assert (cluster.status["state"], cluster.status["attempt"]) == ("Running", 1)
     assert {pod.name for pod in cluster.caches.pods.of(KEY)} == {"digits-1-0", "digits-1-1"}
+
+
+def test_all_pods_that_have_lost_the_jobs_label_get_it_back_however_many_there_are() -> None:
+    """`kubectl label pods --all`: those after the eighth counted as gone, and trained on beside the next attempt."""
+    nodes = 2 * GONE_MAX
+    cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
+    pods = [cluster.has(1, place, RUNNING) for place in range(nodes)]
+    cluster.reconciles()
+    for pod in pods:
+        del pod["metadata"]["labels"][naming.LABEL_JOB]
+        cluster.caches.pods.remove("default", pod["metadata"]["name"], pod["metadata"]["uid"])
+    assert len(cluster.reconciles(3)) == nodes
+    assert (cluster.status["state"], cluster.status["attempt"]) == ("Running", 1)
+
+
+def test_of_many_pods_that_are_gone_only_some_are_asked_for() -> None:
+    """Thousands of requests would delay the restart."""
+    nodes = 3 * GONE_MAX
+    cluster = Cluster(1, nodes, state="Running", reason="AllNodesRun", startedNodes=f"0-{nodes - 1}")
+    for place in range(nodes):
+        pod = cluster.has(1, place, RUNNING)
+        cluster.caches.pods.remove("default", pod["metadata"]["name"], pod["metadata"]["uid"])
+    cluster.objects.clear()
+    cluster.reconciles()
+    assert len([name for name in cluster.looked_for if name.startswith("digits-1-")]) == GONE_MAX
 
 
 def test_a_pod_that_is_gone_is_asked_for_once_and_restarts_the_group() -> None:

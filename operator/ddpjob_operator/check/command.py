@@ -31,7 +31,6 @@ _MODULES = {
 }
 # Modules that start what follows them, and change nothing about it.
 _MODULE_WRAPPERS = set("cProfile coverage debugpy memory_profiler pdb profile scalene trace viztracer".split())
-_SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "command", "nohup"}
 
 
 @dataclass(frozen=True)
@@ -86,12 +85,7 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
     if script is None:
         yield words
         return
-    for line in re.split(r"&&|\|\||;|\n", launcher.shell_lines(script)):
-        try:
-            split = launcher.shell_words(line)
-        except ValueError:  # an unclosed quote, or one that the split has cut
-            continue
-        yield list(itertools.dropwhile(lambda word: word in _SHELL_WORDS or "=" in word, split))
+    yield from launcher.shell_commands(script)
 
 
 def _read(words: list[str]) -> Command:

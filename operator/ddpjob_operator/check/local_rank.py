@@ -91,8 +91,9 @@ def _required(script: Script) -> Iterator[ast.Call]:
 
 
 def must_be_passed(script: Script) -> ast.Call | None:
-    """The option for the local rank without which the script ends with an error, or each rank trains alone."""
-    return next(_required(script), None) or default_means_alone(script)
+    """The option for the local rank without which the script ends with an error, each rank trains alone, or all ranks
+    of a node use one GPU."""
+    return next(_required(script), None) or default_means_alone(script) or default_is_one_gpu(script)
 
 
 def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None) -> Found:
@@ -147,36 +148,66 @@ def _knows_all_options(script: Script, call: ast.Call) -> bool:
 )
 def local_rank_not_passed(script: Script, job: Job) -> Iterator[Found]:
     """torchrun and ddprun set LOCAL_RANK and pass no --local_rank. A script from before them that takes its default, -1
-    or None, for a single process forms no group there: each rank trains a model of its own, and the job succeeds."""
+    or None, for a single process forms no group there: each rank trains a model of its own, and the job succeeds. Where
+    the default is 0, all ranks of a node use its first GPU, which NCCL refuses (Duplicate GPU detected)."""
     # A single process may use all GPUs of its node, so without a launcher it is a mistake on several nodes only.
     starts_ranks = job.by_torchrun or job.launcher == "ddprun" or (job.launcher == "python" and (job.nodes or 1) > 1)
     if not starts_ranks or job.has_one_rank or _is_given(job):
         return
-    option = default_means_alone(script)
+    option, so = (
+        default_means_alone(script),
+        "the script forms no group, so each rank trains alone and the job succeeds",
+    )
+    if option is None and (job.nproc or 1) > 1 and job.gpus != 0:
+        option, so = default_is_one_gpu(script), f"all {job.nproc} ranks of a node use its first GPU"
     if option is None or (_NEW in _names(option) and _launch_passes_it(job)):
         return
     yield at(
         option,
-        f"{script.text_of(option)}: {job.launcher} does not pass it, and where it has its default the script forms no "
-        f"group, so each rank trains alone and the job succeeds; without an edit: {_recipe(job, option)}; else use "
-        'int(os.environ["LOCAL_RANK"])',
+        f"{script.text_of(option)}: {job.launcher} does not pass it, and where it has its default {so}; without an "
+        f'edit: {_recipe(job, option)}; else use int(os.environ["LOCAL_RANK"])',
     )
 
 
 def default_means_alone(script: Script) -> ast.Call | None:
     """The option for the local rank without which the script certainly forms no group, and trains all the same."""
-    options = [call for call in _options(script) if {_OLD, _NEW} & set(_names(call))]
-    inits = script.calls_to(INIT)
-    if len(options) != 1 or not inits or script.starts or script.frameworks - _TRAIN_BY_HAND or _is_set(script):
-        return None
-    try:
-        default = ast.literal_eval(script.argument(options[0], "default") or ast.Constant(None))
-    except ValueError:
-        return None
-    if default not in (None, -1) or is_true(script.argument(options[0], "required")):
+    option = _option_that_alone_says_it(script)
+    default = None if option is None else _default(script, option)
+    if default not in (None, -1):
         return None
     alone = _Alone(script, default)
-    return None if any(alone.reaches(call) for call in inits) else options[0]
+    return None if any(alone.reaches(call) for call in script.calls_to(INIT)) else option
+
+
+def default_is_one_gpu(script: Script) -> ast.Call | None:
+    """The option for the local rank whose default, 0, every rank of a node takes for its GPU."""
+    option = _option_that_alone_says_it(script)
+    hides_others = any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set)
+    if option is None or _default(script, option) != 0 or hides_others:
+        return None
+    chosen = [script.argument(call, "device", 0) for call in script.calls_to("torch.cuda.set_device")]
+    is_its_own = [device is not None and _is_local_rank(script, device) for device in chosen]
+    return option if is_its_own and all(is_its_own) else None
+
+
+def _option_that_alone_says_it(script: Script) -> ast.Call | None:
+    """The one option for the local rank, where nothing else tells it and the script forms the group by hand."""
+    options = [call for call in _options(script) if {_OLD, _NEW} & set(_names(call))]
+    if len(options) != 1 or not script.calls_to(INIT) or script.starts or script.frameworks - _TRAIN_BY_HAND:
+        return None
+    return None if is_true(script.argument(options[0], "required")) or _is_set(script) else options[0]
+
+
+def _default(script: Script, option: ast.Call) -> Any:
+    """As it is written; NotImplemented where it is no literal."""
+    try:
+        return ast.literal_eval(script.argument(option, "default") or ast.Constant(None))
+    except ValueError:
+        return NotImplemented
+
+
+def _is_local_rank(script: Script, node: ast.expr) -> bool:
+    return all(isinstance(o, ast.expr) and name_of(o) == "local_rank" for o in script.origins(node))
 
 
 # A script may take its models from these, and still form the group itself.
@@ -240,16 +271,12 @@ class _Alone:
 
     def _compares(self, test: ast.Compare) -> bool | None:
         compare = _COMPARISONS.get(type(test.ops[0]))
-        if len(test.ops) != 1 or compare is None or not self._is_local_rank(test.left):
+        if len(test.ops) != 1 or compare is None or not _is_local_rank(self._script, test.left):
             return None
         try:
             return bool(compare(self._default, ast.literal_eval(test.comparators[0])))
         except (ValueError, TypeError):
             return None
-
-    def _is_local_rank(self, node: ast.expr) -> bool:
-        origins = self._script.origins(node)
-        return all(isinstance(o, ast.expr) and name_of(o) == "local_rank" for o in origins)
 
 
 _DEPTH_MAX = 3

@@ -43,6 +43,8 @@ _OTHER_LAUNCHERS = {
     "colossalai", "composer", "deepspeed", "fabric", "horovodrun", "lightning", "mpiexec", "mpirun", "orterun", "ray",
     "srun", "tune",
 }  # fmt: skip
+# Options of the programs that start others, whose next word is a name and no program: `conda run -n ray`.
+_NAME_FOLLOWS = {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group", "--package", "-u", "--user"}
 _READ = "`ddpjob convert` reads torchrun, ddprun, accelerate launch and python, also behind env, uv run or bash -c"
 _MORE_THAN_WORDS = re.compile(r"[;&|<>$`\n(){}*?~#\\]")
 _NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
@@ -118,19 +120,35 @@ def _without_shell(words: list[str]) -> list[str]:
 
 def _program(words: list[str]) -> int:
     """Where the program stands that starts the ranks, behind those that only start another one. Raises ConvertError."""
-    for i in range(len(words) if _name(words[0]) in launcher.WRAPPERS else 1):
-        if _name(words[i]) in _OTHER_LAUNCHERS:
-            break
+    for i in () if _other_launcher(words) else _where_programs_may_stand(words):
         is_python = bool(_PROGRAMS.fullmatch(words[i])) or words[i].endswith(".py")
         if is_python or launcher.shell_script(words[i:]) is not None:
             return i
     raise _refusal(words)
 
 
+def _where_programs_may_stand(words: list[str]) -> Iterator[int]:
+    """The first word of a command, and where that one only starts another program all but the names in its options."""
+    for i in range(len(words) if words and _name(words[0]) in launcher.WRAPPERS else len(words[:1])):
+        if words[max(0, i - 1)] not in _NAME_FOLLOWS:
+            yield i
+
+
+def _other_launcher(words: list[str]) -> str:
+    """The program of a command that starts the ranks of all nodes; "" where there is none. What follows the program
+    that is started is its own: a package to install, a folder, a logger."""
+    for i in _where_programs_may_stand(words):
+        if _name(words[i]) in _OTHER_LAUNCHERS:
+            return words[i]
+        if _PROGRAMS.fullmatch(words[i]):
+            break
+    return ""
+
+
 def _refusal(words: list[str]) -> ConvertError:
     if words[0].endswith((".yaml", ".yml", ".json")):
         return ConvertError(("command",), f"{words[0]} is a file: give it without the dashes before it")
-    other = next((word for word in words if _name(word) in _OTHER_LAUNCHERS), words[0])
+    other = _other_launcher(words) or words[0]
     begin = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     started = shlex.join(words[begin:]) if begin is not None else "train.py"
     return ConvertError(
@@ -149,8 +167,8 @@ def _of_shell(words: list[str], result: Converted) -> str:
     except ValueError:
         raise ConvertError(("command",), f"{text}: a quote is not closed") from None
     found = launcher.find(words)
-    if other := next((word for word in inner if _name(word) in _OTHER_LAUNCHERS), None):
-        raise _refusal([other, *inner[inner.index(other) + 1 :]])
+    if other := next((one for one in launcher.shell_commands(text) if _other_launcher(one)), None):
+        raise _refusal(other)
     if found is not None:
         _sizes(found.options, words, result)
     elif any(_PROGRAMS.fullmatch(word) for word in inner):
@@ -167,6 +185,8 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
         return words
     groups, rest = launcher.split_options(words[begin:])
     options, _ = launcher.read_options(words[begin:])
+    if not rest:
+        raise ConvertError(("command",), f"{words[begin - 1]} has no script: what does it start?")
     nproc = _sizes(options, words, result)
     taken = common.IDENTITY | {"max_restarts"} | (set() if nproc == "cpu" else {"nproc_per_node"})
     kept = [word for name, group in groups if name not in taken for word in group]

@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import dropwhile, pairwise
 from typing import Any
 
 from ddpjob_operator.job import api, bounds
@@ -41,6 +41,7 @@ WRAPPERS = set(
     "pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini uv viztracer xvfb-run".split()
 )
 SHELLS = ("sh", "bash", "dash", "zsh", "ash")
+_SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "command", "nohup"}
 # A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
@@ -360,6 +361,16 @@ def shell_words(text: str) -> list[str]:
 def shell_lines(text: str) -> str:
     """A shell's script with its wrapped lines in one. A line of comment ends with it, also after a backslash."""
     return re.sub(r"^([ \t]*#.*)|\\\n", lambda found: found[1] or " ", text, flags=re.MULTILINE)
+
+
+def shell_commands(script: str) -> Iterator[list[str]]:
+    """The words of each command of a shell's script, without the variables that are set before it."""
+    for line in re.split(r"&&|\|\||;|\n", shell_lines(script)):
+        try:
+            split = shell_words(line)
+        except ValueError:  # an unclosed quote, or one that the split has cut
+            continue
+        yield list(dropwhile(lambda word: word in _SHELL_WORDS or "=" in word, split))
 
 
 def _after_options(words: list[str]) -> list[str]:

@@ -57,6 +57,8 @@ class Gang:
 
         self.adapter = adapter
         self.api = GangApi(why_not=f"the API server has not told yet whether it serves {adapter.plural}")
+        self._refused: dict[str, GangApi] = {}
+        """Namespaces in which it may not be listed, and may be elsewhere: one that was deleted has no Role any more."""
         self.store: Store[Group] = Store(observe.group(adapter), key_of, told)
         self._reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
@@ -70,6 +72,10 @@ class Gang:
             if asks_places and tells is not None
             else None
         )
+
+    def api_in(self, namespace: str) -> GangApi:
+        """Whether it can be used for the jobs of a namespace."""
+        return self._refused.get(namespace, self.api)
 
     def is_ready(self, namespace: str) -> bool:
         """Whether it is known what there is in a namespace."""
@@ -99,25 +105,26 @@ class Gang:
 
     def path(self, namespace: str) -> str:
         """The collection of its objects. Raises ApiError where no version is served."""
-        if not self.api.api_version:
-            raise ApiError(404, "NotFound", self.api.why_not)
-        return group_collection(self.api.api_version, self.adapter.plural, namespace)
+        served = self.api_in(namespace)
+        if not served.api_version:
+            raise ApiError(404, "NotFound", served.why_not)
+        return group_collection(served.api_version, self.adapter.plural, namespace)
 
     async def run(self) -> None:
         """Until cancelled."""
         watching: list[asyncio.Task[None]] = []
         try:
             while True:
-                before = self.api
+                before = self.api, self._refused
                 answered = await self._discover()
-                if answered and (not self._is_known or self.api != before):
+                if answered and (not self._is_known or (self.api, self._refused) != before):
                     for task in watching:
                         task.cancel()
                     watching = self._watch()
                     self._is_known = True
                     self._found()
                 await self._sleep(self._again_seconds(answered))
-                while self.api.api_version and not any(r.fails for r in self._reflectors):
+                while self.api.api_version and not self._refused and not any(r.fails for r in self._reflectors):
                     await self._sleep(AGAIN_SECONDS)
         finally:
             for task in watching:
@@ -129,6 +136,9 @@ class Gang:
             self._reflectors = []
             return []
         self._runtime.log.info("spec.gang: %s is served by %s", self.adapter.name, self.api.api_version)
+        for namespace, refused in self._refused.items():
+            text = "spec.gang: %s cannot be used in the namespace %s: %s"
+            self._runtime.log.warning(text, self.adapter.name, namespace, refused.why_not)
         self._reflectors = [
             Reflector(
                 self._client,
@@ -142,6 +152,7 @@ class Gang:
                 restarted=self._restarted,
             )
             for namespace in self._namespaces
+            if namespace not in self._refused
         ]
         return [asyncio.create_task(reflector.run(), name=reflector.what) for reflector in self._reflectors]
 
@@ -151,21 +162,34 @@ class Gang:
         try:
             for version in adapter.versions:
                 if await self._serves(version):
-                    api_version = f"{adapter.group}/{version}"
-                    await self._client.get(
-                        group_collection(api_version, adapter.plural, self._namespaces[0]), {"limit": "1"}
-                    )
-                    self.api, self._errors = GangApi(api_version), 0
+                    api = GangApi(f"{adapter.group}/{version}")
+                    refused = {name: no for name in self._namespaces if (no := await self._refusal(api, name))}
+                    all_refuse = len(refused) == len(self._namespaces)
+                    self.api = refused[self._namespaces[0]] if all_refuse else api
+                    self._refused, self._errors = {} if all_refuse else refused, 0
                     return True
         except ApiError as error:
             if error.status not in (401, 403):
                 return self._failed(error)
-            self._errors = 0
-            self.api = GangApi(why_not=f"the operator may not list {adapter.plural}.{adapter.group}: {error.message}")
+            self.api, self._refused, self._errors = self._may_not_list(error), {}, 0
             return True
-        self._errors, tried = 0, ", ".join(adapter.versions)
+        self._refused, self._errors, tried = {}, 0, ", ".join(adapter.versions)
         self.api = GangApi(why_not=f"the API server does not serve {adapter.plural}.{adapter.group} ({tried})")
         return True
+
+    async def _refusal(self, api: GangApi, namespace: str) -> GangApi | None:
+        """What is true of a namespace in which its objects may not be listed."""
+        try:
+            await self._client.get(group_collection(api.api_version, self.adapter.plural, namespace), {"limit": "1"})
+        except ApiError as error:
+            if error.status not in (401, 403):
+                raise
+            return self._may_not_list(error)
+        return None
+
+    def _may_not_list(self, error: ApiError) -> GangApi:
+        what = f"{self.adapter.plural}.{self.adapter.group}"
+        return GangApi(why_not=f"the operator may not list {what}: {error.message}")
 
     def _failed(self, error: ApiError) -> bool:
         """Whether the API counts as away from now on, which `api` then says: its jobs that run go on, and the others
@@ -178,7 +202,7 @@ class Gang:
         what = f"{self.adapter.plural}.{self.adapter.group}"
         why = f"the API server cannot tell which {what} there are: {error.message}"
         if self.adapter.admits_first:
-            self.api = GangApi(why_not=why)
+            self.api, self._refused = GangApi(why_not=why), {}
             return True
         # Without the API of a scheduler jobs whose spec.gang is auto would start in parts.
         if not self._is_known:
@@ -203,10 +227,11 @@ class Gang:
 def waits_for(job: api.DDPJob, gangs: Mapping[str, Gang]) -> bool:
     """Whether it is not known yet what there is of the gang that a job has or would choose. One that is not known
     counts as served here: else the job would start in parts, or outside its queue."""
-    unknown = {name for name, gang in gangs.items() if not gang.is_ready(job.metadata.namespace)}
+    namespace = job.metadata.namespace
+    unknown = {name for name, gang in gangs.items() if not gang.is_ready(namespace)}
     if not unknown:
         return False
-    apis = {name: GangApi("not known") if name in unknown else gang.api for name, gang in gangs.items()}
+    apis = {name: GangApi("not known") if name in unknown else gang.api_in(namespace) for name, gang in gangs.items()}
     has = job.status.gang.kind if job.status.gang is not None else "none"
     return not unknown.isdisjoint({has, choice.choose(job, apis)[0]})
 

@@ -110,7 +110,9 @@ class JobState:
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
         seen |= {(p.uid, "unconfigured") for p in pods if root_cause.lacks_configuration(p)}
-        seen |= {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
+        # It stays so when our clock has come to that time: a lost node would have its patience once more.
+        ahead = {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
+        seen |= ahead | {(p.uid, "bound") for p in pods if (p.uid, "bound") in self.first_seen}
         # Its kubelet is back, which has its time from now on: it did not hear before that the pod is to stop.
         back = {(uid, "stopping") for uid, what in self.first_seen.keys() - seen if what == "silent"}
         self.first_seen = {key: now if key in back else self.first_seen.get(key, now) for key in seen}

@@ -21,6 +21,8 @@ API_VERSION = "coordination.k8s.io/v1"
 ADDRESS = f"{api.GROUP}/progress-address"
 """Annotation of the Lease: where its holder takes reports of progress, as host:port."""
 NEVER = float("-inf")
+_ABSENT = ""
+"""The version of a Lease that is not there any more."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Candidate:
         arrived; None: it does not exist."""
         # One that is absent looks like itself, also where another made and held it between two looks. Who has looked
         # within renew_seconds would have seen it, or its holder has stopped.
-        unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
+        unseen = (lease is None or lease.version == _ABSENT) and now - self._saw_at > self._durations.renew_seconds
         changed = self._changed_at is None or lease != self._lease or unseen
         if changed:
             self._lease, self._changed_at = lease, now
@@ -100,7 +102,7 @@ class Candidate:
     def missed(self, now: float) -> None:
         """It is not there `now`. Whoever held it may not know that yet, so this counts as its last change."""
         if self._lease is not None:
-            self.saw(replace(self._lease, version=""), now)
+            self.saw(replace(self._lease, version=_ABSENT), now)
 
     def is_silent(self, now: float, seconds: float) -> bool:
         """Whether nobody has changed it for so long, as far as we know."""

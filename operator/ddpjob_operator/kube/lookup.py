@@ -18,7 +18,7 @@ from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.pods import naming
 
-TAKEN_BACK_MAX = 8
+GONE_MAX = 8
 
 
 @dataclass
@@ -132,12 +132,15 @@ class Lookup:
         """Which of these pods, which no list shows, are the job's and there: they have lost its label, and get it back.
 
         Somebody has taken them aside, and to a watch they are gone; their processes train on, and the next attempt
-        would write into the same checkpoint. Not more than a few are looked for: mostly they are gone.
+        would write into the same checkpoint. Once a few are gone the others are not looked for: mostly all of them are.
         """
-        back = set()
-        for name in sorted(names)[:TAKEN_BACK_MAX]:
+        back, gone = set[str](), 0
+        for name in sorted(names):
+            if gone == GONE_MAX:
+                break
             raw = await self._find("Pod", job.namespace, name)
             if raw is None or observe.controller(raw).get("uid") != job.uid or raw["metadata"].get("deletionTimestamp"):
+                gone += 1
                 continue
             labels = {naming.LABEL_JOB: job.name}
             body = {"metadata": {"uid": raw["metadata"]["uid"], "labels": labels}}
@@ -146,6 +149,7 @@ class Lookup:
             except ApiError as error:
                 if not error.refuses_patch:
                     raise
+                gone += 1
                 continue
             about = decisions.of_pod(job, 0, name)
             text = "%s: the pod %s had lost the job's label; it has it again"

@@ -174,7 +174,7 @@ class Operator:
             yield of("pods", namespace, label, caches.pods, lookup.list_pods)
             yield of("services", namespace, label, caches.services, lookup.list_services)
             for gang in caches.gangs.values():
-                if gang.api.api_version:
+                if gang.api_in(namespace).api_version:
                     again = partial(lookup.list_gang, gang)
                     yield Watched(gang.adapter.plural, namespace, gang.path(namespace), label, gang.store, again)
         if not self.settings.namespaces:

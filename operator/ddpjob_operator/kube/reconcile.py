@@ -177,7 +177,7 @@ class Reconciler:
             nodes=nodes,
             deleted_pods=tuple(p for p in state.deleted_pods.values() if p.attempt == job.status.attempt),
             trackers={rank: t for rank, t in state.trackers.items() if t.attempt == job.status.attempt},
-            gang_apis={name: gang.api for name, gang in self.caches.gangs.items()},
+            gang_apis={name: gang.api_in(key[0]) for name, gang in self.caches.gangs.items()},
             groups=tuple(group for gang in self.caches.gangs.values() for group in gang.groups(key)),
             neighbours=self._neighbours(key, pods) if job.status.gang is not None else {},
         )

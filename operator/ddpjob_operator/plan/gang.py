@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from ddpjob_operator.gangs import choice
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, bounds, ranges, reasons, wording
-from ddpjob_operator.job.status import TERMINAL, is_broken
+from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.observed.cluster import Refusal
 from ddpjob_operator.observed.groups import Group, Tell
 from ddpjob_operator.plan import lifecycle, pending
@@ -62,9 +62,6 @@ def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
 def evicted(view: View, status: api.Status) -> Decision | None:
     """A queue has taken its admission back, or its group is gone: all pods stop as for a suspension. Where the API of
     the queue is away nobody knows, and the job goes on."""
-    # A failure that is recorded is settled first: its pods stop for it anyway, and it costs what it costs.
-    if is_broken(view.recorded):
-        return None
     adapter = adapter_of(view, status)
     if adapter is None or not adapter.admits_first or not status.attempt or _is_away(view, adapter):
         return None

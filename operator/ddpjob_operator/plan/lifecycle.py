@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
-from ddpjob_operator.job.status import TERMINAL
+from ddpjob_operator.job.status import TERMINAL, is_broken
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import agent_restarts, invalid_spec, pending, report_age
@@ -79,8 +79,14 @@ def suspended(view: View, status: api.Status) -> Decision | None:
     return stop_all(view, status, *_why_suspended(view))
 
 
-def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decision:
-    """The job is Suspended: recorded first, then its pods stop with their full grace, so that all ranks save once."""
+def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decision | None:
+    """The job is Suspended: recorded first, then its pods stop with their full grace, so that all ranks save once.
+
+    A failure that is recorded is settled before, and costs what it costs, as a failed pod of a suspended batch/v1 Job
+    counts: its pods stop for it anyway.
+    """
+    if is_broken(view.recorded):
+        return None
     status = replace(enter(status, "Suspended", reason, text, view.now), start_retries=0)
     if active := view.active_of_all_attempts:
         return Decision(status, view.stop(active, None) if view.recorded.state == "Suspended" else ())
