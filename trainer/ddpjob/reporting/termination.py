@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpjob import process
 from ddpjob.core import rules
-from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, first_line
+from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, first_line, quoted
 from ddpjob.errors import Stopped
 
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
@@ -102,8 +102,8 @@ def exception_line(error: BaseException) -> str:
     """ValueError: no such shard: 7"""
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
-    text = first_line(_text(error))
-    return f"{module}{kind.__qualname__}{': ' if text else ''}{text}"[:EXCEPTION_MAX]
+    text = _text(error).strip()
+    return first_line(f"{module}{kind.__qualname__}{': ' if text else ''}{text}")[:EXCEPTION_MAX]
 
 
 def cause_line(error: BaseException) -> str:
@@ -178,7 +178,8 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _whole(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_text(error)}"
+    text = _text(error)
+    return quoted(text) or f"{type(error).__name__}: {text}"
 
 
 def _leave(message: Failure) -> None:
