@@ -244,6 +244,29 @@ def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(
     assert message(log)["exception"] == "RuntimeError: cannot read shard 7"
 
 
+class Group(Exception):
+    """As Python 3.11 and the package exceptiongroup have it."""
+
+    def __init__(self, text, exceptions):
+        super().__init__(text)
+        self.exceptions = exceptions
+
+    def __str__(self):
+        return f"{self.args[0]} ({len(self.exceptions)} sub-exceptions)"
+
+
+@pytest.mark.parametrize("inner", [Group("reads", (ValueError("no such shard: 7"),)), ValueError("no such shard: 7")])
+def test_a_group_of_exceptions_is_told_by_one_in_it_as_a_log_is_read(log, inner):
+    """`unhandled errors in a TaskGroup (1 sub-exception)` names no reason."""
+    termination.tell(raised(Group("unhandled errors in a TaskGroup", (inner, RuntimeError(PEER_IS_GONE)))))
+    assert message(log)["exception"] == "ValueError: no such shard: 7"
+
+
+def test_a_group_of_nothing_but_lost_peers_is_a_lost_peer(log):
+    termination.tell(raised(Group("unhandled errors in a TaskGroup", (RuntimeError(PEER_IS_GONE),))))
+    assert log.read_bytes() == b""
+
+
 def test_what_the_script_wrote_itself_stays_and_what_a_killed_rank_left_does_not(log):
     log.write_text("out of disk, said the script")
     termination.tell(raised(FAILURE))

@@ -108,9 +108,9 @@ def exception_line(error: BaseException) -> str:
 
 def cause_line(error: BaseException) -> str:
     """The line of what it was raised from where that says more: that a peer is gone, or what has killed a data loader's
-    worker. Else its own."""
+    worker. Else its own, or that of one in it where it is a group."""
     killed = (link for link in _chain(error) if rules.WORKER_KILLED.match(_whole(link)))
-    return exception_line(_complaint(error) or next(killed, error))
+    return exception_line(_complaint(error) or next(killed, _one_of_group(error)))
 
 
 def exit_sentence(error: BaseException) -> str:
@@ -167,10 +167,21 @@ def _complaint(error: BaseException) -> BaseException | None:
     return next((link for link in _chain(error) if rules.is_symptom(_whole(link))), None)
 
 
+def _one_of_group(error: BaseException) -> BaseException:
+    """The last in a group that does not only say that a peer is gone, as a log is read; any other exception itself.
+
+    Known by its attribute, because Python 3.10 has groups by a package alone."""
+    members = getattr(error, "exceptions", None)
+    if not isinstance(members, tuple) or not members or not all(isinstance(m, BaseException) for m in members):
+        return error
+    inner = [_one_of_group(member) for member in members]
+    return next((one for one in reversed(inner) if not rules.is_symptom(_whole(one))), inner[-1])
+
+
 def _chain(error: BaseException) -> list[BaseException]:
     """It and what it was raised from."""
     chain: list[BaseException] = []
-    link: BaseException | None = error
+    link: BaseException | None = _one_of_group(error)
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__
