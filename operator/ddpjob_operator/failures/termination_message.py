@@ -44,6 +44,9 @@ _OF_NCCL = re.compile(r"nccl[A-Z]\w*\b")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
+# It stops those of its ranks that still run: Sending process 2000 closing signal SIGTERM.
+_STOPS = " closing signal SIG"
+_ABORTED, _TERMINATED = 134, 143
 _TORCHRUN_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
 
 # torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 1.9 to 2.13).
@@ -231,6 +234,7 @@ def _read_log(log: str) -> ContainerReport:
         return ContainerReport(Failure(exit_code=128 + int(signalled[1])), log, done=_TORCHRUN_WAITED in log)
     spawned = _last_match(_SPAWNED, exceptions)
     code = _code(int(spawned[1] or 0), spawned[2] or "") if spawned else None
+    rows = _before_they_were_stopped(log, rows)
     culprit = min(rows, key=lambda row: _has_followed(row, exceptions), default=Failure(exit_code=code))
     cause = next((c for c in _causes(log, culprit, exceptions, cut=not rows) if c.exception), culprit)
     return ContainerReport(
@@ -265,12 +269,26 @@ def _cause(exceptions: list[Failure]) -> Failure:
     return next((r for r in reversed(own) if not r.symptom), own[-1] if own else Failure())
 
 
+def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
+    """The rows, where a rank that torchrun has stopped had raised before: Python's end takes a second with torch, in
+    which a peer that has lost it may end. Then it is as if it had ended by that, with 1, and all that ended without a
+    word after it come behind it. Only torch's own prefix proves that nobody has caught an exception."""
+    before, stops, _ = log.partition(_STOPS)
+    ended = {f.rank for f in raised(before) if f.rank is not None and not f.symptom} if stops else set()
+    late = [row._replace(exit_code=1) for row in rows if row.exit_code == _TERMINATED and row.rank in ended]
+    if not late:
+        return rows
+    others = [row for row in rows if row.rank not in {one.rank for one in late}]
+    silent = [row for row in others if row.exit_code in (1, _ABORTED) and not row.exception and row.rank not in ended]
+    return [*(row for row in others if row not in silent), *late, *silent]
+
+
 def _has_followed(row: Failure, exceptions: list[Failure]) -> bool:
     """Whether it may have failed because of another one. torchrun stops the others with SIGTERM, and checks ten times a
     second: it orders two that failed in between by their number, so that what it calls the root cause may be a symptom.
     """
     own = row if row.exception else _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])
-    return own.symptom or row.exit_code in (143, rules.RESUMABLE_EXIT_CODE)
+    return own.symptom or row.exit_code in (_TERMINATED, rules.RESUMABLE_EXIT_CODE)
 
 
 def _row(fields: dict[str, str]) -> Failure | None:
