@@ -222,7 +222,9 @@ QUOTES = (
         ValueError(QUOTES.format(kind="ValueError", said="ValueError: no such shard: 7")),
         torch.multiprocessing.ProcessRaisedException(
             "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n"
-            '  File "/app/data.py", line 7, in work\n    read(7)\nValueError: no such shard: 7\n', 1, 4711
+            '  File "/app/data.py", line 7, in work\n    read(7)\nValueError: no such shard: 7\n',
+            1,
+            4711,
         ),
     ],
     ids=["DataLoader", "spawn"],
@@ -244,7 +246,7 @@ def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(
     assert message(log)["exception"] == "RuntimeError: cannot read shard 7"
 
 
-class Group(Exception):
+class GroupError(Exception):
     """As Python 3.11 and the package exceptiongroup have it."""
 
     def __init__(self, text, exceptions):
@@ -255,15 +257,17 @@ class Group(Exception):
         return f"{self.args[0]} ({len(self.exceptions)} sub-exceptions)"
 
 
-@pytest.mark.parametrize("inner", [Group("reads", (ValueError("no such shard: 7"),)), ValueError("no such shard: 7")])
+@pytest.mark.parametrize(
+    "inner", [GroupError("reads", (ValueError("no such shard: 7"),)), ValueError("no such shard: 7")]
+)
 def test_a_group_of_exceptions_is_told_by_one_in_it_as_a_log_is_read(log, inner):
     """`unhandled errors in a TaskGroup (1 sub-exception)` names no reason."""
-    termination.tell(raised(Group("unhandled errors in a TaskGroup", (inner, RuntimeError(PEER_IS_GONE)))))
+    termination.tell(raised(GroupError("unhandled errors in a TaskGroup", (inner, RuntimeError(PEER_IS_GONE)))))
     assert message(log)["exception"] == "ValueError: no such shard: 7"
 
 
 def test_a_group_of_nothing_but_lost_peers_is_a_lost_peer(log):
-    termination.tell(raised(Group("unhandled errors in a TaskGroup", (RuntimeError(PEER_IS_GONE),))))
+    termination.tell(raised(GroupError("unhandled errors in a TaskGroup", (RuntimeError(PEER_IS_GONE),))))
     assert log.read_bytes() == b""
 
 

@@ -209,8 +209,8 @@ def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(excep
     "exception",
     [
         "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
-        "RuntimeError: [enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/0: file "
-        "write failed",
+        "RuntimeError: [enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/0: "
+        "file write failed",
         "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
     ],
 )

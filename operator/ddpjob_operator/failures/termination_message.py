@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ddpjob.core import rules
-from ddpjob.core.failures import LAST_ERROR, Failure, shorter, where_of, with_last_error
+from ddpjob.core.failures import LAST_ERROR, Failure, goes_on, shorter, where_of, with_last_error, with_next
 from ddpjob_operator.failures.log_lines import LINE_MAX, PREFIX
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
@@ -163,7 +163,7 @@ class _Stream:
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
-        self.inside = self.chained = self.passed_over = self.found = False
+        self.inside = self.chained = self.passed_over = self.found = self.goes_on = False
         self.thrown = ""
         self.where = ""
         self.chain: list[Failure] = []
@@ -172,6 +172,7 @@ class _Stream:
         line = _GUTTER.sub("", line)
         if not line.strip():
             return
+        goes_on_here, self.goes_on = self.goes_on, False
         if "Traceback (most recent call last):" in line:
             self.inside, self.where = True, ""
         elif _CHAINED.match(line):
@@ -182,6 +183,8 @@ class _Stream:
             self.thrown = thrown[1]
         elif self.thrown and (what := _WHAT.match(line)):
             self._add(f"{self.thrown}: {what[1]}", chains)
+        elif self.chain and goes_on_here:
+            self.chain[-1] = self.chain[-1]._replace(exception=with_next(self.chain[-1].exception, line))
         elif self.chain and (self.found or _OF_NCCL.match(line) or line.strip() == LAST_ERROR):
             self._of_nccl(line)
         elif line[0].isspace():
@@ -211,7 +214,7 @@ class _Stream:
             chains += [] if self.passed_over else [self.chain]
         self.chained, self.thrown = False, ""
         self.chain.append(self._raised(line))
-        self.where = ""
+        self.where, self.goes_on = "", goes_on(line)
 
     def _raised(self, line: str) -> Failure:
         return Failure(self.rank, exception=shorter(line), symptom=rules.is_symptom(line), where=self.where)
