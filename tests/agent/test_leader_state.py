@@ -225,7 +225,7 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
 
 
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
-    """DDP says in 500 characters and more that a parameter is unused: such a job was tried until its budget was spent."""
+    """DDP says in 500 characters and more that a parameter is unused: such a job was tried as often as it may be."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
     found, told = running(2), [long[: failures.EXCEPTION_MAX], long[: failures.BRIEF_MAX]]
     for rank, then in enumerate((Start, End)):
