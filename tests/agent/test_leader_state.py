@@ -9,7 +9,7 @@ import pytest
 from leads import failure, start, taken
 
 from ddpjob.agent.core.leader_state import End, LeaderState, Leave, Start, Stop
-from ddpjob.core import budget
+from ddpjob.core import budget, failures
 from ddpjob.core.budget import Budget, Grant, History, Known, Spent
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
@@ -219,6 +219,20 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
     for then in (Start, End):
         found.failed(0, [failure(exception=TYPO)], T0)
         stop(found, [failure(exception=TYPO)])
+        (order,) = taken(found)
+        assert type(order) is then
+    assert order.failure.failure_class == "permanent"
+
+
+def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
+    """DDP says in 500 characters and more that a parameter is unused: such a job was tried as often as it may be."""
+    long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
+    found, told = running(2), [long[: failures.EXCEPTION_MAX], long[: failures.BRIEF_MAX]]
+    for rank, then in enumerate((Start, End)):
+        found.failed(rank, [failure(rank, exception=told[rank])], T0)
+        assert isinstance(taken(found)[0], Stop)
+        for node in range(2):
+            found.stopped(node, [failure(rank, exception=told[rank])] if node == rank else [], T0)
         (order,) = taken(found)
         assert type(order) is then
     assert order.failure.failure_class == "permanent"

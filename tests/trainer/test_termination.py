@@ -210,6 +210,67 @@ def test_what_has_killed_a_worker_of_a_data_loader_is_told_and_not_only_that_it_
     assert message(log)["traceback"].endswith("exited unexpectedly\n")
 
 
+QUOTES = (
+    "Caught {kind} in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n"
+    '  File "/app/data.py", line 7, in __getitem__\n    raise x\n{said}\n'
+)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError(QUOTES.format(kind="ValueError", said="ValueError: no such shard: 7")),
+        torch.multiprocessing.ProcessRaisedException(
+            "\n\n-- Process 1 terminated with the following error:\nTraceback (most recent call last):\n"
+            '  File "/app/data.py", line 7, in work\n    read(7)\nValueError: no such shard: 7\n',
+            1,
+            4711,
+        ),
+    ],
+    ids=["DataLoader", "spawn"],
+)
+def test_what_a_process_of_the_rank_has_raised_is_told_and_not_only_that_it_did(log, error):
+    """`Caught ValueError in DataLoader worker process 1.` was all that ddprun and the library said of it."""
+    termination.tell(raised(error))
+    assert message(log)["exception"] == "ValueError: no such shard: 7"
+
+
+def test_what_a_worker_of_a_data_loader_has_caught_of_a_network_is_no_lost_peer(log):
+    """The script's own RuntimeError, raised from a store of objects that refused it: nobody was named for it."""
+    said = (
+        "ConnectionRefusedError: [Errno 111] Connection refused\n\nThe above exception was the direct cause of the "
+        "following exception:\n\nTraceback (most recent call last):\n"
+        '  File "/app/data.py", line 9, in read\n    raise y from x\nRuntimeError: cannot read shard 7'
+    )
+    termination.tell(raised(RuntimeError(QUOTES.format(kind="RuntimeError", said=said))))
+    assert message(log)["exception"] == "RuntimeError: cannot read shard 7"
+
+
+class GroupError(Exception):
+    """As Python 3.11 and the package exceptiongroup have it."""
+
+    def __init__(self, text, exceptions):
+        super().__init__(text)
+        self.exceptions = exceptions
+
+    def __str__(self):
+        return f"{self.args[0]} ({len(self.exceptions)} sub-exceptions)"
+
+
+@pytest.mark.parametrize(
+    "inner", [GroupError("reads", (ValueError("no such shard: 7"),)), ValueError("no such shard: 7")]
+)
+def test_a_group_of_exceptions_is_told_by_one_in_it_as_a_log_is_read(log, inner):
+    """`unhandled errors in a TaskGroup (1 sub-exception)` names no reason."""
+    termination.tell(raised(GroupError("unhandled errors in a TaskGroup", (inner, RuntimeError(PEER_IS_GONE)))))
+    assert message(log)["exception"] == "ValueError: no such shard: 7"
+
+
+def test_a_group_of_nothing_but_lost_peers_is_a_lost_peer(log):
+    termination.tell(raised(GroupError("unhandled errors in a TaskGroup", (RuntimeError(PEER_IS_GONE),))))
+    assert log.read_bytes() == b""
+
+
 def test_what_the_script_wrote_itself_stays_and_what_a_killed_rank_left_does_not(log):
     log.write_text("out of disk, said the script")
     termination.tell(raised(FAILURE))

@@ -50,6 +50,18 @@ def test_the_pod_that_hangs_is_ended_and_stays_and_its_peers_are_deleted() -> No
     assert world.status.attempt == 2
 
 
+@pytest.mark.parametrize(("processes", "rank", "who"), [(1, 0, "rank 0"), (8, None, "node 0")])
+def test_of_a_node_with_several_ranks_the_node_is_named_because_only_its_first_one_reports(
+    processes: int, rank: int | None, who: str
+) -> None:
+    """Rank 0 was blamed for a hang of rank 1, which no report tells."""
+    world, _ = stalled(nprocPerNode=processes)
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.rank, failure.node_rank) == (rank, 0)
+    assert world.status.message.startswith(f"{who} (pod digits-1-0, node node-0) has made no step for 5m")
+
+
 def test_the_end_of_its_log_is_in_the_status() -> None:
     world, _ = stalled()
     ended(world.settle()).stops(1).settle()

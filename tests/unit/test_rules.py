@@ -208,6 +208,20 @@ def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(excep
 @pytest.mark.parametrize(
     "exception",
     [
+        "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",
+        "RuntimeError: [enforce fail at inline_container.cc:862] . PytorchStreamWriter failed writing file data/0: "
+        "file write failed",
+        "RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory",
+    ],
+)
+def test_a_disk_that_is_full_is_no_mistake_of_the_script(exception: str) -> None:
+    """torch.save says nothing else of it (2.13, of /dev/full): a job that had not trained for a minute was given up."""
+    assert not rules.is_mistake(exception, 1)
+
+
+@pytest.mark.parametrize(
+    "exception",
+    [
         "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242",
         "RuntimeError: Gloo connectFullMesh failed with [../gloo/transport/tcp/pair.cc:144] no error",
         "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1800000ms for recv operation",

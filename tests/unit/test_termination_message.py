@@ -85,6 +85,63 @@ def test_what_torchrun_stopped_is_not_what_it_stopped_for() -> None:
     assert read(log).rank == 1
 
 
+LOADING = "RuntimeError: Error(s) in loading state_dict for Net:"
+SIZES = "size mismatch for fc.weight: copying a param with shape torch.Size([4, 4]) from checkpoint, the shape"
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (f"{LOADING}\n\t{SIZES}\n\tsize mismatch for fc.bias: copying", f"{LOADING} {SIZES}"),
+        (
+            "RuntimeError: \n        An attempt has been made to start a new process before the\n        current",
+            "RuntimeError: An attempt has been made to start a new process before the",
+        ),
+        (
+            "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nRuntimeError: no compiler\n\nSet T=1",
+            "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised: RuntimeError: no compiler",
+        ),
+        ("ValueError: no such key:", "ValueError: no such key:"),
+    ],
+    ids=["load_state_dict", "spawn without a main guard", "torch.compile", "nothing follows"],
+)
+def test_an_exception_whose_first_line_ends_in_a_colon_is_told_with_the_next_in_a_log_and_in_an_exception_alike(
+    said: str, expected: str
+) -> None:
+    """`Error(s) in loading state_dict for Net:` was the whole reason why a job did not resume."""
+    failure = read(FRAME + said + "\n")
+    assert (failure.exception, failure.where) == (expected, "t.py:3")
+    assert read(of_rank(1, FRAME + said)).exception == expected
+    kind, _, text = said.partition(": ")
+    assert first_line(f"{kind}: {text.strip()}") == expected
+
+
+def test_a_traceback_below_a_colon_is_no_part_of_the_line_above_it() -> None:
+    assert read(f"{FRAME}ValueError: of the worker:\n{FRAME}{SHARD}\n").exception == SHARD
+
+
+STOPS = "W1126 15:07:58.508000 1794 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 20 closing "
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(-6, ""), (1, of_rank(0, FRAME + PEER))], ids=["an abort without a word", "a complaint"]
+)
+def test_a_rank_that_raised_and_was_stopped_while_it_ended_is_the_cause(code: int, said: str) -> None:
+    """Python's end with torch takes a second, in which a peer that has lost it may end first: rank 0 was named."""
+    table = (DATA / "two-in-one-second.log").read_text()
+    table = table.replace("exitcode  : 4", f"exitcode  : {code}").replace("exitcode  : 5", "exitcode  : -15")
+    raised = of_rank(1, FRAME + SHARD)
+    failure = read(f"{raised}{said}{STOPS}signal SIGTERM\n{table}")
+    assert (failure.rank, failure.exit_code, failure.exception) == (1, 1, SHARD)
+    late = read(f"{said}{STOPS}signal SIGTERM\n{raised}{table}")
+    assert late.rank == 0, "what a rank raises when it is stopped explains nothing"
+
+
+def test_a_rank_that_ended_by_its_own_code_is_the_cause_beside_one_that_was_stopped() -> None:
+    table = (DATA / "two-in-one-second.log").read_text().replace("exitcode  : 5", "exitcode  : -15")
+    assert read(f"{of_rank(1, FRAME + SHARD)}{STOPS}signal SIGTERM\n{table}").exit_code == 4
+
+
 @pytest.mark.parametrize("kept", [1900, 1200, 700, 300])
 def test_the_exception_of_a_recorded_script_survives_however_deep_its_traceback(kept: int) -> None:
     log = (DATA / "record.log").read_text()[-kept:]

@@ -395,8 +395,9 @@ def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> ap
 def _had_ended(report: ContainerReport, code: int | None) -> bool:
     """Whether only the launcher was left to be stopped. When its ranks have all ended with 0, torchrun waits for the
     other nodes in C++ code for up to five minutes, and SIGTERM does not reach it; at any other time it answers at once,
-    with a line of its own."""
-    return report.done or (code == _KILLED and "death signal" not in report.log)
+    with a line of its own and 1. It ends with 0 where its store, in node 0's torchrun, is gone meanwhile: it only logs
+    that, and Python's logging keeps a SIGTERM to itself."""
+    return report.done or code == 0 or (code == _KILLED and "death signal" not in report.log)
 
 
 def _rank(pod: Pod, own: Failure, context: Context) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ddpjob.core import rules
-from ddpjob.core.failures import LAST_ERROR, Failure, shorter, where_of, with_last_error
+from ddpjob.core.failures import LAST_ERROR, Failure, goes_on, shorter, where_of, with_last_error, with_next
 from ddpjob_operator.failures.log_lines import LINE_MAX, PREFIX
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
@@ -44,6 +44,9 @@ _OF_NCCL = re.compile(r"nccl[A-Z]\w*\b")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
 # Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
+# It stops those of its ranks that still run: Sending process 2000 closing signal SIGTERM.
+_STOPS = " closing signal SIG"
+_ABORTED, _TERMINATED = 134, 143
 _TORCHRUN_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
 
 # torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 1.9 to 2.13).
@@ -160,7 +163,7 @@ class _Stream:
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
-        self.inside = self.chained = self.passed_over = self.found = False
+        self.inside = self.chained = self.passed_over = self.found = self.goes_on = False
         self.thrown = ""
         self.where = ""
         self.chain: list[Failure] = []
@@ -169,6 +172,7 @@ class _Stream:
         line = _GUTTER.sub("", line)
         if not line.strip():
             return
+        goes_on_here, self.goes_on = self.goes_on, False
         if "Traceback (most recent call last):" in line:
             self.inside, self.where = True, ""
         elif _CHAINED.match(line):
@@ -179,6 +183,8 @@ class _Stream:
             self.thrown = thrown[1]
         elif self.thrown and (what := _WHAT.match(line)):
             self._add(f"{self.thrown}: {what[1]}", chains)
+        elif self.chain and goes_on_here:
+            self.chain[-1] = self.chain[-1]._replace(exception=with_next(self.chain[-1].exception, line))
         elif self.chain and (self.found or _OF_NCCL.match(line) or line.strip() == LAST_ERROR):
             self._of_nccl(line)
         elif line[0].isspace():
@@ -208,7 +214,7 @@ class _Stream:
             chains += [] if self.passed_over else [self.chain]
         self.chained, self.thrown = False, ""
         self.chain.append(self._raised(line))
-        self.where = ""
+        self.where, self.goes_on = "", goes_on(line)
 
     def _raised(self, line: str) -> Failure:
         return Failure(self.rank, exception=shorter(line), symptom=rules.is_symptom(line), where=self.where)
@@ -231,6 +237,7 @@ def _read_log(log: str) -> ContainerReport:
         return ContainerReport(Failure(exit_code=128 + int(signalled[1])), log, done=_TORCHRUN_WAITED in log)
     spawned = _last_match(_SPAWNED, exceptions)
     code = _code(int(spawned[1] or 0), spawned[2] or "") if spawned else None
+    rows = _before_they_were_stopped(log, rows)
     culprit = min(rows, key=lambda row: _has_followed(row, exceptions), default=Failure(exit_code=code))
     cause = next((c for c in _causes(log, culprit, exceptions, cut=not rows) if c.exception), culprit)
     return ContainerReport(
@@ -265,12 +272,26 @@ def _cause(exceptions: list[Failure]) -> Failure:
     return next((r for r in reversed(own) if not r.symptom), own[-1] if own else Failure())
 
 
+def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
+    """The rows, where a rank that torchrun has stopped had raised before: Python's end takes a second with torch, in
+    which a peer that has lost it may end. Then it is as if it had ended by that, with 1, and all that ended without a
+    word after it come behind it. Only torch's own prefix proves that nobody has caught an exception."""
+    before, stops, _ = log.partition(_STOPS)
+    ended = {f.rank for f in raised(before) if f.rank is not None and not f.symptom} if stops else set()
+    late = [row._replace(exit_code=1) for row in rows if row.exit_code == _TERMINATED and row.rank in ended]
+    if not late:
+        return rows
+    others = [row for row in rows if row.rank not in {one.rank for one in late}]
+    silent = [row for row in others if row.exit_code in (1, _ABORTED) and not row.exception and row.rank not in ended]
+    return [*(row for row in others if row not in silent), *late, *silent]
+
+
 def _has_followed(row: Failure, exceptions: list[Failure]) -> bool:
     """Whether it may have failed because of another one. torchrun stops the others with SIGTERM, and checks ten times a
     second: it orders two that failed in between by their number, so that what it calls the root cause may be a symptom.
     """
     own = row if row.exception else _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])
-    return own.symptom or row.exit_code in (143, rules.RESUMABLE_EXIT_CODE)
+    return own.symptom or row.exit_code in (_TERMINATED, rules.RESUMABLE_EXIT_CODE)
 
 
 def _row(fields: dict[str, str]) -> Failure | None:

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from ddpjob.core import budget, rules
 from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, wording
+from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, topology, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, is_broken, saved_step, unsettled_failure
 from ddpjob_operator.job.times import after, is_past
@@ -214,7 +214,9 @@ def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFa
         return
     failure = failure_of(view, status, place, root_cause.STALLED)
     what = finding.what()[: root_cause.EXCEPTION_MAX]
-    yield reasons.STALLED, replace(failure, rank=finding.rank, step=finding.step, exception=what)
+    # Of a node only the first rank reports, and another one may be what it waits for.
+    rank = finding.rank if topology.nproc_per_node(view.spec) == 1 else None
+    yield reasons.STALLED, replace(failure, rank=rank, step=finding.step, exception=what)
 
 
 def next_check(view: View, status: api.Status) -> dt.datetime | None:

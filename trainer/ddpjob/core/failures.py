@@ -25,6 +25,7 @@ KILLED_BY_KERNEL = "out of memory: killed by the kernel"
 _ABORTED = 134
 LAST_ERROR = "Last error:"
 """The line of NCCL's error above what it found."""
+_TRACEBACK = "Traceback (most recent call last):\n"
 _OTHER_PROCESS = re.compile(r"Process \d+ has [\d.]+ \w+ memory in use\. ?")
 _KIND_OF_NCCL = re.compile(r"(?<= )(nccl[A-Z]\w*:) .*")
 
@@ -179,15 +180,44 @@ def root_cause(failures: Iterable[Failure]) -> Failure:
 
 
 def first_line(text: str) -> str:
-    """Of what an exception says. NCCL's error has its kind, by which a lost peer is known, in the second, and what it
-    found in the one after "Last error:"."""
+    """Of what an exception says, with the next where it ends in a colon; of one that quotes a traceback, what that ends
+    with. NCCL's error has its kind, by which a lost peer is known, in the second, and what it found in the one after
+    "Last error:"."""
+    text = quoted(text) or text
     first, *more = text.strip().split("\n")
     first = shorter(first)
+    if goes_on(first):
+        return with_next(first, next(filter(None, map(str.strip, more)), ""))
     second = more[0].rstrip() if more else ""
     if not second.startswith("nccl") or not second[4:5].isupper():
         return first
     line = f"{first} {second}"
     return with_last_error(line, more[2]) if len(more) > 2 and more[1].strip() == LAST_ERROR else line
+
+
+def goes_on(line: str) -> bool:
+    """Whether the reason is in the next line: Error(s) in loading state_dict for Net:"""
+    return line.endswith(":")
+
+
+def with_next(line: str, following: str) -> str:
+    """A line that goes on, with the next that is not empty."""
+    return f"{line} {following.strip()}".rstrip()
+
+
+def quoted(text: str) -> str:
+    """What the last traceback in the text of an exception ends with: torch puts that of a DataLoader's worker, or of a
+    process of spawn, there. "" where there is none.
+
+        Caught ValueError in DataLoader worker process 1.
+        Original Traceback (most recent call last):
+          File "data.py", line 7, in __getitem__
+        ValueError: no such shard: 7
+    """
+    _, has_one, trace = text.rpartition(_TRACEBACK)
+    lines = trace.split("\n") if has_one else []
+    ends = (i for i, line in enumerate(lines) if line.strip() and not line[0].isspace())
+    return "\n".join(lines[next(ends, len(lines)) :]).strip()
 
 
 def shorter(line: str) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpjob import process
 from ddpjob.core import rules
-from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, first_line
+from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, first_line, quoted
 from ddpjob.errors import Stopped
 
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
@@ -102,15 +102,15 @@ def exception_line(error: BaseException) -> str:
     """ValueError: no such shard: 7"""
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
-    text = first_line(_text(error))
-    return f"{module}{kind.__qualname__}{': ' if text else ''}{text}"[:EXCEPTION_MAX]
+    text = _text(error).strip()
+    return first_line(f"{module}{kind.__qualname__}{': ' if text else ''}{text}")[:EXCEPTION_MAX]
 
 
 def cause_line(error: BaseException) -> str:
     """The line of what it was raised from where that says more: that a peer is gone, or what has killed a data loader's
-    worker. Else its own."""
+    worker. Else its own, or that of one in it where it is a group."""
     killed = (link for link in _chain(error) if rules.WORKER_KILLED.match(_whole(link)))
-    return exception_line(_complaint(error) or next(killed, error))
+    return exception_line(_complaint(error) or next(killed, _one_of_group(error)))
 
 
 def exit_sentence(error: BaseException) -> str:
@@ -167,10 +167,21 @@ def _complaint(error: BaseException) -> BaseException | None:
     return next((link for link in _chain(error) if rules.is_symptom(_whole(link))), None)
 
 
+def _one_of_group(error: BaseException) -> BaseException:
+    """The last in a group that does not only say that a peer is gone, as a log is read; any other exception itself.
+
+    Known by its attribute, because Python 3.10 has groups by a package alone."""
+    members = getattr(error, "exceptions", None)
+    if not isinstance(members, tuple) or not members or not all(isinstance(m, BaseException) for m in members):
+        return error
+    inner = [_one_of_group(member) for member in members]
+    return next((one for one in reversed(inner) if not rules.is_symptom(_whole(one))), inner[-1])
+
+
 def _chain(error: BaseException) -> list[BaseException]:
     """It and what it was raised from."""
     chain: list[BaseException] = []
-    link: BaseException | None = error
+    link: BaseException | None = _one_of_group(error)
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__
@@ -178,7 +189,8 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _whole(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_text(error)}"
+    text = _text(error)
+    return quoted(text) or f"{type(error).__name__}: {text}"
 
 
 def _leave(message: Failure) -> None:

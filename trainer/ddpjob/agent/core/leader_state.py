@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ddpjob.agent.core.stall_rules import Position, Standstill
 from ddpjob.core.budget import TRAINED_SECONDS, Attempt, Budget, Grant, History, Limits
 from ddpjob.core.failure_policy import PolicyRule
-from ddpjob.core.failures import CANNOT_RUN, Failure, Precedence, root_cause
+from ddpjob.core.failures import BRIEF_MAX, CANNOT_RUN, Failure, Precedence, root_cause
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.members import Members
 
@@ -263,7 +263,7 @@ class LeaderState:
 
     def _note_raised(self, node: int, failures: list[Failure]) -> None:
         for failure in failures:
-            self._raised.setdefault(failure.exception, set()).add(node)
+            self._raised.setdefault(_compared(failure), set()).add(node)
 
     def _lose(self, place: int) -> Failure:
         self._lost_pods.setdefault(place, self._replacements[place])
@@ -428,8 +428,8 @@ class LeaderState:
         from ddpjob.core import rules
 
         wrong = rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
-        on_all_nodes = len(self._raised.get(failure.exception, ())) == len(self.members)
-        again = bool(self.charged) and self.charged[-1].exception == failure.exception
+        on_all_nodes = len(self._raised.get(_compared(failure), ())) == len(self.members)
+        again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)
         return wrong and (on_all_nodes or again) and not self._has_trained
 
     def _class_of_no_start(self) -> rules.Class:
@@ -501,6 +501,11 @@ def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
     rank, step = min(ended)
     text = rules.ended_early(step or None, f"rank {failure.rank}", failure.step or None)
     return failure._replace(rank=rank, exit_code=0, signal="", exception=text, step=step, symptom=False, early=True)
+
+
+def _compared(failure: Failure) -> str:
+    """As much of its exception as another node's report holds."""
+    return failure.exception[:BRIEF_MAX]
 
 
 def describe(failure: Failure) -> str:
