@@ -393,6 +393,18 @@ def test_tee_shows_whole_lines_with_their_rank_and_keeps_them(launcher: Launcher
     assert [p.read_text() for p in (launcher.folder / "logs").rglob("stdout.log")] == ["half a line\nno end"] * 2
 
 
+@pytest.mark.parametrize("words", [["-r", "3"], ["--tee", "3", "--local-ranks-filter", "1"]])
+def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
+    launcher: Launcher, words: list[str]
+) -> None:
+    """As under torchrun: it was removed, and with it all that a night's training had printed."""
+    script = launcher.script("print('out')")
+    done = launcher.done("--no-preload", "--nproc", 2, *words, script, TMPDIR=str(launcher.folder / "kept"))
+    (run,) = (launcher.folder / "kept").iterdir()
+    assert f"is in {run}" in done.stderr
+    assert (run / "attempt_0" / "0" / "stdout.log").read_text() == "out\n"
+
+
 def test_filtered_lines_are_collected(launcher: Launcher) -> None:
     script = launcher.script("print('apple'); print('pear')")
     done = launcher.done(
