@@ -405,6 +405,20 @@ def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
     assert (run / "attempt_0" / "0" / "stdout.log").read_text() == "out\n"
 
 
+@pytest.mark.parametrize("words", [["--log-dir", "logs"], ["-r", "2", "--log-dir", "logs"], []])
+def test_a_script_that_changes_its_folder_is_still_heard(launcher: Launcher, words: list[str]) -> None:
+    """Hydra does so. The cause of the failure was written below the new folder, and not found."""
+    (launcher.folder / "tmp" / "its").mkdir()
+    script = launcher.script("import os; os.mkdir('other'); os.chdir('other'); raise ValueError('no shard 7')")
+    path = launcher.folder / "termination.json"
+    done = launcher.done(
+        "--preload=json", "--max-restarts=0", *words, script, DDPJOB_TERMINATION_LOG=str(path), TMPDIR="tmp/its"
+    )
+    (launcher.folder / "tmp" / "its").rmdir()
+    assert done.returncode == 1
+    assert json.loads(path.read_text())["exception"] == "ValueError: no shard 7"
+
+
 def test_filtered_lines_are_collected(launcher: Launcher) -> None:
     script = launcher.script("print('apple'); print('pear')")
     done = launcher.done(

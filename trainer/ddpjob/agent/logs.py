@@ -45,6 +45,7 @@ class Folder:
         nowhere = options.log_dir == os.devnull
         self._kept = bool(options.log_dir) and not nowhere
         base = options.log_dir if self._kept else os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - as tempfile, without its imports
+        base = os.path.abspath(base)  # ranks are given paths below it, and may change their folder
         os.makedirs(base, exist_ok=True)
         name = f"{options.run_id.replace('/', '_')}_{os.urandom(4).hex()}"
         self.has_unseen = not options.log_dir and _has_unseen(options)
