@@ -53,8 +53,7 @@ class RunFolder:
         """Remove all but the logs and the status."""
         if _is_marked(self.path, self._job):
             _remove_what_ends_with_a_run(self.path)
-        for left in Path(tempfile.gettempdir()).glob(f"ddprun_{self.uid}*"):  # of agents that were killed
-            shutil.rmtree(left, ignore_errors=True)
+        _remove_folders_of_agents(self.path)
         os.close(self.lock)
 
 
@@ -89,11 +88,13 @@ def is_running(run: Path) -> bool:
 
 
 def _clear_old(jobs: Path, job: str) -> None:
-    """Keep the newest runs. A run that was killed left its volumes and its lock file, but the lock is free."""
+    """Keep the newest runs. A run that was killed left its volumes, its lock file and what its agents have made, but the
+    lock is free."""
     for i, run in enumerate(_runs(jobs, job)):
         if is_running(run):
             continue
         _remove_what_ends_with_a_run(run)
+        _remove_folders_of_agents(run)
         if i >= RUNS_KEPT - 1:
             _remove_run(run, job)
 
@@ -144,6 +145,12 @@ def _remove_what_ends_with_a_run(run: Path) -> None:
     shutil.rmtree(run / "volumes", ignore_errors=True)
     for leftover in ("token", "lock"):
         _unlink(run / leftover)
+
+
+def _remove_folders_of_agents(run: Path) -> None:
+    """What a `ddprun` that was killed has left in the temporary folder; its name has the run's id."""
+    for left in Path(tempfile.gettempdir()).glob(f"ddprun_{run.name}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove_run(run: Path, job: str) -> None:
