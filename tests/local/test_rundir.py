@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import tempfile
 import threading
@@ -159,6 +160,22 @@ def test_what_the_agents_of_a_run_that_was_killed_left_goes_with_the_next_one(
     assert [folder.exists() for folder in (of_killed, of_running, others)] == [False, True, True]
     running.close()
     assert not of_running.exists()
+
+
+@pytest.mark.parametrize("command", [["run", "job.yaml"], ["list"], ["logs", "job"], ["report", "job"]])
+def test_a_user_without_a_home_is_asked_for_one(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    """`docker run --user 12345` with an entry point that clears the environment: a stack of this program was shown."""
+    cli.file("pass")
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+        cli.env.pop(name, None)
+
+    def unknown(*_: object) -> None:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    done = cli.here(*command)
+    assert (done.returncode, "set HOME or XDG_STATE_HOME" in done.stderr) == (2, True), done.stderr
 
 
 def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:

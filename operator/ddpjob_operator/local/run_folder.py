@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpjob_operator.local import files
+from ddpjob_operator.manifest.yamlfile import InputError
 
 RUNS_KEPT = 10
 MARK = ".ddpjob-run"
@@ -58,9 +59,14 @@ class RunFolder:
 
 
 def state_home() -> Path:
-    """$XDG_STATE_HOME, ~/.local/state where it is not set."""
+    """$XDG_STATE_HOME, ~/.local/state where it is not set. Raises InputError for a user without a home."""
     given = os.environ.get("XDG_STATE_HOME", "")
-    return Path(given) if given.startswith("/") else Path.home() / ".local" / "state"
+    if given.startswith("/"):
+        return Path(given)
+    try:
+        return Path.home() / ".local" / "state"
+    except RuntimeError:  # a container's arbitrary user id, without HOME
+        raise InputError("this user has no home folder for the logs of runs; set HOME or XDG_STATE_HOME") from None
 
 
 def folders(base: Path | None = None) -> Iterator[tuple[str, Path]]:
@@ -88,8 +94,8 @@ def is_running(run: Path) -> bool:
 
 
 def _clear_old(jobs: Path, job: str) -> None:
-    """Keep the newest runs. A run that was killed left its volumes, its lock file and what its agents have made, but the
-    lock is free."""
+    """Keep the newest runs. A run that was killed left its volumes, its lock file and the folders of its agents, but
+    the lock is free."""
     for i, run in enumerate(_runs(jobs, job)):
         if is_running(run):
             continue
