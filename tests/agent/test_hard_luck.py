@@ -441,10 +441,13 @@ def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert made == ["/tmp"]
 
 
-def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher) -> None:
-    command = [sys.executable, "-m", "ddpjob.agent", "--no-preload", str(launcher.script("pass"))]
-    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
-    assert subprocess.run(closed, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
+@pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
+@pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-"])
+def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher, start: str, closed: str) -> None:
+    """Of a daemon that closes all three: its fork server had a socket in the place of stdout, and every rank failed."""
+    command = [sys.executable, "-m", "ddpjob.agent", start, str(launcher.script("print('trains', flush=True)"))]
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+    assert subprocess.run(command, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
 
 
 NO_IPV6 = """
