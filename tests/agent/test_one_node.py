@@ -393,6 +393,13 @@ def test_tee_shows_whole_lines_with_their_rank_and_keeps_them(launcher: Launcher
     assert [p.read_text() for p in (launcher.folder / "logs").rglob("stdout.log")] == ["half a line\nno end"] * 2
 
 
+def test_tee_shows_a_long_line_as_one(launcher: Launcher) -> None:
+    """A line of JSON with the metrics of all layers: the name of its rank stood within it each 64 KiB."""
+    script = launcher.script("import sys; sys.stdout.write('x' * 300_000 + '\\nshort\\n' + 'y' * 100_000)")
+    done = launcher.done("--no-preload", "--tee", "1", script)
+    assert done.stdout == f"[default0]:{'x' * 300_000}\n[default0]:short\n[default0]:{'y' * 100_000}"
+
+
 @pytest.mark.parametrize("words", [["-r", "3"], ["--tee", "3", "--local-ranks-filter", "1"]])
 def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
     launcher: Launcher, words: list[str]

@@ -161,6 +161,7 @@ class _Tail:
             os.close(self._file)
             raise
         self._part = b""  # of a line
+        self._goes_on = False  # whether a line was shown in part, because it is long
         self._waiting = b""  # for the console
         self.taken = 0  # bytes that the console has taken
 
@@ -188,12 +189,20 @@ class _Tail:
             os.close(self._filtered)
 
     def _take(self, lines: list[bytes]) -> None:
-        self._waiting += b"".join(self._header + line for line in lines)
-        chosen = b"".join(self._header + line for line in lines if any(word in line for word in self._words))
+        named = [b"" if goes_on else self._header for goes_on in self._going_on(lines)]
+        pairs = list(zip(named, lines, strict=True))
+        self._waiting += b"".join(header + line for header, line in pairs)
+        chosen = b"".join(header + line for header, line in pairs if any(word in line for word in self._words))
         if chosen:
             # On a full disk the rank's own file is complete or shows it, and training goes on.
             with contextlib.suppress(OSError):
                 os.write(self._filtered, chosen)
+
+    def _going_on(self, lines: list[bytes]) -> Iterable[bool]:
+        """Whether each of them goes on with the one before."""
+        for line in lines:
+            yield self._goes_on
+            self._goes_on = not line.endswith((b"\n", b"\r"))
 
     def _write(self) -> bool:
         while self._waiting:
