@@ -10,6 +10,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -265,6 +267,43 @@ def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open
     assert os.listdir("/proc/self/fd") == before
 
 
+def folder_with_tail(tmp_path: Path, printed: int) -> tuple[logs.Folder, int]:
+    """A rank has printed so many bytes; and the end of a pipe at which its console reads."""
+    (tmp_path / "printed").write_bytes(b"x" * 99 + b"\n" + b"x" * (printed - 100))
+    folder = logs.Folder(parse(["--tee=3", "--log-dir", str(tmp_path / "logs"), "train.py"], {}))
+    console, write_end = os.pipe()
+    folder.tails = [logs._Tail(str(tmp_path / "printed"), b"", write_end, "", [])]
+    return folder, console
+
+
+def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The last lines are those that say why a rank has failed."""
+    monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
+    folder, console = folder_with_tail(tmp_path, 1 << 20)
+    seen = bytearray()
+
+    def read() -> None:
+        while len(seen) < 1 << 20:
+            time.sleep(0.02)
+            seen.extend(os.read(console, 1 << 14))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    assert folder.copy_last()
+    reader.join(10)
+    assert len(seen) == 1 << 20
+
+
+def test_a_console_that_nobody_reads_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
+    folder, _ = folder_with_tail(tmp_path, 1 << 20)
+    began = time.monotonic()
+    assert not folder.copy_last()
+    assert time.monotonic() - began < 5
+
+
 @pytest.mark.parametrize("fails", ["1", "2", "1,2"])
 def test_a_rank_that_cannot_be_forked_is_started_later_and_nobody_is_charged(launcher: Launcher, fails: str) -> None:
     launcher.script(NO_FORK, "nofork.py")
@@ -402,10 +441,13 @@ def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert made == ["/tmp"]
 
 
-def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher) -> None:
-    command = [sys.executable, "-m", "ddpjob.agent", "--no-preload", str(launcher.script("pass"))]
-    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *command]
-    assert subprocess.run(closed, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
+@pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
+@pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-"])
+def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher, start: str, closed: str) -> None:
+    """Of a daemon that closes all three: its fork server had a socket in the place of stdout, and every rank failed."""
+    command = [sys.executable, "-m", "ddpjob.agent", start, str(launcher.script("print('trains', flush=True)"))]
+    command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+    assert subprocess.run(command, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
 
 
 NO_IPV6 = """

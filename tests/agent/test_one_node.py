@@ -393,6 +393,39 @@ def test_tee_shows_whole_lines_with_their_rank_and_keeps_them(launcher: Launcher
     assert [p.read_text() for p in (launcher.folder / "logs").rglob("stdout.log")] == ["half a line\nno end"] * 2
 
 
+def test_tee_shows_a_long_line_as_one(launcher: Launcher) -> None:
+    """A line of JSON with the metrics of all layers: the name of its rank stood within it each 64 KiB."""
+    script = launcher.script("import sys; sys.stdout.write('x' * 300_000 + '\\nshort\\n' + 'y' * 100_000)")
+    done = launcher.done("--no-preload", "--tee", "1", script)
+    assert done.stdout == f"[default0]:{'x' * 300_000}\n[default0]:short\n[default0]:{'y' * 100_000}"
+
+
+@pytest.mark.parametrize("words", [["-r", "3"], ["--tee", "3", "--local-ranks-filter", "1"]])
+def test_without_log_dir_what_no_console_shows_is_kept_and_its_folder_is_named(
+    launcher: Launcher, words: list[str]
+) -> None:
+    """As under torchrun: it was removed, and with it all that a night's training had printed."""
+    script = launcher.script("print('out')")
+    done = launcher.done("--no-preload", "--nproc", 2, *words, script, TMPDIR=str(launcher.folder / "kept"))
+    (run,) = (launcher.folder / "kept").iterdir()
+    assert f"is in {run}" in done.stderr
+    assert (run / "attempt_0" / "0" / "stdout.log").read_text() == "out\n"
+
+
+@pytest.mark.parametrize("words", [["--log-dir", "logs"], ["-r", "2", "--log-dir", "logs"], []])
+def test_a_script_that_changes_its_folder_is_still_heard(launcher: Launcher, words: list[str]) -> None:
+    """Hydra does so. The cause of the failure was written below the new folder, and not found."""
+    (launcher.folder / "tmp" / "its").mkdir()
+    script = launcher.script("import os; os.mkdir('other'); os.chdir('other'); raise ValueError('no shard 7')")
+    path = launcher.folder / "termination.json"
+    done = launcher.done(
+        "--preload=json", "--max-restarts=0", *words, script, DDPJOB_TERMINATION_LOG=str(path), TMPDIR="tmp/its"
+    )
+    (launcher.folder / "tmp" / "its").rmdir()
+    assert done.returncode == 1
+    assert json.loads(path.read_text())["exception"] == "ValueError: no shard 7"
+
+
 def test_filtered_lines_are_collected(launcher: Launcher) -> None:
     script = launcher.script("print('apple'); print('pear')")
     done = launcher.done(

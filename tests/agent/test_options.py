@@ -55,6 +55,13 @@ def test_a_flag_may_be_a_variable(flag: str) -> None:
     assert options("pkg", PET_MODULE=flag).kind == ("module" if flag == "1" else "script")
 
 
+@pytest.mark.parametrize("text", ["false", "False", "no", "true"])
+def test_a_flag_that_is_neither_0_nor_1_is_refused_with_its_name(capsys: Any, text: str) -> None:
+    """PET_STANDALONE=false made each node of a job train alone; torchrun ends with a ValueError."""
+    told = refusal(capsys, "--nnodes 2 --node-rank 0 train.py", PET_STANDALONE=text)
+    assert f"PET_STANDALONE: {text!r} is neither 0 nor 1" in told
+
+
 @pytest.mark.parametrize(
     ("line", "environ", "budget"),
     [

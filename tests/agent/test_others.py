@@ -123,6 +123,27 @@ def test_what_such_a_process_starts_later_lives_too_also_where_it_becomes_an_orp
 
 @STARTS
 @pytest.mark.parametrize("siblings", ["true", "sleep 1000 & echo $! > sibling.pid"], ids=["alone", "beside"])
+def test_under_nohup_a_closed_terminal_stops_nothing(
+    beside: Beside, launcher: Launcher, start: str, siblings: str
+) -> None:
+    """`nohup ddprun … &` is how a training goes on when one goes home."""
+    script = launcher.script(
+        """
+        import os, time
+        open("up", "w").close()
+        while not os.path.exists("go"): time.sleep(0.02)
+        time.sleep(0.3)  # in which the signal would end it
+        """
+    )
+    run = beside.start(f"{siblings}\ntrap '' HUP", start, script)
+    eventually((launcher.folder / "up").exists)
+    run.send_signal(signal.SIGHUP)
+    (launcher.folder / "go").touch()
+    assert run.wait(SECONDS_MAX) == 0, beside.err
+
+
+@STARTS
+@pytest.mark.parametrize("siblings", ["true", "sleep 1000 & echo $! > sibling.pid"], ids=["alone", "beside"])
 def test_a_daemon_of_a_rank_is_ended_before_the_next_generation_whatever_it_does_to_hide(
     beside: Beside, launcher: Launcher, start: str, siblings: str
 ) -> None:

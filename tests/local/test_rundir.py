@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
+import tempfile
 import threading
 import uuid
 from pathlib import Path
@@ -139,6 +141,41 @@ def test_old_runs_go_and_a_run_that_was_killed_leaves_no_volume(tmp_path: Path) 
     run_often(tmp_path)
     assert not first.path.exists()
     assert len(runs_of(tmp_path / "job")) == RUNS_KEPT
+
+
+def test_what_the_agents_of_a_run_that_was_killed_left_goes_with_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`kill -9` of `ddpjob run` left a folder of each ddprun in /tmp for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    killed, running = RunFolder("job", tmp_path), RunFolder("job", tmp_path)
+    of_killed, of_running, others = (
+        tmp_path / "tmp" / name
+        for name in (f"ddprun_{killed.uid}-1_5f3a", f"ddprun_{running.uid}-1_77c0", f"ddprun_{uuid.uuid4()}-1_0b1d")
+    )
+    for folder in (of_killed, of_running, others):
+        (folder / "attempt_0").mkdir(parents=True)
+    os.close(killed.lock)  # as SIGKILL leaves it
+    run_often(tmp_path, 1)
+    assert [folder.exists() for folder in (of_killed, of_running, others)] == [False, True, True]
+    running.close()
+    assert not of_running.exists()
+
+
+@pytest.mark.parametrize("command", [["run", "job.yaml"], ["list"], ["logs", "job"], ["report", "job"]])
+def test_a_user_without_a_home_is_asked_for_one(cli: Cli, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    """`docker run --user 12345` with an entry point that clears the environment: a stack of this program was shown."""
+    cli.file("pass")
+    for name in ("HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+        cli.env.pop(name, None)
+
+    def unknown(*_: object) -> None:
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    done = cli.here(*command)
+    assert (done.returncode, "set HOME or XDG_STATE_HOME" in done.stderr) == (2, True), done.stderr
 
 
 def test_a_run_that_runs_is_not_cleared(tmp_path: Path) -> None:

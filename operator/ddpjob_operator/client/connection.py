@@ -155,7 +155,7 @@ def connect(target: Target) -> Cluster:
 
 def has_kubeconfig() -> bool:
     """Whether the user has one, which may still be wrong in any way."""
-    return bool(os.environ.get("KUBECONFIG")) or Path("~/.kube/config").expanduser().exists()
+    return bool(os.environ.get("KUBECONFIG")) or os.path.exists(os.path.expanduser("~/.kube/config"))
 
 
 def _of_pod(config: Any, settings: Any) -> tuple[str, str]:

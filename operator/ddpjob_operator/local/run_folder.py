@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ddpjob_operator.local import files
+from ddpjob_operator.manifest.yamlfile import InputError
 
 RUNS_KEPT = 10
 MARK = ".ddpjob-run"
@@ -53,15 +54,19 @@ class RunFolder:
         """Remove all but the logs and the status."""
         if _is_marked(self.path, self._job):
             _remove_what_ends_with_a_run(self.path)
-        for left in Path(tempfile.gettempdir()).glob(f"ddprun_{self.uid}*"):  # of agents that were killed
-            shutil.rmtree(left, ignore_errors=True)
+        _remove_folders_of_agents(self.path)
         os.close(self.lock)
 
 
 def state_home() -> Path:
-    """$XDG_STATE_HOME, ~/.local/state where it is not set."""
+    """$XDG_STATE_HOME, ~/.local/state where it is not set. Raises InputError for a user without a home."""
     given = os.environ.get("XDG_STATE_HOME", "")
-    return Path(given) if given.startswith("/") else Path.home() / ".local" / "state"
+    if given.startswith("/"):
+        return Path(given)
+    try:
+        return Path.home() / ".local" / "state"
+    except RuntimeError:  # a container's arbitrary user id, without HOME
+        raise InputError("this user has no home folder for the logs of runs; set HOME or XDG_STATE_HOME") from None
 
 
 def folders(base: Path | None = None) -> Iterator[tuple[str, Path]]:
@@ -89,11 +94,13 @@ def is_running(run: Path) -> bool:
 
 
 def _clear_old(jobs: Path, job: str) -> None:
-    """Keep the newest runs. A run that was killed left its volumes and its lock file, but the lock is free."""
+    """Keep the newest runs. A run that was killed left its volumes, its lock file and the folders of its agents, but
+    the lock is free."""
     for i, run in enumerate(_runs(jobs, job)):
         if is_running(run):
             continue
         _remove_what_ends_with_a_run(run)
+        _remove_folders_of_agents(run)
         if i >= RUNS_KEPT - 1:
             _remove_run(run, job)
 
@@ -144,6 +151,12 @@ def _remove_what_ends_with_a_run(run: Path) -> None:
     shutil.rmtree(run / "volumes", ignore_errors=True)
     for leftover in ("token", "lock"):
         _unlink(run / leftover)
+
+
+def _remove_folders_of_agents(run: Path) -> None:
+    """What a `ddprun` that was killed has left in the temporary folder; its name has the run's id."""
+    for left in Path(tempfile.gettempdir()).glob(f"ddprun_{run.name}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove_run(run: Path, job: str) -> None:

@@ -30,8 +30,9 @@ def main() -> None:
     from ddpjob.agent.options import parse
 
     options = parse(sys.argv[1:], os.environ)
-    from ddpjob.agent import own_children
+    from ddpjob.agent import own_children, processes
 
+    processes.open_streams()
     own_children.stand_apart()  # before much is imported: the process that stays behind needs none of it
     from ddpjob.agent.run import run
 

@@ -76,7 +76,7 @@ class Agent:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
         self.termination_signal = 0  # 0: no termination is requested
-        self._numbers = [getattr(signal, name) for name in options.signals if hasattr(signal, name)]
+        self._numbers = [getattr(signal, name) for name in options.signals if not _is_nohup(name)]
         self._signals = processes.listen_to_signals(self._numbers)
         self._poller = select.poll()
         self._callbacks: dict[int, Callable[[], None]] = {}
@@ -249,6 +249,11 @@ class Agent:
         if failure is None or failure.rank is None:
             return False
         return self.members.place_of_rank(failure.rank, self.options.nproc) == self.options.place
+
+
+def _is_nohup(name: str) -> bool:
+    """Whether it is the signal of a closed terminal in a program under `nohup`, which is to outlive that."""
+    return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def leave_message(path: str | None, message: dict[str, Any]) -> None:

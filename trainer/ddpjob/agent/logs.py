@@ -3,6 +3,8 @@
     <log_dir>/<run id>_<random>/attempt_<restarts>/<local rank>/{stdout.log,stderr.log,error.json}
     <log_dir>/<run id>_<random>/attempt_<restarts>/filtered_{stdout,stderr}.log
 
+Without --log-dir it is a temporary folder, which stays if it has what the console has not shown.
+
 A stream that is neither redirected nor tee'd is the agent's own: the rank writes to it directly. With `--tee` the rank
 writes into a file, and the agent copies whole lines from there, so that a console that does not read blocks no rank.
 """
@@ -19,7 +21,8 @@ from typing import NamedTuple
 from ddpjob.agent.options import Options
 
 TAIL_SECONDS = 0.1
-LAST_LINES_SECONDS = 5.0
+LAST_LINES_SECONDS = 5.0  # for a console that takes nothing
+LAST_LINES_SECONDS_MAX = 20.0  # node 0 gives up an agent that is silent for 30 s, and this one is meanwhile
 CHUNK = 1 << 16
 CHUNKS_MAX = 16  # of a file in one turn of the loop, because signals and peers wait meanwhile
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready takes as much without blocking
@@ -35,17 +38,21 @@ class Files(NamedTuple):
 
 
 class Folder:
-    """The files of this run; without --log-dir their folder is removed when the agent ends."""
+    """The files of this run."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
         nowhere = options.log_dir == os.devnull
         self._kept = bool(options.log_dir) and not nowhere
         base = options.log_dir if self._kept else os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - as tempfile, without its imports
+        base = os.path.abspath(base)  # ranks are given paths below it, and may change their folder
         os.makedirs(base, exist_ok=True)
         name = f"{options.run_id.replace('/', '_')}_{os.urandom(4).hex()}"
-        self._run = os.path.join(base, name if self._kept else f"ddprun_{name}")
-        os.mkdir(self._run, 0o700)
+        self.has_unseen = not options.log_dir and _has_unseen(options)
+        # A local run of a DDPJob removes what begins with ddprun_ and its id.
+        kind = "" if self._kept else "ddprun-output_" if self.has_unseen else "ddprun_"
+        self.path = os.path.join(base, f"{kind}{name}")
+        os.mkdir(self.path, 0o700)
         self.tails: list[_Tail] = []  # the files that are copied to the console
 
     def termination(self, life: str) -> str:
@@ -55,7 +62,7 @@ class Folder:
     def prepare(self, life: str, ranks: Sequence[int]) -> list[Files]:
         """The files of these ranks, by local rank; their folders are made."""
         options, attempt = self._options, self._attempt(life)
-        os.makedirs(self._run, 0o700, exist_ok=True)  # somebody may have emptied /tmp
+        os.makedirs(self.path, 0o700, exist_ok=True)  # somebody may have emptied /tmp
         os.mkdir(attempt)  # generations only grow, also under a new leader
         files = []
         for rank in range(len(ranks)):
@@ -72,28 +79,39 @@ class Folder:
         """Copy what ranks have written since, up to 1 MiB of each; whether no rank has written more."""
         return None not in [tail.copy(chunks=CHUNKS_MAX) for tail in self.tails]
 
-    def copy_last(self) -> None:
-        """Copy the rest of a generation, also a last line without its end; waits 5 s for a slow console."""
-        deadline = time.monotonic() + LAST_LINES_SECONDS
+    def copy_last(self) -> bool:
+        """Copy the rest of a generation, also a last line without its end; whether the console has taken all of it.
+
+        A slow one is waited for as long as it takes something, but no longer than `LAST_LINES_SECONDS_MAX`.
+        """
+        left, taken, began = self.tails, 0, time.monotonic()
+        give_up = began + LAST_LINES_SECONDS
+        while left := [tail for tail in left if tail.copy(last=True, chunks=CHUNKS_MAX) is not True]:
+            now, before, taken = time.monotonic(), taken, sum(tail.taken for tail in self.tails)
+            if taken != before:
+                give_up = now + LAST_LINES_SECONDS
+            if now > min(give_up, began + LAST_LINES_SECONDS_MAX):
+                self.has_unseen = not self._options.log_dir
+                break
+            takes(left[0].console, TAIL_SECONDS)
         for tail in self.tails:
-            while not tail.copy(last=True) and time.monotonic() < deadline:
-                time.sleep(0.01)
             tail.close()
         self.tails = []
+        return not left
 
     def remove(self) -> None:
-        if not self._kept:
+        if not self._kept and not self.has_unseen:
             import shutil
 
-            shutil.rmtree(self._run, ignore_errors=True)
+            shutil.rmtree(self.path, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):  # a file that stays is no reason for another exit code
-                for name in os.listdir(self._run):
+                for name in os.listdir(self.path):
                     with contextlib.suppress(OSError):
-                        os.unlink(os.path.join(self._run, name, "termination.json"))
+                        os.unlink(os.path.join(self.path, name, "termination.json"))
 
     def _attempt(self, life: str) -> str:
-        return os.path.join(self._run, f"attempt_{life}")
+        return os.path.join(self.path, f"attempt_{life}")
 
     def _make_tails(self, attempt: str, files: list[Files], ranks: Sequence[int]) -> Iterable[_Tail]:
         options = self._options
@@ -105,6 +123,22 @@ class Folder:
                     header = _header(prefix, options.role, rank, local_rank)
                     path = files[local_rank].stdout if bit == 1 else files[local_rank].stderr
                     yield _Tail(path, header.encode(), bit, filtered, [word.encode() for word in words])
+
+
+def takes(console: int, seconds: float = 0.0) -> bool:
+    """Whether the console takes something, within that time."""
+    poller = select.poll()
+    poller.register(console, select.POLLOUT)
+    return bool(poller.poll(seconds * 1000))
+
+
+def _has_unseen(options: Options) -> bool:
+    """Whether a stream of a rank goes into a file and not to the console too."""
+    shown = [options.shown is None or rank in options.shown for rank in range(options.nproc)]
+    return any(
+        (options.redirects[rank] | options.tee[rank]) & ~(options.tee[rank] if shown[rank] else 0)
+        for rank in range(options.nproc)
+    )
 
 
 def _header(template: str | None, role: str, rank: int, local_rank: int) -> str:
@@ -119,7 +153,7 @@ class _Tail:
     """One file that grows, and where its lines go."""
 
     def __init__(self, path: str, header: bytes, console: int, filtered: str, words: list[bytes]) -> None:
-        self._header, self._console, self._words = header, console, words
+        self._header, self.console, self._words = header, console, words
         self._file = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
         try:
             self._filtered = os.open(filtered, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) if filtered else -1
@@ -127,7 +161,9 @@ class _Tail:
             os.close(self._file)
             raise
         self._part = b""  # of a line
+        self._goes_on = False  # whether a line was shown in part, because it is long
         self._waiting = b""  # for the console
+        self.taken = 0  # bytes that the console has taken
 
     def copy(self, *, last: bool = False, chunks: int | None = None) -> bool | None:
         """Copy what there is while the console takes it; whether that was all, None where so many chunks were not."""
@@ -153,24 +189,31 @@ class _Tail:
             os.close(self._filtered)
 
     def _take(self, lines: list[bytes]) -> None:
-        self._waiting += b"".join(self._header + line for line in lines)
-        chosen = b"".join(self._header + line for line in lines if any(word in line for word in self._words))
+        named = [b"" if goes_on else self._header for goes_on in self._going_on(lines)]
+        pairs = list(zip(named, lines, strict=True))
+        self._waiting += b"".join(header + line for header, line in pairs)
+        chosen = b"".join(header + line for header, line in pairs if any(word in line for word in self._words))
         if chosen:
             # On a full disk the rank's own file is complete or shows it, and training goes on.
             with contextlib.suppress(OSError):
                 os.write(self._filtered, chosen)
 
+    def _going_on(self, lines: list[bytes]) -> Iterable[bool]:
+        """Whether each of them goes on with the one before."""
+        for line in lines:
+            yield self._goes_on
+            self._goes_on = not line.endswith((b"\n", b"\r"))
+
     def _write(self) -> bool:
         while self._waiting:
-            poller = select.poll()
-            poller.register(self._console, select.POLLOUT)
-            if not poller.poll(0):
+            if not takes(self.console):
                 return False
             # Up to the end of a line: the console is shared, and the next to write may be another rank.
             end = self._waiting.rfind(b"\n", 0, WRITE_MAX) + 1 or WRITE_MAX
             try:
-                written = os.write(self._console, self._waiting[:end])
+                written = os.write(self.console, self._waiting[:end])
             except OSError:  # nobody reads any more, and the file is complete
                 written = len(self._waiting)
             self._waiting = self._waiting[written:]
+            self.taken += written
         return True

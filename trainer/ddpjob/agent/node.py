@@ -15,7 +15,7 @@ from ddpjob.agent import environment, processes
 from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
 from ddpjob.agent.heartbeats import Heartbeats
-from ddpjob.agent.logs import Files, Folder
+from ddpjob.agent.logs import Files, Folder, takes
 from ddpjob.agent.memory import created
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
@@ -28,6 +28,7 @@ HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a lar
 KILL_AGAIN_SECONDS = 0.05
 SPARES_AFTER_SECONDS = 5.0  # not while the ranks begin, which need the processors themselves
 FILE_BYTES_MAX = 1 << 16
+STDERR = 2
 
 
 class LocalRanks:
@@ -249,7 +250,8 @@ class LocalRanks:
         server = self._server
         serves = set() if server is None or server.refused else {server.pid, *server.spares}
         self._end_tree(serves | self.helpers)
-        self._folder.copy_last()
+        if not self._folder.copy_last() and takes(STDERR):
+            say(f"the console is too slow: the end of what the ranks have printed is only in {self._folder.path}")
         if self._life is not None:
             self._add_termination_message()
         self._blame_for_ports()

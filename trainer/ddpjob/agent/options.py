@@ -115,7 +115,7 @@ class _Group:
     """Options under one heading, each in both spellings, with its PET_ variable as the default."""
 
     def __init__(self, parser: argparse.ArgumentParser, title: str, environ: Mapping[str, str]) -> None:
-        self._group, self._environ = parser.add_argument_group(title), environ
+        self._parser, self._group, self._environ = parser, parser.add_argument_group(title), environ
 
     def value(self, name: str, shown: str, about: str, default: str | None = None, *short: str) -> None:
         """An option with a value; `shown` stands for the value in the help."""
@@ -125,7 +125,10 @@ class _Group:
 
     def flag(self, name: str, about: str, *short: str) -> None:
         """An option without a value."""
-        fallback = self._environ.get(_variable(name), "0") not in ("", "0")
+        text = self._environ.get(_variable(name)) or "0"
+        if text not in ("0", "1"):  # as torchrun; "false" is no less true than any text
+            self._parser.error(f"{_variable(name)}: {text[:100]!r} is neither 0 nor 1.")
+        fallback = text == "1"
         self._group.add_argument(*short, f"--{name}", action="store_true", default=fallback, help=about)
         self._second_spelling(name, "store_true", fallback)
 

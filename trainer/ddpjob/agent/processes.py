@@ -59,6 +59,13 @@ def listen_to_signals(numbers: Iterable[int]) -> int:
     return read_end
 
 
+def open_streams() -> None:
+    """A standard stream that is closed, as in some daemons, leads nowhere: a socket would take its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 def close_to_children() -> None:
     """Mark every descriptor but the standard streams to be closed by an exec: a rank is given nothing else."""
     for name in os.listdir("/proc/self/fd"):

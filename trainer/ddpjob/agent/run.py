@@ -29,6 +29,8 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     except OSError as error:
         say(f"no folder for the ranks' files: {error.filename}: {error.strerror}. Name one: --log-dir, or TMPDIR.")
         return USAGE
+    if folder.has_unseen:
+        say(f"what the console does not show of the ranks' output is in {folder.path}")
     agent = Agent(options, prepared, folder, _fork_server(options, prepared))
     agent.watching, agent.group = Watching(agent), _group(agent)
     try:
