@@ -626,6 +626,7 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
         "nameOverride",
         "fullnameOverride",
         "serviceAccount.create",
+        "rbac",
         "keepFromAutoscalers",
         "extraEnv",
         "claimNamespace",
@@ -646,6 +647,23 @@ def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> No
     assert pod(*own)["spec"]["serviceAccountName"] == "training"
     bindings = [*of_kind("ClusterRoleBinding", *own), *of_kind("RoleBinding", *own)]
     assert {subject["name"] for binding in bindings for subject in binding["subjects"]} == {"training"}
+
+
+def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> None:
+    """Who administers namespaces alone may not grant what they do not hold, such as ddpjobs/status."""
+    roles = {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    for settings in ((), ("watchNamespaces={a,b}",), ("watchNamespaces={a,b}", "gang.kueue.enabled=true")):
+        with_them = objects(*settings, "userRoles=false")
+        assert [o for o in with_them if o["kind"] not in roles] == objects(*settings, "rbac.create=false")
+        files = ("rbac", "claims", "kueue") if "gang.kueue.enabled=true" in settings else ("rbac", "claims")
+        sets = [word for setting in (*settings, "userRoles=false") for word in ("--set", setting)]
+        shown = [word for name in files for word in ("-s", f"templates/{name}.yaml")]
+        done = helm("template", "ops", str(CHART), "-n", "ddpjob", "--kube-version", OLDEST, *sets, *shown)
+        assert done.returncode == 0, done.stderr
+        rendered = [document for document in yaml.safe_load_all(done.stdout) if document]
+        assert {(o["kind"], o["metadata"]["name"]) for o in rendered} == {
+            (o["kind"], o["metadata"]["name"]) for o in with_them if o["kind"] in roles
+        }
 
 
 def test_variables_of_ones_own_reach_the_operator() -> None:
@@ -804,6 +822,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
     headings = {
         "image:",
         "serviceAccount:",
+        "rbac:",
         "progress:",
         "metrics:",
         "networkPolicy:",

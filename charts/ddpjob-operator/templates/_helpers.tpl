@@ -22,6 +22,11 @@
 {{- if ne (toString .Values.serviceAccount.create) "false" }}true{{ end -}}
 {{- end }}
 
+{{/* Not empty where the chart creates roles. The values of an older release (--reuse-values) have no `rbac`. */}}
+{{- define "ddpjob.createsRoles" -}}
+{{- if ne (toString (.Values.rbac | default dict).create) "false" }}true{{ end -}}
+{{- end }}
+
 {{- define "ddpjob.serviceAccount" -}}
 {{- if not (or .Values.serviceAccount.name (include "ddpjob.createsServiceAccount" .)) -}}
 {{- fail "serviceAccount.name: must be set where serviceAccount.create is false, because the roles are bound to it" -}}
