@@ -169,7 +169,6 @@ def test_the_places_of_queues_are_asked_for_where_the_chart_is_told_so(where: tu
     for role, old in zip(job_roles(*on), job_roles(*kueue), strict=True):
         assert verbs(role["rules"]) - verbs(old["rules"]) == one
     assert not OperatorSettings.read(variables(*kueue)).queue_places
-    assert not OperatorSettings.read(variables(*where, "gang.kueue.places.enabled=true")).queue_places
 
 
 def test_kueue_may_read_the_jobs_that_own_pods_where_the_chart_is_told_so() -> None:
@@ -237,6 +236,17 @@ def test_the_pod_fits_the_pod_security_profile_restricted() -> None:
     assert trainer["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
     assert all(volume.keys() <= {"name", "emptyDir"} for volume in spec["volumes"])
+
+
+def test_a_cluster_that_gives_each_namespace_a_uid_of_its_own_may_give_one_to_the_operator() -> None:
+    """OpenShift's restricted-v2 refuses a pod that names a uid outside the range of its namespace."""
+    left = ("podSecurityContext.runAsUser=null", "podSecurityContext.runAsGroup=null")
+    shown = helm("template", "ops", str(CHART), "--kube-version", OLDEST, *(w for s in left for w in ("--set", s)))
+    pods = [d for d in yaml.safe_load_all(shown.stdout) if d and d["kind"] in ("Deployment", "Pod")]
+    assert len(pods) == 2, "the operator, and the pod of `helm test`"
+    for found in pods:
+        spec = found["spec"]["template"]["spec"] if found["kind"] == "Deployment" else found["spec"]
+        assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def test_the_root_is_read_only_and_tmp_is_not() -> None:
@@ -627,6 +637,7 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
         "fullnameOverride",
         "serviceAccount.create",
         "rbac",
+        "podSecurityContext",
         "keepFromAutoscalers",
         "extraEnv",
         "claimNamespace",
@@ -780,6 +791,18 @@ REFUSED = {
     "a class with a capital": ("priorityClassName=High", "/priorityClassName"),
     "a pull secret in capitals": ("imagePullSecrets[0].name=A_B", "/imagePullSecrets/0/name"),
     "a peer of no kind": ("networkPolicy.extraFrom[0].cidr=10.0.0.0/8", "/networkPolicy/extraFrom/0"),
+    "a uid in words": ("podSecurityContext.runAsUser=root", "/podSecurityContext/runAsUser"),
+    "a security context with a typo": ("podSecurityContext.runAsUsr=1", "runAsUsr"),
+    "places of a queue that is off": ("gang.kueue.places.enabled=true", "needs gang.kueue.enabled"),
+    "an account of a queue that is off": ("gang.kueue.readsJobs.enabled=true", "needs gang.kueue.enabled"),
+    "alerts on metrics that are off": (
+        "metrics.enabled=false,metrics.prometheusRule.enabled=true",
+        "metrics.prometheusRule.enabled: needs metrics.enabled",
+    ),
+    "dashboards of metrics that are off": (
+        "metrics.enabled=false,metrics.dashboards.enabled=true",
+        "metrics.dashboards.enabled: needs metrics.enabled",
+    ),
     "a section taken away": ("progress=null", "progress"),
     "a value taken away": ("logLevel=null", "logLevel"),
 }
@@ -806,6 +829,7 @@ def test_the_schema_knows_every_value_and_the_values_have_every_setting() -> Non
         if known and where not in (
             "resources",
             "affinity",
+            "podSecurityContext",
         ):  # Kubernetes' own fields; nothing is set where nothing is meant
             assert values.keys() == known.keys() - {"global"}, where
             for name, value in values.items():
