@@ -446,6 +446,12 @@ def test_a_service_monitor_finds_the_metrics_port_of_every_operator_and_keeps_th
     assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["ddpjob"]}
 
 
+def test_an_interval_may_have_several_units_as_in_prometheus() -> None:
+    on = ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.interval=1m30s")
+    (monitor,) = of_kind("ServiceMonitor", *on)
+    assert monitor["spec"]["endpoints"][0]["interval"] == "1m30s"
+
+
 def test_the_rules_are_the_file_that_prometheus_itself_can_load() -> None:
     settings = ("metrics.prometheusRule.enabled=true", "metrics.prometheusRule.labels.release=prometheus")
     (rule,) = of_kind("PrometheusRule", *settings)
