@@ -169,7 +169,6 @@ def test_the_places_of_queues_are_asked_for_where_the_chart_is_told_so(where: tu
     for role, old in zip(job_roles(*on), job_roles(*kueue), strict=True):
         assert verbs(role["rules"]) - verbs(old["rules"]) == one
     assert not OperatorSettings.read(variables(*kueue)).queue_places
-    assert not OperatorSettings.read(variables(*where, "gang.kueue.places.enabled=true")).queue_places
 
 
 def test_kueue_may_read_the_jobs_that_own_pods_where_the_chart_is_told_so() -> None:
@@ -237,6 +236,17 @@ def test_the_pod_fits_the_pod_security_profile_restricted() -> None:
     assert trainer["securityContext"]["capabilities"] == {"drop": ["ALL"]}
     assert not {"hostNetwork", "hostPID", "hostIPC"} & spec.keys()
     assert all(volume.keys() <= {"name", "emptyDir"} for volume in spec["volumes"])
+
+
+def test_a_cluster_that_gives_each_namespace_a_uid_of_its_own_may_give_one_to_the_operator() -> None:
+    """OpenShift's restricted-v2 refuses a pod that names a uid outside the range of its namespace."""
+    left = ("podSecurityContext.runAsUser=null", "podSecurityContext.runAsGroup=null")
+    shown = helm("template", "ops", str(CHART), "--kube-version", OLDEST, *(w for s in left for w in ("--set", s)))
+    pods = [d for d in yaml.safe_load_all(shown.stdout) if d and d["kind"] in ("Deployment", "Pod")]
+    assert len(pods) == 2, "the operator, and the pod of `helm test`"
+    for found in pods:
+        spec = found["spec"]["template"]["spec"] if found["kind"] == "Deployment" else found["spec"]
+        assert spec["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 
 
 def test_the_root_is_read_only_and_tmp_is_not() -> None:
@@ -436,6 +446,12 @@ def test_a_service_monitor_finds_the_metrics_port_of_every_operator_and_keeps_th
     assert monitor["spec"]["namespaceSelector"] == {"matchNames": ["ddpjob"]}
 
 
+def test_an_interval_may_have_several_units_as_in_prometheus() -> None:
+    on = ("metrics.serviceMonitor.enabled=true", "metrics.serviceMonitor.interval=1m30s")
+    (monitor,) = of_kind("ServiceMonitor", *on)
+    assert monitor["spec"]["endpoints"][0]["interval"] == "1m30s"
+
+
 def test_the_rules_are_the_file_that_prometheus_itself_can_load() -> None:
     settings = ("metrics.prometheusRule.enabled=true", "metrics.prometheusRule.labels.release=prometheus")
     (rule,) = of_kind("PrometheusRule", *settings)
@@ -626,6 +642,8 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
         "nameOverride",
         "fullnameOverride",
         "serviceAccount.create",
+        "rbac",
+        "podSecurityContext",
         "keepFromAutoscalers",
         "extraEnv",
         "claimNamespace",
@@ -646,6 +664,23 @@ def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> No
     assert pod(*own)["spec"]["serviceAccountName"] == "training"
     bindings = [*of_kind("ClusterRoleBinding", *own), *of_kind("RoleBinding", *own)]
     assert {subject["name"] for binding in bindings for subject in binding["subjects"]} == {"training"}
+
+
+def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> None:
+    """Who administers namespaces alone may not grant what they do not hold, such as ddpjobs/status."""
+    roles = {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
+    for settings in ((), ("watchNamespaces={a,b}",), ("watchNamespaces={a,b}", "gang.kueue.enabled=true")):
+        with_them = objects(*settings, "userRoles=false")
+        assert [o for o in with_them if o["kind"] not in roles] == objects(*settings, "rbac.create=false")
+        files = ("rbac", "claims", "kueue") if "gang.kueue.enabled=true" in settings else ("rbac", "claims")
+        sets = [word for setting in (*settings, "userRoles=false") for word in ("--set", setting)]
+        shown = [word for name in files for word in ("-s", f"templates/{name}.yaml")]
+        done = helm("template", "ops", str(CHART), "-n", "ddpjob", "--kube-version", OLDEST, *sets, *shown)
+        assert done.returncode == 0, done.stderr
+        rendered = [document for document in yaml.safe_load_all(done.stdout) if document]
+        assert {(o["kind"], o["metadata"]["name"]) for o in rendered} == {
+            (o["kind"], o["metadata"]["name"]) for o in with_them if o["kind"] in roles
+        }
 
 
 def test_variables_of_ones_own_reach_the_operator() -> None:
@@ -762,6 +797,18 @@ REFUSED = {
     "a class with a capital": ("priorityClassName=High", "/priorityClassName"),
     "a pull secret in capitals": ("imagePullSecrets[0].name=A_B", "/imagePullSecrets/0/name"),
     "a peer of no kind": ("networkPolicy.extraFrom[0].cidr=10.0.0.0/8", "/networkPolicy/extraFrom/0"),
+    "a uid in words": ("podSecurityContext.runAsUser=root", "/podSecurityContext/runAsUser"),
+    "a security context with a typo": ("podSecurityContext.runAsUsr=1", "runAsUsr"),
+    "places of a queue that is off": ("gang.kueue.places.enabled=true", "needs gang.kueue.enabled"),
+    "an account of a queue that is off": ("gang.kueue.readsJobs.enabled=true", "needs gang.kueue.enabled"),
+    "alerts on metrics that are off": (
+        "metrics.enabled=false,metrics.prometheusRule.enabled=true",
+        "metrics.prometheusRule.enabled: needs metrics.enabled",
+    ),
+    "dashboards of metrics that are off": (
+        "metrics.enabled=false,metrics.dashboards.enabled=true",
+        "metrics.dashboards.enabled: needs metrics.enabled",
+    ),
     "a section taken away": ("progress=null", "progress"),
     "a value taken away": ("logLevel=null", "logLevel"),
 }
@@ -788,6 +835,7 @@ def test_the_schema_knows_every_value_and_the_values_have_every_setting() -> Non
         if known and where not in (
             "resources",
             "affinity",
+            "podSecurityContext",
         ):  # Kubernetes' own fields; nothing is set where nothing is meant
             assert values.keys() == known.keys() - {"global"}, where
             for name, value in values.items():
@@ -804,6 +852,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
     headings = {
         "image:",
         "serviceAccount:",
+        "rbac:",
         "progress:",
         "metrics:",
         "networkPolicy:",

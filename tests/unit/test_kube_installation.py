@@ -10,10 +10,12 @@ import pytest
 from free_port import free_port
 from worlds import START
 
+from ddpjob_operator.job import crd
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.installation import check
 from ddpjob_operator.kube.receive import PATH, Receiver
 from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.served_crd import OPENAPI
 from ddpjob_operator.kube.tokens import BoundPod
 
 KIND = "/apis/training.ddpjob.io/v1alpha1"
@@ -29,7 +31,21 @@ def lease(seconds_ago: float = 1.0, holder: str = "ddpjob-operator-x2lqk_5f0c") 
     return {"spec": {"holderIdentity": holder, "renewTime": renewed, "leaseDurationSeconds": 15}}
 
 
-WORKS = {KIND: SERVED, DEPLOYMENT: {"status": {"replicas": 2, "readyReplicas": 2}}, LEASE: lease()}
+def published(**status: Any) -> dict[str, Any]:
+    """The schema of the kind as the API server publishes it, with these fields of the status instead of ours."""
+    schema = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    if status:
+        schema["properties"]["status"]["properties"] = status
+    kind = {"group": "training.ddpjob.io", "version": "v1alpha1", "kind": "DDPJob"}
+    return {"components": {"schemas": {"DDPJob": schema | {"x-kubernetes-group-version-kind": [kind]}}}}
+
+
+WORKS = {
+    KIND: SERVED,
+    OPENAPI: published(),
+    DEPLOYMENT: {"status": {"replicas": 2, "readyReplicas": 2}},
+    LEASE: lease(),
+}
 
 
 class Server:
@@ -60,6 +76,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "the CRD is from before": (
         WORKS | {KIND: {"resources": [{"name": "ddpjobs"}]}},
         "has no ddpjobs/scale, ddpjobs/status",
+    ),
+    "the CRD lacks fields": (
+        WORKS | {OPENAPI: published(state={})},
+        "is older than this operator: the API server drops or refuses status.attempt, ",
     ),
     "no operator is ready": (
         WORKS | {DEPLOYMENT: {"status": {"replicas": 2}}},

@@ -22,11 +22,22 @@
 {{- if ne (toString .Values.serviceAccount.create) "false" }}true{{ end -}}
 {{- end }}
 
+{{/* Not empty where the chart creates roles. The values of an older release (--reuse-values) have no `rbac`. */}}
+{{- define "ddpjob.createsRoles" -}}
+{{- if ne (toString (.Values.rbac | default dict).create) "false" }}true{{ end -}}
+{{- end }}
+
 {{- define "ddpjob.serviceAccount" -}}
 {{- if not (or .Values.serviceAccount.name (include "ddpjob.createsServiceAccount" .)) -}}
 {{- fail "serviceAccount.name: must be set where serviceAccount.create is false, because the roles are bound to it" -}}
 {{- end -}}
 {{- .Values.serviceAccount.name | default (include "ddpjob.name" .) -}}
+{{- end }}
+
+{{/* The values of an older release (--reuse-values) have no `podSecurityContext`. */}}
+{{- define "ddpjob.podSecurityContext" -}}
+{{- $usual := dict "runAsNonRoot" true "runAsUser" 65532 "runAsGroup" 65532 "seccompProfile" (dict "type" "RuntimeDefault") -}}
+{{- toYaml (.Values.podSecurityContext | default $usual) -}}
 {{- end }}
 
 {{- define "ddpjob.selector" -}}
@@ -111,8 +122,16 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- if and .Values.progress.enabled (eq $port (int .Values.progress.port)) -}}
 {{- fail (printf "progress.port and metrics.port: must differ, both are %d" $port) -}}
 {{- end -}}
-{{- if and (eq $port 0) ($metrics.serviceMonitor | default dict).enabled -}}
-{{- fail "metrics.serviceMonitor.enabled: needs metrics.enabled, for nothing is served without it" -}}
+{{- range list "serviceMonitor" "prometheusRule" "dashboards" -}}
+{{- if and (eq $port 0) (get $metrics . | default dict).enabled -}}
+{{- fail (printf "metrics.%s.enabled: needs metrics.enabled, for nothing is served without it" .) -}}
+{{- end -}}
+{{- end -}}
+{{- $kueue := (.Values.gang | default dict).kueue | default dict -}}
+{{- range list "places" "readsJobs" -}}
+{{- if and (not $kueue.enabled) (get $kueue . | default dict).enabled -}}
+{{- fail (printf "gang.kueue.%s.enabled: needs gang.kueue.enabled, and does nothing without it" .) -}}
+{{- end -}}
 {{- end -}}
 {{- $set := include "ddpjob.variables" . | fromYaml -}}
 {{- $seen := dict -}}

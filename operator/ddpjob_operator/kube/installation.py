@@ -17,6 +17,7 @@ import aiohttp
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.runtime import SYSTEM
+from ddpjob_operator.kube.served_crd import UPGRADE, dropped_fields, older
 
 TRIES = 5
 WAIT_SECONDS = 3.0
@@ -27,17 +28,18 @@ class BrokenError(Exception):
 
 
 async def crd(client: Client) -> str:
-    """Whether the API server knows the kind and version that this operator was made for. Raises BrokenError."""
+    """Whether the API server knows the kind, version and fields that this operator was made for. Raises BrokenError."""
     path = f"/apis/{api.GROUP}/{api.VERSION}"
-    fix = "kubectl apply --server-side --force-conflicts -f charts/ddpjob-operator/crds"
     try:
         served = {resource["name"] for resource in (await client.get(path)).get("resources") or ()}
     except ApiError as error:
         if error.status != 404:
             raise
-        raise BrokenError(f"{api.GROUP}/{api.VERSION} is not served: {fix}") from None
+        raise BrokenError(f"{api.GROUP}/{api.VERSION} is not served: {UPGRADE}") from None
     if missing := {api.PLURAL, f"{api.PLURAL}/status", f"{api.PLURAL}/scale"} - served:
-        raise BrokenError(f"the CRD has no {', '.join(sorted(missing))}: {fix}")
+        raise BrokenError(f"the CRD has no {', '.join(sorted(missing))}: {UPGRADE}")
+    if fields := await dropped_fields(client):
+        raise BrokenError(older(fields))
     return f"the CRD {api.PLURAL}.{api.GROUP} is served with {api.VERSION}"
 
 

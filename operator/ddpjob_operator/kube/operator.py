@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology, validation
-from ddpjob_operator.kube import access, decisions, measuring, observe, reading, triggers
+from ddpjob_operator.kube import access, decisions, measuring, observe, reading, served_crd, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client, collection
 from ddpjob_operator.kube.events import Events
@@ -196,6 +196,7 @@ class Operator:
         self._first_lists = asyncio.create_task(self._after_first_lists())
         await access.wait_for_jobs(self._client, self.settings.watched, self._runtime.log)
         await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log, self.settings.gangs)
+        await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
             # Not earlier: an operator that may not even see the jobs must not keep the Lease from one that may.
             if self._claims is not None:

@@ -1,0 +1,103 @@
+"""A CRD that is older than the operator: Helm never upgrades it, and the API server drops what it does not know."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from typing import Any, cast
+
+import pytest
+
+from ddpjob_operator.job import crd
+from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.served_crd import OPENAPI, dropped_fields, report_old_crd
+
+LOG = logging.getLogger("test.served_crd")
+
+
+def served(*without: str) -> dict[str, Any]:
+    """What the API server publishes for our CRD, without some fields."""
+    schema = copy.deepcopy(crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    for path in without:
+        *parents, name = path.split(".")
+        at = schema
+        for parent in parents:
+            at = at["properties"][parent]
+            at = at.get("items", at)
+        del at["properties"][name]
+    kind = {"group": "training.ddpjob.io", "version": "v1alpha1", "kind": "DDPJob"}
+    schema["x-kubernetes-group-version-kind"] = [kind]
+    others = {"Status": {"type": "object", "x-kubernetes-group-version-kind": [{"kind": "Status"}]}}
+    return {"components": {"schemas": others | {"io.ddpjob.training.v1alpha1.DDPJob": schema}}}
+
+
+class Server:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    async def get(self, path: str) -> dict[str, Any]:
+        assert path == OPENAPI
+        if isinstance(self.answer, ApiError):
+            raise self.answer
+        if self.answer is None:
+            await asyncio.sleep(3600)
+        return cast(dict[str, Any], self.answer)
+
+
+def dropped(answer: Any) -> list[str]:
+    return asyncio.run(dropped_fields(cast(Client, Server(answer))))
+
+
+def test_of_a_crd_of_this_version_nothing_is_missing() -> None:
+    assert dropped(served()) == []
+
+
+def test_the_fields_that_an_older_crd_lacks_are_named_by_their_path() -> None:
+    older = served("spec.dns", "status.startingSince", "status.failures.reason")
+    assert dropped(older) == ["spec.dns", "status.failures.reason", "status.startingSince"]
+
+
+def test_of_a_part_that_is_missing_as_a_whole_only_its_name_is_said() -> None:
+    assert dropped(served("status.goodput")) == ["status.goodput"]
+
+
+def test_a_newer_crd_is_fine() -> None:
+    newer = served()
+    newer["components"]["schemas"]["io.ddpjob.training.v1alpha1.DDPJob"]["properties"]["status"]["properties"]["x"] = {}
+    assert dropped(newer) == []
+
+
+@pytest.mark.parametrize("answer", [{}, {"components": None}, {"components": {"schemas": {"x": None}}}])
+def test_an_answer_that_says_nothing_of_the_kind_accuses_no_crd(answer: dict[str, Any]) -> None:
+    assert dropped(answer) == []
+
+
+def reported(answer: Any, caplog: pytest.LogCaptureFixture, seconds: float = 5.0) -> list[str]:
+    with caplog.at_level(logging.INFO, LOG.name):
+        asyncio.run(report_old_crd(cast(Client, Server(answer)), LOG, seconds=seconds))
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_an_old_crd_is_one_line_with_the_command_that_upgrades_it(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = reported(served("spec.dns", "status.startingSince"), caplog)
+    assert line == (
+        "the CRD ddpjobs.training.ddpjob.io is older than this operator: the API server drops or refuses spec.dns, "
+        "status.startingSince; Helm never upgrades a CRD: kubectl apply --server-side --force-conflicts -f "
+        "charts/ddpjob-operator/crds"
+    )
+    assert caplog.records[0].levelno == logging.WARNING
+
+
+def test_of_many_missing_fields_the_line_names_a_few(caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = reported(
+        served(*(f"status.{name}" for name in ("gang", "goodput", "inPlace", "nodes", "notKept"))), caplog
+    )
+    assert "drops or refuses status.gang, status.goodput, status.inPlace and 2 more fields;" in line
+
+
+@pytest.mark.parametrize("answer", [ApiError(403, "Forbidden", "no"), None], ids=["refused", "no answer"])
+def test_a_server_that_does_not_publish_its_schema_holds_up_nothing(
+    answer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [line for line in reported(answer, caplog, 0.01) if "was not compared" not in line] == []
