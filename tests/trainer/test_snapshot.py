@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -545,6 +546,80 @@ def test_two_processes_cannot_take_the_same_number(tmp_path):
     assert file.create_exclusively(tmp_path, 1, "{}")
     assert not file.create_exclusively(tmp_path, 1, "{}")
     assert not file.create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
+
+
+# ---- processes of the same attempt --------------------------------------------------------------------------
+
+
+def in_a_process_of_its_own(body: Callable[[], object]) -> None:
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_a_training_that_begins_anew_in_the_folder_of_an_earlier_run_keeps_its_own_states(tmp_path):
+    """A script with a --resume option, run without it: each of its saves was removed at once, because the states of the
+    earlier run had higher steps, and a resume went on from these."""
+
+    def run(*steps: int) -> None:
+        snapshot = ddpjob.Snapshot(tmp_path, keep=2)
+        for step in steps:
+            saved(snapshot, step, weights=torch.full([1], float(step)))
+        del snapshot
+
+    in_a_process_of_its_own(lambda: run(100, 200, 300))
+    in_a_process_of_its_own(lambda: run(10, 20, 30))
+    assert steps(tmp_path) == [20, 30]
+    assert ddpjob.Snapshot(tmp_path).load() == 30
+
+
+def test_a_run_that_falls_back_on_an_older_state_keeps_what_it_saves(tmp_path):
+    """With keep=1 the damaged file stayed, as the newest, and each later one was removed."""
+    in_a_process_of_its_own(lambda: [saved(ddpjob.Snapshot(tmp_path), step, weights=torch.ones(9)) for step in (1, 5)])
+    (newest,) = tmp_path.glob("step-000000000005*")
+    newest.write_bytes(newest.read_bytes()[:-1])
+
+    def resumed() -> None:
+        snapshot = ddpjob.Snapshot(tmp_path, keep=1)
+        assert snapshot.load() == 1
+        saved(snapshot, 2, weights=torch.ones(9))
+
+    in_a_process_of_its_own(resumed)
+    assert steps(tmp_path) == [2]
+
+
+def test_a_process_that_only_reads_does_not_disturb_the_training_that_saves(tmp_path):
+    """An evaluation beside a plain run. When it ended, the training's heartbeat was gone."""
+    training = ddpjob.Snapshot(tmp_path)
+    saved(training, 1)
+    beats = (tmp_path / "writer-000001.alive").read_text()
+    in_a_process_of_its_own(lambda: ddpjob.Snapshot(tmp_path).load())
+    saved(training, 2)
+    assert (tmp_path / "writer-000001.alive").read_text() == beats
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tmp_path):
+    """Both without a job: each removed what the other one saved."""
+    training = ddpjob.Snapshot(tmp_path)
+    saved(training, 7)
+
+    def second() -> None:
+        with pytest.raises(ddpjob.SnapshotError, match=rf"in use by process {os.getppid()}, which is running"):
+            ddpjob.Snapshot(tmp_path).save(1)
+
+    in_a_process_of_its_own(second)
+    saved(training, 8)
+    assert steps(tmp_path) == [7, 8]
+
+
+def test_a_folder_that_was_removed_is_named(tmp_path):
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    saved(snapshot, 1)
+    shutil.rmtree(tmp_path / "s")
+    with pytest.raises(ddpjob.SnapshotError, match=r"folder: .*/s: No such file or directory"):
+        snapshot.save(2)
 
 
 # ---- a folder of another job --------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ A state's name carries its step, its writer and the first 16 hexadecimal digits 
 by rename, after fsync: a file under such a name is complete, or was damaged later, which the digest shows.
 
 Fencing. Every attempt of a job that touches the folder, and under ddprun every generation of its ranks, takes the next
-writer number, once, by an exclusive create. The
+writer number, once, by an exclusive create. So does every further process that saves, because a run that begins again
+at step 0 has lower steps than the run before it; one that only loads goes on with the number of that run. The
 newest state is that of the highest (writer, step), never of the highest step alone, and names of two writers never
 meet: what a process of an old attempt writes late can neither overwrite nor hide a newer attempt's state. Besides, it
 checks for a higher number before it writes, publishes and prunes, and ends with Superseded. A race between that check
@@ -167,8 +168,11 @@ class Snapshot:
             self._offer_rng(step)
             return
         self.wait()
-        writer = self._claim()
-        self._must_be_newest(writer)
+        try:
+            writer = self._claim(to_save=True)
+            self._must_be_newest(writer)
+        except OSError as error:  # the folder is gone, or must not be written
+            raise SnapshotError(f"folder: {self.folder}: {_reason(error)}.") from error
         document = {
             "format": FORMAT,
             "step": step,
@@ -247,9 +251,10 @@ class Snapshot:
 
     # ---- who may write -------------------------------------------------------------------------------------
 
-    def _claim(self) -> int:
-        """The writer number of this attempt and generation: taken once, the next after the highest in the folder."""
-        if self._writer is not None:
+    def _claim(self, *, to_save: bool = False) -> int:
+        """The writer number of this process: taken once, the next after the highest in the folder. Who has only loaded
+        may have that of an earlier process of the same attempt and generation."""
+        if self._writer is not None and not (to_save and self._writer not in self._taken()):
             return self._writer
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -258,23 +263,40 @@ class Snapshot:
         while True:
             highest = _highest_writer(self.folder)
             claim = _claim_of(self.folder, highest)
-            if claim == self._own_claim:  # restarted by another launcher, or a second Snapshot of this process
+            is_shared = claim == self._own_claim and highest not in self._taken()
+            if claim == self._own_claim and not (is_shared and to_save):  # or a second Snapshot of this process
                 break
             if claim is not None:
                 self._refuse_folder_of(claim, highest)
             if create_exclusively(self.folder, highest + 1, self._own_claim.as_json()):
                 highest += 1
+                is_shared = False
+                self._taken().add(highest)
                 break
         self._writer = highest
         folder = self.folder  # not self, which the thread would keep
-        writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
+        if not (is_shared and self._process_of(highest)):
+            writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
         return highest
 
+    def _taken(self) -> set[int]:
+        """The numbers that this process has taken in the folder."""
+        return process.current.writers.setdefault(os.path.realpath(self.folder), set())
+
+    def _process_of(self, writer: int) -> str:
+        """The number of the process that is known to run as this writer, on this machine; "" where there is none."""
+        return writers.running_here(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer))
+
     def _refuse_folder_of(self, claim: "_Claim", writer: int) -> None:
-        """Raise where a later attempt of this job, or another job that is still running, owns the folder."""
+        """Raise where a later attempt of this job, or another process or job that is still running, owns the folder."""
         if claim.job == self._own_claim.job:
             if claim > self._own_claim:
                 raise self._superseded()
+            if claim == self._own_claim and (number := self._process_of(writer)):
+                raise SnapshotError(
+                    f"folder: {self.folder} is in use by process {number}, which is running. Give each run a folder of "
+                    f"its own, or end that process first: one would remove what the other one saves."
+                )
             return
         who = writers.named(claim.job)
         if writers.is_running(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer), who):
