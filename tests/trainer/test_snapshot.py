@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from free_port import free_port
 from shell import eventually
 
@@ -954,3 +955,33 @@ def test_a_ddp_model_and_a_plain_one_read_each_others_states(run_ranks, tmp_path
 
     assert run_ranks(body, 1) == [["weight", "bias"]]
     assert ddpjob.Snapshot(tmp_path / "s").load(model=torch.nn.Linear(2, 1)) == 1
+
+
+def test_a_group_that_the_script_has_made_is_used(run_ranks, tmp_path):
+    """Each rank took itself for rank 0 of 1: both wrote into the folder, and removed each other's files."""
+
+    def body(rank: int) -> Any:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/meet", 2), rank=rank, world_size=2)
+        torch.manual_seed(rank)
+        weights = torch.full([1], float(rank))
+        snapshot = ddpjob.Snapshot(tmp_path / "s")
+        for step in (1, 2):
+            snapshot.save(step, weights=weights)
+        snapshot.close()
+        dist.barrier()
+        drawn = torch.rand(1).item()
+        again = ddpjob.Snapshot(tmp_path / "s")
+        found = again.load(weights=weights), weights.item(), torch.rand(1).item() == drawn
+        dist.destroy_process_group()
+        return snapshot.rank, snapshot.world_size, *found
+
+    assert run_ranks(body, 2) == [(0, 2, 2, 0.0, True), (1, 2, 2, 0.0, True)]
+    assert steps(tmp_path / "s") == [1, 2]
+
+
+def test_a_rank_without_a_group_is_told_to_join_it_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ddpjob.ConfigurationError, match=r"WORLD_SIZE: 2 and .* Call ddpjob\.init\(\) first, or pass world"
+    ):
+        ddpjob.Snapshot(tmp_path / "s")

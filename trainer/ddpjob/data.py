@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob import process
 from ddpjob.errors import ConfigurationError, StateError
+from ddpjob.group.join import rank_in_group
 
 
 class Batch(list[int]):
@@ -344,24 +345,10 @@ def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigurationError(f"rank: {rank}, world_size: {world_size}. Give both or neither.")
     if rank is None or world_size is None:
-        return _rank_in_group()
+        return rank_in_group("pass rank= and world_size=")
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank: {rank} must be at least 0 and less than world_size: {world_size}.")
     return rank, world_size
-
-
-def _rank_in_group() -> tuple[int, int]:
-    if process.current.group is not None or process.torch_group() is not None:
-        place = process.place()
-        return place.rank, place.world_size
-    for name in ("WORLD_SIZE", "DDPJOB_WORLD_SIZE"):
-        if (size := process.number(name, 1)) > 1:
-            # As rank 0 of 1, each rank would train alone on all samples, end with 0, and nobody would notice.
-            raise ConfigurationError(
-                f"{name}: {size} and there is no process group, so this process cannot know its share. "
-                f"Call ddpjob.init() first, or pass rank= and world_size=."
-            )
-    return 0, 1
 
 
 def _at_least(least: int, name: str, value: int) -> int:

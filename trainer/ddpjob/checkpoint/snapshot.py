@@ -48,8 +48,8 @@ from ddpjob.checkpoint.recall import Fetched
 from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of, without_copies
 from ddpjob.core.memory import Found, Version, is_newer
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
-from ddpjob.group import gather
-from ddpjob.group.join import World, active, before_leaving, store_of
+from ddpjob.group import gather, stop
+from ddpjob.group.join import World, active, before_leaving, rank_in_group, store_of
 from ddpjob.reporting.progress import pause, report_resumed, report_saved
 
 FORMAT = 1
@@ -79,7 +79,7 @@ class Snapshot:
 
     folder  on a volume that outlives the pod; made if absent. Where the nodes do not share it, rank 0's counts and its
             bytes are sent to the ranks that cannot read them. None: the state is in memory alone.
-    world   by default the one of `init`, else rank 0 of 1.
+    world   by default the one of `init`; else the group that the script has made is used, else rank 0 of 1.
     keep    newest states that stay; at least 1.
     memory  under ddprun, keep the state in the pod's memory as well, where a restart finds it at the last step.
 
@@ -103,7 +103,10 @@ class Snapshot:
         self._folder = None if folder is None else Path(folder)
         self._states_max = keep
         self._world = world or active()
-        self.rank, self.world_size = (0, 1) if self._world is None else (self._world.rank, self._world.world_size)
+        if self._world is not None:
+            self.rank, self.world_size = self._world.rank, self._world.world_size
+        else:
+            self.rank, self.world_size = rank_in_group("pass world=")
         attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
         generation = int(os.environ.get("DDPJOB_GENERATION") or 0)
         self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, generation)
@@ -480,9 +483,13 @@ class Snapshot:
 
     # ---- random states of the other ranks ------------------------------------------------------------------
 
+    def _store(self) -> Any:
+        """That of the group; None where there is none, or where it is left."""
+        return stop.store_of_group() if self._world is None else store_of(self._world)
+
     def _offer_rng(self, step: int) -> None:
         """Through the store, not by a collective: `save` on rank 0 alone must not wait for the others."""
-        store = store_of(self._world)
+        store = self._store()
         if store is None:
             return
         buffer = io.BytesIO()
@@ -495,7 +502,7 @@ class Snapshot:
     def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
         """The random states of the ranks that save too. One that came too late for the save before is waited for again
         once its state is there; one that never saves, because rank 0 saves alone, is waited for once."""
-        store = store_of(self._world)
+        store = self._store()
         missing = {rank: _rng_key(self.folder, step, repeat, rank) for rank in range(1, self.world_size)}
         if store is None:
             return rng
