@@ -2,7 +2,7 @@
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch script gives it
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset
 
 import ddpjob
 
@@ -77,7 +78,7 @@ def test_a_snapshot_at_the_end_of_an_epoch_repeats_nothing():
 def test_a_data_loader_takes_the_sampler_and_says_how_far_training_is():
     data = torch.arange(40)
     sampler = ddpjob.GlobalBatchSampler(40, 8, 7, rank=1, world_size=2)
-    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler)
+    loader = DataLoader(data, batch_sampler=sampler)
     first, second = ([batch.tolist() for batch in loader] for _ in range(2))
     again = ddpjob.GlobalBatchSampler(40, 8, 7, rank=1, world_size=2)
     assert first == [list(batch) for batch in again.epoch(0)]
@@ -152,7 +153,7 @@ def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
     for global_batch in (16, 8, 24):
         sampler = ddpjob.GlobalBatchSampler(96, global_batch, 7)
         sampler.load_state_dict(state)
-        loader = torch.utils.data.DataLoader(torch.arange(96), batch_sampler=sampler)
+        loader = DataLoader(torch.arange(96), batch_sampler=sampler)
         for batches, batch in enumerate(loader, start=1):
             if batches > made:
                 break
@@ -164,6 +165,30 @@ def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
     assert sampler.state_dict(epoch=1, batches=1)["consumed"] == 24
     sampler.set_epoch(0)
     assert sampler.state_dict(epoch=0, batches=1)["consumed"] == 24, "from its first sample again"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_look_at_one_batch_of_a_loader_takes_none_from_the_training(workers):
+    """The rest of the epoch followed, without what the workers had fetched, and a resume went on at another place."""
+    sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
+    sampler.load_state_dict({"n": 32, "seed": 7, "epoch": 1, "consumed": 8})
+    loader = DataLoader(range(32), batch_sampler=sampler, num_workers=workers)
+    first = next(iter(loader)).tolist()
+    batches = [batch.tolist() for batch in loader]
+    assert (len(batches), batches[0]) == (6, first)
+    assert sampler.current_epoch == 2
+    assert sampler.state_dict(epoch=1, batches=6)["consumed"] == 32
+
+
+def test_an_epoch_of_a_loader_that_is_left_early_is_followed_by_the_next_one():
+    sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
+    loader = DataLoader(range(32), batch_sampler=sampler)
+    taken = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        taken.append(next(iter(loader)).tolist())
+    orders = [next(ddpjob.GlobalBatchSampler(32, 4, seed=7).epoch(epoch)) for epoch in range(2)]
+    assert taken == orders
 
 
 def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
@@ -285,6 +310,38 @@ def test_parameters_are_the_same_when_4_processes_become_3_and_then_1_in_the_mid
     assert far(state, go(1, 15, None)) < 1e-6
 
 
+class Holder(torch.nn.Module):
+    """A module whose parts are DDP models, as those of a GAN."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_a_model_with_ddp_inside_learns_from_two_processes_what_it_learns_from_one(run_ranks, tmp_path):
+    """Each gradient was divided by the number of ranks, unsaid."""
+
+    def of(world_size: int, **kwargs: Any) -> Any:
+        url = f"file://{tmp_path}/{world_size}"
+        return run_ranks(lambda rank: trained(rank, world_size, url, 5, None, global_batch=14, **kwargs), world_size)[0]
+
+    assert far(of(2, made_of=Holder, micro_batch=3), of(1)) < 1e-6
+
+
+def test_a_model_that_nobody_averages_over_the_ranks_is_refused(end_ranks, tmp_path):
+    """Who forgot world.wrap() trained a model of its own on each rank."""
+
+    def body(rank: int) -> None:
+        trained(rank, 2, f"file://{tmp_path}/meet", 1, None, made_of=lambda model: model.module, global_batch=14)
+
+    for outcome in end_ranks(body, 2):
+        assert outcome.error.startswith("ConfigurationError: model: a Sequential is no DistributedDataParallel, and")
+        assert "Use world.wrap(model)" in outcome.error
+
+
 def test_a_rank_without_samples_takes_part_and_changes_nothing(run_ranks, tmp_path):
     def of(world_size: int) -> Any:
         url = f"file://{tmp_path}/{world_size}"
@@ -308,11 +365,30 @@ def test_accumulate_takes_tensors_of_a_data_loader_and_runs_the_callers_backward
     loss = ddpjob.accumulate(model, (x, y), 10, loss_of, micro_batch=4, backward=backward)
     gradient = model.weight.grad.clone()
     model.zero_grad()
+    fields = {"x": x, "y": y}  # as for the models of transformers
+    ddpjob.accumulate(model, fields, 10, lambda piece: loss_of((piece["x"], piece["y"])), micro_batch=4)
+    assert torch.equal(gradient, model.weight.grad)
+    model.zero_grad()
     whole = F.mse_loss(model(x), y)
     whole.backward()
     torch.testing.assert_close(gradient, model.weight.grad)
     torch.testing.assert_close(loss, whole.detach())
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("data", [[1, 2, 3], torch.zeros(5, 2)], ids=["list", "tensor"])
+def test_data_in_place_of_their_number_are_told_to_give_their_length(data):
+    with pytest.raises(ddpjob.ConfigurationError, match=r"n: .* has a length: give len\(\.\.\.\)\.$"):
+        ddpjob.GlobalBatchSampler(data, 1, seed=7)
+
+
+def test_a_data_set_without_a_length_cannot_be_cut_and_that_is_said():
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(3))
+
+    with pytest.raises(ddpjob.ConfigurationError, match=r"dataset: a Stream has no length"):
+        ddpjob.DataPartitioner(Stream(), [1.0], seed=7)
 
 
 # ---- partitions ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from free_port import free_port
 from shell import eventually
 
@@ -547,6 +549,80 @@ def test_two_processes_cannot_take_the_same_number(tmp_path):
     assert not file.create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
 
 
+# ---- processes of the same attempt --------------------------------------------------------------------------
+
+
+def in_a_process_of_its_own(body: Callable[[], object]) -> None:
+    process = multiprocessing.get_context("fork").Process(target=body)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+
+
+def test_a_training_that_begins_anew_in_the_folder_of_an_earlier_run_keeps_its_own_states(tmp_path):
+    """A script with a --resume option, run without it: each of its saves was removed at once, because the states of the
+    earlier run had higher steps, and a resume went on from these."""
+
+    def run(*steps: int) -> None:
+        snapshot = ddpjob.Snapshot(tmp_path, keep=2)
+        for step in steps:
+            saved(snapshot, step, weights=torch.full([1], float(step)))
+        del snapshot
+
+    in_a_process_of_its_own(lambda: run(100, 200, 300))
+    in_a_process_of_its_own(lambda: run(10, 20, 30))
+    assert steps(tmp_path) == [20, 30]
+    assert ddpjob.Snapshot(tmp_path).load() == 30
+
+
+def test_a_run_that_falls_back_on_an_older_state_keeps_what_it_saves(tmp_path):
+    """With keep=1 the damaged file stayed, as the newest, and each later one was removed."""
+    in_a_process_of_its_own(lambda: [saved(ddpjob.Snapshot(tmp_path), step, weights=torch.ones(9)) for step in (1, 5)])
+    (newest,) = tmp_path.glob("step-000000000005*")
+    newest.write_bytes(newest.read_bytes()[:-1])
+
+    def resumed() -> None:
+        snapshot = ddpjob.Snapshot(tmp_path, keep=1)
+        assert snapshot.load() == 1
+        saved(snapshot, 2, weights=torch.ones(9))
+
+    in_a_process_of_its_own(resumed)
+    assert steps(tmp_path) == [2]
+
+
+def test_a_process_that_only_reads_does_not_disturb_the_training_that_saves(tmp_path):
+    """An evaluation beside a plain run. When it ended, the training's heartbeat was gone."""
+    training = ddpjob.Snapshot(tmp_path)
+    saved(training, 1)
+    beats = (tmp_path / "writer-000001.alive").read_text()
+    in_a_process_of_its_own(lambda: ddpjob.Snapshot(tmp_path).load())
+    saved(training, 2)
+    assert (tmp_path / "writer-000001.alive").read_text() == beats
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tmp_path):
+    """Both without a job: each removed what the other one saved."""
+    training = ddpjob.Snapshot(tmp_path)
+    saved(training, 7)
+
+    def second() -> None:
+        with pytest.raises(ddpjob.SnapshotError, match=rf"in use by process {os.getppid()}, which is running"):
+            ddpjob.Snapshot(tmp_path).save(1)
+
+    in_a_process_of_its_own(second)
+    saved(training, 8)
+    assert steps(tmp_path) == [7, 8]
+
+
+def test_a_folder_that_was_removed_is_named(tmp_path):
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    saved(snapshot, 1)
+    shutil.rmtree(tmp_path / "s")
+    with pytest.raises(ddpjob.SnapshotError, match=r"folder: .*/s: No such file or directory"):
+        snapshot.save(2)
+
+
 # ---- a folder of another job --------------------------------------------------------------------------------
 
 
@@ -879,3 +955,33 @@ def test_a_ddp_model_and_a_plain_one_read_each_others_states(run_ranks, tmp_path
 
     assert run_ranks(body, 1) == [["weight", "bias"]]
     assert ddpjob.Snapshot(tmp_path / "s").load(model=torch.nn.Linear(2, 1)) == 1
+
+
+def test_a_group_that_the_script_has_made_is_used(run_ranks, tmp_path):
+    """Each rank took itself for rank 0 of 1: both wrote into the folder, and removed each other's files."""
+
+    def body(rank: int) -> Any:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{tmp_path}/meet", 2), rank=rank, world_size=2)
+        torch.manual_seed(rank)
+        weights = torch.full([1], float(rank))
+        snapshot = ddpjob.Snapshot(tmp_path / "s")
+        for step in (1, 2):
+            snapshot.save(step, weights=weights)
+        snapshot.close()
+        dist.barrier()
+        drawn = torch.rand(1).item()
+        again = ddpjob.Snapshot(tmp_path / "s")
+        found = again.load(weights=weights), weights.item(), torch.rand(1).item() == drawn
+        dist.destroy_process_group()
+        return snapshot.rank, snapshot.world_size, *found
+
+    assert run_ranks(body, 2) == [(0, 2, 2, 0.0, True), (1, 2, 2, 0.0, True)]
+    assert steps(tmp_path / "s") == [1, 2]
+
+
+def test_a_rank_without_a_group_is_told_to_join_it_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ddpjob.ConfigurationError, match=r"WORLD_SIZE: 2 and .* Call ddpjob\.init\(\) first, or pass world"
+    ):
+        ddpjob.Snapshot(tmp_path / "s")

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob import process
 from ddpjob.errors import ConfigurationError, StateError
+from ddpjob.group.join import rank_in_group
 
 
 class Batch(list[int]):
@@ -59,6 +60,7 @@ class GlobalBatchSampler:
     ahead of training: pass then how many batches of the loader have been trained, from 1 on also after a resume:
 
         for epoch in range(sampler.current_epoch, epochs):
+            sampler.set_epoch(epoch)
             for batches, batch in enumerate(loader, start=1):
                 ...
                 snapshot.save(step, model=model, sampler=sampler.state_dict(epoch=epoch, batches=batches))
@@ -125,7 +127,12 @@ class GlobalBatchSampler:
                 self._began = (epoch, 0)
 
     def __iter__(self) -> Iterator[Batch]:
-        """One epoch, as a DataLoader wants it from its `batch_sampler`; the next iteration is the next epoch."""
+        """One epoch, as a DataLoader wants it from its `batch_sampler`; the next iteration is the next epoch.
+
+        After one that was left early it is the same epoch again, from where that began: `next(iter(loader))` takes no
+        batch from the training. `set_epoch` goes to the next one.
+        """
+        self._consumed = self._first_of(self._epoch)
         # From where a resume begins: with another global batch than before, the last one is of another size.
         last = (self.n - self._consumed) % self.global_batch
         smallest = self.global_batch if self.drop_last or not last else last
@@ -152,8 +159,7 @@ class GlobalBatchSampler:
         if epoch is None or batches is None:
             return {"n": self.n, "seed": self.seed, "epoch": self._epoch, "consumed": self._consumed}
         epoch, batches = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches)
-        before = self._began[1] if epoch == self._began[0] else 0
-        consumed = min(before + batches * self.global_batch, self.n)
+        consumed = min(self._first_of(epoch) + batches * self.global_batch, self.n)
         return {"n": self.n, "seed": self.seed, "epoch": epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -168,6 +174,10 @@ class GlobalBatchSampler:
         if consumed > self.n:
             raise StateError(f"consumed: the saved state has {consumed}, an epoch has n: {self.n}. It is damaged.")
         self._epoch, self._consumed = self._began = (epoch, consumed)
+
+    def _first_of(self, epoch: int) -> int:
+        """The sample with which that epoch began here."""
+        return self._began[1] if epoch == self._began[0] else 0
 
     def _samples_left(self) -> int:
         """That this epoch still trains. By what is left, because the global batch may have been another one before."""
@@ -192,11 +202,12 @@ def accumulate(
 ) -> torch.Tensor:
     """Forward and backward of this rank's share: afterwards every gradient is the mean over the whole global batch.
 
-    model         the DDP model, compiled or not, or any module outside a group. Its all-reduce runs once, in the last
-                  micro-batch.
-    batch         what `GlobalBatchSampler` yields; or a tensor, a list, or a tuple of tensors, cut along axis 0.
+    model         the DDP model, compiled or not, or a module with DDP models in it; outside a group any module. Its
+                  all-reduce runs once, in the last micro-batch.
+    batch         what `GlobalBatchSampler` yields; or a tensor, a list of samples, or a tuple or dict of tensors, cut
+                  along axis 0. A DataLoader makes a list of a sample's fields: pass tuple(batch) with a micro_batch.
     global_batch  samples of this step over all ranks. A sampler's batch knows its own, which counts: with
-                  drop_last=False the last one of an epoch is smaller.
+                  drop_last=False the last one of an epoch is smaller. What a DataLoader makes of it does not.
     loss_fn       gets a piece of the batch, returns the loss **summed** over its samples (reduction="sum"), a scalar
                   tensor. A rank without samples calls it with one index at weight zero.
     micro_batch   most samples of one forward pass; by default the sampler's, else the whole share.
@@ -206,15 +217,18 @@ def accumulate(
     ranks is the mean over the global batch. Gradients are added to what is there: call optimizer.zero_grad() first.
 
     DDP divides the summed gradients by the number of ranks, so the sum is scaled by world_size / global_batch
-    (torch/nn/parallel/distributed.py, "averaged across processes").
+    (torch/nn/parallel/distributed.py, "averaged across processes"). Raises ConfigurationError for a model that is not
+    in DDP where there are several ranks.
     """
     size = batch.global_size if isinstance(batch, Batch) else _at_least(1, "global_batch", global_batch)
     pieces, weight = _pieces(batch, micro_batch)
     wrapped = _data_parallel(model)
-    ranks = 1 if wrapped is None else dist.get_world_size(wrapped.process_group)
+    ranks = dist.get_world_size(wrapped[0].process_group) if wrapped else 1
     total: torch.Tensor | None = None
     for number, piece in enumerate(pieces, start=1):
-        with contextlib.nullcontext() if wrapped is None or number == len(pieces) else wrapped.no_sync():
+        with contextlib.ExitStack() as without_sync:
+            for inner in wrapped if number < len(pieces) else ():
+                without_sync.enter_context(inner.no_sync())
             loss = loss_fn(piece) * (weight * ranks / size)
             loss.backward() if backward is None else backward(loss)  # type: ignore[no-untyped-call]
         total = loss.detach() if total is None else total + loss.detach()
@@ -223,17 +237,27 @@ def accumulate(
     return total
 
 
-def _data_parallel(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """Also in what torch.compile has made of it, which is another module around it."""
+def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
+    """The DDP models in it, of which torch.compile makes another module around them; none where there is one rank."""
     inner = getattr(model, "_orig_mod", model)
-    return inner if isinstance(inner, DistributedDataParallel) else None
+    if isinstance(inner, DistributedDataParallel):
+        return [inner]
+    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    ranks = 1 if (group := process.torch_group()) is None else group[1]
+    if not found and ranks > 1:
+        # Each rank would train a model of its own; and FSDP would divide each gradient by the ranks once more.
+        raise ConfigurationError(
+            f"model: a {type(inner).__name__} is no DistributedDataParallel, and there are {ranks} ranks, whose "
+            f"gradients nobody would average. Use world.wrap(model), also in the loss."
+        )
+    return found
 
 
 def _pieces(batch: Any, micro_batch: int | None) -> tuple[list[Any], float]:
     """The share cut into micro-batches, and their weight: one stand-in of weight zero for an empty share."""
     if isinstance(batch, Batch):
         micro_batch = micro_batch or batch.micro_batch
-    samples = len(batch[0]) if isinstance(batch, tuple) else len(batch)
+    samples = _samples_of(batch)
     if samples == 0:
         return ([[batch.stand_in]], 0.0) if isinstance(batch, Batch) else ([batch], 0.0)
     if micro_batch is None or micro_batch >= samples:
@@ -242,7 +266,15 @@ def _pieces(batch: Any, micro_batch: int | None) -> tuple[list[Any], float]:
     starts = range(0, samples, micro_batch)
     if isinstance(batch, tuple):
         return [tuple(part[i : i + micro_batch] for part in batch) for i in starts], 1.0
+    if isinstance(batch, Mapping):
+        return [{name: part[i : i + micro_batch] for name, part in batch.items()} for i in starts], 1.0
     return [batch[i : i + micro_batch] for i in starts], 1.0
+
+
+def _samples_of(batch: Any) -> int:
+    if isinstance(batch, Mapping):
+        batch = tuple(batch.values())
+    return len(batch[0]) if isinstance(batch, tuple) else len(batch)
 
 
 class Partition(Sequence[Any]):
@@ -287,6 +319,10 @@ class DataPartitioner:
 
     def __init__(self, dataset: Any, fractions: Sequence[float], seed: int) -> None:
         source = dataset if hasattr(dataset, "__len__") else None
+        if source is None and hasattr(dataset, "__iter__"):
+            raise ConfigurationError(
+                f"dataset: a {type(dataset).__name__} has no length, so it cannot be cut into parts."
+            )
         n = _at_least(0, "dataset", dataset if source is None else len(source))
         seed = _integer("seed", seed)
         parts = torch.split(_shuffled(n, seed), part_sizes(n, _numbers("fractions", fractions)))
@@ -344,24 +380,10 @@ def _rank_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigurationError(f"rank: {rank}, world_size: {world_size}. Give both or neither.")
     if rank is None or world_size is None:
-        return _rank_in_group()
+        return rank_in_group("pass rank= and world_size=")
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank: {rank} must be at least 0 and less than world_size: {world_size}.")
     return rank, world_size
-
-
-def _rank_in_group() -> tuple[int, int]:
-    if process.current.group is not None or process.torch_group() is not None:
-        place = process.place()
-        return place.rank, place.world_size
-    for name in ("WORLD_SIZE", "DDPJOB_WORLD_SIZE"):
-        if (size := process.number(name, 1)) > 1:
-            # As rank 0 of 1, each rank would train alone on all samples, end with 0, and nobody would notice.
-            raise ConfigurationError(
-                f"{name}: {size} and there is no process group, so this process cannot know its share. "
-                f"Call ddpjob.init() first, or pass rank= and world_size=."
-            )
-    return 0, 1
 
 
 def _at_least(least: int, name: str, value: int) -> int:
@@ -376,6 +398,8 @@ def _integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
+        if hasattr(value, "__getitem__") and not isinstance(value, str):
+            raise ConfigurationError(f"{name}: a {type(value).__name__} has a length: give len(...).") from None
         raise ConfigurationError(f"{name}: {value!r} is no whole number. Use // for /, or int().") from None
 
 

@@ -56,6 +56,8 @@ class Process:
         self.keeper: Any = None
         self.at_boundary: Callable[[int], None] | None = None
         """Called by `should_stop` with the steps made so far."""
+        self.writers: dict[str, set[int]] = {}
+        """The writer numbers that it has taken in each folder."""
         self.saved_step: int | None = None
         """Of the newest checkpoint that this process has saved or loaded."""
         self.resumed_step: int | None = None

@@ -10,7 +10,8 @@ A state's name carries its step, its writer and the first 16 hexadecimal digits 
 by rename, after fsync: a file under such a name is complete, or was damaged later, which the digest shows.
 
 Fencing. Every attempt of a job that touches the folder, and under ddprun every generation of its ranks, takes the next
-writer number, once, by an exclusive create. The
+writer number, once, by an exclusive create. So does every further process that saves, because a run that begins again
+at step 0 has lower steps than the run before it; one that only loads goes on with the number of that run. The
 newest state is that of the highest (writer, step), never of the highest step alone, and names of two writers never
 meet: what a process of an old attempt writes late can neither overwrite nor hide a newer attempt's state. Besides, it
 checks for a higher number before it writes, publishes and prunes, and ends with Superseded. A race between that check
@@ -47,8 +48,8 @@ from ddpjob.checkpoint.recall import Fetched
 from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of, without_copies
 from ddpjob.core.memory import Found, Version, is_newer
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
-from ddpjob.group import gather
-from ddpjob.group.join import World, active, before_leaving, store_of
+from ddpjob.group import gather, stop
+from ddpjob.group.join import World, active, before_leaving, rank_in_group, store_of
 from ddpjob.reporting.progress import pause, report_resumed, report_saved
 
 FORMAT = 1
@@ -78,7 +79,7 @@ class Snapshot:
 
     folder  on a volume that outlives the pod; made if absent. Where the nodes do not share it, rank 0's counts and its
             bytes are sent to the ranks that cannot read them. None: the state is in memory alone.
-    world   by default the one of `init`, else rank 0 of 1.
+    world   by default the one of `init`; else the group that the script has made is used, else rank 0 of 1.
     keep    newest states that stay; at least 1.
     memory  under ddprun, keep the state in the pod's memory as well, where a restart finds it at the last step.
 
@@ -102,7 +103,10 @@ class Snapshot:
         self._folder = None if folder is None else Path(folder)
         self._states_max = keep
         self._world = world or active()
-        self.rank, self.world_size = (0, 1) if self._world is None else (self._world.rank, self._world.world_size)
+        if self._world is not None:
+            self.rank, self.world_size = self._world.rank, self._world.world_size
+        else:
+            self.rank, self.world_size = rank_in_group("pass world=")
         attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
         generation = int(os.environ.get("DDPJOB_GENERATION") or 0)
         self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, generation)
@@ -167,8 +171,11 @@ class Snapshot:
             self._offer_rng(step)
             return
         self.wait()
-        writer = self._claim()
-        self._must_be_newest(writer)
+        try:
+            writer = self._claim(to_save=True)
+            self._must_be_newest(writer)
+        except OSError as error:  # the folder is gone, or must not be written
+            raise SnapshotError(f"folder: {self.folder}: {_reason(error)}.") from error
         document = {
             "format": FORMAT,
             "step": step,
@@ -247,9 +254,10 @@ class Snapshot:
 
     # ---- who may write -------------------------------------------------------------------------------------
 
-    def _claim(self) -> int:
-        """The writer number of this attempt and generation: taken once, the next after the highest in the folder."""
-        if self._writer is not None:
+    def _claim(self, *, to_save: bool = False) -> int:
+        """The writer number of this process: taken once, the next after the highest in the folder. Who has only loaded
+        may have that of an earlier process of the same attempt and generation."""
+        if self._writer is not None and not (to_save and self._writer not in self._taken()):
             return self._writer
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -258,23 +266,40 @@ class Snapshot:
         while True:
             highest = _highest_writer(self.folder)
             claim = _claim_of(self.folder, highest)
-            if claim == self._own_claim:  # restarted by another launcher, or a second Snapshot of this process
+            is_shared = claim == self._own_claim and highest not in self._taken()
+            if claim == self._own_claim and not (is_shared and to_save):  # or a second Snapshot of this process
                 break
             if claim is not None:
                 self._refuse_folder_of(claim, highest)
             if create_exclusively(self.folder, highest + 1, self._own_claim.as_json()):
                 highest += 1
+                is_shared = False
+                self._taken().add(highest)
                 break
         self._writer = highest
         folder = self.folder  # not self, which the thread would keep
-        writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
+        if not (is_shared and self._process_of(highest)):
+            writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
         return highest
 
+    def _taken(self) -> set[int]:
+        """The numbers that this process has taken in the folder."""
+        return process.current.writers.setdefault(os.path.realpath(self.folder), set())
+
+    def _process_of(self, writer: int) -> str:
+        """The number of the process that is known to run as this writer, on this machine; "" where there is none."""
+        return writers.running_here(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer))
+
     def _refuse_folder_of(self, claim: "_Claim", writer: int) -> None:
-        """Raise where a later attempt of this job, or another job that is still running, owns the folder."""
+        """Raise where a later attempt of this job, or another process or job that is still running, owns the folder."""
         if claim.job == self._own_claim.job:
             if claim > self._own_claim:
                 raise self._superseded()
+            if claim == self._own_claim and (number := self._process_of(writer)):
+                raise SnapshotError(
+                    f"folder: {self.folder} is in use by process {number}, which is running. Give each run a folder of "
+                    f"its own, or end that process first: one would remove what the other one saves."
+                )
             return
         who = writers.named(claim.job)
         if writers.is_running(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer), who):
@@ -458,9 +483,13 @@ class Snapshot:
 
     # ---- random states of the other ranks ------------------------------------------------------------------
 
+    def _store(self) -> Any:
+        """That of the group; None where there is none, or where it is left."""
+        return stop.store_of_group() if self._world is None else store_of(self._world)
+
     def _offer_rng(self, step: int) -> None:
         """Through the store, not by a collective: `save` on rank 0 alone must not wait for the others."""
-        store = store_of(self._world)
+        store = self._store()
         if store is None:
             return
         buffer = io.BytesIO()
@@ -473,7 +502,7 @@ class Snapshot:
     def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
         """The random states of the ranks that save too. One that came too late for the save before is waited for again
         once its state is there; one that never saves, because rank 0 saves alone, is waited for once."""
-        store = store_of(self._world)
+        store = self._store()
         missing = {rank: _rng_key(self.folder, step, repeat, rank) for rank in range(1, self.world_size)}
         if store is None:
             return rng

@@ -73,6 +73,14 @@ def is_running(claim: Path, path: Path, who: str) -> bool:
     return False
 
 
+def running_here(claim: Path, path: Path) -> str:
+    """The number of the writer's process where that is another one, known to run on this machine, else ""; waits for
+    nothing."""
+    process, _ = _seen(claim, path)
+    number = process.split("/")[-2] if process and _runs_on_this_machine(process) else ""
+    return "" if number == str(os.getpid()) else number
+
+
 def _seen(claim: Path, path: Path) -> tuple[str | None, int]:
     """The process, "" where it has left in order, None where it is not known; and the time of its last heartbeat."""
     for file in (path, claim):  # a claim is made a moment before its first heartbeat

@@ -181,6 +181,24 @@ def active() -> World | None:
     return getattr(process.current.group, "world", None)
 
 
+def rank_in_group(otherwise: str) -> tuple[int, int]:
+    """Rank and size of the group of this process, also of one that the script has made; 0 of 1 without one.
+
+    otherwise: what else can be done than to call `init`, for the ConfigurationError of a rank that has no group yet.
+    """
+    if process.current.group is not None or process.torch_group() is not None:
+        place = process.place()
+        return place.rank, place.world_size
+    for name in ("WORLD_SIZE", "DDPJOB_WORLD_SIZE"):
+        if (size := process.number(name, 1)) > 1:
+            # As rank 0 of 1, each rank would train alone on all samples, end with 0, and nobody would notice.
+            raise ConfigurationError(
+                f"{name}: {size} and there is no process group, so this process cannot know its share. "
+                f"Call ddpjob.init() first, or {otherwise}."
+            )
+    return 0, 1
+
+
 def store_of(world: World | None) -> Store | None:
     """The key-value store of that world's group, while it is not left."""
     return getattr(_group_of(world), "store", None)
