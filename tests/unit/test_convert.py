@@ -783,6 +783,28 @@ def test_words_that_yaml_takes_for_numbers_or_true_stay_words() -> None:
     assert read["spec"]["template"]["spec"]["containers"][0]["command"] == words
 
 
+@pytest.mark.parametrize(
+    "script",
+    [
+        "set -e\ntorchrun \\\n  --nnodes=2 t.py\n",
+        "\nif true; then\n\ttorchrun --nnodes=2 t.py\nfi\n\n",
+        "  cd /w\ntorchrun --nnodes=2 t.py",
+        "cat << E > t.py\nprint('ä—')  \n# \U0001f600 \x85 \u2028 \ufeff\nE\ntorchrun --nnodes=2 t.py",
+        "#!/bin/sh\r\ntorchrun --nnodes=2 t.py\r\n",
+    ],
+)
+def test_a_script_of_several_lines_is_the_same_when_it_is_read_again(script: str) -> None:
+    result = command.convert(["bash", "-c", script], image="i")
+    read = yaml.safe_load(result.to_yaml())
+    assert read["spec"]["template"]["spec"]["containers"][0]["command"] == ["bash", "-c", script]
+
+
+def test_a_script_of_several_lines_stays_in_lines() -> None:
+    """In quotes, with \\n in them, it can hardly be edited."""
+    text = command.convert(["bash", "-c", "set -e\ntorchrun \\\n  --nnodes=2 t.py\n"], image="i").to_yaml()
+    assert "- |\n          set -e\n          torchrun \\\n            --nnodes=2 t.py\n" in text
+
+
 def test_a_command_that_is_not_utf_8_is_refused() -> None:
     """It became a job with a character that no file name has."""
     result = CliRunner().invoke(cli, ["convert", "--", "torchrun", "\udcff.py"])
