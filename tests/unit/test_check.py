@@ -1006,6 +1006,25 @@ def test_the_script_is_found_behind_the_launchers_of_frameworks(
     assert read(["bash", "-lc", f"set -e; cd /app && {line}"]).files == files
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "python -m pip install -r requirements.txt",
+        "python3 -m ensurepip || apt-get install python3-pip",
+        "python prepare.py --out /data",
+        "python -m data.download",
+    ],
+)
+def test_what_a_shell_does_before_the_launcher_is_not_the_training(before: str) -> None:
+    """Its mistakes were not found where packages are installed first: the file of that step was read, or none."""
+    assert read(["bash", "-c", f"{before} && torchrun --nproc-per-node 2 train.py --x"]).script == "train.py"
+
+
+def test_a_script_without_a_launcher_is_found_after_an_installation() -> None:
+    assert read(["bash", "-c", "python -m pip install datasets && python train.py"]).script == "train.py"
+    assert read(["bash", "-c", "python train.py && python evaluate.py"]).script == "train.py"
+
+
 def test_the_lines_of_a_shell_script_may_go_on_in_the_next() -> None:
     script = "set -e\nif true; then torchrun \\\n  --nproc-per-node 2 \\\n  train.py \\\n  --lr 1\nfi\n"
     assert read(["bash", "-c", script]).script == "train.py"

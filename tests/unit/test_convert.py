@@ -695,6 +695,61 @@ def test_a_launcher_without_a_script_is_refused(line: str) -> None:
         of_command(line)
 
 
+@pytest.mark.parametrize(
+    ("script", "made", "named"),
+    [
+        (  # Volcano's pods, by its variables and names
+            "cd /w && torchrun --nnodes=3 --node_rank=$VK_TASK_INDEX --master_addr ddp-worker-0.ddp "
+            "--master_port='29500' t.py",
+            "cd /w && torchrun --nnodes=3 --node_rank=$NODE_RANK --master_addr $MASTER_ADDR --master_port=$MASTER_PORT "
+            "t.py",
+            "--node_rank=$VK_TASK_INDEX is now $NODE_RANK, --master_addr ddp-worker-0.ddp is now $MASTER_ADDR",
+        ),
+        (  # PyTorch's example for Slurm: in a pod $RANDOM is another number on each node
+            "torchrun --nnodes 3 --rdzv_id $RANDOM --rdzv_backend c10d \\\n  --rdzv_endpoint \\\n "
+            "$head_node_ip:29500 t.py",
+            "torchrun --nnodes 3 --rdzv_id $PET_RDZV_ID --rdzv_backend c10d \\\n  --rdzv_endpoint \\\n "
+            "$MASTER_ADDR:$MASTER_PORT t.py",
+            "--rdzv_id $RANDOM is now $PET_RDZV_ID",
+        ),
+        (  # what a shell runs for a value is no end of the options
+            "set -e; torchrun --master_addr=$(scontrol show hostnames | head -n 1) --nnodes=3 t.py",
+            "set -e; torchrun --master_addr=$MASTER_ADDR --nnodes=3 t.py",
+            "is now $MASTER_ADDR",
+        ),
+        (
+            "export MASTER_ADDR=$(head -1 /etc/volcano/worker.host); torchrun --nnodes=3 t.py",
+            "export MASTER_ADDR=$(head -1 /etc/volcano/worker.host); torchrun --nnodes=3 t.py",
+            "MASTER_ADDR: the job sets it, and the script gives it another value: remove that",
+        ),
+        (
+            "torchrun --nnodes=3 t.py --local_id=$SLURM_LOCALID; echo $VC_TASK_INDEX",
+            "torchrun --nnodes=3 t.py --local_id=$SLURM_LOCALID; echo $VC_TASK_INDEX",
+            "SLURM_LOCALID, VC_TASK_INDEX: not set in a DDPJob",
+        ),
+    ],
+)
+def test_a_script_of_a_shell_meets_where_the_job_says(script: str, made: str, named: str) -> None:
+    """Kept as they were, these options start a job whose nodes wait for each other until the timeout."""
+    result = command.convert(["bash", "-c", script])
+    assert trainer(result)["command"] == ["bash", "-c", made]
+    assert result.spec["nodes"] == 3
+    assert [r.text for r in result.remarks if named in r.text] != []
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        'cd /w && torchrun --nnodes=2 --node_rank=${NODE_RANK} --master_addr="$MASTER_ADDR" t.py',
+        "MASTER_PORT=${MASTER_PORT:-29500} torchrun --nnodes=2 --rdzv-endpoint=$MASTER_ADDR:29400 t.py",
+    ],
+)
+def test_a_script_of_a_shell_that_reads_the_jobs_variables_stays_as_it_is(script: str) -> None:
+    result = command.convert(["bash", "-c", script], image="i")
+    assert trainer(result)["command"] == ["bash", "-c", script]
+    assert result.remarks == []
+
+
 def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
     result = checked(command.convert(["bash", "-c", "source env.sh; python my_train.py --lr $LR"]))
     assert (result.spec["nodes"], result.metadata["name"]) == (1, "my-train")
@@ -750,6 +805,28 @@ def test_words_that_yaml_takes_for_numbers_or_true_stay_words() -> None:
     text = command.convert(words).to_yaml()
     read = yamlfile.read_job("x.yaml", None, text.encode()).data
     assert read["spec"]["template"]["spec"]["containers"][0]["command"] == words
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "set -e\ntorchrun \\\n  --nnodes=2 t.py\n",
+        "\nif true; then\n\ttorchrun --nnodes=2 t.py\nfi\n\n",
+        "  cd /w\ntorchrun --nnodes=2 t.py",
+        "cat << E > t.py\nprint('ä—')  \n# \U0001f600 \x85 \u2028 \ufeff\nE\ntorchrun --nnodes=2 t.py",
+        "#!/bin/sh\r\ntorchrun --nnodes=2 t.py\r\n",
+    ],
+)
+def test_a_script_of_several_lines_is_the_same_when_it_is_read_again(script: str) -> None:
+    result = command.convert(["bash", "-c", script], image="i")
+    read = yaml.safe_load(result.to_yaml())
+    assert read["spec"]["template"]["spec"]["containers"][0]["command"] == ["bash", "-c", script]
+
+
+def test_a_script_of_several_lines_stays_in_lines() -> None:
+    """In quotes, with \\n in them, it can hardly be edited."""
+    text = command.convert(["bash", "-c", "set -e\ntorchrun \\\n  --nnodes=2 t.py\n"], image="i").to_yaml()
+    assert "- |\n          set -e\n          torchrun \\\n            --nnodes=2 t.py\n" in text
 
 
 def test_a_command_that_is_not_utf_8_is_refused() -> None:

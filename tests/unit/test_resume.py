@@ -20,11 +20,14 @@ from ddpjob_operator.plan.actions import Settings
 CLAIM: dict[str, Any] = {"persistentVolumeClaim": {"claimName": "ckpt"}}
 
 
-def trains(volume: dict[str, Any] | None = None, command: str = "torchrun") -> World:
-    """A job that has saved step 500 and made step 520. volume: where it saves; None: in its container."""
+def trains(volume: dict[str, Any] | None = None, command: str = "torchrun", *, own_tmp: bool = False) -> World:
+    """A job that has saved step 500 and made step 520. volume: where it saves; None: in its container. own_tmp: with an
+    emptyDir at /tmp, which a read-only root needs."""
     mounts = [] if volume is None else [{"name": "ckpt", "mountPath": "/ckpt"}]
+    mounts += [{"name": "tmp", "mountPath": "/tmp"}] if own_tmp else []
     trainer = {"name": "trainer", "image": "x", "command": [command, "train.py"], "volumeMounts": mounts}
     volumes = [] if volume is None else [{"name": "ckpt", **volume}]
+    volumes += [{"name": "tmp", "emptyDir": {}}] if own_tmp else []
     world = digits(template={"spec": {"containers": [trainer], "volumes": volumes}}).running()
     return world.reports_step(520, saved_step=500).settle()
 
@@ -59,6 +62,24 @@ def test_a_checkpoint_that_may_go_with_its_pod_is_not_promised(
 ) -> None:
     """A training in an emptyDir begins again at step 0."""
     world = trains(volume)
+    world.settings = Settings(keeps_files=local)
+    assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
+
+
+@pytest.mark.parametrize(
+    ("volume", "local", "where"),
+    [
+        (CLAIM, False, "from step 500"),
+        ({"hostPath": {"path": "/data"}}, True, "from step 500"),
+        (None, True, "from step 500"),
+        (None, False, "last saved at step 500"),
+    ],
+)
+def test_an_empty_tmp_takes_nothing_from_what_is_said_of_the_checkpoint(
+    volume: dict[str, Any] | None, local: bool, where: str
+) -> None:
+    """Each pod with a read-only root has one, examples/digits.yaml and what `ddpjob submit` makes among them."""
+    world = trains(volume, own_tmp=True)
     world.settings = Settings(keeps_files=local)
     assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
 

@@ -185,6 +185,8 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
             2,
             "--master_addr=$(hostname) is not an address at which 2 nodes can find rank 0",
         ),
+        (["sh", "-c", "torchrun --rdzv_id $RANDOM x.py"], 2, "--rdzv_id=$RANDOM is another one on each of 2 nodes"),
+        (["sh", "-c", "torchrun --rdzv-id=job-$(date +%s) x.py"], 2, "is another one on each of 2 nodes"),
         (["torchrun", "--node-rank=1", "x.py"], 1, "--node_rank=1 waits for node 0, and spec.nodes: 1 has no other"),
         (["torchrun", "--nproc-per-node=gpu", "x.py"], 2, "--nproc_per_node=gpu: the trainer's limits have no GPU"),
         (["python", "-m", "torch.distributed.launch", "--no-python", "./x"], 1, "cannot hand over --local-rank"),
@@ -213,6 +215,9 @@ def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: lis
         (["torchrun", "--nnodes=2:2", "x.py"], 2),
         (["torchrun", "--rdzv-backend=c10d", "--rdzv-endpoint=$(MASTER_ADDR):$(MASTER_PORT)", "x.py"], 2),
         (["torchrun", "--master-addr=digits-0.digits", "x.py"], 2),
+        (["torchrun", "--rdzv-id=$RANDOM", "x.py"], 2),  # without a shell it is these letters, on all nodes
+        (["sh", "-c", "torchrun --rdzv-id=$DDPJOB_UID x.py"], 2),
+        (["sh", "-c", "torchrun --rdzv-id=$RANDOM x.py"], 1),
         (["sh", "-c", "echo 'unclosed && torchrun --standalone x.py"], 2),
         (["sh", "-c", "# torchrun --standalone x.py\npython x.py # or torchrun --nnodes=7"], 2),
         (["torchrun", "--node-rank=0", "x.py"], 1),

@@ -31,6 +31,7 @@ _MODULES = {
 }
 # Modules that start what follows them, and change nothing about it.
 _MODULE_WRAPPERS = set("cProfile coverage debugpy memory_profiler pdb profile scalene trace viztracer".split())
+_INSTALLERS = {"ensurepip", "pip", "uv", "venv", "virtualenv"}
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,11 @@ class Command:
 
 
 def read(words: list[str]) -> Command:
-    """The first command that starts a Python file, else the first whose launcher is known."""
+    """Of several commands the training: what a launcher starts, else the first Python file, else the first that starts
+    Python. Those before it install packages and prepare data."""
     commands = [c for command in _commands(words) if (c := _read(command)).launcher]
-    return next((c for c in commands if c.files), commands[0] if commands else Command())
+    by_launcher = [c for c in commands if c.launcher != "python"]
+    return next((c for c in by_launcher or commands if c.files), (by_launcher or commands or [Command()])[0])
 
 
 def starts_nothing(words: list[str]) -> bool:
@@ -118,6 +121,8 @@ def _of_module(module: str, rest: list[str]) -> Command:
     if module == "ddpjob.agent":
         return _of_torchrun("ddprun", rest)
     top = module.split(".")[0]
+    if top in _INSTALLERS:
+        return Command()
     if top in _MODULES:
         return _behind(_MODULES[top], _without(_FRAMEWORKS[_MODULES[top]], rest))
     if top in _MODULE_WRAPPERS:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpjob_operator.convert import common
+from ddpjob_operator.convert import common, shell
 from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.job import bounds, launcher
@@ -46,6 +46,10 @@ _OTHER_LAUNCHERS = {
 # Options of the programs that start others, whose next word is a name and no program: `conda run -n ray`.
 _NAME_FOLLOWS = {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group", "--package", "-u", "--user"}
 _READ = "`ddpjob convert` reads torchrun, ddprun, accelerate launch and python, also behind env, uv run or bash -c"
+_UNSET = (
+    "not set in a DDPJob, which has NODE_RANK, NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, and in each rank "
+    "RANK, LOCAL_RANK and WORLD_SIZE"
+)
 _MORE_THAN_WORDS = re.compile(r"[;&|<>$`\n(){}*?~#\\]")
 _NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
 
@@ -73,6 +77,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
     if inner[1:3] == ["-m", "accelerate.commands.launch"]:
         inner = ["accelerate", "launch", *inner[3:]]
     if launcher.shell_script(inner) is not None:
+        inner = _by_job(inner, result)
         script = _of_shell(inner, result)
     elif _name(inner[0]) == "accelerate":
         inner, more = _accelerate(inner, result)
@@ -82,6 +87,8 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
         inner = _torchrun(inner, result)
         script = launcher.script(inner) or inner[-1]
     command = [*command[:begin], *inner]
+    if unset := shell.of_others(" ".join(command)):
+        result.remark(("command",), f"{', '.join(unset)}: {_UNSET}")
     result.metadata["name"] = name or common.job_name(script)
     container: dict[str, Any] = {"name": TRAINER, "image": image or IMAGE, "command": command}
     if variables:
@@ -157,6 +164,18 @@ def _refusal(words: list[str]) -> ConvertError:
         "and it starts the ranks of that node: ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS "
         f"{started}",
     )
+
+
+def _by_job(words: list[str], result: Converted) -> list[str]:
+    """A shell's command whose script names the rendezvous by the job's variables."""
+    text = launcher.shell_script(words) or ""
+    script, changed = shell.by_job(text)
+    if changed:
+        told = ", ".join(f"{' '.join(option.split())} is now {value}" for option, value in changed)
+        result.remark(("command",), f"{told}: the job sets the rendezvous of each node")
+    for name in shell.assigned(text):
+        result.remark(("command",), f"{name}: the job sets it, and the script gives it another value: remove that")
+    return [script if word == text else word for word in words]
 
 
 def _of_shell(words: list[str], result: Converted) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -79,10 +80,17 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_representer(str, yamlvalues.represent)
+def _text(dumper: Any, text: str) -> Any:
+    """A script of several lines in lines, as it was given: in quotes, with \\n in them, it can hardly be edited."""
+    if "\n" in text.strip() and not re.search(r"[ \t]\n|[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\ufffd]", text):
+        return dumper.represent_scalar(f"{yamlvalues.TAG}str", text, style="|")
+    return yamlvalues.represent(dumper, text)
+
+
+_Dumper.add_representer(str, _text)
 
 
 def _dumped(data: dict[str, Any]) -> list[str]:
     # libyaml is not used: the text is short, and this dumper can be told what a list looks like.
     text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
-    return text.splitlines()
+    return text.removesuffix("\n").split("\n")

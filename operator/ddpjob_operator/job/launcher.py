@@ -46,6 +46,8 @@ _SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "com
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
+# What a shell makes another text of on each node.
+_OTHER_ON_EACH_NODE = re.compile(r"\$\{?(RANDOM|HOSTNAME|\$)|(\$\(|`)(date|hostname|uuidgen)\b")
 NEEDS_TORCHRUN = (
     "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
     "minNodes."
@@ -284,6 +286,9 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
             f"--rdzv_backend={backend} without --rdzv_endpoint: each of {spec.nodes} nodes waits at its own address. "
             "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)."
         )
+    run_id = options.get("rdzv_id", "")
+    if shell_script(command_of(spec.template)) is not None and _OTHER_ON_EACH_NODE.search(run_id):
+        yield f"--rdzv_id={run_id} is another one on each of {spec.nodes} nodes. Remove it: the job sets it."
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
         if NO_RENDEZVOUS_HOST.match(host):

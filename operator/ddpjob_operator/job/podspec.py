@@ -14,6 +14,7 @@ TRAINER = "trainer"
 # Volumes that are a pod's own; any other may be the same folder on all nodes, also a hostPath: a network file system
 # may be mounted on it.
 _OWN_VOLUMES = {"emptyDir", "ephemeral", "configMap", "secret", "projected", "downwardAPI", "image"}
+_FOR_SCRATCH = ("/dev/shm", "/tmp")  # noqa: S108 - of pods
 _EMPTIED = {"emptyDir", "ephemeral"}  # those of them that a trainer writes to
 
 _SUFFIXES = {"n": 1e-9, "u": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
@@ -55,7 +56,8 @@ def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
 def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
     """Whether what the trainer writes is there for the pod after it, wherever it writes: it has a volume that stays,
     and none that is emptied. elsewhere: whether files beside all volumes stay, as those of a process do."""
-    kinds = [kind for path, kind in _mounted(template).items() if path != "/dev/shm"]  # noqa: S108 - of all processes
+    # /tmp is emptied in any pod; an emptyDir there, which a read-only root needs, is no sign that checkpoints are.
+    kinds = [kind for path, kind in _mounted(template).items() if path not in _FOR_SCRATCH]
     return not _EMPTIED.intersection(kinds) and (elsewhere or not _OWN_VOLUMES.issuperset(kinds))
 
 
