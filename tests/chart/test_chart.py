@@ -524,6 +524,14 @@ def test_the_notes_say_what_is_different_from_the_default(tmp_path: Path) -> Non
     assert list((ROOT / crds[1]).glob("*.yaml"))
 
 
+def test_the_notes_warn_of_a_scraper_that_the_network_policy_keeps_out(tmp_path: Path) -> None:
+    """Its targets would be down, and the alert that no operator leads would fire."""
+    on = ("--set", "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true")
+    named = ("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus")
+    assert "networkPolicy.metricsFrom" in notes(tmp_path, *on)
+    assert "networkPolicy.metricsFrom" not in notes(tmp_path, *on, *named)
+
+
 def test_the_image_is_the_charts_version_or_the_one_that_is_pinned() -> None:
     assert container()["image"] == f"ddpjob-operator:{chart()['appVersion']}"
     assert container("image.repository=r.example/op", "image.tag=v2")["image"] == "r.example/op:v2"
