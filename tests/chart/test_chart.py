@@ -746,6 +746,13 @@ def test_the_pod_of_helm_test_is_taken_for_no_operator() -> None:
     assert not service["spec"]["selector"].items() <= labels.items()
 
 
+def test_the_pod_of_helm_test_has_the_resources_of_the_operator() -> None:
+    """A quota that demands a CPU limit admitted the operator's pods, once they had one, and refused `helm test`."""
+    (test,) = hooks("resources.limits.cpu=1")["Pod"]["spec"]["containers"]
+    assert test["resources"] == container("resources.limits.cpu=1")["resources"]
+    assert test["resources"]["limits"]["cpu"] == 1
+
+
 @pytest.mark.parametrize("closed", ["progress.enabled=false", "networkPolicy.enabled=true"])
 def test_helm_test_asks_for_no_report_where_none_would_arrive(closed: str) -> None:
     (test,) = hooks(closed)["Pod"]["spec"]["containers"]
