@@ -449,6 +449,23 @@ def test_restart_waits_until_all_pods_have_ended(cluster: FakeCluster, ddpjob: D
     assert job["spec"]["suspend"] is False
 
 
+@pytest.mark.parametrize("words", [["restart", "digits"], ["scale", "digits", "--nodes", 4]])
+def test_a_job_that_ends_while_it_is_stopped_is_not_waited_for(
+    cluster: FakeCluster, ddpjob: Ddpjob, words: list[str | int]
+) -> None:
+    """The command waited for its whole time-out, and said that the job stays suspended."""
+    cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
+
+    def ends(raw: dict[str, Any]) -> None:
+        raw["status"] |= {"state": "Failed", "reason": "BackoffLimitExceeded"}
+
+    cluster.on_patch = ends
+    done = ddpjob(*words, "--timeout", "5s")
+    assert done.code == 2
+    assert f"digits has Failed and cannot be {words[0]}{'d' if words[0] == 'scale' else 'ed'}" in done.err
+    assert "stays suspended" not in done.err
+
+
 def test_a_restart_that_takes_too_long_says_that_the_job_stays_suspended(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored(startTime="2026-01-01T00:00:00Z"))
     done = ddpjob("restart", "digits", "--timeout", "1s")

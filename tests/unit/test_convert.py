@@ -507,6 +507,7 @@ def test_without_a_master_the_first_worker_is_rank_0() -> None:
     given = replicas(command=["python", "x.py", "tcp://mnist-worker-0:1"])
     result = converted(pytorchReplicaSpecs={"Worker": given["Worker"]})
     assert trainer(result)["command"][2] == "tcp://$(MASTER_ADDR):1"
+    assert result.comments["nodes"].endswith(" Worker; the first is node 0")
 
 
 def test_the_first_pods_name_in_a_trainjob_is_the_variable_of_the_job() -> None:

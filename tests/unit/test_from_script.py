@@ -137,6 +137,23 @@ def test_a_script_that_requires_its_local_rank_is_given_it_and_check_accepts_the
     assert [f for f in check.check("train.py", script, context) if f.severity == "error"] == []
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from trl import SFTConfig, SFTTrainer",
+        "from sentence_transformers import SentenceTransformerTrainer",
+        "from megatron.training import pretrain",
+        "from nemo.collections import llm",
+        "from fastai.distributed import *",
+        "from ultralytics import YOLO",
+    ],
+)
+def test_a_library_that_forms_the_group_by_itself_is_not_said_to_train_alone(line: str) -> None:
+    """Who reads that each process trains alone looks for a mistake that is not there."""
+    notes = from_script.read("train.py", f"{line}\n").notes
+    assert notes[0] == "A framework forms the group: torchrun starts its processes."
+
+
 def test_what_was_found_stands_in_comments() -> None:
     text = from_script.job_yaml(Start("train.py"), TORCHRUN)
     for said in ("nccl, which needs a GPU", "needs: --data", "--epochs (5)", "/data/mnist", "saves files"):

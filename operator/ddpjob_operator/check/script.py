@@ -32,8 +32,9 @@ INIT = "torch.distributed.init_process_group"
 DDP = "torch.nn.parallel.DistributedDataParallel"
 # Frameworks that start, wrap, sample and save by themselves, so that a script need not.
 _FRAMEWORKS = {
-    "accelerate", "colossalai", "composer", "deepspeed", "determined", "fairscale", "horovod", "ignite", "lightning",
-    "lightning_fabric", "mmengine", "pytorch_lightning", "ray", "torchtitan", "transformers",
+    "accelerate", "colossalai", "composer", "deepspeed", "determined", "fairscale", "fastai", "horovod", "ignite",
+    "lightning", "lightning_fabric", "megatron", "mmengine", "nemo", "pytorch_lightning", "ray",
+    "sentence_transformers", "torchtitan", "transformers", "trl", "ultralytics",
 }  # fmt: skip
 _LAUNCHER_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES"}
 _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")

@@ -10,7 +10,7 @@ from ddpjob_operator.client.connection import Cluster
 from ddpjob_operator.client.errors import NotFoundError
 from ddpjob_operator.client.watch import Say, Watch
 from ddpjob_operator.job import podspec, wording
-from ddpjob_operator.job.status import TERMINAL, find_condition
+from ddpjob_operator.job.status import find_condition
 from ddpjob_operator.job.validation import suggestion
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -41,8 +41,8 @@ def resume(cluster: Cluster, name: str, say: Say) -> None:
 
 
 def restart(cluster: Cluster, name: str, seconds: float, say: Say) -> None:
-    """Suspend, wait until all pods have ended, resume. Nothing is charged to backoffLimit."""
-    _stop(cluster, _unfinished(cluster, name, "restarted"), seconds, say)
+    """Suspend, wait until all pods have ended, resume. Nothing is charged to backoffLimit but a failure before it."""
+    _stop(cluster, _unfinished(cluster, name, "restarted"), "restarted", seconds, say)
     jobs.patch(cluster, name, {"suspend": False})
     say(f"{name} starts again")
 
@@ -60,7 +60,7 @@ def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> 
         jobs.patch(cluster, name, {"nodes": nodes})
         say(f"{name} has {wording.count(nodes, 'node')} now, before {before}; all save, and start again")
         return
-    _stop(cluster, stored, seconds, say)
+    _stop(cluster, stored, "scaled", seconds, say)
     jobs.patch(cluster, name, {"nodes": nodes, "suspend": was_suspended})
     still = "; it is still suspended" if was_suspended else ""
     say(f"{name} has {wording.count(nodes, 'node')} now, before {before}{still}")
@@ -128,8 +128,12 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
     return holds
 
 
-def _stop(cluster: Cluster, stored: jobs.Stored, seconds: float, say: Say) -> None:
-    """Suspend a job and wait until all its pods have ended: the spec of what runs cannot be changed."""
+def _stop(cluster: Cluster, stored: jobs.Stored, what: str, seconds: float, say: Say) -> None:
+    """Suspend a job and wait until all its pods have ended: the spec of what runs cannot be changed.
+
+    Raises InputError where the job ends meanwhile: its nodes have all completed, or it has no restart left for a
+    failure that came before.
+    """
     name = stored.job.metadata.name
     if not stored.job.spec.suspend:
         stored = jobs.patch(cluster, name, {"suspend": True})
@@ -137,16 +141,21 @@ def _stop(cluster: Cluster, stored: jobs.Stored, seconds: float, say: Say) -> No
         return
     say(f"{name} is being stopped: waiting for its pods to save and end")
     try:
-        Watch(cluster, stored, say).until(watch.stopped, "stopped", seconds)
+        stopped = Watch(cluster, stored, say).until(lambda s: watch.stopped(s) or watch.ended(s), "stopped", seconds)
     except BaseException as error:
         if not isinstance(error, jobs.JobGoneError):
             say(f"{name} stays suspended; to start it again: ddpjob resume {name}")
         raise
+    _refuse_ended(stopped, what)
 
 
 def _unfinished(cluster: Cluster, name: str, what: str) -> jobs.Stored:
     stored = jobs.find(cluster, name)
-    if stored.job.status.state in TERMINAL:
-        state = stored.job.status.state
-        raise InputError(f"{name} has {state} and cannot be {what}: delete it and submit it again")
+    _refuse_ended(stored, what)
     return stored
+
+
+def _refuse_ended(stored: jobs.Stored, what: str) -> None:
+    if watch.ended(stored):
+        name, state = stored.job.metadata.name, stored.job.status.state
+        raise InputError(f"{name} has {state} and cannot be {what}: delete it and submit it again")
