@@ -192,9 +192,8 @@ def test_a_rank_that_sigkill_does_not_end_costs_its_pod_and_not_the_job(launcher
 
 def test_the_minute_after_sigkill_does_not_run_while_agent_and_rank_are_suspended_together(tmp_path: Path) -> None:
     """Else a laptop that wakes up, or a frozen container, gives up a node whose rank ends in a millisecond."""
-    agent = node.LocalRanks(
-        parse(["train.py"], {}), {}, logs.Folder(parse(["train.py", f"--log-dir={tmp_path}"], {})), None
-    )
+    options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # what follows the script is the script's
+    agent = node.LocalRanks(options, {}, logs.Folder(options), None)
     rank = agent._pids[0] = processes.start(["sleep", "1000"], {})
     try:
         agent.stop(signal.SIGTERM, 0.1, now=0.0)

@@ -292,6 +292,26 @@ def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() 
     assert launcher.warnings(spec)
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["mpirun", "-np", "4", "python", "x.py"], "mpirun"),
+        (["/opt/bin/deepspeed", "--num_gpus", "2", "x.py"], "deepspeed"),
+        (["bash", "-c", "cd /app && exec horovodrun -np 4 python x.py"], "horovodrun"),
+        (["mpirun", "-np", "4", "--hostfile", "/etc/mpi/hostfile", "python", "x.py"], ""),
+        (["mpirun", "-H", "a,b", "python", "x.py"], ""),
+        (["deepspeed", "--no_ssh", "--node_rank=$(NODE_RANK)", "--master_addr=$(MASTER_ADDR)", "x.py"], ""),
+        (["bash", "-c", "pip install deepspeed && python x.py"], ""),
+        (["torchrun", "x.py", "mpirun"], ""),
+    ],
+)
+def test_a_launcher_that_knows_of_no_other_node_trains_alone_on_each_and_is_named(words: list[str], named: str) -> None:
+    """A user pays for eight nodes, and each trains the same: the job succeeds."""
+    said = launcher.warnings(job(container={"command": words}).spec)
+    assert bool(named) == any(f"{named} starts ranks on its own node, so each of the 2 nodes" in note for note in said)
+    assert launcher.warnings(job(container={"command": words}, nodes=1).spec) == []
+
+
 def test_two_numbers_of_processes_are_refused() -> None:
     (sentence,) = command("torchrun", "--nproc_per_node=2", "x.py", nprocPerNode=4)
     assert "--nproc_per_node=2 contradicts spec.nprocPerNode: 4" in sentence

@@ -66,7 +66,7 @@ YAML_RULES = (
     YamlRule(
         "launcher-option",
         "warning",
-        "An option of the launcher has a consequence. The job has an Event of it.",
+        "The launcher, or an option of it, has a consequence. The job has an Event of it.",
     ),
 )
 CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning")

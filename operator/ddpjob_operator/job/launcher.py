@@ -48,6 +48,10 @@ NO_RENDEZVOUS_HOST = re.compile(
 )
 # What a shell makes another text of on each node.
 _OTHER_ON_EACH_NODE = re.compile(r"\$\{?(RANDOM|HOSTNAME|\$)|(\$\(|`)(date|hostname|uuidgen)\b")
+_OF_ONE_NODE = re.compile(
+    r"(?:^|[;&|(\n]\s*|\b(?:exec|env|run)\s+)(?:\S*/)?(deepspeed|horovodrun|mpiexec|mpirun|orterun)\s"
+)
+_OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-(?:H|f)\b")
 NEEDS_TORCHRUN = (
     "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
     "minNodes."
@@ -166,11 +170,11 @@ def max_restarts(spec: api.Spec) -> int | None:
 
 
 def warnings(spec: api.Spec) -> list[str]:
-    """Options of the command's launcher that are allowed, but have a drawback."""
+    """Launchers and options of theirs that are allowed, but have a drawback."""
     launcher = in_template(spec.template)
     if launcher is not None and launcher.name == "ddprun":  # it obeys all of these
         return []
-    options, notes = launcher.options if launcher else {}, []
+    options, notes = (launcher.options, []) if launcher else ({}, _alone(spec))
     if spec.preflight == "Always":
         notes.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
     if min_nodes(spec) is not None:
@@ -180,6 +184,18 @@ def warnings(spec: api.Spec) -> list[str]:
     if options.get("rdzv_backend", "static") != "static":
         notes.append(f"--rdzv-backend={options['rdzv_backend']} numbers the nodes as they arrive: any may have rank 0")
     return notes
+
+
+def _alone(spec: api.Spec) -> list[str]:
+    """A launcher that starts the ranks of one node where it is told of no other, and reads no variable of the job."""
+    text = " ".join(command_of(spec.template))
+    found = _OF_ONE_NODE.search(text)
+    if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
+        return []
+    return [
+        f"{found[1]} starts ranks on its own node, so each of the {spec.nodes} nodes trains alone; start the script "
+        "with torchrun"
+    ]
 
 
 def by_nodes(script: str) -> str:

@@ -190,8 +190,8 @@ RENDEZVOUS_OVERRIDDEN = _warning(
 )
 LAUNCHER_OPTION = _warning(
     "LauncherOption",
-    "Event only: an option of the launcher has a consequence.",
-    "Read the message; it names the option and what to write in its place.",
+    "Event only: the launcher, or an option of it, has a consequence.",
+    "Read the message; it names it, and what to write in its place.",
 )
 
 DEVICES_NOT_COUNTED = _warning(
