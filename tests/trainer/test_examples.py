@@ -182,7 +182,7 @@ def test_byte_lm_learns_the_same_on_any_number_of_processes(run, world_size):
 
 def test_byte_lm_learns_something_in_three_epochs(run):
     reported = run("byte_lm", 2, *TINY_LM).reported
-    assert reported[0]["loss"] > 5
+    assert 5 < reported[0]["loss"] < 7, "that of a byte that is guessed is 5.5; it was multiplied by the ranks"
     assert run("byte_lm", 2, *TINY_LM).done["loss"] < 3.3
 
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from free_port import free_port
 from shell import eventually
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import ddpjob
 from ddpjob import process
@@ -307,6 +308,29 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ddpjob.SnapshotError, match="file/s cannot be made: Not a directory"):
         ddpjob.Snapshot(tmp_path / "file" / "s").load()
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/run", Path("gs://bucket"), "file:///mnt/run"])
+def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, tmp_path, monkeypatch):
+    """The states were in ./s3:/bucket/run, and gone with the pod."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ddpjob.ConfigurationError, match=rf"folder: {folder} is a URL.*Mount"):
+        ddpjob.Snapshot(folder)
+
+
+def test_a_sampler_that_a_loader_reads_ahead_is_named_once(tmp_path, capfd):
+    """A resume left out the batches that the workers had fetched, and nothing said so."""
+    sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
+    loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler)
+    snapshot = ddpjob.Snapshot(tmp_path)
+    for batches, _ in enumerate(loader, start=1):
+        saved(snapshot, batches, order=sampler.state_dict(epoch=0, batches=batches))
+    assert capfd.readouterr().err == ""
+    for step in (9, 10):
+        saved(snapshot, step, order=sampler)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("ddpjob: order: a DataLoader iterates this sampler")
+    assert "save order.state_dict(epoch=..., batches=...)" in line
 
 
 def test_wrong_arguments_are_named(tmp_path):
@@ -985,3 +1009,27 @@ def test_a_rank_without_a_group_is_told_to_join_it_first(tmp_path, monkeypatch):
         ddpjob.ConfigurationError, match=r"WORLD_SIZE: 2 and .* Call ddpjob\.init\(\) first, or pass world"
     ):
         ddpjob.Snapshot(tmp_path / "s")
+
+
+def test_an_optimizer_whose_state_the_ranks_share_is_resumed_once_rank_0_has_all_of_it(run_ranks, tmp_path):
+    """Its state_dict() raises on all ranks after a load, which the load itself called."""
+
+    def body(rank: int) -> Any:
+        world = ddpjob.init("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2)
+        model = world.wrap(torch.nn.Linear(4, 4))
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.consolidate_state_dict(0)
+        snapshot = ddpjob.Snapshot(tmp_path / "s", world)
+        snapshot.save(1, model=model, optimizer=optimizer)
+        snapshot.close()
+        dist.barrier()
+        again = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.5)
+        step = ddpjob.Snapshot(tmp_path / "s", world).load(model=model, optimizer=again)
+        again.consolidate_state_dict(0)
+        world.close()
+        same = rank > 0 or str(again.state_dict()) == str(optimizer.state_dict())
+        return step, again.param_groups[0]["lr"], same
+
+    assert run_ranks(body, 2) == [(1, 0.1, True)] * 2

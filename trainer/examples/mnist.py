@@ -195,10 +195,10 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(args.lr, step, total)
                 optimizer.zero_grad()
-                loss = ddpjob.accumulate(model, batch, sampler.global_batch, summed_loss)  # this rank's part
+                loss = ddpjob.accumulate(model, batch, sampler.global_batch, summed_loss)
                 optimizer.step()
                 step += 1
-                metrics["loss"] = loss * world.world_size  # about the mean over all ranks
+                metrics["loss"] = loss  # of this rank's samples, about the mean over all ranks
                 ddpjob.progress(step=step, total=total, samples=args.global_batch, **metrics)
                 stop = snapshot and step < total and ddpjob.should_stop(step)  # on SIGTERM: all ranks at one step
                 if snapshot and (stop or step % args.snapshot_every == 0 or step == total):

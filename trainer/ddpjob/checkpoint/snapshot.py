@@ -59,6 +59,7 @@ HASHED_BYTES = 1024 * 1024
 RNG_OFFERS_MAX = 3  # random states of one rank that wait in the store; rank 0 is at most one save behind
 RNG_WAIT_SECONDS = 2.0  # how long the writing thread waits for the other ranks' random states; training does not wait
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # a Path has made one slash of two
 _STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6,})\.([0-9a-f]{16})\.pt")
 _WRITER_NAME = re.compile(r"writer-(\d{6,})\.json")
 _ALIVE_NAME = re.compile(r"writer-(\d{6,})\.alive")
@@ -100,6 +101,11 @@ class Snapshot:
             raise ConfigurationError(f"keep: {keep!r} must be a whole number of at least 1.")
         if folder is None and not memory:
             raise ConfigurationError("folder: none, and memory=False: nothing would be saved. Name a folder.")
+        if _URL.match(str(folder)):
+            raise ConfigurationError(
+                f"folder: {folder} is a URL, and would be a folder beside the script. Mount the volume, and give the "
+                f"path of a folder in it."
+            )
         self._folder = None if folder is None else Path(folder)
         self._states_max = keep
         self._world = world or active()
@@ -116,6 +122,7 @@ class Snapshot:
         self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
+        self._reads_ahead: str | None = None  # the sampler of which that was said
         self._has_begun = False  # at step 0, and said so
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
@@ -171,6 +178,7 @@ class Snapshot:
             self._offer_rng(step)
             return
         self.wait()
+        self._log_reading_ahead(state)
         try:
             writer = self._claim(to_save=True)
             self._must_be_newest(writer)
@@ -186,6 +194,16 @@ class Snapshot:
         work = (writer, document, self._repeats, {0: random_states.current()})
         self._thread = threading.Thread(target=self._write_or_note, args=work, name="ddpjob-snapshot")
         self._thread.start()
+
+    def _log_reading_ahead(self, state: Mapping[str, Any]) -> None:
+        """Once, of a sampler that says of itself where the workers of a DataLoader are, and not the training."""
+        for name, value in state.items():
+            if self._reads_ahead is None and getattr(value, "reads_ahead", False) is True:
+                self._reads_ahead = name
+                process.log(
+                    f"{name}: a DataLoader iterates this sampler. One with workers takes batches before they are "
+                    f"trained, and a resume leaves these out: save {name}.state_dict(epoch=..., batches=...) instead."
+                )
 
     def wait(self) -> None:
         """Wait until what was saved is in the folder; raises what went wrong with it."""

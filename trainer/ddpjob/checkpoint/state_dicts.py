@@ -6,6 +6,7 @@ reads with weights_only=True differs by its version (bytes and torch.uint16 are 
 """
 
 import collections
+import contextlib
 import copy
 import functools
 import io
@@ -205,7 +206,11 @@ def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict
     """The state that these objects have been restored from, of what is large their own: what it was read into is no
     longer needed."""
     large = (torch.nn.Module, torch.optim.Optimizer)
-    own = {name: unwrapped(target).state_dict() for name, target in objects.items() if isinstance(target, large)}
+    own = {}
+    for name, target in objects.items():
+        if isinstance(target, large):
+            with contextlib.suppress(RuntimeError):  # ZeroRedundancyOptimizer's: no rank has all of its state now
+                own[name] = unwrapped(target).state_dict()
     return {**state, **own}
 
 
