@@ -84,6 +84,15 @@ def test_what_is_left_of_torchruns_own_report_is_nobodys_last_words(name: str, k
     assert log_lines.of((DATA / f"{name}.log").read_text()[-kept:], 1) == ""
 
 
+@pytest.mark.parametrize("prefix", ["[rank0]: ", "[default0]:[rank0]: "])
+def test_what_another_rank_raised_last_is_not_what_this_one_said(prefix: str) -> None:
+    """sys.exit("no data") of rank 1 was told by the words with which rank 0 complained that rank 1 is gone."""
+    log = f"data folder is empty\n{prefix}RuntimeError: Connection closed by peer [127.0.0.1]:56017\n"
+    assert log_lines.of(log, 1, rank=1) == "last line: data folder is empty"
+    assert log_lines.of(log, 1, rank=0) == "last line: RuntimeError: Connection closed by peer [127.0.0.1]:56017"
+    assert log_lines.of(log, 1) == log_lines.of(log, 1, rank=0), "where the rank is not known"
+
+
 def test_the_job_says_what_argparse_said() -> None:
     world = digits(backoffLimit=0).running().exits(1, code=2, message=USAGE + ARGPARSE).restarted()
     assert f"ended with exit code 2 ({ARGPARSE})" in world.status.message

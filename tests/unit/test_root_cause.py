@@ -444,6 +444,13 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
             "rank 1 lost its peers",
         ),
         (
+            recorded(1, "PeerLost", exit_code=1, exception="RuntimeError: Timed out waiting 8000ms for recv operation"),
+            "rank 1 (pod bert-1-1, node gpu-01) waited for another rank until its timeout (RuntimeError: Timed out "
+            "waiting 8000ms for recv operation), and none was seen that failed by itself: one hangs, is slower than "
+            "that, or does not call what the others call",
+            "a timeout of rank 1",
+        ),
+        (
             recorded(1, "Evicted", exception="The node was low on resource: memory."),
             "rank 1 (pod bert-1-1, node gpu-01) was evicted by the kubelet (The node was low on resource: memory.)",
             "eviction of bert-1-1",

@@ -206,6 +206,25 @@ def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(excep
 
 
 @pytest.mark.parametrize(
+    ("exception", "timed_out"),
+    [
+        (
+            "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation",
+            True,
+        ),
+        ("torch.distributed.DistStoreError: Timed out after 9 seconds waiting for clients. 1/2 clients joined.", True),
+        ("torch.distributed.DistStoreError: wait timeout after 8000ms, keys: /default_pg/0//cpu//0/1", True),
+        ("torch.distributed.DistBackendError: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(", True),
+        ("RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms", True),
+        ("RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4242", False),
+    ],
+)
+def test_a_rank_that_has_waited_too_long_has_not_lost_its_peer(exception: str, timed_out: bool) -> None:
+    assert rules.is_symptom(exception)
+    assert rules.has_timed_out(exception) == timed_out
+
+
+@pytest.mark.parametrize(
     "exception",
     [
         "RuntimeError: [enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598",

@@ -120,6 +120,19 @@ def test_a_traceback_below_a_colon_is_no_part_of_the_line_above_it() -> None:
     assert read(f"{FRAME}ValueError: of the worker:\n{FRAME}{SHARD}\n").exception == SHARD
 
 
+EXITED = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with exit code 1"
+
+
+def test_what_a_process_of_spawn_printed_says_more_than_that_it_has_ended() -> None:
+    """Without `if __name__ == "__main__"` each process raises before it can tell the first one why."""
+    guard = "RuntimeError: \n        An attempt has been made to start a new process before the\n"
+    failure = read(f"{FRAME}{guard}{FRAME}{EXITED}\n")
+    assert failure.exception == "RuntimeError: An attempt has been made to start a new process before the"
+    assert (failure.exit_code, read(f"{FRAME}{EXITED}\n").exception) == (1, EXITED)
+    chosen = EXITED.replace("code 1", "code 3")
+    assert read(f"{FRAME}{SHARD}\n{FRAME}{chosen}\n").exception == chosen, "Python ends with 1 by what it raises"
+
+
 STOPS = "W1126 15:07:58.508000 1794 torch/distributed/elastic/multiprocessing/api.py:1028] Sending process 20 closing "
 
 

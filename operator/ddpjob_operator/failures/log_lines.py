@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 LAST_LINE = "last line: "
 """The prefix of what is only the last line, and perhaps not why it ended."""
@@ -17,6 +17,7 @@ _CODES = (1, 2, 126, 127)
 LINE_MAX = 2000
 # `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
 PREFIX = re.compile(r"^(?:\[[A-Za-z]{0,20}\d{1,9}\]:\s?)+")
+_RANK = re.compile(r"\[rank(\d{1,9})\]")
 _ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
 _CLICK = re.compile(r"^Error: \S")
 _BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
@@ -44,11 +45,14 @@ _BLANK = " \t\u2502\u2503|"
 _CUT_FROM = 2000
 
 
-def of(log: str, exit_code: int | None) -> str:
-    """The program's own sentence at the end of its log; "" where the exit code does not suggest one."""
+def of(log: str, exit_code: int | None, rank: int | None = None) -> str:
+    """The program's own sentence at the end of its log; "" where the exit code does not suggest one.
+
+    rank: that ended; None: not known. What another one has raised, which torch marks, is not its sentence.
+    """
     if exit_code not in _CODES:
         return ""
-    lines = _own_lines(log)
+    lines = _own_lines(log, rank)
     if exit_code == 2 and (sentence := _refused(lines)):
         return sentence
     return LAST_LINE + lines[-1] if lines else ""
@@ -68,9 +72,10 @@ def _refused(lines: list[str]) -> str:
     return next((line for line in reversed(lines) if _CLICK.match(line)), boxes[-1] if boxes else "")
 
 
-def _own_lines(log: str) -> list[str]:
+def _own_lines(log: str, rank: int | None = None) -> list[str]:
     """The lines of the program itself; none where all that is left of the log is torchrun's report."""
-    lines = [line.strip(_BLANK) for line in _without_warnings(log.splitlines())]
+    known = (line for line in log.splitlines() if not _is_of_another(line, rank))
+    lines = [line.strip(_BLANK) for line in _without_warnings(known)]
     begins = next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
     if begins is None and _REPORT_ENDS.search(log):
         return []
@@ -78,7 +83,13 @@ def _own_lines(log: str) -> list[str]:
     return [line for line in lines[first:begins] if not _LAUNCHERS_OWN.match(line) and any(c.isalpha() for c in line)]
 
 
-def _without_warnings(log: list[str]) -> Iterator[str]:
+def _is_of_another(line: str, rank: int | None) -> bool:
+    prefix = PREFIX.match(line[:200])
+    known = None if prefix is None else _RANK.search(prefix[0])
+    return rank is not None and known is not None and int(known[1]) != rank
+
+
+def _without_warnings(log: Iterable[str]) -> Iterator[str]:
     """Without the libraries' summaries, the code below a warning of Python's, and errors that Python has ignored."""
     is_summary = is_ignored = False
     for line in (PREFIX.sub("", line[:LINE_MAX]) for line in log):

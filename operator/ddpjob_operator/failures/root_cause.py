@@ -369,7 +369,7 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
         known = last
     else:
         known = report.failure.exception or (last if pod.trainer.init else "") or pod.message
-    return known or _runtime_reason(pod) or log_lines.of(report.log, code)
+    return known or _runtime_reason(pod) or log_lines.of(report.log, code, report.failure.rank)
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:

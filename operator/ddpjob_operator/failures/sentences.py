@@ -34,7 +34,9 @@ def short(failure: api.JobFailure) -> str:
         root_cause.STALLED: f"stall of {root_cause.who(failure)}",
         root_cause.STOPPED: f"{failure.pod} was stopped from outside",
         root_cause.RESUMABLE: "a stop from outside",
-        root_cause.PEER_LOST: f"{root_cause.who(failure)} lost its peers",
+        root_cause.PEER_LOST: f"a timeout of {root_cause.who(failure)}"
+        if rules.has_timed_out(failure.exception)
+        else f"{root_cause.who(failure)} lost its peers",
         root_cause.ENDED_EARLY: f"an early end of {root_cause.who(failure)}",
         "SupervisorLost": f"node {failure.node_rank} lost",
         "PreemptionByScheduler": f"preemption of {failure.pod}",
@@ -56,12 +58,8 @@ def _what(failure: api.JobFailure) -> str:
         return failure.exception
     if failure.reason == root_cause.STALLED:
         return failure.exception or f"has made no step{at}"
-    if failure.reason == root_cause.PEER_LOST and rules.port_in_use(failure.exception) is not None:
-        return f"could not listen at the address that it was given{why}"
     if failure.reason == root_cause.PEER_LOST:
-        node = root_cause.evidence_of(failure).silent_node
-        network = f"; node {node} did not report for a while, as where its network fails" if node else ""
-        return f"lost its peers{at}{why}, and none was seen that failed by itself: only peers' complaints{network}"
+        return _complaint(failure)
     if failure.reason == "OOMKilled":
         limit = failure.exception.partition(";")[0].removeprefix(root_cause.MEMORY)
         known = f" of {limit} (resources.limits.memory)" if failure.exception.startswith(root_cause.MEMORY) else ""
@@ -70,6 +68,20 @@ def _what(failure: api.JobFailure) -> str:
         what, colon, because = _PHRASES[failure.reason].format(code=_code(failure)).partition(":")
         return what + at + colon + because + why
     return _how_it_ended(failure)
+
+
+def _complaint(failure: api.JobFailure) -> str:
+    """What a rank says that a peer is gone, or does not come."""
+    at, why = _at(failure), _why(failure)
+    if rules.port_in_use(failure.exception) is not None:
+        return f"could not listen at the address that it was given{why}"
+    what, means = "lost its peers", "only peers' complaints"
+    if rules.has_timed_out(failure.exception):
+        what = "waited for another rank until its timeout"
+        means = "one hangs, is slower than that, or does not call what the others call"
+    node = root_cause.evidence_of(failure).silent_node
+    network = f"; node {node} did not report for a while, as where its network fails" if node else ""
+    return f"{what}{at}{why}, and none was seen that failed by itself: {means}{network}"
 
 
 def _how_it_ended(failure: api.JobFailure) -> str:

@@ -31,8 +31,12 @@ _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|In
 _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
 # Printed of an error that ends no program: in a `__del__` (a DataLoader's at the end of any), or in a line of the log.
 _ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")
-# `accelerate launch` on one GPU, or a wrapper of the user's, of the Python that it has started and that has said more.
-_OF_A_CHILD = re.compile(r"^subprocess\.CalledProcessError: Command '\[?'?[^ ']*(?:python[\d.]*|torchrun|ddprun)[' ]")
+# `accelerate launch` on one GPU, a wrapper of the user's, or spawn, of the Python that it has started and that has said
+# more.
+_OF_A_CHILD = re.compile(
+    r"^subprocess\.CalledProcessError: Command '\[?'?[^ ']*(?:python[\d.]*|torchrun|ddprun)[' ]"
+    r"|^torch\.multiprocessing\.spawn\.ProcessExitedException: process \d+ terminated with exit code 1$"
+)
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")

@@ -42,6 +42,12 @@ SYMPTOMS = re.compile(
     r"|NCCL communicator was aborted|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
+# Of them, those of a rank that has waited: what it waited for may be alive, and hang.
+_TIMED_OUT = re.compile(
+    r"Timed out (?:waiting \d+ms for|after \d+ seconds waiting)|wait timeout after \d+ms|Socket Timeout"
+    r"|monitoredBarrier|Watchdog caught collective operation timeout",
+    re.IGNORECASE,
+)
 # Only torch's errors are about peers: a database that refuses a connection is a ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
 # torch's, CUDA's where torch allocates nothing itself (a GPU that others have filled), NCCL's (its buffers are not
@@ -179,6 +185,11 @@ def cannot_start(f: Failure) -> bool:
     """Whether none of the user's own code ran: the container, the program or a module is not there."""
     has_not_started = f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN
     return has_not_started or CANNOT_EVER_START.search(f.exception) is not None
+
+
+def has_timed_out(exception: str) -> bool:
+    """Whether a symptom is that of a rank that has waited for another one until its timeout."""
+    return _TIMED_OUT.search(exception) is not None
 
 
 def is_mistake(exception: str, exit_code: int | None) -> bool:
