@@ -805,6 +805,7 @@ def test_words_that_yaml_takes_for_numbers_or_true_stay_words() -> None:
         "  cd /w\ntorchrun --nnodes=2 t.py",
         "cat << E > t.py\nprint('ä—')  \n# \U0001f600 \x85 \u2028 \ufeff\nE\ntorchrun --nnodes=2 t.py",
         "#!/bin/sh\r\ntorchrun --nnodes=2 t.py\r\n",
+        "torchrun --nnodes=2 $A t.py\n",
     ],
 )
 def test_a_script_of_several_lines_is_the_same_when_it_is_read_again(script: str) -> None:
@@ -933,6 +934,8 @@ FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
          "{mpiReplicaSpecs: {Launcher: {template: " + IN_A_POD.replace("[python", "[mpirun, -np, '4', -x, A=b, python")
          + "}}}", FIX),
         ("ray.io/v1", "RayJob", "{entrypoint: python train.py --lr 1}", FIX.replace("--image r/x:1 ", "")),
+        ("batch/v1", "Job", "{template: {spec: {containers: [{command: [sh, -xc, \"torchrun t.py\\n\"]}]}}}",
+         "ddpjob convert -- sh -xc 'torchrun t.py'"),  # `- |` of YAML ends with a line end
         ("batch/v1", "Job", "{template: 3}", "ddpjob convert -- COMMAND"),
         ("ray.io/v1", "RayJob", '{entrypoint: "python \'x"}', "ddpjob convert -- COMMAND"),
     ],
