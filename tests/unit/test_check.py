@@ -947,6 +947,11 @@ def test_volumes_and_claims_of_a_job_are_known() -> None:
     [
         (["sh", "-c", "cd /x; export A=1 && A=1 exec torchrun --nproc-per-node 2 train.py --x"], "train.py"),
         (["bash", "-c", "python -u train.py"], "train.py"),
+        (["bash", "-c", "torchrun --nproc-per-node=$(nvidia-smi -L | wc -l) train.py"], "train.py"),
+        (
+            ["bash", "-c", 'N="$(hostname -s)"; echo "$(date) a"; torchrun --role="$(hostname -s) b" train.py'],
+            "train.py",
+        ),
         (["python", "/opt/torch/distributed/launch.py", "--nproc_per_node=2", "train.py"], "train.py"),
         (["sh", "-c", "echo 'unclosed"], None),
         (["sh", "-c"], None),

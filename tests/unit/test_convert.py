@@ -507,7 +507,7 @@ def test_without_a_master_the_first_worker_is_rank_0() -> None:
     given = replicas(command=["python", "x.py", "tcp://mnist-worker-0:1"])
     result = converted(pytorchReplicaSpecs={"Worker": given["Worker"]})
     assert trainer(result)["command"][2] == "tcp://$(MASTER_ADDR):1"
-    assert result.comments["nodes"].endswith(" Worker; the first is node 0")
+    assert result.comments["nodes"] == "3 Worker; the first of them is node 0"
 
 
 def test_the_first_pods_name_in_a_trainjob_is_the_variable_of_the_job() -> None:
@@ -751,6 +751,19 @@ def test_a_script_of_a_shell_that_reads_the_jobs_variables_stays_as_it_is(script
     assert result.remarks == []
 
 
+def test_a_number_of_processes_that_only_the_pod_knows_is_left_to_it() -> None:
+    """`--nproc_per_node=$(nvidia-smi -L | wc -l)` is usual, and it is what nprocPerNode is when it is unset."""
+    script = "N=$(nvidia-smi -L | wc -l); torchrun --nnodes=2 --nproc_per_node=$N x.py"
+    result = command.convert(["bash", "-c", script], image="i")
+    assert "nprocPerNode" not in result.spec
+    assert trainer(result)["command"] == ["bash", "-c", script]
+    (remark,) = result.remarks
+    assert remark.text == (
+        "--nproc-per-node=$N: known in the pod alone; set spec.nprocPerNode to the same number, or the GPUs in "
+        "resources.limits"
+    )
+
+
 def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
     result = checked(command.convert(["bash", "-c", "source env.sh; python my_train.py --lr $LR"]))
     assert (result.spec["nodes"], result.metadata["name"]) == (1, "my-train")
@@ -816,6 +829,7 @@ def test_words_that_yaml_takes_for_numbers_or_true_stay_words() -> None:
         "  cd /w\ntorchrun --nnodes=2 t.py",
         "cat << E > t.py\nprint('ä—')  \n# \U0001f600 \x85 \u2028 \ufeff\nE\ntorchrun --nnodes=2 t.py",
         "#!/bin/sh\r\ntorchrun --nnodes=2 t.py\r\n",
+        "torchrun --nnodes=2 $A t.py\n",
     ],
 )
 def test_a_script_of_several_lines_is_the_same_when_it_is_read_again(script: str) -> None:
@@ -854,6 +868,11 @@ def test_the_job_is_named_after_the_script() -> None:
         ("torchrun --nnodes=0:4 train.py", "must be a number of nodes"),
         (f"torchrun --nnodes={'9' * 5000} train.py", "must be a number of nodes"),
         ("A=b", "is empty"),
+        (
+            "torchrun --nnodes=$SLURM_NNODES x.py",
+            "SLURM_NNODES: a variable that has no value here; give the number of nodes",
+        ),
+        ("torchrun --nnodes 2 --nproc-per-node=8x x.py", "--nproc-per-node must be auto, cpu, gpu or a number, is 8x"),
     ],
 )
 def test_a_command_line_that_cannot_be_converted_is_refused(line: str, sentence: str) -> None:
@@ -939,6 +958,8 @@ FIX = "ddpjob convert --image r/x:1 -- python train.py --lr 1"
          "{mpiReplicaSpecs: {Launcher: {template: " + IN_A_POD.replace("[python", "[mpirun, -np, '4', -x, A=b, python")
          + "}}}", FIX),
         ("ray.io/v1", "RayJob", "{entrypoint: python train.py --lr 1}", FIX.replace("--image r/x:1 ", "")),
+        ("batch/v1", "Job", "{template: {spec: {containers: [{command: [sh, -xc, \"torchrun t.py\\n\"]}]}}}",
+         "ddpjob convert -- sh -xc 'torchrun t.py'"),  # `- |` of YAML ends with a line end
         ("batch/v1", "Job", "{template: 3}", "ddpjob convert -- COMMAND"),
         ("ray.io/v1", "RayJob", '{entrypoint: "python \'x"}', "ddpjob convert -- COMMAND"),
     ],

@@ -185,6 +185,12 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
             2,
             "--master_addr=$(hostname) is not an address at which 2 nodes can find rank 0",
         ),
+        (
+            ["sh", "-c", "torchrun --nproc_per_node=$(nvidia-smi -L | wc -l) --nnodes=4 x.py"],
+            2,
+            "--nnodes=4 contradicts",
+        ),
+        (["sh", "-c", "torchrun --nproc_per_node `nproc --all` --nnodes=4 x.py"], 2, "--nnodes=4 contradicts"),
         (["sh", "-c", "torchrun --rdzv_id $RANDOM x.py"], 2, "--rdzv_id=$RANDOM is another one on each of 2 nodes"),
         (["sh", "-c", "torchrun --rdzv-id=job-$(date +%s) x.py"], 2, "is another one on each of 2 nodes"),
         (["torchrun", "--node-rank=1", "x.py"], 1, "--node_rank=1 waits for node 0, and spec.nodes: 1 has no other"),

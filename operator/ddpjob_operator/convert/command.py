@@ -221,6 +221,11 @@ def _sizes(options: dict[str, str], words: list[str], result: Converted) -> str:
     nproc = options.get("nproc_per_node", "")
     if nproc == "gpu":
         result.remark(("command",), f"{nproc}: a rank for each GPU of the pod: set them in resources.limits")
+    elif "$" in nproc:
+        text = "known in the pod alone; set spec.nprocPerNode to the same number, or the GPUs in resources.limits"
+        result.remark(("command",), f"--nproc-per-node={nproc}: {text}")
+    elif nproc not in ("", "auto", "cpu") and bounds.number(nproc, bounds.COUNT_MAX) < 1:
+        raise ConvertError(("command",), f"--nproc-per-node must be auto, cpu, gpu or a number, is {nproc}")
     elif nproc != "cpu" and nproc:
         template = {"spec": {"containers": [{"name": TRAINER, "command": words}]}}
         common.set_processes(nproc, ("command",), template, result)
@@ -228,6 +233,10 @@ def _sizes(options: dict[str, str], words: list[str], result: Converted) -> str:
 
 
 def _nodes(text: str, words: list[str], result: Converted) -> None:
+    if "$" in text:
+        raise ConvertError(
+            ("command",), f"--nnodes={text}: a variable that has no value here; give the number of nodes"
+        )
     least, most = common.range_of(text) or (bounds.number(text, bounds.COUNT_MAX),) * 2
     if not 0 < least <= most:
         raise ConvertError(("command",), f"--nnodes={text}: must be a number of nodes, or MIN:MAX as 1:4")

@@ -23,7 +23,7 @@ def advice(document: Mapping[str, Any]) -> str:
     if not isinstance(kind, str) or not isinstance(version, str) or version.split("/")[0] not in _GROUPS.get(kind, ()):
         return ""
     words, image = _started(document)
-    line = shlex.join(words)
+    line = shlex.join(word.rstrip("\n") for word in words)
     if not words or len(line) > _LENGTH_MAX or "\n" in line:
         line = "COMMAND"
     option = f"--image {shlex.quote(image)} " if image else ""

@@ -66,7 +66,7 @@ def _nodes(groups: list[Fields], result: Converted) -> None:
     if sum(counts) < 1:
         raise ConvertError((*groups[0].path, "replicas"), "there is no replica: a DDPJob has at least one node")
     names = " + ".join(f"{count} {group.path[-1]}" for count, group in zip(counts, groups, strict=True))
-    first = "the Master" if groups[0].path[-1] == "Master" else "the first"
+    first = "the Master" if groups[0].path[-1] == "Master" else "the first of them"
     result.set("nodes", sum(counts), f"{names}; {first} is node 0")
 
 

@@ -82,7 +82,7 @@ class _Dumper(yaml.SafeDumper):
 
 def _text(dumper: Any, text: str) -> Any:
     """A script of several lines in lines, as it was given: in quotes, with \\n in them, it can hardly be edited."""
-    if "\n" in text.strip() and not re.search(r"[ \t]\n|[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\ufffd]", text):
+    if "\n" in text and text.strip() and not re.search(r"[ \t]\n|[^\n\t\x20-\x7e\xa0-\ud7ff\ue000-\ufffd]", text):
         return dumper.represent_scalar(f"{yamlvalues.TAG}str", text, style="|")
     return yamlvalues.represent(dumper, text)
 

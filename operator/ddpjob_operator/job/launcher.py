@@ -46,6 +46,8 @@ _SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "com
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
+# What a shell runs in a word, as far as it has no quotes and no further one in it.
+_SUBSTITUTED = re.compile(r"\$\([^()\"'`#\n]*\)|`[^`\"'#\n]*`")
 # What a shell makes another text of on each node.
 _OTHER_ON_EACH_NODE = re.compile(r"\$\{?(RANDOM|HOSTNAME|\$)|(\$\(|`)(date|hostname|uuidgen)\b")
 _OF_ONE_NODE = re.compile(
@@ -373,10 +375,12 @@ def shell_script(words: list[str]) -> str | None:
 def shell_words(text: str) -> list[str]:
     """The words of a shell's script without its comments. Raises ValueError for a quote that is not closed.
 
-    Unlike shlex a shell goes on in the next line after a backslash, and has no comment within a word: ${HOSTNAME##*-}.
+    Unlike shlex a shell goes on in the next line after a backslash, has no comment within a word: ${HOSTNAME##*-}, and
+    takes a command in a word for a part of it: --nproc-per-node=$(nvidia-smi -L | wc -l).
     """
     hidden = re.sub(r"(?<=[^\s;&|()])#", "\0", shell_lines(text))
-    return [word.replace("\0", "#") for word in shlex.split(hidden, comments=True)]
+    hidden = _SUBSTITUTED.sub(lambda found: found[0].replace(" ", "\1"), hidden)
+    return [word.replace("\0", "#").replace("\1", " ") for word in shlex.split(hidden, comments=True)]
 
 
 def shell_lines(text: str) -> str:
