@@ -191,6 +191,23 @@ def test_an_epoch_of_a_loader_that_is_left_early_is_followed_by_the_next_one():
     assert taken == orders
 
 
+def test_epochs_that_are_all_left_early_are_told_to_be_the_same_one(capfd):
+    """A loop of a fixed number of steps an epoch, without set_epoch, would train the same samples each time."""
+    sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
+    loader = DataLoader(range(32), batch_sampler=sampler)
+    for _ in range(2):
+        next(iter(loader))
+    assert capfd.readouterr().err == "", "a look at a batch is no mistake"
+    for _ in range(3):
+        next(iter(loader))
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("ddpjob: epoch 0 of the data begins for the third time, with the same samples, because")
+    for epoch in range(1, 5):
+        sampler.set_epoch(epoch)
+        next(iter(loader))
+    assert capfd.readouterr().err == ""
+
+
 def test_numbers_of_numpy_and_torch_are_numbers(tmp_path):
     """A DataLoader's length or a fraction of an array ended in a TypeError; an epoch of numpy's could be trained and
     not be saved."""

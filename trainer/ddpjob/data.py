@@ -22,6 +22,8 @@ from ddpjob import process
 from ddpjob.errors import ConfigurationError, StateError
 from ddpjob.group.join import rank_in_group
 
+BEGINS_ODD = 3
+
 
 class Batch(list[int]):
     """One rank's share of a global batch: indices into the data set, at most `micro_batch` of them at a time.
@@ -86,6 +88,7 @@ class GlobalBatchSampler:
         self._epoch = 0
         self._consumed = 0
         self._began = (0, 0)  # the epoch, and the sample in it, that the last state went on from
+        self._begins = (0, 0)  # the epoch, and how often a DataLoader has begun it
         self.reads_ahead = False
         """Whether a DataLoader iterates it, which may have taken batches that are not trained yet."""
         if drop_last and self.global_batch > self.n:
@@ -133,6 +136,7 @@ class GlobalBatchSampler:
         batch from the training. `set_epoch` goes to the next one.
         """
         self._consumed = self._first_of(self._epoch)
+        self._note_begin()
         # From where a resume begins: with another global batch than before, the last one is of another size.
         last = (self.n - self._consumed) % self.global_batch
         smallest = self.global_batch if self.drop_last or not last else last
@@ -174,6 +178,17 @@ class GlobalBatchSampler:
         if consumed > self.n:
             raise StateError(f"consumed: the saved state has {consumed}, an epoch has n: {self.n}. It is damaged.")
         self._epoch, self._consumed = self._began = (epoch, consumed)
+
+    def _note_begin(self) -> None:
+        """Says once that an epoch begins again and again. One early end is a look at a batch, two are a habit."""
+        epoch, times = self._begins
+        times = times + 1 if epoch == self._epoch else 1
+        self._begins = (self._epoch, times)
+        if times == BEGINS_ODD and self.rank == 0:
+            process.log(
+                f"epoch {self._epoch} of the data begins for the third time, with the same samples, because its "
+                f"iterations are left early. Call sampler.set_epoch(epoch) before each to go on to the next epoch."
+            )
 
     def _first_of(self, epoch: int) -> int:
         """The sample with which that epoch began here."""
