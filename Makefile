@@ -17,12 +17,18 @@ help: ## What can be made.
 
 install: $(VENV)/installed ## The virtual environment with everything that demo and test need.
 
-$(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
+$(VENV)/installed: $(VENV)/trains
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[trainer,examples,operator,dev]'
 	@touch $@
 
-demo: install ## Train a model on two local nodes.
+# What a first job needs, without the operator's packages and the tools of the tests.
+$(VENV)/trains: pyproject.toml constraints.txt
+	@echo "installing PyTorch and DDPJob into $(VENV); this takes some minutes"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[trainer,examples]'
+	@touch $@
+
+demo: $(VENV)/trains ## Train a model on two local nodes.
 	$(BIN)/ddpjob run examples/digits.yaml
 
 check: install ## Style, types, layers, and that generated files are what the code gives.
