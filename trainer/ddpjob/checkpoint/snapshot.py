@@ -513,7 +513,7 @@ class Snapshot:
         buffer = io.BytesIO()
         torch.save(random_states.current(), buffer)
         self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
-        store.set(self._offered[-1], buffer.getvalue())  # type: ignore[arg-type]  # takes both
+        store.set(self._offered[-1], buffer.getvalue())
         if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
             store.delete_key(self._offered.pop(0))
 
