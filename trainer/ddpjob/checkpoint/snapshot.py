@@ -244,7 +244,10 @@ class Snapshot:
         _being_written.add(tmp.name)
         try:
             with _HashingFile(tmp) as file:
-                torch.save(document, file)
+                try:
+                    torch.save(document, file)
+                except RuntimeError as error:  # of torch's place in the file, where a write has failed
+                    raise (file.problem or error) from None
                 file.flush()
                 os.fsync(file.fileno())
             self._must_be_newest(writer)
@@ -609,10 +612,15 @@ class _HashingFile(io.BufferedWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
         self.sha256 = hashlib.sha256()
+        self.problem: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
-        return super().write(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.problem = self.problem or error
+            raise
 
 
 def _highest_writer(folder: Path) -> int:
