@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import errno
 import importlib
+import io
 import multiprocessing
 import os
 import random
@@ -259,6 +261,27 @@ def test_a_write_that_fails_is_raised_by_the_next_call_and_the_older_state_stays
     saved(snapshot, 3)
     assert steps(tmp_path) == [1, 3]
     assert not list(tmp_path.glob(".tmp*"))
+
+
+def test_a_full_disk_is_named_as_such(tmp_path, monkeypatch):
+    """torch says of a write that failed: `[enforce fail at inline_container.cc:672] . unexpected pos 8512 vs 8406`."""
+    write, room = io.FileIO.write, 20_000
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            if self.tell() + len(data) > room:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(self, data)
+
+    snapshot = ddpjob.Snapshot(tmp_path)
+    saved(snapshot, 1, weights=torch.zeros(10))
+    monkeypatch.setattr(io, "FileIO", Full)
+    snapshot.save(2, weights=torch.zeros(100_000))
+    with pytest.raises(
+        ddpjob.SnapshotError, match=r"step 2 was not written to .*: No space left on device \(errno 28\)"
+    ):
+        snapshot.wait()
+    assert steps(tmp_path) == [1]
 
 
 def test_a_process_killed_while_it_writes_leaves_the_state_before_it(tmp_path, monkeypatch):

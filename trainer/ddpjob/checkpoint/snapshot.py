@@ -244,7 +244,10 @@ class Snapshot:
         _being_written.add(tmp.name)
         try:
             with _HashingFile(tmp) as file:
-                torch.save(document, file)
+                try:
+                    torch.save(document, file)
+                except RuntimeError as error:  # of torch's place in the file, where a write has failed
+                    raise (file.problem or error) from None
                 file.flush()
                 os.fsync(file.fileno())
             self._must_be_newest(writer)
@@ -513,7 +516,7 @@ class Snapshot:
         buffer = io.BytesIO()
         torch.save(random_states.current(), buffer)
         self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
-        store.set(self._offered[-1], buffer.getvalue())  # type: ignore[arg-type]  # takes both
+        store.set(self._offered[-1], buffer.getvalue())
         if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
             store.delete_key(self._offered.pop(0))
 
@@ -609,10 +612,15 @@ class _HashingFile(io.BufferedWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
         self.sha256 = hashlib.sha256()
+        self.problem: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.sha256.update(data)
-        return super().write(data)
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.problem = self.problem or error
+            raise
 
 
 def _highest_writer(folder: Path) -> int:
