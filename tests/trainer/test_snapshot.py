@@ -662,6 +662,36 @@ def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tm
     assert steps(tmp_path) == [7, 8]
 
 
+def test_a_process_that_has_only_loaded_refuses_no_training(tmp_path):
+    """A notebook that shows the last state, or a script that looks for the step before it spawns the ranks."""
+
+    def training(folder: Path, step: int) -> None:
+        ddpjob.process.current.writers.clear()  # of the process that this one is a fork of
+        saved(ddpjob.Snapshot(folder), step)
+
+    in_a_process_of_its_own(lambda: training(tmp_path / "resumed", 7))
+    for folder, step in ((tmp_path / "resumed", 7), (tmp_path / "new", 0)):
+        reader = ddpjob.Snapshot(folder)
+        assert reader.load() == step
+        in_a_process_of_its_own(lambda folder=folder: training(folder, 8))
+        assert steps(folder)[-1] == 8
+    with pytest.raises(ddpjob.Superseded, match="belongs to another process of attempt 1 of a job without a name"):
+        reader.save(1)
+
+
+def test_a_second_snapshot_of_a_process_that_saves_leaves_its_mark(tmp_path):
+    training = ddpjob.Snapshot(tmp_path)
+    saved(training, 7)
+    again = ddpjob.Snapshot(tmp_path)
+    assert again.load() == 7
+
+    def second() -> None:
+        with pytest.raises(ddpjob.SnapshotError, match=f"in use by process {os.getppid()}"):
+            ddpjob.Snapshot(tmp_path).save(1)
+
+    in_a_process_of_its_own(second)
+
+
 def test_a_folder_that_was_removed_is_named(tmp_path):
     snapshot = ddpjob.Snapshot(tmp_path / "s")
     saved(snapshot, 1)
