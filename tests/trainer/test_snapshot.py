@@ -344,7 +344,7 @@ def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, 
 def test_a_sampler_that_a_loader_reads_ahead_is_named_once(tmp_path, capfd):
     """A resume left out the batches that the workers had fetched, and nothing said so."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
-    loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler)
+    loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler, num_workers=2)
     snapshot = ddpjob.Snapshot(tmp_path)
     for batches, _ in enumerate(loader, start=1):
         saved(snapshot, batches, order=sampler.state_dict(epoch=0, batches=batches))
@@ -354,6 +354,17 @@ def test_a_sampler_that_a_loader_reads_ahead_is_named_once(tmp_path, capfd):
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("ddpjob: order: a DataLoader iterates this sampler")
     assert "save order.state_dict(epoch=..., batches=...)" in line
+
+
+def test_a_loader_without_workers_reads_nothing_ahead_and_is_not_named(tmp_path, capfd):
+    sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
+    loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler)
+    for batches, _ in enumerate(loader, start=1):
+        saved(ddpjob.Snapshot(tmp_path), batches, order=sampler)
+        assert sampler.state_dict() == sampler.state_dict(epoch=0, batches=batches)
+        if batches == 3:
+            break
+    assert capfd.readouterr().err == ""
 
 
 def test_wrong_arguments_are_named(tmp_path):

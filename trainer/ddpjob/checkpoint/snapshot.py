@@ -199,7 +199,7 @@ class Snapshot:
     def _log_reading_ahead(self, state: Mapping[str, Any]) -> None:
         """Once, of a sampler that says of itself where the workers of a DataLoader are, and not the training."""
         for name, value in state.items():
-            if self._reads_ahead is None and getattr(value, "reads_ahead", False) is True:
+            if self._reads_ahead is None and getattr(value, "has_workers", False) is True:
                 self._reads_ahead = name
                 process.log(
                     f"{name}: a DataLoader iterates this sampler. One with workers takes batches before they are "
