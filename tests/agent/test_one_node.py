@@ -233,6 +233,50 @@ def test_a_script_that_is_missing_is_one_line_with_the_one_that_may_be_meant(
     assert there_is_none.endswith(f"; did you mean {tmp_path}/train.py?")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("trian", "there is no module trian in "),
+        ("trian.main", "there is no module trian in "),
+        ("train.py", "there is no module train.py: -m takes train; without -m the file is train.py"),
+        ("src/train.py", "there is no module src/train.py: -m takes src.train; without -m the file is src/train.py"),
+    ],
+)
+def test_a_module_that_is_missing_is_one_line_and_no_restart(launcher: Launcher, name: str, said: str) -> None:
+    (launcher.folder / "src").mkdir()
+    for script in ("train.py", "src/train.py"):
+        launcher.script("print('imported')", script)
+    done = launcher.done("-m", name)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"ddprun: {said}")
+
+
+@STARTS
+@pytest.mark.parametrize("name", ["train", "src.train", "lib.py", "installed"])
+def test_a_module_in_the_working_folder_a_package_or_the_path_is_run(launcher: Launcher, start: str, name: str) -> None:
+    for folder in ("src", "lib", "elsewhere"):
+        (launcher.folder / folder).mkdir()
+    for script in ("train.py", "src/train.py", "lib.py", "lib/__init__.py", "lib/py.py", "elsewhere/installed.py"):
+        launcher.script("print(__name__)", script)
+    path = f"{launcher.folder}/elsewhere:{launcher.env.get('PYTHONPATH', '')}"
+    done = launcher.done(start, "-m", name, PYTHONPATH=path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "__main__"), done.stderr
+
+
+def test_what_another_interpreter_has_is_not_known_before_it_is_started(launcher: Launcher) -> None:
+    other = launcher.script("#!/bin/sh\necho runs", "python-of-conda")
+    other.chmod(0o755)
+    done = launcher.done("--no-preload", "-m", "trian", PYTHON_EXEC=str(other))
+    assert (done.returncode, done.stdout) == (0, "runs\n"), done.stderr
+
+
+def test_a_module_that_only_python_finds_missing_is_not_tried_again(launcher: Launcher) -> None:
+    """Of a package it takes an import to know; Python's words for it begin with those of a SystemExit."""
+    launcher.script("print(__name__)")
+    done = launcher.done("--preload=json", "-m", "json.nowhere")
+    assert (done.returncode, done.stderr.count("restart ")) == (1, 0), done.stderr
+
+
 # ---- told to stop ------------------------------------------------------------------------------------------
 
 
