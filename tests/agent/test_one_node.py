@@ -500,6 +500,16 @@ def test_ten_thousand_lines_a_second_lose_none_and_do_not_delay_sigterm(launcher
     assert out.count("\n") == 50_000
 
 
+@pytest.mark.parametrize("letter", ["r", "ü"])
+def test_a_run_with_a_long_name_has_a_folder_with_the_beginning_of_it(launcher: Launcher, letter: str) -> None:
+    script = launcher.script("import os\nprint(os.environ['TORCHELASTIC_RUN_ID'])")
+    run_id = letter * 300
+    done = launcher.done("--no-preload", "--log-dir", "logs", "--master-port", 0, "--rdzv-id", run_id, script)
+    assert (done.returncode, done.stdout) == (0, f"{run_id}\n"), done.stderr
+    (folder,) = (launcher.folder / "logs").iterdir()
+    assert folder.name.startswith(letter * 100)
+
+
 def test_a_folder_named_as_torchs_files_are_not_kept(launcher: Launcher, tmp_path: Path) -> None:
     script = launcher.script("import os; print(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE']))")
     done = launcher.done("--no-preload", script)
