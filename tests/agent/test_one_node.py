@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -312,6 +315,30 @@ def test_ranks_that_ignore_sigterm_are_killed_when_their_time_is_over(launcher: 
     agent.terminate()
     assert finish(agent).returncode == 137
     assert 0.9 < time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM])
+def test_a_signal_that_is_not_to_be_handled_ends_the_agent_as_torchrun_and_leaves_nothing(
+    launcher: Launcher, number: signal.Signals
+) -> None:
+    """The kernel ended the agent, whose folder in /tmp stayed."""
+    script = launcher.script("import time\nprint('up', flush=True)\ntime.sleep(100)")
+    job = launcher.ddprun("--no-preload", "--nproc", 2, script)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "up\n"
+    job.send_signal(number)
+    done = finish(job, 10)
+    assert done.returncode == 128 + number
+    assert f"ended by {number.name}, which is not among --signals-to-handle" in done.stderr
+    assert list((launcher.folder / "tmp").iterdir()) == []
+
+
+def test_a_signal_that_who_started_the_agent_has_ignored_ends_nothing(launcher: Launcher) -> None:
+    script = launcher.script("import os, signal\nos.kill(os.getppid(), signal.SIGUSR1)\nprint('goes on')")
+    words = shlex.join([sys.executable, "-m", "ddpjob.agent", "--no-preload", str(script)])
+    shell = ["sh", "-c", f"trap '' USR1; exec {words}"]
+    done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
 
 
 def test_ranks_that_end_by_sigterm_are_not_started_again(launcher: Launcher) -> None:
