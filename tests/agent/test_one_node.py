@@ -527,6 +527,34 @@ def test_ten_thousand_lines_a_second_lose_none_and_do_not_delay_sigterm(launcher
     assert out.count("\n") == 50_000
 
 
+PRINTS = "import time\nwhile True:\n    print('line')\n    time.sleep(0.01)"
+
+
+@STARTS
+@pytest.mark.parametrize("library", ["", "from ddpjob.reporting import termination; termination.install()\n"])
+@pytest.mark.parametrize("redirected", ["", "2>&1"])
+def test_output_that_nobody_reads_is_no_reason_for_a_restart(
+    launcher: Launcher, start: str, redirected: str, library: str
+) -> None:
+    """`ddprun train.py | head` started the ranks three times more, each with its BrokenPipeError."""
+    words = shlex.join([sys.executable, "-m", "ddpjob.agent", start, str(launcher.script(library + PRINTS))])
+    shell = ["bash", "-c", f"{words} {redirected} | head -1; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "line\n"), done.stderr
+    assert "restart 1" not in done.stderr
+    assert redirected or done.stderr.endswith("(nobody reads its output any more); permanent: PermanentFailure\n")
+    assert message(launcher)["exception"] == "nobody reads its output any more"
+
+
+@pytest.mark.parametrize("line", ["raise OSError('x')", "sys.exit(3)"])
+def test_another_failure_while_nobody_reads_the_output_is_one_as_ever(launcher: Launcher, line: str) -> None:
+    script = launcher.script(f"import sys, time\nprint('line', flush=True)\ntime.sleep(1)\n{line}")
+    words = shlex.join([sys.executable, "-m", "ddpjob.agent", "--preload=json", "--max-restarts=1", str(script)])
+    shell = ["bash", "-c", f"{words} | head -1"]
+    done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
+    assert "restart 1" in done.stderr
+
+
 @pytest.mark.parametrize("letter", ["r", "ü"])
 def test_a_run_with_a_long_name_has_a_folder_with_the_beginning_of_it(launcher: Launcher, letter: str) -> None:
     script = launcher.script("import os\nprint(os.environ['TORCHELASTIC_RUN_ID'])")

@@ -134,6 +134,13 @@ def takes(console: int, seconds: float = 0.0) -> bool:
     return bool(poller.poll(seconds * 1000))
 
 
+def is_read(console: int) -> bool:
+    """Whether anybody can still read what is written there; of a file or a device always."""
+    poller = select.poll()
+    poller.register(console, 0)
+    return not any(found & (select.POLLERR | select.POLLHUP) for _, found in poller.poll(0))
+
+
 def _has_unseen(options: Options) -> bool:
     """Whether a stream of a rank goes into a file and not to the console too."""
     shown = [options.shown is None or rank in options.shown for rank in range(options.nproc)]

@@ -22,6 +22,8 @@ TRACEBACK_MAX = 65_536
 BAD_NODES_MAX = 64
 KILLED_BY_KERNEL = "out of memory: killed by the kernel"
 """What an agent writes as the exception of a rank that the kernel has killed for its memory."""
+OUTPUT_UNREAD = "nobody reads its output any more"
+"""What an agent writes as the exception of a rank that has failed because the console is closed: `ddprun … | head`."""
 _ABORTED = 134
 LAST_ERROR = "Last error:"
 """The line of NCCL's error above what it found."""

@@ -17,7 +17,7 @@ from ddpjob.core import budget
 from ddpjob.core.budget import Attempt, ChargedTo, History, Limits, Stop
 from ddpjob.core.failure_policy import Action, PolicyRule
 from ddpjob.core.failures import CANNOT_RUN as CANNOT_RUN
-from ddpjob.core.failures import KILLED_BY_KERNEL, Failure
+from ddpjob.core.failures import KILLED_BY_KERNEL, OUTPUT_UNREAD, Failure
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
@@ -152,7 +152,7 @@ def classify(failure: Failure) -> Class:
         return "infrastructure"
     if f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN:
         return "infrastructure" if DEVICE.search(f.exception) else "permanent"
-    if NO_SUCH_BACKEND.search(f.exception):
+    if NO_SUCH_BACKEND.search(f.exception) or f.exception == OUTPUT_UNREAD:
         return "permanent"
     if OUT_OF_MEMORY.search(f.exception):
         return "outOfMemory"
