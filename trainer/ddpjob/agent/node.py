@@ -20,7 +20,7 @@ from ddpjob.agent.memory import created
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
-from ddpjob.core.failures import EXCEPTION_MAX, KILLED_BY_KERNEL, OUTPUT_UNREAD, Failure, first_line
+from ddpjob.core.failures import EXCEPTION_MAX, KILLED_BY_KERNEL, OUTPUT_UNREAD, Failure, first_line, signal_name
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
@@ -407,13 +407,6 @@ class LocalRanks:
 def as_exit_code(code: int) -> int:
     """128 + n for signal n, as a shell says it."""
     return code if code >= 0 else 128 - code
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"
 
 
 def say(sentence: str) -> None:
