@@ -852,7 +852,7 @@ def test_a_command_that_is_not_utf_8_is_refused() -> None:
 
 
 def test_the_job_is_named_after_the_script() -> None:
-    names = {"torchrun my/Train_GPT.py": "train-gpt", "torchrun -m pack.train_it": "train-it", "torchrun 1.py": "train"}
+    names = {"torchrun my/Train_GPT.py": "train-gpt", "torchrun -m pack.train_it": "train-it", "torchrun 1.py": "job-1"}
     assert {line: of_command(line).metadata["name"] for line in names} == names
 
 

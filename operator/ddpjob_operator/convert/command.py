@@ -11,6 +11,7 @@ from ddpjob_operator.convert import common, shell
 from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.job import bounds, launcher
+from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.job.podspec import TRAINER
 
 IMAGE = "your-image"
@@ -89,7 +90,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
     command = [*command[:begin], *inner]
     if unset := shell.of_others(" ".join(command)):
         result.remark(("command",), f"{', '.join(unset)}: {_UNSET}")
-    result.metadata["name"] = name or common.job_name(script)
+    result.metadata["name"] = name or name_of(script)
     container: dict[str, Any] = {"name": TRAINER, "image": image or IMAGE, "command": command}
     if variables:
         container["env"] = [{"name": key, "value": value} for key, value in variables.items()]
