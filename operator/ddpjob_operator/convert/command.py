@@ -159,12 +159,23 @@ def _refusal(words: list[str]) -> ConvertError:
     other = _other_launcher(words) or words[0]
     begin = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     started = shlex.join(words[begin:]) if begin is not None else "train.py"
+    file = _shell_file(words)
+    within = f", and not the shell script {file}: give the command in it that starts the training" if file else ""
     return ConvertError(
         ("command",),
-        f"{_name(other) or 'an empty text'} cannot be converted: {_READ}. A DDPJob runs the same command on each node, "
-        "and it starts the ranks of that node: ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS "
-        f"{started}",
+        f"{_name(other) or 'an empty text'} cannot be converted: {_READ}{within}. A DDPJob runs the same command "
+        "on each node, and it starts the ranks of that node: ddpjob convert -- torchrun --nnodes NODES "
+        f"--nproc-per-node RANKS {started}",
     )
+
+
+def _shell_file(words: list[str]) -> str:
+    """The script of `bash run.sh` and `./run.sh`; "" for any other command."""
+    if launcher.shell_script(words) is not None:
+        return ""
+    is_shell = _name(words[0]) in launcher.SHELLS
+    first = next((word for word in words[is_shell:] if not word.startswith("-")), "")
+    return first if is_shell or first.endswith((".sh", ".bash")) else ""
 
 
 def _by_job(words: list[str], result: Converted) -> list[str]:
