@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
-from ddpjob_operator.job import api, bounds, launcher
+from ddpjob_operator.job import bounds, launcher
 from ddpjob_operator.job.podspec import TRAINER, containers, gpus, mapping
 
 GANG = (
@@ -207,10 +206,3 @@ def range_of(nnodes: str) -> tuple[int, int] | None:
     """MIN and MAX of torchrun's --nnodes=MIN:MAX; None for one number, and for what is none."""
     least, most = (bounds.number(text, bounds.COUNT_MAX) for text in nnodes.partition(":")[::2])
     return (least, most) if least > 0 and most > 0 else None
-
-
-def job_name(text: str) -> str:
-    """A name for a job from a file's name: train_gpt.py is train-gpt."""
-    stem = text.rsplit("/", 1)[-1].removesuffix(".py").rsplit(".", 1)[-1].lower()
-    name = re.sub(r"^[^a-z]+|[^a-z0-9]+$", "", re.sub(r"[^a-z0-9]+", "-", stem))
-    return name[: api.NAME_LENGTH_MAX].rstrip("-") or "train"
