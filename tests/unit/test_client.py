@@ -20,7 +20,7 @@ from fake_cluster import FakeCluster, fake_cluster, kubeconfig, pod
 from worlds import manifest
 
 from ddpjob_operator.cli.main import main
-from ddpjob_operator.client import jobs
+from ddpjob_operator.client import jobs, watch
 from ddpjob_operator.client.connection import Target, connect
 from ddpjob_operator.client.logs import ClusterLogs
 
@@ -745,14 +745,55 @@ def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
 
 
 def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    cluster.add("ddpjobs", stored(state="Pending"))
+    cluster.add("ddpjobs", stored(state="Pending", message="1 of 1 pods cannot start: ErrImagePull"))
     waiting = pod("digits")
     waiting["status"]["containerStatuses"][0]["state"] = {"waiting": {"reason": "ErrImagePull"}}
     cluster.add("pods", waiting)
     done = ddpjob("logs", "digits", "--cluster")
     assert done.code == 2
-    assert "no node has a log yet" in done.err
+    assert done.err == "digits: no node has a log yet: Pending: 1 of 1 pods cannot start: ErrImagePull\n"
     assert "digits-1-0   n1     Running (ErrImagePull)" in ddpjob("describe", "digits").out
+
+
+def test_logs_that_are_not_there_say_that_no_operator_has_seen_the_job_or_how_it_ended(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """Its pods may be gone: a job that ran into its deadline has none."""
+    job = cluster.add("ddpjobs", stored(state=None))
+    assert "no node has a log yet: no operator has seen the job" in ddpjob("logs", "digits", "--cluster").err
+    job["status"] = {"state": "Failed", "reason": "DeadlineExceeded", "message": "not finished in 8 s", "attempt": 1}
+    why = "digits: no node has a log: Failed: not finished in 8 s\n"
+    assert ddpjob("logs", "digits", "--cluster").err == why
+    followed = ddpjob("logs", "digits", "--cluster", "-f")
+    assert (followed.code, followed.out, followed.err) == (0, "", why)
+    job["status"]["lastFailure"] = FAILURE
+    followed = ddpjob("logs", "digits", "--cluster", "-f")
+    assert followed.out == "[1:1] Traceback …\nValueError: no such shard\n".replace("\nV", "\n[1:1] V")
+    assert "pod digits-1-1 is gone" in followed.err
+
+
+def test_followed_logs_say_what_the_job_waits_for(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong image, or an operator that is not there, was an empty screen; a job that runs has its logs."""
+    monkeypatch.setattr(watch.StateLines, "UNSEEN_SECONDS", 0.0)
+    job = cluster.add("ddpjobs", stored(state=None))
+
+    def goes_on() -> None:
+        looks = cluster.requests.count(LOOK)
+        cluster.wait_for(LOOK, looks + 1)
+        job["status"] = {"state": "Pending", "reason": "CannotStart", "message": "ErrImagePull", "attempt": 1}
+        cluster.wait_for(LOOK, looks + 3)
+        job["status"]["state"] = "Running"
+        cluster.wait_for(LOOK, looks + 5)
+        job["status"]["state"] = "Succeeded"
+
+    cluster.after(LOOK, goes_on)
+    done = ddpjob("logs", "digits", "--cluster", "-f")
+    assert done.err.splitlines() == [
+        "digits: no operator has seen the job; is one running, and does it watch this namespace?",
+        "Pending: ErrImagePull",
+    ]
 
 
 # -------------------------------------------------------------------- a terminal

@@ -124,11 +124,12 @@ def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> Source
 def _logs_in_cluster(connect: Connect, job: str | None, tail: int | None) -> Source:
     from ddpjob_operator.client import jobs
     from ddpjob_operator.client.logs import ClusterLogs
+    from ddpjob_operator.client.watch import StateLines
 
     if job is None:
         raise click.UsageError("Missing argument 'JOB': which job of the cluster.")
     cluster = connect()
-    return ClusterLogs(cluster, jobs.find(cluster, job), say, tail=tail)
+    return ClusterLogs(cluster, jobs.find(cluster, job), say, tail=tail, on_look=StateLines(say, running=False).see)
 
 
 def _is_plugin() -> bool:

@@ -52,6 +52,16 @@ class ClusterLogs:
         kept = {failure.node_rank} if failure and failure.attempt == attempt else set()
         return sorted({jobs.place_of(pod) for pod in self._pods if jobs.attempt_of(pod) == attempt} | kept)
 
+    def why_none(self) -> str:
+        """Why no node has a log: what the job waits for, or how it has ended."""
+        from ddpjob_operator.describe.job import UNSEEN
+
+        status = self.stored.job.status
+        if status.state is None:
+            return f"no node has a log yet: {UNSEEN}"
+        over = watch.ended(self.stored)
+        return f"no node has a log{'' if over else ' yet'}: {status.state}: {status.message or status.reason}"
+
     def node_of_rank(self, rank: int) -> int:
         """The node on which a rank runs. Raises InputError."""
         spec = self.stored.job.spec
@@ -80,8 +90,7 @@ class ClusterLogs:
             yield b"" if end == b"\n" else b"\n"
         failure = self._kept()
         if not pods and failure and (failure.attempt, failure.node_rank) == (attempt, node):
-            self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
-            yield failure.log_tail.rstrip("\n").encode() + b"\n"
+            yield self._end_of(failure)
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
         """What nodes print until the job ends, or the attempt where `later` is false, as (node, lines).
@@ -90,6 +99,7 @@ class ClusterLogs:
         """
         streams = _Streams(self._cluster, self.stored.trainer, self._tails(), self._say)
         seen = watch.Watch(self._cluster, self.stored, self._say)
+        was_over = watch.ended(self.stored)
 
         def add(pod: Raw) -> None:
             of = jobs.attempt_of(pod)
@@ -105,12 +115,26 @@ class ClusterLogs:
                 over = watch.ended(seen.now) or (not later and seen.now.job.status.attempt > attempt)
                 if over:
                     yield from streams.rest()
+                    if was_over and not streams.has_any():
+                        yield from self._of_gone_pods(attempt, nodes)
                     return
                 yield from streams.until(seen.due_in())
                 self.stored = seen.look()
                 self._on_look(self.stored)
         finally:
             streams.close()
+
+    def _of_gone_pods(self, attempt: int, nodes: Collection[int] | None) -> Iterator[tuple[int, bytes]]:
+        """What the status keeps of a job whose pods are all gone, or the reason why there is nothing."""
+        failure = self._kept()
+        if failure and failure.attempt == attempt and (nodes is None or failure.node_rank in nodes):
+            yield failure.node_rank or 0, self._end_of(failure)
+        else:
+            self._say(f"{self.name}: {self.why_none()}")
+
+    def _end_of(self, failure: api.JobFailure) -> bytes:
+        self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
+        return failure.log_tail.rstrip("\n").encode() + b"\n"
 
     def _tails(self) -> dict[str, int]:
         """How many of the lines that a pod has printed are shown, by its uid; of those that come later all are."""
@@ -160,6 +184,10 @@ class _Streams:
             if uid not in self._threads:
                 self._threads[uid] = threading.Thread(target=self._read, args=(pod,), daemon=True)
                 self._threads[uid].start()
+
+    def has_any(self) -> bool:
+        """Whether there was a pod to read."""
+        return bool(self._threads)
 
     def is_closed(self) -> bool:
         """Whether nobody reads any more."""
