@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -741,7 +742,40 @@ def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
         cluster.logs[f"digits-1-{place}"] = ["epoch 1"]
     done = ddpjob("logs", "digits", "--cluster")
     assert (done.code, done.out) == (1, "[1:1] epoch 1\n")
-    assert done.err.endswith(f"{message}\n")
+    assert done.err.startswith("the log of digits-1-0 on n1 is not shown: context test (http")
+    assert done.err.endswith(f") cannot read it (500): {message}\n")
+
+
+def test_followed_logs_say_which_node_does_not_give_its_own(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The API server answers, and the kubelet of a lost node does not: nothing was shown of it, and nothing said."""
+    refusal = 500, {"kind": "Status", "message": "dial tcp 10.0.0.5:10250: connection refused"}
+    job = cluster.add("ddpjobs", stored())
+    job["spec"]["nodes"] = 3
+    for place in (0, 1, 2):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = ["epoch 1"]
+    for lost in (0, 2):
+        cluster.answers[f"get pods/log digits-1-{lost}"] = refusal
+
+    def goes_on() -> None:
+        cluster.wait_for("get pods/log", 6)
+        looked = cluster.requests.count(LOOK)
+        cluster.wait_for(LOOK, looked + 2)
+        cluster.answers.clear()
+        for place in (0, 1, 2):
+            state = {"terminated": {"exitCode": 0}}
+            cluster.find("pods", f"digits-1-{place}")["status"]["containerStatuses"][0]["state"] = state
+        cluster.wait_for(LOOK, looked + 5)
+        job["status"]["state"] = "Succeeded"
+
+    cluster.after(LOOK, goes_on)
+    done = ddpjob("logs", "digits", "--cluster", "-f")
+    assert sorted(done.out.splitlines()) == ["[0:0] epoch 1", "[1:1] epoch 1", "[2:2] epoch 1"]
+    told = done.err.splitlines()
+    assert 1 <= len(told) <= 2, "not at each try"
+    assert all(
+        re.match(r"the log of digits-1-[02] on n1 is not shown: .*connection refused.*; still trying", t) for t in told
+    )
 
 
 def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpjob_operator.client import errors
-from ddpjob_operator.client.errors import ClusterError, NoAnswerError
+from ddpjob_operator.client.errors import ClusterError, CutOffError, NoAnswerError
 from ddpjob_operator.job.validation import suggestion
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -74,7 +74,7 @@ class Cluster:
             yield from answer.stream(2**16, decode_content=True)
         except Exception as error:
             if _is_network(error):
-                raise NoAnswerError(f"{self.context} does not answer{_why(error, self._silent_seconds)}") from None
+                raise CutOffError(f"{self.context} does not answer{_why(error, self._silent_seconds)}") from None
             raise
         finally:
             answer.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from ddpjob_operator.client import jobs, watch
 from ddpjob_operator.client.connection import Cluster, Raw
-from ddpjob_operator.client.errors import ClusterError, NoAnswerError, NotFoundError
+from ddpjob_operator.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
 from ddpjob_operator.job import api, topology
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -84,9 +84,12 @@ class ClusterLogs:
         more = {} if self._tail is None else {"tailLines": str(self._tail)}
         for pod in pods:
             end = b"\n"
-            for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **more):
-                yield piece
-                end = piece[-1:]
+            try:
+                for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **more):
+                    yield piece
+                    end = piece[-1:]
+            except NoAnswerError as error:
+                raise NoAnswerError(_not_shown(pod, error)) from None
             yield b"" if end == b"\n" else b"\n"
         failure = self._kept()
         if not pods and failure and (failure.attempt, failure.node_rank) == (attempt, node):
@@ -120,6 +123,7 @@ class ClusterLogs:
                     return
                 yield from streams.until(seen.due_in())
                 self.stored = seen.look()
+                streams.tell_unread(api_answers=seen.answers)
                 self._on_look(self.stored)
         finally:
             streams.close()
@@ -171,9 +175,12 @@ class _Streams:
         self._cluster, self._container, self._tails, self._say = cluster, container, tails, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
+        self._why: dict[str, str] = {}
         self._last: dict[str, str] = {}
         """The time of the last line of each pod, by its uid."""
         self._told: set[str] = set()
+        self._unread: dict[str, int] = {}
+        """How often in a row the log of a pod could not be read, by its uid."""
         self._adding = threading.Lock()
         self._closed = threading.Event()
 
@@ -215,16 +222,20 @@ class _Streams:
         self._closed.set()
 
     def _read(self, pod: Raw) -> None:
+        uid = pod["metadata"]["uid"]
         while not self._closed.is_set():
             try:
                 self._read_once(pod)
                 if self._has_ended(pod):
                     return
-            except NoAnswerError:
-                pass  # read again also where the pod has ended since: its last lines say why
+            except CutOffError:
+                self._unread.pop(uid, None)  # read again also where the pod has ended: its last lines say why
+            except NoAnswerError as error:
+                self._unread[uid] = self._unread.get(uid, 0) + 1
+                self._why[uid] = _not_shown(pod, error)
             except ClusterError as error:
                 if not isinstance(error, NotFoundError):
-                    self._say(f"the log of {pod['metadata']['name']} is not shown: {error}")
+                    self._say(_not_shown(pod, error))
                 return
             self._closed.wait(_RETRY_SECONDS)
 
@@ -245,6 +256,19 @@ class _Streams:
             elif at > before:
                 self._last[uid] = max(at, self._last.get(uid, ""))
                 self._put(place, text.encode() + b"\n")
+
+    def tell_unread(self, *, api_answers: bool) -> None:
+        """Say once which logs cannot be read though the API server answers: those of a node that is lost. Called at
+        each look at the job."""
+        if not api_answers:
+            self._unread.clear()
+            return
+        # The first failure may be of a moment ago, when the API server did not answer either.
+        new = [uid for uid, times in self._unread.copy().items() if times > 1 and uid not in self._told]
+        if new:
+            self._told.update(new)
+            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+            self._say(f"{self._why[new[0]]}{more}; still trying")
 
     def _tell(self, text: str) -> None:
         """Say once what a kubelet writes into a log: `failed to create fsnotify watcher: too many open files`."""
@@ -267,6 +291,11 @@ class _Streams:
 def _log_path(pod: Raw) -> str:
     metadata = pod["metadata"]
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
+
+
+def _not_shown(pod: Raw, error: ClusterError) -> str:
+    node = (pod.get("spec") or {}).get("nodeName")
+    return f"the log of {pod['metadata']['name']}{f' on {node}' if node else ''} is not shown: {error}"
 
 
 def _has_log(pod: Raw, container: str) -> bool:

@@ -43,6 +43,11 @@ class Watch:
         self._next = time.monotonic() + LOOK_SECONDS
         self._silent_since: float | None = None
 
+    @property
+    def answers(self) -> bool:
+        """Whether the server has answered the last look."""
+        return self._silent_since is None
+
     def due_in(self) -> float:
         """Seconds until the next look."""
         return max(0.0, self._next - time.monotonic())
