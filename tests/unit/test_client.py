@@ -303,6 +303,21 @@ def test_a_job_that_is_not_there_is_answered_with_the_closest_name(cluster: Fake
         assert "did you mean digits?" in done.err
 
 
+def test_a_job_may_be_named_as_get_prints_its_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """`ddpjob get -o name | xargs ddpjob delete`: the names of one command were none to the others."""
+    for name in ("digits", "other"):
+        cluster.add("ddpjobs", stored(name))
+    names = ddpjob("get", "-o", "name").out.split()
+    assert names == ["ddpjob.training.ddpjob.io/digits", "ddpjob.training.ddpjob.io/other"]
+    assert "digits" in ddpjob("describe", names[0]).out
+    for named in ("ddp/digits", "ddpjobs/digits", "DDPJob/digits"):
+        assert ddpjob("get", named).code == 0
+    assert "no node has a log" in ddpjob("logs", "ddp/digits", "--cluster").err
+    assert ddpjob("get", "pod/digits").code == 2
+    assert ddpjob("delete", *names).code == 0
+    assert cluster.find("ddpjobs") is None
+
+
 def test_a_name_that_is_a_path_is_no_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`../../` would be another object of the API."""
     for name in ("../pods/x", "a/b", "A", "a?dryRun=All"):

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from ddpjob_operator.client.jobs import Stored
 
     FloatParam = click.ParamType[float]
+    NameParam = click.ParamType[str]
 else:
-    FloatParam = click.ParamType  # generic since click 8.2 alone
+    FloatParam = NameParam = click.ParamType  # generic since click 8.2 alone
 
 
 CODES = """Exit codes: 0 done, 1 the cluster refused or did not answer,
@@ -82,11 +83,25 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_cluster
 
 
-JOB = click.argument("job")
+class JobName(NameParam):
+    """digits, or as `get -o name` prints it: ddpjob.training.ddpjob.io/digits."""
+
+    name = "job"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002
+        """The name alone; what has another kind before it is left for the check of names."""
+        from ddpjob_operator.job import api
+
+        kind, _, name = str(value).rpartition("/")
+        known = {api.KIND.lower(), api.PLURAL, api.SHORT}
+        return name if kind.lower().removesuffix(f".{api.GROUP}") in known else str(value)
+
+
+JOB = click.argument("job", type=JobName())
 
 
 @click.command(short_help="List the jobs of a cluster, or show one.", epilog="Example: ddpjob get -A -o wide")
-@click.argument("job", required=False)
+@click.argument("job", type=JobName(), required=False)
 @click.option("-o", "--output", type=click.Choice(["text", "wide", "name", "json", "yaml"]), default="text")
 @click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
 @cluster_options
@@ -213,7 +228,7 @@ def scale(connect: Connect, job: str, nodes: int, timeout: float) -> int:
 
 
 @click.command(short_help="Delete jobs.", epilog="Example: ddpjob delete digits")
-@click.argument("jobs", metavar="JOB...", nargs=-1, required=True)
+@click.argument("jobs", metavar="JOB...", type=JobName(), nargs=-1, required=True)
 @click.option("--no-wait", is_flag=True, help="Do not wait until it is gone.")
 @click.option("--timeout", type=Seconds(), metavar="TIME", default="1m", show_default=True, help="How long to wait.")
 @cluster_options

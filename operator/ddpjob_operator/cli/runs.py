@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddpjob_operator.cli import sections
-from ddpjob_operator.cli.cluster import Connect, cluster_options, say
+from ddpjob_operator.cli.cluster import Connect, JobName, cluster_options, say
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -46,7 +46,7 @@ def list_runs(output: str, folder: Path | None) -> int:
 @click.command(
     short_help="Print what the nodes of a run have printed.", epilog="Example: ddpjob logs digits --rank 1 --follow"
 )
-@click.argument("job", required=False)
+@click.argument("job", type=JobName(), required=False)
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of the node on which this rank runs.")
 @click.option("--node", type=click.IntRange(min=0), metavar="N", help="Of this node.")
 @click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Of this attempt.  [the last]")
