@@ -527,6 +527,14 @@ def test_wait_tells_a_job_that_is_deleted_meanwhile_from_one_that_has_ended(
     assert ddpjob("wait", "digits", "--for", "deleted").code == 0
 
 
+@pytest.mark.parametrize("word", ["deleted", "delete"])
+def test_a_wait_for_a_deletion_that_is_over_is_done(cluster: FakeCluster, ddpjob: Ddpjob, word: str) -> None:
+    """As after `delete --no-wait`, of a job that was quick to go. `delete` is kubectl's word."""
+    done = ddpjob("wait", "digits", "--for", word)
+    assert (done.code, "no DDPJob digits in namespace default" in done.err) == (0, True)
+    assert ddpjob("wait", "digits").code == 2
+
+
 def test_a_wait_survives_an_api_server_that_is_away(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """An upgrade of the control plane must not end a script that waits for a training."""
     job = cluster.add("ddpjobs", stored())

@@ -90,17 +90,20 @@ def wait(cluster: Cluster, name: str, wanted: str, seconds: float | None, say: S
     Raises InputError for a word that is none of these, TooLateError.
     """
     true = _condition(wanted)
+    if true is _never and not jobs.is_there(cluster, name):
+        say(f"no DDPJob {name} in namespace {cluster.namespace}: it is gone, or never was there")
+        return True
     stored = jobs.find(cluster, name)
     try:
         lines = watch.StateLines(say)
 
         def over(job: jobs.Stored) -> bool:
             lines.see(job)
-            return true(job) or (wanted != "deleted" and watch.ended(job))
+            return true(job) or (true is not _never and watch.ended(job))
 
         done = Watch(cluster, stored, say).until(over, wanted, seconds)
     except jobs.JobGoneError:
-        if wanted == "deleted":
+        if true is _never:
             return True
         raise
     if not true(done):
@@ -110,15 +113,15 @@ def wait(cluster: Cluster, name: str, wanted: str, seconds: float | None, say: S
 
 def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
     words = {word.lower(): word for word in ("ended", "deleted", *CONDITIONS, *STATES)}
+    words["delete"] = "deleted"  # as kubectl wait --for=delete
     word = words.get(wanted.lower().removeprefix("condition="))
     if word is None:
-        raise InputError(
-            f"--for {wanted}: unknown{suggestion(wanted, words.values())} (known: {', '.join(words.values())})"
-        )
+        known = ", ".join(dict.fromkeys(words.values()))
+        raise InputError(f"--for {wanted}: unknown{suggestion(wanted, words.values())} (known: {known})")
     if word == "ended":
         return watch.ended
     if word == "deleted":
-        return lambda _: False
+        return _never
 
     def holds(stored: jobs.Stored) -> bool:
         # The condition first: a job is in the state Suspended while its pods still save, and hold what they have.
@@ -126,6 +129,11 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return stored.job.status.state == word if condition is None else condition.status == "True"
 
     return holds
+
+
+def _never(_: jobs.Stored) -> bool:
+    """Of a job that is there: it is not deleted."""
+    return False
 
 
 def _stop(cluster: Cluster, stored: jobs.Stored, seconds: float, say: Say) -> None:

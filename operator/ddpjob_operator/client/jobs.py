@@ -71,6 +71,16 @@ def find(cluster: Cluster, name: str) -> Stored:
         raise InputError(_not_there(cluster, name)) from None
 
 
+def is_there(cluster: Cluster, name: str) -> bool:
+    """Whether there is a job of this name."""
+    check_name(name)
+    try:
+        cluster.get(path_of(cluster, name))
+    except NotFoundError:
+        return False
+    return True
+
+
 def again(cluster: Cluster, before: Stored) -> Stored:
     """The same job now. Raises JobGoneError where it was deleted, or another of its name has taken its place."""
     name = before.job.metadata.name
