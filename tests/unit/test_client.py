@@ -871,6 +871,19 @@ def test_top_is_drawn_again_until_ctrl_c(cluster: FakeCluster) -> None:
     assert terminal.exitstatus == 0
 
 
+def test_top_prints_its_table_once_on_a_terminal_that_cannot_be_drawn_on(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell of an editor: it showed nothing until Ctrl-C."""
+    monkeypatch.setenv("TERM", "dumb")
+    cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
+    argv = ["-m", "ddpjob_operator.cli", "top"]
+    with pexpect.spawn(sys.executable, argv, dimensions=(24, 80), timeout=30, encoding="utf-8") as terminal:
+        terminal.expect_exact("312/1125")
+        terminal.expect(pexpect.EOF)
+    assert terminal.exitstatus == 0
+
+
 def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
     """Somebody closes the laptop; the training goes on."""
     cluster.add("ddpjobs", stored())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -248,11 +249,14 @@ def delete(connect: Connect, jobs: tuple[str, ...], no_wait: bool, timeout: floa
 @click.option("--once", is_flag=True, help="Print the table once, as if stdout were no terminal.")
 @cluster_options
 def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
-    """Show the state and progress of all jobs, again every two seconds, until Ctrl-C."""
+    """Show the state and progress of all jobs, again every two seconds, until Ctrl-C.
+
+    Once, where stdout is no terminal, or one that cannot be drawn on (TERM=dumb).
+    """
     from ddpjob_operator.client import top as live
 
     cluster = connect()
-    if once or not sys.stdout.isatty():
+    if once or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return answer(live.text(cluster, all_namespaces=all_namespaces))
     live.show(cluster, all_namespaces=all_namespaces)
     return 0
