@@ -480,6 +480,21 @@ def test_delete_removes_jobs_and_waits_until_they_are_gone(cluster: FakeCluster,
     assert cluster.find("ddpjobs") is None
 
 
+def test_one_job_that_is_not_there_does_not_keep_the_others_from_being_deleted(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """`ddpjob delete a b c` left b and c, with their GPUs, where a was gone."""
+    cluster.add("ddpjobs", stored("b"))
+    cluster.add("ddpjobs", stored("c"))
+    done = ddpjob("delete", "a", "b", "c")
+    assert done.code == 2
+    assert cluster.find("ddpjobs") is None
+    assert done.err.startswith("b is deleted\nc is deleted\nno DDPJob a in namespace default")
+    cluster.add("ddpjobs", stored("b"))
+    cluster.forbidden = {"delete ddpjobs.training.ddpjob.io"}
+    assert ddpjob("delete", "a", "b").code == 1
+
+
 @pytest.mark.parametrize(
     ("state", "wanted", "code"),
     [("Succeeded", "Succeeded", 0), ("Failed", "Succeeded", 1), ("Failed", "failed", 0), ("Failed", "ended", 0),

@@ -237,10 +237,7 @@ def delete(connect: Connect, jobs: tuple[str, ...], no_wait: bool, timeout: floa
     """Delete each JOB with its pods, which get their grace period, and the code that submit has stored."""
     from ddpjob_operator.client import actions
 
-    cluster = connect()
-    for job in jobs:
-        actions.delete(cluster, job, wait=not no_wait, seconds=timeout)
-        say(f"{job} is deleted" if not no_wait else f"{job} is being deleted")
+    actions.delete(connect(), jobs, wait=not no_wait, seconds=timeout, say=say)
     return 0
 
 
