@@ -306,7 +306,7 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
         if since > START or number < skipped:
             continue
         stamp = f"{_time(number, cluster.zone)} " if "timestamps" in query else ""
-        data = f"{stamp}{line}\n".encode()
+        data = f"{stamp}{line}\n".encode(errors="surrogateescape")
         if broken == "no watch" and number:
             yield b"failed to create fsnotify watcher: too many open files"
             return

@@ -758,6 +758,17 @@ def test_a_long_log_of_a_job_that_has_ended_is_followed_to_its_end(cluster: Fake
     assert done.out == "".join(f"[0:0] {number}\n" for number in range(10))
 
 
+def test_a_log_keeps_its_bytes_whether_it_is_followed_or_not(cluster: FakeCluster) -> None:
+    """A program's messages in Latin-1 were other bytes with -f than without, and than in kubectl logs."""
+    cluster.add("ddpjobs", stored(state="Succeeded"))
+    cluster.add("pods", pod("digits", exit_code=0))
+    printed = b"caf\xe9 \xff\n"
+    cluster.logs["digits-1-0"] = [printed[:-1].decode(errors="surrogateescape")]
+    argv = [sys.executable, "-m", "ddpjob_operator.cli", "logs", "digits", "--cluster"]
+    assert subprocess.run(argv, capture_output=True, check=True).stdout == printed
+    assert subprocess.run([*argv, "-f"], capture_output=True, check=True).stdout == b"[0:0] " + printed
+
+
 def test_a_log_may_take_longer_than_a_request(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """200 MB over a VPN: `does not answer within 10 s`, without a line."""
     cluster.line_seconds = 0.4

@@ -81,13 +81,13 @@ class Cluster:
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
         """The lines of an answer without an end, such as a log that is followed. One that is cut by the end of the
-        connection is left out: whoever asks again gets it whole."""
+        connection is left out: whoever asks again gets it whole. Bytes that are no UTF-8 are kept (surrogateescape)."""
         rest = b""
         for piece in self.pieces(path, **params):
             *whole, rest = (rest + piece).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
+            yield from (line.decode(errors="surrogateescape") for line in whole)
         if rest:
-            yield rest.decode(errors="replace")
+            yield rest.decode(errors="surrogateescape")
 
     def _json(
         self, method: str, path: str, params: Mapping[str, str], body: Raw | list[Raw] | None = None, kind: str = ""

@@ -255,7 +255,7 @@ class _Streams:
                 self._tell(f"the log of {pod['metadata']['name']}: {line}")
             elif at > before:
                 self._last[uid] = max(at, self._last.get(uid, ""))
-                self._put(place, text.encode() + b"\n")
+                self._put(place, text.encode(errors="surrogateescape") + b"\n")
 
     def tell_unread(self, *, api_answers: bool) -> None:
         """Say once which logs cannot be read though the API server answers: those of a node that is lost. Called at
