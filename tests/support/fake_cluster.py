@@ -296,7 +296,8 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
     """The lines of a log, as a request asks for them; it counts when the first one has gone out. Raises
     ConnectionAbortedError where it is to break."""
     printed = len(cluster.logs.get(name, ()))
-    skipped = max(0, printed - int(query.get("tailLines", printed)))
+    # As if a line had come each second, up to now.
+    skipped = max(0, *(printed - int(query.get(part, printed)) for part in ("tailLines", "sinceSeconds")))
     if skipped == printed:
         cluster.requests.append("get pods/log")
     broken = cluster.broken.pop(0) if cluster.broken else ""

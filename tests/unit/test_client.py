@@ -638,6 +638,22 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
     assert done.out == "[0:0] before\n[0:0] after\n"
 
 
+@pytest.mark.parametrize("follow", [[], ["-f"]])
+def test_the_last_minutes_of_a_log_are_shown_with_their_times(
+    cluster: FakeCluster, ddpjob: Ddpjob, follow: list[str]
+) -> None:
+    """When was that NCCL warning? A run of days has more lines than anybody counts for --tail."""
+    cluster.add("ddpjobs", stored(state="Failed"))
+    cluster.add("pods", pod("digits", exit_code=1))
+    cluster.logs["digits-1-0"] = [f"step {number}" for number in range(300)]
+    prefix = "[0:0] " if follow else ""
+    done = ddpjob("logs", "digits", "--since", "2m", *follow)
+    assert done.out.splitlines() == [f"{prefix}step {number}" for number in range(180, 300)]
+    done = ddpjob("logs", "digits", "--timestamps", "--tail", 1, *follow)
+    assert done.out == f"{prefix}2026-01-01T00:00:00.000000299Z step 299\n"
+    assert ddpjob("logs", "digits", "--since", "yesterday").code == 2
+
+
 def test_of_pods_that_come_later_a_followed_tail_shows_all(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`--tail 0 -f` is for what happens from now on; what the next attempt printed until it was seen was left out."""
     job = cluster.add("ddpjobs", stored(nodes={"total": 1, "ready": 1}))

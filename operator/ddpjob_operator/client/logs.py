@@ -7,7 +7,8 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from ddpjob_operator.client import jobs, watch
 from ddpjob_operator.client.connection import Cluster, Raw
@@ -23,6 +24,27 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which lines of a log are wanted, and how."""
+
+    tail: int | None = None
+    """The last so many of each pod."""
+    since_seconds: float | None = None
+    """Those of the last so many seconds."""
+    timestamps: bool = False
+    """Each line begins with its time, as the container runtime has it."""
+
+    def params(self) -> dict[str, str]:
+        """The parameters of a request for a log as it is now."""
+        wanted = {
+            "tailLines": None if self.tail is None else str(self.tail),
+            "sinceSeconds": None if self.since_seconds is None else str(max(1, round(self.since_seconds))),
+            "timestamps": "true" if self.timestamps else None,
+        }
+        return {name: value for name, value in wanted.items() if value is not None}
+
+
 class ClusterLogs:
     """The source of `ddpjob logs` for a job in a cluster. on_look is called with the job at each look of follow()."""
 
@@ -32,13 +54,13 @@ class ClusterLogs:
         stored: jobs.Stored,
         say: Say,
         *,
-        tail: int | None = None,
+        part: Part = Part(),
         on_look: Callable[[jobs.Stored], None] = lambda _: None,
     ) -> None:
         self.name = stored.job.metadata.name
         self.stored = stored
         """The job at the last look."""
-        self._cluster, self._say, self._tail, self._on_look = cluster, say, tail, on_look
+        self._cluster, self._say, self._part, self._on_look = cluster, say, part, on_look
         self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
 
     def attempts(self) -> list[int]:
@@ -81,11 +103,10 @@ class ClusterLogs:
     def read(self, attempt: int, node: int) -> Iterator[bytes]:
         """What a node has printed up to now."""
         pods = [pod for pod in self._pods if (jobs.attempt_of(pod), jobs.place_of(pod)) == (attempt, node)]
-        more = {} if self._tail is None else {"tailLines": str(self._tail)}
         for pod in pods:
             end = b"\n"
             try:
-                for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **more):
+                for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **self._part.params()):
                     yield piece
                     end = piece[-1:]
             except NoAnswerError as error:
@@ -100,7 +121,8 @@ class ClusterLogs:
 
         Raises JobGoneError where the job is deleted meanwhile.
         """
-        streams = _Streams(self._cluster, self.stored.trainer, self._tails(), self._say)
+        uids = [pod["metadata"]["uid"] for pod in self._pods]
+        streams = _Streams(self._cluster, self.stored.trainer, self._part, uids, self._say)
         seen = watch.Watch(self._cluster, self.stored, self._say)
         was_over = watch.ended(self.stored)
 
@@ -140,10 +162,6 @@ class ClusterLogs:
         self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
         return failure.log_tail.rstrip("\n").encode() + b"\n"
 
-    def _tails(self) -> dict[str, int]:
-        """How many of the lines that a pod has printed are shown, by its uid; of those that come later all are."""
-        return {} if self._tail is None else {pod["metadata"]["uid"]: self._tail for pod in self._pods}
-
     def _look_for_pods(self, add: Callable[[Raw], None]) -> None:
         with contextlib.suppress(NoAnswerError):  # the look at the job says so
             for pod in jobs.pods(self._cluster, self.name):
@@ -171,8 +189,9 @@ class ClusterLogs:
 class _Streams:
     """A thread for each pod, which reads its log to the end, again where the connection breaks."""
 
-    def __init__(self, cluster: Cluster, container: str, tails: Mapping[str, int], say: Say) -> None:
-        self._cluster, self._container, self._tails, self._say = cluster, container, tails, say
+    def __init__(self, cluster: Cluster, container: str, part: Part, begun: Collection[str], say: Say) -> None:
+        """begun: the uids of the pods of which a part is shown; of those that come later all is."""
+        self._cluster, self._container, self._part, self._begun, self._say = cluster, container, part, begun, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
         self._why: dict[str, str] = {}
@@ -243,18 +262,18 @@ class _Streams:
         """Read from the last line on, until the log or the connection ends."""
         uid, place = pod["metadata"]["uid"], jobs.place_of(pod)
         before = self._last.get(uid, "")
-        params = {"container": self._container, "follow": "true", "timestamps": "true"}
+        begin = self._part.params() if uid in self._begun and not before else {}
+        params = {"container": self._container, "follow": "true", **begin, "timestamps": "true"}
         if before:
             # Whole seconds: what was read comes again. With its zone: it is the node's, and not always UTC.
             params["sinceTime"] = re.sub(r"\.\d+", "", before)
-        elif uid in self._tails:
-            params["tailLines"] = str(self._tails[uid])
         for line in self._cluster.lines(_log_path(pod), **params):
             at, _, text = line.partition(" ")
             if not _TIME.match(at):
                 self._tell(f"the log of {pod['metadata']['name']}: {line}")
             elif at > before:
                 self._last[uid] = max(at, self._last.get(uid, ""))
+                text = f"{at} {text}" if self._part.timestamps else text
                 self._put(place, text.encode(errors="surrogateescape") + b"\n")
 
     def tell_unread(self, *, api_answers: bool) -> None:
