@@ -415,6 +415,17 @@ def test_a_job_of_the_cluster_is_submitted_again_under_another_name(
     assert again["metadata"]["uid"] != first["metadata"]["uid"]
 
 
+def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """As `kubectl create` does it, for one YAML that is submitted again and again."""
+    (folder / "job.yaml").write_text(JOB.replace("{name: mine}", "{generateName: sweep-}"))
+    for _ in range(2):
+        assert re.match(r"sweep-[a-z0-9]{5} is submitted", ddpjob("submit", "job.yaml").err)
+    names = {raw["metadata"]["name"] for raw in cluster.objects.values()}
+    assert len(names) == 2
+    assert ddpjob("submit", "job.yaml", "--name", "mine").code == 0
+    assert cluster.find("ddpjobs", "mine")
+
+
 def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
