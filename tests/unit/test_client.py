@@ -318,6 +318,24 @@ def test_a_job_may_be_named_as_get_prints_its_name(cluster: FakeCluster, ddpjob:
     assert cluster.find("ddpjobs") is None
 
 
+def test_jobs_are_chosen_by_name_or_by_label(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The jobs of a sweep share a label."""
+    for name in ("a", "b", "c"):
+        body = stored(name)
+        body["metadata"]["labels"] = {"sweep": "1"} if name != "c" else {}
+        cluster.add("ddpjobs", body)
+    ids = [f"ddpjob.training.ddpjob.io/{name}" for name in "abc"]
+    assert ddpjob("get", "c", "a", "-o", "name").out.split() == [ids[2], ids[0]]
+    assert len(json.loads(ddpjob("get", "a", "b", "-o", "json").out)["items"]) == 2
+    assert json.loads(ddpjob("get", "a", "-o", "json").out)["metadata"]["name"] == "a"
+    assert ddpjob("get", "-l", "sweep=1", "-o", "name").out.split() == ids[:2]
+    assert ddpjob("get", "-l", "sweep=2").err == "no DDPJob has the labels sweep=2\n"
+    assert ddpjob("get", "a", "-l", "sweep=1").code == ddpjob("delete").code == 2
+    assert ddpjob("delete", "-l", "sweep=1").code == 0
+    assert ddpjob("get", "-o", "name").out.split() == ids[2:]
+    assert ddpjob("delete", "-l", "sweep=1").err == "no DDPJob in namespace default has the labels sweep=1\n"
+
+
 def test_a_name_that_is_a_path_is_no_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`../../` would be another object of the API."""
     for name in ("../pods/x", "a/b", "A", "a?dryRun=All"):

@@ -101,24 +101,38 @@ class JobName(NameParam):
 JOB = click.argument("job", type=JobName())
 
 
-@click.command(short_help="List the jobs of a cluster, or show one.", epilog="Example: ddpjob get -A -o wide")
-@click.argument("job", type=JobName(), required=False)
+SELECTOR = click.option("-l", "--selector", metavar="LABELS", help="Those with these labels: team=a,!old.")
+
+
+@click.command(short_help="List the jobs of a cluster, or show some.", epilog="Example: ddpjob get -A -o wide")
+@click.argument("names", metavar="[JOB...]", type=JobName(), nargs=-1)
+@SELECTOR
 @click.option("-o", "--output", type=click.Choice(["text", "wide", "name", "json", "yaml"]), default="text")
 @click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
 @cluster_options
-def get(connect: Connect, job: str | None, output: str, all_namespaces: bool) -> int:
-    """List the DDPJobs of a namespace, or show one, in the columns of kubectl."""
+def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: str, all_namespaces: bool) -> int:
+    """List the DDPJobs of a namespace, or show some, in the columns of kubectl."""
     from ddpjob_operator.client import jobs, output_forms
 
-    if job and all_namespaces:
+    if names and all_namespaces:
         raise click.UsageError("JOB and --all-namespaces exclude each other.")
+    _refuse_both(names, selector)
     cluster = connect()
-    found = [jobs.find(cluster, job).raw] if job else jobs.items(cluster, all_namespaces=all_namespaces)
+    if names:
+        found = [jobs.find(cluster, name).raw for name in dict.fromkeys(names)]
+    else:
+        found = jobs.items(cluster, all_namespaces=all_namespaces, selector=selector)
     if not found and output in ("text", "wide"):
         where = "the cluster" if all_namespaces else f"namespace {cluster.namespace}"
-        click.echo(f"no DDPJob in {where}; start one with ddpjob submit", err=True)
+        said = f" has the labels {selector}" if selector else f" in {where}; start one with ddpjob submit"
+        click.echo(f"no DDPJob{said}", err=True)
         return 0
-    return answer(output_forms.of_jobs(found, output, one=job is not None, namespaces=all_namespaces))
+    return answer(output_forms.of_jobs(found, output, one=len(names) == 1, namespaces=all_namespaces))
+
+
+def _refuse_both(names: tuple[str, ...], selector: str | None) -> None:
+    if names and selector:
+        raise click.UsageError("JOB and --selector exclude each other.")
 
 
 @click.command(short_help="Show a job in full.", epilog="Example: ddpjob describe digits")
@@ -229,15 +243,24 @@ def scale(connect: Connect, job: str, nodes: int, timeout: float) -> int:
 
 
 @click.command(short_help="Delete jobs.", epilog="Example: ddpjob delete digits")
-@click.argument("jobs", metavar="JOB...", type=JobName(), nargs=-1, required=True)
+@click.argument("names", metavar="[JOB...]", type=JobName(), nargs=-1)
+@SELECTOR
 @click.option("--no-wait", is_flag=True, help="Do not wait until it is gone.")
 @click.option("--timeout", type=Seconds(), metavar="TIME", default="1m", show_default=True, help="How long to wait.")
 @cluster_options
-def delete(connect: Connect, jobs: tuple[str, ...], no_wait: bool, timeout: float) -> int:
+def delete(connect: Connect, names: tuple[str, ...], selector: str | None, no_wait: bool, timeout: float) -> int:
     """Delete each JOB with its pods, which get their grace period, and the code that submit has stored."""
-    from ddpjob_operator.client import actions
+    from ddpjob_operator.client import actions, jobs
 
-    actions.delete(connect(), jobs, wait=not no_wait, seconds=timeout, say=say)
+    _refuse_both(names, selector)
+    if not names and not selector:
+        raise click.UsageError("Missing argument 'JOB...', or --selector.")
+    cluster = connect()
+    if selector:
+        names = tuple(raw["metadata"]["name"] for raw in jobs.items(cluster, selector=selector))
+        if not names:
+            say(f"no DDPJob in namespace {cluster.namespace} has the labels {selector}")
+    actions.delete(cluster, names, wait=not no_wait, seconds=timeout, say=say)
     return 0
 
 

@@ -56,9 +56,10 @@ def path_of(cluster: Cluster, name: str = "") -> str:
     return f"{path}/{name}" if name else path
 
 
-def items(cluster: Cluster, *, all_namespaces: bool = False) -> list[Raw]:
-    """All jobs, by namespace and name."""
-    found = cluster.get(ALL if all_namespaces else path_of(cluster)).get("items") or []
+def items(cluster: Cluster, *, all_namespaces: bool = False, selector: str | None = None) -> list[Raw]:
+    """All jobs, or those with some labels, by namespace and name."""
+    params = {"labelSelector": selector} if selector else {}
+    found = cluster.get(ALL if all_namespaces else path_of(cluster), **params).get("items") or []
     return sorted(found, key=lambda raw: (raw["metadata"].get("namespace", ""), raw["metadata"]["name"]))
 
 
