@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
 import re
 import signal
 import subprocess
@@ -334,6 +335,26 @@ def test_jobs_are_chosen_by_name_or_by_label(cluster: FakeCluster, ddpjob: Ddpjo
     assert ddpjob("delete", "-l", "sweep=1").code == 0
     assert ddpjob("get", "-o", "name").out.split() == ids[2:]
     assert ddpjob("delete", "-l", "sweep=1").err == "no DDPJob in namespace default has the labels sweep=1\n"
+
+
+def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
+    """As kubectl does; without a cluster it offers none, and says nothing."""
+    for name in ("digits", "dinosaurs", "bert"):
+        cluster.add("ddpjobs", stored(name))
+    cluster.add("ddpjobs", stored("other"), namespace="team-b")
+
+    def offered(typed: str) -> list[str]:
+        words = {"_DDPJOB_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        argv = [sys.executable, "-c", "from ddpjob_operator.cli.main import main; main()"]
+        done = subprocess.run(argv, env={**os.environ, **words}, capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    assert offered("ddpjob describe di") == ["plain,digits", "plain,dinosaurs"]
+    assert offered("ddpjob delete digits di") == ["plain,dinosaurs"]
+    assert offered("ddpjob logs -n team-b ") == ["plain,other"]
+    cluster.crd = False
+    assert offered("ddpjob describe di") == []
 
 
 def test_a_name_that_is_a_path_is_no_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:

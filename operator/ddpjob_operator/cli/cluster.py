@@ -15,7 +15,11 @@ import click
 
 from ddpjob_operator.cli.output import answer
 
+COMPLETION_SECONDS = 2.0  # longer, and the shell seems to hang
+
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from ddpjob_operator.client.connection import Cluster
     from ddpjob_operator.client.jobs import Stored
 
@@ -97,8 +101,29 @@ class JobName(NameParam):
         known = {api.KIND.lower(), api.PLURAL, api.SHORT}
         return name if kind.lower().removesuffix(f".{api.GROUP}") in known else str(value)
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The jobs that are there, but for those that are named already."""
+        from click.shell_completion import CompletionItem
+
+        named = ctx.params.get(param.name or "") or ()
+        names = [name for name in _names_there(ctx) if name not in named]
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
 
 JOB = click.argument("job", type=JobName())
+
+
+def _names_there(ctx: click.Context) -> list[str]:
+    """The jobs of the namespace, none where the cluster cannot be asked: a shell shows no message meanwhile."""
+    from ddpjob_operator.client import jobs
+    from ddpjob_operator.client.errors import ClusterError
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    connect = Connect(ctx.params.get("context"), ctx.params.get("namespace"), COMPLETION_SECONDS)
+    try:
+        return [raw["metadata"]["name"] for raw in jobs.items(connect())]
+    except (ClusterError, InputError):
+        return []
 
 
 SELECTOR = click.option("-l", "--selector", metavar="LABELS", help="Those with these labels: team=a,!old.")
