@@ -382,6 +382,27 @@ def test_describe_says_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Dd
     assert "RankFailed" in text
 
 
+@pytest.mark.parametrize(
+    ("status", "shown"),
+    [
+        ({"containerStatuses": [{"reason": "Error", "exitCode": 1}]}, "Failed (exit code 1)"),
+        ({"containerStatuses": [{"reason": "OOMKilled", "exitCode": 137}]}, "Failed (OOMKilled, exit code 137)"),
+        ({"reason": "Evicted", "containerStatuses": [{"reason": "Error", "exitCode": 143}]},
+         "Failed (Evicted, exit code 143)"),
+        ({"reason": "Evicted"}, "Failed (Evicted)"),
+        ({}, "Failed"),
+    ],
+)  # fmt: skip
+def test_describe_says_why_a_kubelet_has_ended_a_pod(
+    cluster: FakeCluster, ddpjob: Ddpjob, status: dict[str, Any], shown: str
+) -> None:
+    """137 alone is also somebody's kill -9, and an evicted pod has no exit code."""
+    cluster.add("ddpjobs", stored(state="Failed"))
+    ended = [{"name": "trainer", "state": {"terminated": s}} for s in status.pop("containerStatuses", ())]
+    cluster.add("pods", pod("digits") | {"status": {"phase": "Failed", "containerStatuses": ended, **status}})
+    assert any(line.endswith(f"  {shown}") for line in ddpjob("describe", "digits").out.splitlines())
+
+
 def test_describe_without_the_right_to_see_pods_shows_the_rest(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.add("ddpjobs", stored())
     cluster.forbidden = {"list pods", "list events"}

@@ -147,7 +147,7 @@ def pod_line(pod: Raw, trainer: str) -> PodLine:
 
 
 def state_of(pod: Raw, trainer: str) -> str:
-    """Running, Pending (ErrImagePull), Failed (exit code 1)"""
+    """Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137), Failed (Evicted)"""
     status = pod.get("status") or {}
     phase = "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase") or "Unknown"
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
@@ -156,9 +156,18 @@ def state_of(pod: Raw, trainer: str) -> str:
         if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
             return f"{phase} ({waiting['reason']})"
         if container.get("name") == trainer and ended:
-            return f"{phase} (exit code {ended.get('exitCode')})" if ended.get("exitCode") else phase
+            return f"{phase} ({_end_of(status, ended)})" if ended.get("exitCode") else phase
+    if phase == "Failed" and status.get("reason"):
+        return f"{phase} ({status['reason']})"
     unscheduled = (c for c in status.get("conditions") or () if c.get("type") == "PodScheduled")
     return next((f"{phase} ({c.get('reason')})" for c in unscheduled if c.get("status") == "False"), phase)
+
+
+def _end_of(pod_status: Raw, terminated: Raw) -> str:
+    """exit code 1, or why the kubelet ended it as well: OOMKilled, Evicted."""
+    reason = pod_status.get("reason") or terminated.get("reason")
+    code = f"exit code {terminated.get('exitCode')}"
+    return code if reason in (None, "Error") else f"{reason}, {code}"
 
 
 def attempt_of(pod: Raw) -> int:
