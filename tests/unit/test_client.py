@@ -7,8 +7,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -148,6 +150,24 @@ def test_a_server_that_is_not_there_is_one_line(
     assert "does not answer" in done.err
     assert "refused" in done.err
     assert done.err.count("\n") == 1
+
+
+def test_a_server_that_hangs_up_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
+) -> None:
+    """One that shuts down, or a proxy before it: what was printed was a tuple of Python's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            connection, _ = server.accept()
+            connection.recv(2**16)
+            connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}")))
+        done = ddpjob("get")
+    assert done.code == 1
+    assert done.err.endswith("does not answer: Remote end closed connection without response\n")
 
 
 def test_without_a_kubeconfig_the_local_run_is_named(

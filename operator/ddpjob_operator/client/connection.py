@@ -251,6 +251,8 @@ def _why(error: BaseException, seconds: float) -> str:
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             return f": {cause.strerror}"
+        if isinstance(cause, ConnectionError) and str(cause):  # of http.client: they have no number
+            return f": {cause}"
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, (TimeoutError, urllib3.exceptions.TimeoutError)):
         return f" within {seconds:g} s"
