@@ -115,10 +115,13 @@ def wait(cluster: Cluster, name: str, wanted: str, seconds: float | None, say: S
     Raises InputError for a word that is none of these, TooLateError.
     """
     true = _condition(wanted)
-    if true is _never and not jobs.is_there(cluster, name):
-        say(f"no DDPJob {name} in namespace {cluster.namespace}: it is gone, or never was there")
+    try:
+        stored = jobs.find(cluster, name)
+    except jobs.NoJobError as error:
+        if true is not _never:
+            raise
+        say(str(error))
         return True
-    stored = jobs.find(cluster, name)
     try:
         lines = watch.StateLines(say)
 

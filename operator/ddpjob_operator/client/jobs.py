@@ -41,6 +41,10 @@ class Stored:
         return str((trainer_container(self.job.spec.template) or {}).get("name") or "trainer")
 
 
+class NoJobError(InputError):
+    """A name that no job has."""
+
+
 class JobGoneError(ClusterError):
     """A job that was there, and is no more."""
 
@@ -64,22 +68,12 @@ def items(cluster: Cluster, *, all_namespaces: bool = False, selector: str | Non
 
 
 def find(cluster: Cluster, name: str) -> Stored:
-    """A job by its name. Raises InputError with the names that are there."""
+    """A job by its name. Raises NoJobError with the names that are there, InputError for what is no name."""
     check_name(name)
     try:
         return of_raw(cluster.get(path_of(cluster, name)))
     except NotFoundError:
-        raise InputError(_not_there(cluster, name)) from None
-
-
-def is_there(cluster: Cluster, name: str) -> bool:
-    """Whether there is a job of this name."""
-    check_name(name)
-    try:
-        cluster.get(path_of(cluster, name))
-    except NotFoundError:
-        return False
-    return True
+        raise NoJobError(_not_there(cluster, name)) from None
 
 
 def again(cluster: Cluster, before: Stored) -> Stored:
@@ -102,7 +96,7 @@ def patch(cluster: Cluster, name: str, spec: Raw) -> Stored:
     try:
         return of_raw(cluster.patch(path_of(cluster, name), {"spec": spec}))
     except NotFoundError:
-        raise InputError(_not_there(cluster, name)) from None
+        raise NoJobError(_not_there(cluster, name)) from None
 
 
 def pods(cluster: Cluster, name: str) -> list[Raw]:
