@@ -119,6 +119,18 @@ def test_a_context_is_enough_where_none_is_the_current_one(
     assert ddpjob("get").code == 2
 
 
+def test_a_kubeconfig_may_be_named_as_to_kubectl(
+    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kubectl ddp get --kubeconfig FILE`: one cluster for one command."""
+    cluster.add("ddpjobs", stored())
+    for set_ in (str(tmp_path / "none"), ""):
+        monkeypatch.setenv("KUBECONFIG", set_)
+        assert "digits" in ddpjob("get", "--kubeconfig", tmp_path / "kubeconfig").out
+    assert "no node has a log" in ddpjob("logs", "digits", "--kubeconfig", tmp_path / "kubeconfig").err
+    assert ddpjob("get", "--kubeconfig", tmp_path / "nothing").code == 2
+
+
 def test_a_context_is_looked_for_where_there_is_no_kubeconfig(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:

@@ -55,33 +55,40 @@ class Connect:
     context: str | None
     namespace: str | None
     seconds: float
+    kubeconfig: str | None = None
 
     @property
     def is_chosen(self) -> bool:
         """Whether the user has named a cluster or a namespace."""
-        return self.context is not None or self.namespace is not None
+        return any(chosen is not None for chosen in (self.context, self.namespace, self.kubeconfig))
 
     def __call__(self, namespace: str | None = None) -> Cluster:
         """The cluster, in the given namespace, else that of the options. Raises InputError, ClusterError."""
         from ddpjob_operator.client.connection import Target, connect
 
-        return connect(Target(self.context, namespace or self.namespace, self.seconds))
+        return connect(Target(self.context, namespace or self.namespace, self.seconds, self.kubeconfig))
 
 
 def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --namespace, --context and --request-timeout, and gives them to the command as a Connect."""
+    """Adds --namespace, --context, --kubeconfig and --request-timeout, and gives them to the command as a Connect."""
 
     @click.option("-n", "--namespace", metavar="NS", help="The namespace.  [that of the context]")
     @click.option("--context", metavar="NAME", help="The context of the kubeconfig.  [the current one]")
+    @click.option("--kubeconfig", metavar="FILE", help="The kubeconfig.  [$KUBECONFIG, or ~/.kube/config]")
     @click.option(
         "--request-timeout", type=Seconds(), metavar="TIME", default="10s", show_default=True,
         help="How long the API server may take to answer.",
     )  # fmt: skip
     @functools.wraps(command)
     def with_cluster(
-        *args: Any, namespace: str | None, context: str | None, request_timeout: float, **more: Any
+        *args: Any,
+        namespace: str | None,
+        context: str | None,
+        kubeconfig: str | None,
+        request_timeout: float,
+        **more: Any,
     ) -> Any:
-        return command(Connect(context, namespace, request_timeout), *args, **more)
+        return command(Connect(context, namespace, request_timeout, kubeconfig), *args, **more)
 
     text = inspect.getdoc(command) or ""
     with_cluster.__doc__ = text if "Exit codes" in text else f"{text}\n\n\b\n{CODES}"
@@ -119,7 +126,8 @@ def _names_there(ctx: click.Context) -> list[str]:
     from ddpjob_operator.client.errors import ClusterError
     from ddpjob_operator.manifest.yamlfile import InputError
 
-    connect = Connect(ctx.params.get("context"), ctx.params.get("namespace"), COMPLETION_SECONDS)
+    context, namespace, kubeconfig = (ctx.params.get(name) for name in ("context", "namespace", "kubeconfig"))
+    connect = Connect(context, namespace, COMPLETION_SECONDS, kubeconfig)
     try:
         return [raw["metadata"]["name"] for raw in jobs.items(connect())]
     except (ClusterError, InputError):

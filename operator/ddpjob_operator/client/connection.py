@@ -37,6 +37,8 @@ class Target:
     context: str | None = None
     namespace: str | None = None
     request_seconds: float = REQUEST_SECONDS
+    kubeconfig: str | None = None
+    """A file in place of those that KUBECONFIG names."""
     silent_seconds: float = SILENT_SECONDS
     """Without a byte for so long, the connection of an answer without an end is taken for a dead one."""
 
@@ -144,10 +146,10 @@ def connect(target: Target) -> Cluster:
         raise InputError(NO_CLIENT) from None
     warnings.filterwarnings("ignore", message=".*Unverified HTTPS request.*")  # the kubeconfig has asked for it
     settings = kubernetes.client.Configuration()
-    if target.context is None and not has_kubeconfig():
+    if target.context is None and target.kubeconfig is None and not has_kubeconfig():
         name, namespace = _of_pod(kubernetes.config, settings)
     else:
-        name, namespace = _of_kubeconfig(kubernetes.config, settings, target.context)
+        name, namespace = _of_kubeconfig(kubernetes.config, settings, target)
     where = f"{name} ({settings.host})"
     client = kubernetes.client.ApiClient(settings)
     return Cluster(client, where, target.namespace or namespace, target.request_seconds, target.silent_seconds)
@@ -167,9 +169,10 @@ def _of_pod(config: Any, settings: Any) -> tuple[str, str]:
         raise InputError(f"{text}On this machine alone: ddpjob run") from None
 
 
-def _of_kubeconfig(config: Any, settings: Any, wanted: str | None) -> tuple[str, str]:
+def _of_kubeconfig(config: Any, settings: Any, target: Target) -> tuple[str, str]:
     """The name for messages, and the namespace of the context."""
-    named = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    wanted = target.context
+    named = target.kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
         active: Any = None
         if wanted:
