@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
-from ddpjob_operator.job import bounds, launcher
+from ddpjob_operator.job import api, bounds, launcher
 from ddpjob_operator.job.podspec import TRAINER, containers, gpus, mapping
 
 GANG = (
