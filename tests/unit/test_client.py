@@ -153,6 +153,21 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("time_", ["0", "0s", "999999999999"])
+def test_a_request_may_take_any_time(cluster: FakeCluster, ddpjob: Ddpjob, time_: str) -> None:
+    """0 is kubectl's word for it; it was a traceback."""
+    cluster.add("ddpjobs", stored())
+    assert "digits" in ddpjob("get", "--request-timeout", time_).out
+
+
+@pytest.mark.parametrize("namespace", ["a/b", "..", "team a", "Team"])
+def test_a_namespace_that_is_a_path_is_no_namespace(cluster: FakeCluster, ddpjob: Ddpjob, namespace: str) -> None:
+    """It must not become another path of the API."""
+    done = ddpjob("delete", "digits", "-n", namespace)
+    assert (done.code, cluster.requests) == (2, [])
+    assert f"{namespace!r} is not the name of a namespace" in done.err
+
+
 def test_a_server_that_is_not_there_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:

@@ -15,6 +15,7 @@ import click
 
 from ddpjob_operator.cli.output import answer
 
+NO_LIMIT = 86400.0 * 365  # --request-timeout 0, as kubectl has it; sockets take no number without bounds
 COMPLETION_SECONDS = 2.0  # longer, and the shell seems to hang
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option("--kubeconfig", metavar="FILE", help="The kubeconfig.  [$KUBECONFIG, or ~/.kube/config]")
     @click.option(
         "--request-timeout", type=Seconds(), metavar="TIME", default="10s", show_default=True,
-        help="How long the API server may take to answer.",
+        help="How long the API server may take to answer; 0: no limit.",
     )  # fmt: skip
     @functools.wraps(command)
     def with_cluster(
@@ -88,7 +89,8 @@ def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
         request_timeout: float,
         **more: Any,
     ) -> Any:
-        return command(Connect(context, namespace, request_timeout, kubeconfig), *args, **more)
+        seconds = min(request_timeout or NO_LIMIT, NO_LIMIT)
+        return command(Connect(context, namespace, seconds, kubeconfig), *args, **more)
 
     text = inspect.getdoc(command) or ""
     with_cluster.__doc__ = text if "Exit codes" in text else f"{text}\n\n\b\n{CODES}"

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import urllib.parse
 import warnings
@@ -28,6 +29,8 @@ SILENT_SECONDS = 120.0  # load balancers drop a silent connection after 4 to 10 
 MERGE = "application/merge-patch+json"
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 NO_CLIENT = "commands for a cluster need the Kubernetes client: pip install 'ddpjob[client]', from a clone '.[client]'"
+
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 @dataclass(frozen=True)
@@ -150,9 +153,12 @@ def connect(target: Target) -> Cluster:
         name, namespace = _of_pod(kubernetes.config, settings)
     else:
         name, namespace = _of_kubeconfig(kubernetes.config, settings, target)
+    namespace = target.namespace or namespace
+    if not _NAMESPACE.fullmatch(namespace):  # it would be another path of the API
+        raise InputError(f"{namespace!r} is not the name of a namespace: lower-case letters, digits and -")
     where = f"{name} ({settings.host})"
     client = kubernetes.client.ApiClient(settings)
-    return Cluster(client, where, target.namespace or namespace, target.request_seconds, target.silent_seconds)
+    return Cluster(client, where, namespace, target.request_seconds, target.silent_seconds)
 
 
 def has_kubeconfig() -> bool:
