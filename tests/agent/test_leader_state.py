@@ -189,7 +189,14 @@ def test_what_can_never_start_is_not_tried_again() -> None:
 TYPO = "NameError: name 'modle' is not defined"
 
 
-@pytest.mark.parametrize("exception", [TYPO, "python: can't open file '/app/trian.py': [Errno 2] No such file"])
+@pytest.mark.parametrize(
+    "exception",
+    [
+        TYPO,
+        "python: can't open file '/app/trian.py': [Errno 2] No such file",
+        "SystemExit: /usr/bin/python: No module named trian",
+    ],
+)
 def test_a_mistake_that_all_nodes_make_before_the_first_step_is_not_tried_again(exception: str) -> None:
     """`ddprun trian.py` was tried four times."""
     found = running(2, has_operator=True)

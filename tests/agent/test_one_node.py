@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -233,6 +236,50 @@ def test_a_script_that_is_missing_is_one_line_with_the_one_that_may_be_meant(
     assert there_is_none.endswith(f"; did you mean {tmp_path}/train.py?")
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("trian", "there is no module trian in "),
+        ("trian.main", "there is no module trian in "),
+        ("train.py", "there is no module train.py: -m takes train; without -m the file is train.py"),
+        ("src/train.py", "there is no module src/train.py: -m takes src.train; without -m the file is src/train.py"),
+    ],
+)
+def test_a_module_that_is_missing_is_one_line_and_no_restart(launcher: Launcher, name: str, said: str) -> None:
+    (launcher.folder / "src").mkdir()
+    for script in ("train.py", "src/train.py"):
+        launcher.script("print('imported')", script)
+    done = launcher.done("-m", name)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"ddprun: {said}")
+
+
+@STARTS
+@pytest.mark.parametrize("name", ["train", "src.train", "lib.py", "installed"])
+def test_a_module_in_the_working_folder_a_package_or_the_path_is_run(launcher: Launcher, start: str, name: str) -> None:
+    for folder in ("src", "lib", "elsewhere"):
+        (launcher.folder / folder).mkdir()
+    for script in ("train.py", "src/train.py", "lib.py", "lib/__init__.py", "lib/py.py", "elsewhere/installed.py"):
+        launcher.script("print(__name__)", script)
+    path = f"{launcher.folder}/elsewhere:{launcher.env.get('PYTHONPATH', '')}"
+    done = launcher.done(start, "-m", name, PYTHONPATH=path)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "__main__"), done.stderr
+
+
+def test_what_another_interpreter_has_is_not_known_before_it_is_started(launcher: Launcher) -> None:
+    other = launcher.script("#!/bin/sh\necho runs", "python-of-conda")
+    other.chmod(0o755)
+    done = launcher.done("--no-preload", "-m", "trian", PYTHON_EXEC=str(other))
+    assert (done.returncode, done.stdout) == (0, "runs\n"), done.stderr
+
+
+def test_a_module_that_only_python_finds_missing_is_not_tried_again(launcher: Launcher) -> None:
+    """Of a package it takes an import to know; Python's words for it begin with those of a SystemExit."""
+    launcher.script("print(__name__)")
+    done = launcher.done("--preload=json", "-m", "json.nowhere")
+    assert (done.returncode, done.stderr.count("restart ")) == (1, 0), done.stderr
+
+
 # ---- told to stop ------------------------------------------------------------------------------------------
 
 
@@ -268,6 +315,30 @@ def test_ranks_that_ignore_sigterm_are_killed_when_their_time_is_over(launcher: 
     agent.terminate()
     assert finish(agent).returncode == 137
     assert 0.9 < time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM])
+def test_a_signal_that_is_not_to_be_handled_ends_the_agent_as_torchrun_and_leaves_nothing(
+    launcher: Launcher, number: signal.Signals
+) -> None:
+    """The kernel ended the agent, whose folder in /tmp stayed."""
+    script = launcher.script("import time\nprint('up', flush=True)\ntime.sleep(100)")
+    job = launcher.ddprun("--no-preload", "--nproc", 2, script)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "up\n"
+    job.send_signal(number)
+    done = finish(job, 10)
+    assert done.returncode == 128 + number
+    assert f"ended by {number.name}, which is not among --signals-to-handle" in done.stderr
+    assert list((launcher.folder / "tmp").iterdir()) == []
+
+
+def test_a_signal_that_who_started_the_agent_has_ignored_ends_nothing(launcher: Launcher) -> None:
+    script = launcher.script("import os, signal\nos.kill(os.getppid(), signal.SIGUSR1)\nprint('goes on')")
+    words = shlex.join([sys.executable, "-m", "ddpjob.agent", "--no-preload", str(script)])
+    shell = ["sh", "-c", f"trap '' USR1; exec {words}"]
+    done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
 
 
 def test_ranks_that_end_by_sigterm_are_not_started_again(launcher: Launcher) -> None:
@@ -454,6 +525,44 @@ def test_ten_thousand_lines_a_second_lose_none_and_do_not_delay_sigterm(launcher
     assert time.monotonic() - began < 10
     assert agent.returncode == 143
     assert out.count("\n") == 50_000
+
+
+PRINTS = "import time\nwhile True:\n    print('line')\n    time.sleep(0.01)"
+
+
+@STARTS
+@pytest.mark.parametrize("library", ["", "from ddpjob.reporting import termination; termination.install()\n"])
+@pytest.mark.parametrize("redirected", ["", "2>&1"])
+def test_output_that_nobody_reads_is_no_reason_for_a_restart(
+    launcher: Launcher, start: str, redirected: str, library: str
+) -> None:
+    """`ddprun train.py | head` started the ranks three times more, each with its BrokenPipeError."""
+    words = shlex.join([sys.executable, "-m", "ddpjob.agent", start, str(launcher.script(library + PRINTS))])
+    shell = ["bash", "-c", f"{words} {redirected} | head -1; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "line\n"), done.stderr
+    assert "restart 1" not in done.stderr
+    assert redirected or done.stderr.endswith("(nobody reads its output any more); permanent: PermanentFailure\n")
+    assert message(launcher)["exception"] == "nobody reads its output any more"
+
+
+@pytest.mark.parametrize("line", ["raise OSError('x')", "sys.exit(3)"])
+def test_another_failure_while_nobody_reads_the_output_is_one_as_ever(launcher: Launcher, line: str) -> None:
+    script = launcher.script(f"import sys, time\nprint('line', flush=True)\ntime.sleep(1)\n{line}")
+    words = shlex.join([sys.executable, "-m", "ddpjob.agent", "--preload=json", "--max-restarts=1", str(script)])
+    shell = ["bash", "-c", f"{words} | head -1"]
+    done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
+    assert "restart 1" in done.stderr
+
+
+@pytest.mark.parametrize("letter", ["r", "ü"])
+def test_a_run_with_a_long_name_has_a_folder_with_the_beginning_of_it(launcher: Launcher, letter: str) -> None:
+    script = launcher.script("import os\nprint(os.environ['TORCHELASTIC_RUN_ID'])")
+    run_id = letter * 300
+    done = launcher.done("--no-preload", "--log-dir", "logs", "--master-port", 0, "--rdzv-id", run_id, script)
+    assert (done.returncode, done.stdout) == (0, f"{run_id}\n"), done.stderr
+    (folder,) = (launcher.folder / "logs").iterdir()
+    assert folder.name.startswith(letter * 100)
 
 
 def test_a_folder_named_as_torchs_files_are_not_kept(launcher: Launcher, tmp_path: Path) -> None:

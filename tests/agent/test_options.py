@@ -158,6 +158,9 @@ def test_the_gpus_are_counted_that_a_rank_will_see(monkeypatch: Any, visible: An
         ("--nproc-per-node=99999999 train.py", "--nproc-per-node: 99999999: at most 1024 ranks"),
         ("--signals-to-handle=SIGTERM,SIGUSR3 train.py", "--signals-to-handle: 'SIGUSR3' is no signal that can be"),
         ("--signals-to-handle=SIGKILL train.py", "'SIGKILL' is no signal that can be handled"),
+        ("--rdzv-conf timeout train.py", "--rdzv-conf: 'timeout' has no value. Give it as timeout=60"),
+        ("--rdzv-conf join_timeout=5,timeout= train.py", "--rdzv-conf: 'timeout' has no value"),
+        ("--rdzv-conf =60 train.py", "--rdzv-conf: '=60' has no name"),
         ("--signals-to-handle=SIGCHLD train.py", "'SIGCHLD' is no signal that can be handled"),
     ],
 )  # fmt: skip

@@ -806,6 +806,7 @@ REFUSED = {
         r"podLabels.app\.kubernetes\.io/name=x",
         "app.kubernetes.io/name belongs to the chart",
     ),
+    "a label of a job's pods": (r"podLabels.training\.ddpjob\.io/job=x", "training.ddpjob.io/job belongs to"),
     "a label with a space": ("podLabels.team=a b", "/podLabels/team"),
     "a toleration with a typo": ("tolerations[0].efect=NoSchedule", "efect"),
     "an affinity with a typo": ("affinity.node=x", "node"),

@@ -389,6 +389,16 @@ def test_digits_prints_its_accuracy_after_each_epoch(run):
     ]
 
 
+@pytest.mark.parametrize("script", SHORT)
+@pytest.mark.parametrize("words", [("--snapshot-every", "0"), ("--epochs", "-1"), ("--global-batch", "0")])
+def test_a_count_below_one_is_refused_before_anything_starts(script, words, capsys):
+    """--snapshot-every 0 ended with a ZeroDivisionError, and --epochs -1 with 0 and without a step."""
+    with pytest.raises(SystemExit) as ended:
+        SCRIPTS[script].main(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: argument {words[0]}: {words[1]} is less than 1\n")
+
+
 def test_nothing_is_saved_unless_asked_for(run):
     left = {path.name for path in run("digits", 2, *SHORT["digits"]).model.parent.iterdir()}
     assert left == {"model.pt", "progress", "stdout-0", "stdout-1"}

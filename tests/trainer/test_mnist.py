@@ -106,6 +106,14 @@ def test_a_missing_file_is_named_and_nothing_is_downloaded(small: Path) -> None:
         mnist.load_data(str(small))
 
 
+@pytest.mark.parametrize("words", [("--snapshot-every", "0"), ("--epochs", "-1"), ("--global-batch", "0")])
+def test_a_count_below_one_is_refused(words: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        mnist.options(words)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith(f"error: argument {words[0]}: {words[1]} is less than 1\n")
+
+
 def test_an_empty_set_is_named(small: Path) -> None:
     (small / TRAIN_IMAGES).write_bytes(idx(torch.zeros(0, 28, 28, dtype=torch.uint8)))
     (small / TRAIN_LABELS).write_bytes(idx(torch.zeros(0, dtype=torch.uint8)))

@@ -851,8 +851,16 @@ def test_a_command_that_is_not_utf_8_is_refused() -> None:
     assert "not UTF-8" in str(result.exception)
 
 
+@pytest.mark.parametrize("line", ["bash run.sh", "./run.sh --lr 1", "sh -x -e run.sh", "bash ./run.sh", "bash run"])
+def test_a_file_of_the_shell_is_refused_with_what_to_give_instead(line: str) -> None:
+    with pytest.raises(ConvertError) as refused:
+        of_command(line)
+    file = next(word for word in line.split() if "run" in word)
+    assert f", and not the shell script {file}: give the command in it that starts the training." in str(refused.value)
+
+
 def test_the_job_is_named_after_the_script() -> None:
-    names = {"torchrun my/Train_GPT.py": "train-gpt", "torchrun -m pack.train_it": "train-it", "torchrun 1.py": "train"}
+    names = {"torchrun my/Train_GPT.py": "train-gpt", "torchrun -m pack.train_it": "train-it", "torchrun 1.py": "job-1"}
     assert {line: of_command(line).metadata["name"] for line in names} == names
 
 

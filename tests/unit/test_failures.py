@@ -84,3 +84,12 @@ def test_among_equals_the_first_that_was_seen_is_the_cause() -> None:
     later, symptom = Failure(0, exit_code=3), Failure(9, symptom=True)
     assert root_cause([symptom, CRASH, later]) is CRASH
     assert root_cause([symptom, later, CRASH]) is later
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(9, "SIGKILL"), (10, "SIGUSR1"), (34, "SIGRTMIN"), (40, "SIGRTMIN+6"), (33, "SIG33"), (99, "SIG99")],
+)
+def test_a_signal_has_one_name_also_where_python_has_none(number: int, name: str) -> None:
+    """40 was SIG40 to the agent, and signal 40 to a local run."""
+    assert failures.signal_name(number) == name

@@ -14,7 +14,8 @@ from ddpjob_operator import check
 from ddpjob_operator.check.job import known
 from ddpjob_operator.cli import from_script, sources
 from ddpjob_operator.cli.from_script import Start
-from ddpjob_operator.job import api, validation
+from ddpjob_operator.convert import command
+from ddpjob_operator.job import api, naming, validation
 from ddpjob_operator.job.launcher import command_of
 from ddpjob_operator.manifest import yamlfile
 from ddpjob_operator.manifest.yamlfile import InputError
@@ -185,12 +186,15 @@ def test_an_argument_that_may_be_absent_is_not_called_needed(nargs: str, said: s
         ("a/Train_BERT.py", "train-bert"),
         ("3d.py", "job-3d"),
         ("pkg.mod", "mod"),
+        ("./run.train.sh", "run-train"),
         ("_.py", "job"),
         ("Übung mit é.py", "ubung-mit-e"),
     ],
 )
 def test_the_name_is_one_of_kubernetes(script: str, name: str) -> None:
-    assert from_script.name_of(script) == name
+    assert naming.name_of(script) == name
+    module = ["-m"] if script == "pkg.mod" else []
+    assert command.convert(["torchrun", *module, script]).metadata["name"] == name, "as `ddpjob convert` names it"
 
 
 @pytest.mark.parametrize("name", ["y", "no", "on", "null", "true"])

@@ -14,7 +14,7 @@ from worlds import START
 
 from ddpjob.core import failure_policy, rules
 from ddpjob.core.members import Members
-from ddpjob_operator.failures import root_cause, sentences
+from ddpjob_operator.failures import log_lines, root_cause, sentences
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Container, Pod
 
@@ -541,3 +541,23 @@ def test_the_trainings_own_lines_are_told_from_torchruns() -> None:
     assert root_cause.own_lines("python: can't open file 'nofile.py'\n\n" + table("exit-3")) == [
         "python: can't open file 'nofile.py'"
     ]
+
+
+@pytest.mark.parametrize(
+    ("before", "report"),
+    [
+        ("", "E1122 16:19:47.568000 27043 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1)"),
+        ("", "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: 1) local_rank: 0 (pid: 7)"),
+        ("I1122 16:19:40.1 7 torch/distributed/elastic/agent/server/api.py:871] starting workers\n", ""),
+        ("WARNING:torch.distributed.run:\n*****\n", ""),
+    ],
+    ids=["2.13", "2.0", "LOGLEVEL=INFO", "2.0 at the start"],
+)
+def test_torchruns_report_begins_at_the_same_line_for_what_is_shown_and_for_the_last_line(
+    before: str, report: str
+) -> None:
+    """describe showed the report of an old torch, of which the message said nothing; with LOGLEVEL=INFO the message
+    had no last line."""
+    log = f"{before}no data\n{report}\n"
+    assert root_cause.own_lines(log)[-1] == "no data"
+    assert log_lines.of(log, 1) == "last line: no data"

@@ -136,6 +136,8 @@ CLASSES: dict[str, tuple[Failure, rules.Class]] = {
     ),
     "a program that is not there": (Failure(exit_code=127), "permanent"),
     "a program that may not run": (Failure(exit_code=126), "permanent"),
+    "a pipe that nobody reads": (Failure(exit_code=1, exception="nobody reads its output any more"), "permanent"),
+    "a pipe of the script's own": (Failure(exit_code=1, exception="BrokenPipeError: Broken pipe"), "application"),
     "a container that cannot start": (Failure(exit_code=128, container_reason="StartError"), "permanent"),
     "a configuration that is not there": (Failure(container_reason="CreateContainerConfigError"), "permanent"),
 }  # fmt: skip

@@ -456,7 +456,7 @@ def test_a_process_that_spawn_gives_up_for_has_its_own_exit_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "name"), [(137, "SIGKILL"), (139, "SIGSEGV"), (1, ""), (None, ""), (255, ""), (128, "")]
+    ("code", "name"), [(137, "SIGKILL"), (139, "SIGSEGV"), (1, ""), (None, ""), (255, ""), (168, ""), (128, "")]
 )
 def test_a_signal_is_known_by_the_exit_code(code: int | None, name: str) -> None:
     assert termination_message.signal_name(code) == name

@@ -31,20 +31,27 @@ BYTES = 256  # the vocabulary: no tokenizer is needed
 WARMUP_STEPS = 50
 
 
+def count(text: str) -> int:
+    """An option that is a number of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A small byte-level GPT on the Python documentation.")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the training text (default %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=32, help="windows per step of all ranks (%(default)s)")
-    parser.add_argument("--micro-batch", type=int, help="windows at once per rank, where memory is short (all)")
-    parser.add_argument("--context", type=int, default=64, help="bytes per window (%(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--width", type=int, default=96, help="(%(default)s)")
-    parser.add_argument("--heads", type=int, default=4, help="(%(default)s)")
+    parser.add_argument("--epochs", type=count, default=4, help="passes over the training text (default %(default)s)")
+    parser.add_argument("--global-batch", type=count, default=32, help="windows per step of all ranks (%(default)s)")
+    parser.add_argument("--micro-batch", type=count, help="windows at once per rank, where memory is short (all)")
+    parser.add_argument("--context", type=count, default=64, help="bytes per window (%(default)s)")
+    parser.add_argument("--layers", type=count, default=2, help="(%(default)s)")
+    parser.add_argument("--width", type=count, default=96, help="(%(default)s)")
+    parser.add_argument("--heads", type=count, default=4, help="(%(default)s)")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate (%(default)s)")
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, help="bf16 autocast (on a GPU only)")
     parser.add_argument("--seed", type=int, default=7, help="first weights and order of the windows (%(default)s)")
     parser.add_argument("--snapshot", metavar="FOLDER", help="save the training state here, continue from what is here")
-    parser.add_argument("--snapshot-every", type=int, default=50, metavar="N", help="steps (%(default)s)")
+    parser.add_argument("--snapshot-every", type=count, default=50, metavar="N", help="steps (%(default)s)")
     parser.add_argument("--save-model", metavar="FILE", help="rank 0 writes the trained weights here")
     return parser.parse_args(argv)
 

@@ -26,14 +26,21 @@ import ddpjob
 WARMUP_STEPS = 20
 
 
+def count(text: str) -> int:
+    """An option that is a number of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A small CNN on scikit-learn's handwritten digits.")
-    parser.add_argument("--epochs", type=int, default=25, help="passes over the training set (default %(default)s)")
-    parser.add_argument("--global-batch", type=int, default=32, help="samples per step of all ranks (%(default)s)")
+    parser.add_argument("--epochs", type=count, default=25, help="passes over the training set (default %(default)s)")
+    parser.add_argument("--global-batch", type=count, default=32, help="samples per step of all ranks (%(default)s)")
     parser.add_argument("--lr", type=float, default=0.1, help="highest learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=7, help="first weights and order of the samples (%(default)s)")
     parser.add_argument("--snapshot", metavar="FOLDER", help="save the training state here, continue from what is here")
-    parser.add_argument("--snapshot-every", type=int, default=50, metavar="N", help="steps (%(default)s)")
+    parser.add_argument("--snapshot-every", type=count, default=50, metavar="N", help="steps (%(default)s)")
     parser.add_argument("--save-model", metavar="FILE", help="rank 0 writes the trained weights here")
     return parser.parse_args(argv)
 

@@ -114,15 +114,22 @@ def check_sum(path: Path, content: bytes) -> None:
 # ---- the training ------------------------------------------------------------------------------------------
 
 
+def count(text: str) -> int:
+    """An option that is a number of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
 def options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The usual CNN on MNIST.")
     parser.add_argument("--data", default="/data/mnist", help="folder of the four files (default %(default)s)")
-    parser.add_argument("--epochs", type=int, default=5, help="passes over the training set (%(default)s)")
-    parser.add_argument("--global-batch", type=int, default=64, help="samples per step of all ranks (%(default)s)")
+    parser.add_argument("--epochs", type=count, default=5, help="passes over the training set (%(default)s)")
+    parser.add_argument("--global-batch", type=count, default=64, help="samples per step of all ranks (%(default)s)")
     parser.add_argument("--lr", type=float, default=0.05, help="highest learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=7, help="first weights and order of the samples (%(default)s)")
     parser.add_argument("--snapshot", metavar="FOLDER", help="save the training state here, continue from what is here")
-    parser.add_argument("--snapshot-every", type=int, default=200, metavar="N", help="steps (%(default)s)")
+    parser.add_argument("--snapshot-every", type=count, default=200, metavar="N", help="steps (%(default)s)")
     parser.add_argument("--save-model", metavar="FILE", help="rank 0 writes the trained weights here")
     return parser.parse_args(argv)
 

@@ -148,6 +148,9 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- if hasPrefix "app.kubernetes.io/" $name -}}
 {{- fail (printf "podLabels: %s belongs to the chart, which finds its pods by such labels" $name) -}}
 {{- end -}}
+{{- if hasPrefix "training.ddpjob.io/" $name -}}
+{{- fail (printf "podLabels: %s belongs to the pods of jobs, among which the operator would count its own" $name) -}}
+{{- end -}}
 {{- end -}}
 {{- end }}
 

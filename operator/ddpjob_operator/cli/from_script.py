@@ -8,10 +8,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from ddpjob_operator.check import local_rank
 from ddpjob_operator.check.nodes import text_in
@@ -19,10 +17,10 @@ from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.check.values import STARTERS
 from ddpjob_operator.cli.options import refuse_other_bytes
 from ddpjob_operator.job import api, yamlvalues
+from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.manifest.yamlfile import InputError
 
 NODES = 2
-NAME_MAX = 40
 FOUND_MAX = 8
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
@@ -117,14 +115,6 @@ def read(name: str, text: str) -> Found:
     passed = local_rank.must_be_passed(script)
     notes = (*_of_launch(script, spawned, passed), *_of_gpus(nccl), *_of_arguments(script.tree), *_of_files(script))
     return Found(bool(spawned), nccl, cuda, passed, notes)
-
-
-def name_of(script: str) -> str:
-    """train for src/train.py: as a name of Kubernetes."""
-    stem = script.removesuffix(".py") if "/" in script or script.endswith(".py") else script.rpartition(".")[2]
-    stem = unicodedata.normalize("NFKD", stem).encode("ascii", "ignore").decode()
-    name = re.sub(r"[^a-z0-9]+", "-", PurePath(stem).name.lower()).strip("-")[:NAME_MAX].strip("-")
-    return name if name[:1].isalpha() else f"job-{name}".strip("-")
 
 
 def _refuse_unprintable(start: Start) -> None:

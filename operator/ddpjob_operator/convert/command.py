@@ -11,6 +11,7 @@ from ddpjob_operator.convert import common, shell
 from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.job import bounds, launcher
+from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.job.podspec import TRAINER
 
 IMAGE = "your-image"
@@ -89,7 +90,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
     command = [*command[:begin], *inner]
     if unset := shell.of_others(" ".join(command)):
         result.remark(("command",), f"{', '.join(unset)}: {_UNSET}")
-    result.metadata["name"] = name or common.job_name(script)
+    result.metadata["name"] = name or name_of(script)
     container: dict[str, Any] = {"name": TRAINER, "image": image or IMAGE, "command": command}
     if variables:
         container["env"] = [{"name": key, "value": value} for key, value in variables.items()]
@@ -158,12 +159,23 @@ def _refusal(words: list[str]) -> ConvertError:
     other = _other_launcher(words) or words[0]
     begin = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
     started = shlex.join(words[begin:]) if begin is not None else "train.py"
+    file = _shell_file(words)
+    within = f", and not the shell script {file}: give the command in it that starts the training" if file else ""
     return ConvertError(
         ("command",),
-        f"{_name(other) or 'an empty text'} cannot be converted: {_READ}. A DDPJob runs the same command on each node, "
-        "and it starts the ranks of that node: ddpjob convert -- torchrun --nnodes NODES --nproc-per-node RANKS "
-        f"{started}",
+        f"{_name(other) or 'an empty text'} cannot be converted: {_READ}{within}. A DDPJob runs the same command "
+        "on each node, and it starts the ranks of that node: ddpjob convert -- torchrun --nnodes NODES "
+        f"--nproc-per-node RANKS {started}",
     )
+
+
+def _shell_file(words: list[str]) -> str:
+    """The script of `bash run.sh` and `./run.sh`; "" for any other command."""
+    if launcher.shell_script(words) is not None:
+        return ""
+    is_shell = _name(words[0]) in launcher.SHELLS
+    first = next((word for word in words[is_shell:] if not word.startswith("-")), "")
+    return first if is_shell or first.endswith((".sh", ".bash")) else ""
 
 
 def _by_job(words: list[str], result: Converted) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +28,6 @@ SUSPENDED_BY_KUEUE = (
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
-_SET_BY_THE_SERVER = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
 _OF_THE_OBJECT = dict.fromkeys(
     ("finalizers", "ownerReferences"), "is of the object in the cluster; a new one has its own; dropped"
 )
@@ -58,7 +56,7 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     result = Converted(f"Converted from the {kind} {name} by `ddpjob convert`.", metadata)
     if generated:
         result.remark(("metadata", "generateName"), f"a name is needed; {name} stands for one: change it for each job")
-    for known in (*_KEPT, *_SET_BY_THE_SERVER, "generateName"):
+    for known in (*_KEPT, *api.SET_BY_THE_SERVER, "generateName"):
         of_object.take(known)
     of_object.rest(result, _OF_THE_OBJECT)
     labels = metadata.get("labels")
@@ -207,10 +205,3 @@ def range_of(nnodes: str) -> tuple[int, int] | None:
     """MIN and MAX of torchrun's --nnodes=MIN:MAX; None for one number, and for what is none."""
     least, most = (bounds.number(text, bounds.COUNT_MAX) for text in nnodes.partition(":")[::2])
     return (least, most) if least > 0 and most > 0 else None
-
-
-def job_name(text: str) -> str:
-    """A name for a job from a file's name: train_gpt.py is train-gpt."""
-    stem = text.rsplit("/", 1)[-1].removesuffix(".py").rsplit(".", 1)[-1].lower()
-    name = re.sub(r"^[^a-z]+|[^a-z0-9]+$", "", re.sub(r"[^a-z0-9]+", "-", stem))
-    return name[: api.NAME_LENGTH_MAX].rstrip("-") or "train"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 LAST_LINE = "last line: "
 """The prefix of what is only the last line, and perhaps not why it ended."""
@@ -22,15 +22,16 @@ _ARGPARSE = re.compile(r"^[^\s:][^:]{0,200}: error: \S")
 _CLICK = re.compile(r"^Error: \S")
 _BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
 # Where torchrun begins to report, `E0131 12:00:00.1 … torch/distributed/elastic/…`, until 2.1 with the logger's name;
-# and its other lines, such as that about OMP_NUM_THREADS at the start.
+# and its other lines, such as that about OMP_NUM_THREADS at the start, and with LOGLEVEL=INFO those of each start.
 _REPORT = re.compile(
-    r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic|(?:ERROR|WARNING|INFO):torch\.distributed)"
+    r"^(?:[EW]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic|(?:ERROR|WARNING):torch\.distributed\.elastic)"
 )
 _REPORT_ENDS = re.compile(
     r"ChildFailedError|Root Cause \(first observed failure\)|SignalException: Process \d+ got signal"
 )
 _LAUNCHERS_OWN = re.compile(
-    r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|ddprun: |\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:)"
+    r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed|ddprun: "
+    r"|\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:)"
 )
 # What libraries print at the end of any program: torch's C++ of a group that was not destroyed, wandb of its files,
 # hydra of how to see more, Python's warnings with the line of code below each.
@@ -72,11 +73,16 @@ def _refused(lines: list[str]) -> str:
     return next((line for line in reversed(lines) if _CLICK.match(line)), boxes[-1] if boxes else "")
 
 
+def report_begins(lines: Sequence[str]) -> int | None:
+    """The first line of torchrun's report that a rank has failed; None where there is none."""
+    return next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
+
+
 def _own_lines(log: str, rank: int | None = None) -> list[str]:
     """The lines of the program itself; none where all that is left of the log is torchrun's report."""
     known = (line for line in log.splitlines() if not _is_of_another(line, rank))
     lines = [line.strip(_BLANK) for line in _without_warnings(known)]
-    begins = next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
+    begins = report_begins(lines)
     if begins is None and _REPORT_ENDS.search(log):
         return []
     first = 1 if len(lines) > 1 and len(log.encode()) >= _CUT_FROM else 0

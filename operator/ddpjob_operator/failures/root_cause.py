@@ -8,7 +8,6 @@ whole seconds, by clocks that differ from node to node.
 from __future__ import annotations
 
 import datetime as dt
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -268,8 +267,7 @@ def who(failure: api.JobFailure) -> str:
 def own_lines(log: str) -> list[str]:
     """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
     lines = log.splitlines()
-    ends = (i for i, line in enumerate(lines) if re.match(r"[EW]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic", line))
-    return [line for line in lines[: next(ends, len(lines))] if line.strip()]
+    return [line for line in lines[: log_lines.report_begins(lines)] if line.strip()]
 
 
 def log_tail(log: str) -> str:

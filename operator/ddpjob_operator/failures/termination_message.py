@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ddpjob.core import rules
+from ddpjob.core import failures, rules
 from ddpjob.core.failures import LAST_ERROR, Failure, goes_on, shorter, where_of, with_last_error, with_next
 from ddpjob_operator.failures.log_lines import LINE_MAX, PREFIX
 from ddpjob_operator.failures.redaction import clean
@@ -153,13 +153,10 @@ def table(log: str) -> list[Failure]:
 
 
 def signal_name(exit_code: int | None) -> str:
-    """SIGKILL for 137; empty where no signal ended it."""
-    if exit_code is None or exit_code <= 128:
-        return ""
-    try:
-        return signals.Signals(exit_code - 128).name
-    except ValueError:
-        return ""
+    """SIGKILL for 137; empty where no signal ended it. A program that ends with 168 has chosen that code rather than
+    been killed by a real-time signal."""
+    number = (exit_code or 0) - 128
+    return failures.signal_name(number) if number in set(signals.Signals) else ""
 
 
 class _Stream:

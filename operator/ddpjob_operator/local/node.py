@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob.agent import processes
+from ddpjob.core.failures import signal_name
 from ddpjob_operator.local import supervisor
 from ddpjob_operator.local.supervisor import read_available
 
@@ -194,14 +194,6 @@ def parse(line: bytes) -> Event:
     kinds: dict[str, type[Event]] = {"started": Started, "lingering": Lingering, "exited": Exited, "failed": NotStarted}
     ((kind, fields),) = json.loads(line).items()
     return kinds[kind](**fields)
-
-
-def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; a signal without a name, as the real-time ones, keeps its number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> None:

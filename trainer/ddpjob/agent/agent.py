@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from ddpjob.agent.core.stall_rules import Position
     from ddpjob.agent.heartbeats import Heartbeats
 
+# They end a process that does not handle them.
+_FATAL = "SIGHUP SIGINT SIGQUIT SIGTERM SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGIO SIGPWR SIGXCPU".split()
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 
 
@@ -77,7 +79,8 @@ class Agent:
         self.code: int | None = None
         self.termination_signal = 0  # 0: no termination is requested
         self._numbers = [getattr(signal, name) for name in options.signals if not _is_nohup(name)]
-        self._signals = processes.listen_to_signals(self._numbers)
+        self._fatal = _fatal() - set(self._numbers)
+        self._signals = processes.listen_to_signals([*self._numbers, *self._fatal])
         self._poller = select.poll()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._server = server
@@ -162,6 +165,11 @@ class Agent:
         for number in os.read(self._signals, 4096):
             if number in self._numbers:
                 self._terminate(number)
+            elif number in self._fatal:
+                # As it ends torchrun, but the kernel would leave our folder.
+                handled = ",".join(self.options.signals)
+                say(f"ended by {signal.Signals(number).name}, which is not among --signals-to-handle: {handled}")
+                self.code = 128 + number
 
     def _terminate(self, number: int) -> None:
         """A signal from outside, for instance the kubelet's: the ranks get it too, and the time that is left."""
@@ -249,6 +257,12 @@ class Agent:
         if failure is None or failure.rank is None:
             return False
         return self.members.place_of_rank(failure.rank, self.options.nproc) == self.options.place
+
+
+def _fatal() -> set[int]:
+    """The signals that would end this process, without those that whoever started it has ignored."""
+    numbers = (getattr(signal, name) for name in _FATAL)
+    return {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
 
 
 def _is_nohup(name: str) -> bool:

@@ -25,6 +25,7 @@ LAST_LINES_SECONDS = 5.0  # for a console that takes nothing
 LAST_LINES_SECONDS_MAX = 20.0  # node 0 gives up an agent that is silent for 30 s, and this one is meanwhile
 CHUNK = 1 << 16
 CHUNKS_MAX = 16  # of a file in one turn of the loop, because signals and peers wait meanwhile
+RUN_BYTES_MAX = 200  # of the run id in the folder's name, which file systems limit to 255 bytes
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready takes as much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
 
@@ -47,7 +48,8 @@ class Folder:
         base = options.log_dir if self._kept else os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - as tempfile, without its imports
         base = os.path.abspath(base)  # ranks are given paths below it, and may change their folder
         os.makedirs(base, exist_ok=True)
-        name = f"{options.run_id.replace('/', '_')}_{os.urandom(4).hex()}"
+        run = os.fsencode(options.run_id.replace("/", "_"))[:RUN_BYTES_MAX].decode(errors="ignore")
+        name = f"{run}_{os.urandom(4).hex()}"
         self.has_unseen = not options.log_dir and _has_unseen(options)
         # A local run of a DDPJob removes what begins with ddprun_ and its id.
         kind = "" if self._kept else "ddprun-output_" if self.has_unseen else "ddprun_"
@@ -130,6 +132,13 @@ def takes(console: int, seconds: float = 0.0) -> bool:
     poller = select.poll()
     poller.register(console, select.POLLOUT)
     return bool(poller.poll(seconds * 1000))
+
+
+def is_read(console: int) -> bool:
+    """Whether anybody can still read what is written there; of a file or a device always."""
+    poller = select.poll()
+    poller.register(console, 0)
+    return not any(found & (select.POLLERR | select.POLLHUP) for _, found in poller.poll(0))
 
 
 def _has_unseen(options: Options) -> bool:

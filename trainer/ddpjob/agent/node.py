@@ -15,12 +15,12 @@ from ddpjob.agent import environment, processes
 from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
 from ddpjob.agent.heartbeats import Heartbeats
-from ddpjob.agent.logs import Files, Folder, takes
+from ddpjob.agent.logs import Files, Folder, is_read, takes
 from ddpjob.agent.memory import created
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
-from ddpjob.core.failures import EXCEPTION_MAX, KILLED_BY_KERNEL, Failure, first_line
+from ddpjob.core.failures import EXCEPTION_MAX, KILLED_BY_KERNEL, OUTPUT_UNREAD, Failure, first_line, signal_name
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
@@ -29,6 +29,8 @@ KILL_AGAIN_SECONDS = 0.05
 SPARES_AFTER_SECONDS = 5.0  # not while the ranks begin, which need the processors themselves
 FILE_BYTES_MAX = 1 << 16
 STDERR = 2
+_OF_PIPE = "BrokenPipeError"
+_UNFLUSHED = 120  # Python's, where it cannot write the rest of its output at its end
 
 
 class LocalRanks:
@@ -322,6 +324,8 @@ class LocalRanks:
         symptom = rules.is_symptom(exception)
         if code == -signal.SIGKILL and self._kills.another():
             exception, symptom = KILLED_BY_KERNEL, False
+        elif self._found_no_reader(local_rank, code, exception):
+            exception, symptom = OUTPUT_UNREAD, False
         return Failure(
             self.rank(local_rank),
             exit_code=as_exit_code(code),
@@ -334,6 +338,16 @@ class LocalRanks:
             waited_in=0 if self.beats is None else self.beats.waited_in(local_rank),
             traceback=traceback,
         )
+
+    def _found_no_reader(self, local_rank: int, code: int, exception: str) -> bool:
+        """Whether it has failed because it writes to the console, which is closed. A pod that was lost with what reads
+        its output is the operator's to replace."""
+        if self._options.has_operator or code not in (1, _UNFLUSHED, -signal.SIGPIPE):
+            return False
+        files = self._files[local_rank]
+        consoles = [console for path, console in ((files.stdout, 1), (files.stderr, STDERR)) if not path]
+        of_pipe = not exception or exception.startswith(_OF_PIPE)  # a process of its own may record none
+        return of_pipe and not all(is_read(console) for console in consoles)
 
     def _step(self, local_rank: int) -> int:
         return 0 if self.beats is None else self.beats.of(local_rank).step
@@ -396,13 +410,6 @@ def as_exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"SIG{number}"
-
-
 def say(sentence: str) -> None:
     with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
         sys.stderr.write(f"ddprun: {sentence}\n")
@@ -420,11 +427,12 @@ def _recorded(path: str) -> tuple[str, str]:
 
 
 def _with_message(failure: Failure, message: Failure) -> Failure:
-    """How the process ended is seen here; what it wrote says why."""
+    """How the process ended is seen here; what it wrote says why. It cannot know whose the pipe was."""
+    is_known = failure.exception == OUTPUT_UNREAD and message.exception.startswith(_OF_PIPE)
     return message._replace(
         exit_code=failure.exit_code,
         signal=failure.signal,
-        exception=message.exception or failure.exception,
+        exception=failure.exception if is_known else message.exception or failure.exception,
         traceback=message.traceback or failure.traceback,
         symptom=message.symptom or failure.symptom,
         waited_in=failure.waited_in,

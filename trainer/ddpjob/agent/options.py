@@ -422,7 +422,16 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    return {k.strip(): v.strip() for k, _, v in (part.partition("=") for part in text.split(",") if part)}
+    """As torchrun, which takes no key without a value."""
+    pairs = {}
+    for part in filter(str.strip, text.split(",")):
+        key, value = (side.strip() for side in part.partition("=")[::2])
+        if not key:
+            raise ValueError(f"--rdzv-conf: {part[:100]!r} has no name. Give it as timeout=60.")
+        if not value:
+            raise ValueError(f"--rdzv-conf: {key[:100]!r} has no value. Give it as {key[:100]}=60.")
+        pairs[key] = value
+    return pairs
 
 
 def _number(name: str, text: str | int, least: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ TRACEBACK_MAX = 65_536
 BAD_NODES_MAX = 64
 KILLED_BY_KERNEL = "out of memory: killed by the kernel"
 """What an agent writes as the exception of a rank that the kernel has killed for its memory."""
+OUTPUT_UNREAD = "nobody reads its output any more"
+"""What an agent writes as the exception of a rank that has failed because the console is closed: `ddprun … | head`."""
 _ABORTED = 134
 LAST_ERROR = "Last error:"
 """The line of NCCL's error above what it found."""
@@ -180,6 +183,16 @@ def _nodes(value: Any) -> tuple[int, ...] | None:
 def root_cause(failures: Iterable[Failure]) -> Failure:
     """The failure that explains the others: the first of the strongest precedence. failures: as they were seen."""
     return min(failures, key=lambda failure: failure.precedence)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9; SIGRTMIN+6 for 40, a real-time signal."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        first = getattr(signal, "SIGRTMIN", number)  # macOS has none
+        is_real_time = first < number < getattr(signal, "SIGRTMAX", number)
+        return f"SIGRTMIN+{number - first}" if is_real_time else f"SIG{number}"
 
 
 def first_line(text: str) -> str:

@@ -17,7 +17,7 @@ from ddpjob.core import budget
 from ddpjob.core.budget import Attempt, ChargedTo, History, Limits, Stop
 from ddpjob.core.failure_policy import Action, PolicyRule
 from ddpjob.core.failures import CANNOT_RUN as CANNOT_RUN
-from ddpjob.core.failures import KILLED_BY_KERNEL, Failure
+from ddpjob.core.failures import KILLED_BY_KERNEL, OUTPUT_UNREAD, Failure
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
@@ -70,9 +70,9 @@ DEVICE = re.compile(
 )
 CANNOT_EVER_START = re.compile(
     r"^(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b"
-    # The interpreter's own messages: `python nowhere.py`, `python -m nowhere`.
-    r"|^\S*python[\w.]*: (?:can't open file '|can't find '__main__' module in '|No module named )"
-    r"|^\S*python[\w.]*: Error while finding module specification for '"
+    # The interpreter's own messages: `python nowhere.py`, `python -m nowhere`; runpy raises them as a SystemExit.
+    r"|^(?:SystemExit: )?\S*python[\w.]*: (?:can't open file '|can't find '__main__' module in '|No module named )"
+    r"|^(?:SystemExit: )?\S*python[\w.]*: Error while finding module specification for '"
     # runc's and crun's, in the container's log: an image for another architecture, or an entry point that is none.
     r"|^(?:exec \S{1,200}|[\w.: ]{0,60}exec user process caused): exec format error"
 )
@@ -153,7 +153,7 @@ def classify(failure: Failure) -> Class:
         return "infrastructure"
     if f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN:
         return "infrastructure" if DEVICE.search(f.exception) else "permanent"
-    if NO_SUCH_BACKEND.search(f.exception):
+    if NO_SUCH_BACKEND.search(f.exception) or f.exception == OUTPUT_UNREAD:
         return "permanent"
     if OUT_OF_MEMORY.search(f.exception):
         return "outOfMemory"
