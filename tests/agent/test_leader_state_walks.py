@@ -8,14 +8,16 @@ from typing import Literal
 import pytest
 from leads import failure
 
-from ddpjob.agent.core.leader_state import End, LeaderState, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import Ask, End, LeaderState, Leave, Over, Start, Stop
+from ddpjob.agent.core.stall_monitor import NOTHING
+from ddpjob.agent.core.stall_rules import Position
 from ddpjob.core.budget import Budget
 from ddpjob.core.members import Members
 
 NODES = 3
 PLENTY = Budget(10**6, 10**6, 10**6, 10**6)
 JOIN_SECONDS = 1e6
-EVENTS = ("fail", "finish", "settle", "settle", "kill", "tell", "come", "come", "wait")
+EVENTS = ("fail", "time_out", "answer", "finish", "settle", "settle", "kill", "tell", "come", "come", "wait")
 
 
 class Pod:
@@ -26,6 +28,7 @@ class Pod:
         self.ranks: Literal["none", "running", "ending", "finished"] = "none"
         self.terminating = False
         self.generation = -1
+        self.asked = False
 
 
 class World:
@@ -67,6 +70,16 @@ class World:
         if pod is not None and self.lead is not None and pod.ranks == "running":
             pod.ranks = "ending"
             self.lead.failed(node, [failure(node, 1)], self.now)
+
+    def time_out(self, node: int, pod: Pod | None) -> None:
+        if pod is not None and self.lead is not None and pod.ranks == "running":
+            pod.ranks = "ending"
+            self.lead.failed(node, [failure(node, 1, symptom=True, waited_in=8)], self.now)
+
+    def answer(self, node: int, pod: Pod | None) -> None:
+        if pod is not None and self.lead is not None and pod.ranks == "running" and pod.asked and not pod.terminating:
+            pod.asked = False
+            self.lead.answered(node, NOTHING, [Position(node, 0, self.chance.choice((7, 8)))], self.now)
 
     def finish(self, node: int, pod: Pod | None) -> None:
         if pod is not None and self.lead is not None and pod.ranks == "running":
@@ -136,6 +149,9 @@ class World:
                 assert self.pods[0].terminating, "nobody told it"
                 assert self.pods[0].ranks in ("none", "finished"), "its ranks may still be saving"
                 self.part(0)
+            elif isinstance(order, Ask):
+                for pod in self.pods.values():
+                    pod.asked = pod.ranks == "running"
             elif not isinstance(order, Over):
                 assert isinstance(order, End)
                 assert order.code == 0, "there is budget, and an operator that replaces what is told"
@@ -147,7 +163,7 @@ class World:
         for pod in self.pods.values():
             assert not pod.terminating, "it is on its way out"
             assert pod.ranks in ("none", "finished"), "two generations would run at once"
-            pod.ranks, pod.generation = "running", order.generation
+            pod.ranks, pod.generation, pod.asked = "running", order.generation, False
 
     def stop(self, order: Stop) -> None:
         for node in order.nodes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, LeaderState, Over, Stop
+from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, LeaderState, Over, Start, Stop
 from ddpjob.agent.core.stall_monitor import BY_STEPS, StallReport
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.core.budget import Budget
@@ -160,3 +160,142 @@ def test_late_words_of_a_standstill_change_nothing(state: str) -> None:
     found.stood(0, STANDS, T0 + 1)
     found.answered(0, STANDS, [Position(0)], T0 + 2)
     assert (found.state, taken(found)) == (state, [])
+
+
+# ---- after a timeout ---------------------------------------------------------------------------------------
+
+TIMED_OUT = failure(
+    0, exception="RuntimeError: Timed out waiting 5000ms for recv operation", symptom=True, waited_in=42
+)
+LOST = failure(2, exception="RuntimeError: Connection closed by peer", symptom=True)
+HANGS = Position(1, 41, 41, "all_reduce", where="train.py:41 in load_batch")
+WAITS = Position(2, 41, 42, "all_reduce", done=False)
+AT = T0 + 100
+
+
+def times_out(nodes: int = 3, **more: int) -> LeaderState:
+    """Rank 0, one on each node, has waited for another one until its timeout, and has ended; nobody has answered."""
+    found = running(nodes, **more)
+    found.failed(0, [TIMED_OUT], AT)
+    found.stopped(0, [TIMED_OUT], AT)
+    assert taken(found) == [Ask(0, timed_out=0)]
+    assert found.deadline == AT + ANSWER_SECONDS
+    return found
+
+
+def settled(found: LeaderState, nodes: set[int], at: float = AT + 1) -> str:
+    """What is said when the ranks of these nodes, the others' having ended, are stopped."""
+    assert taken(found) == [Stop(frozenset(nodes), 0, patient=False)]
+    assert found.deadline is None
+    for node in nodes:
+        found.stopped(node, [], at)
+    return found.said
+
+
+def test_after_a_timeout_the_rank_that_was_waited_for_is_named_and_charged_as_a_stall() -> None:
+    found = times_out()
+    found.answered(1, STANDS, [HANGS], AT + 1)
+    assert taken(found) == [], "node 2 has not answered"
+    found.answered(2, STANDS, [WAITS], AT + 1)
+    assert settled(found, {1, 2}) == (
+        "the group made no progress until rank 0 timed out: rank 1 has ended collective 41 (all_reduce), the others "
+        "are at 42; in train.py:41 in load_batch; charged to stall, waiting 0 s"
+    )
+    assert taken(found) == [start(found, 1)]
+    (charged,) = found.charged
+    assert (charged.rank, charged.failure_class, charged.stalled) == (1, "stall", True)
+    assert found.counts["stall"] == 1
+
+
+def test_where_it_is_not_clear_the_rank_that_timed_out_is_the_cause_as_ever() -> None:
+    found = times_out()
+    found.answered(1, STANDS, [HANGS], AT + 1)
+    found.answered(2, STANDS, [HANGS._replace(rank=2)], AT + 1)
+    assert settled(found, {1, 2}).startswith("rank 0 ended with exit code 1 (RuntimeError: Timed out")
+    assert found.charged[0].failure_class == "infrastructure"
+
+
+def test_a_node_whose_ranks_have_ended_is_not_waited_for() -> None:
+    found = times_out()
+    found.answered(1, STANDS, [HANGS], AT + 0.2)
+    found.stopped(2, [LOST], AT + 0.3)
+    assert settled(found, {1}).startswith("the group made no progress until rank 0 timed out: rank 1 has ended")
+
+
+def test_a_node_that_does_not_answer_is_waited_for_a_little_only() -> None:
+    found = times_out()
+    found.answered(1, STANDS, [HANGS], AT + 1)
+    found.tick(AT + ANSWER_SECONDS - 0.1)
+    assert taken(found) == []
+    found.tick(AT + ANSWER_SECONDS)
+    assert settled(found, {1, 2}).startswith("rank 0 ended"), "its rank may be the one"
+
+
+def test_ranks_that_all_end_by_themselves_are_not_stopped() -> None:
+    found = times_out(2)
+    found.stopped(1, [LOST], AT + 0.1)
+    assert taken(found) == [start(found, 1)]
+    assert found.said.startswith("rank 0 ended with exit code 1 (RuntimeError: Timed out")
+
+
+@pytest.mark.parametrize("event", ["lost", "told", "finished", "crashed"])
+def test_whatever_else_happens_ends_the_question(event: str) -> None:
+    """A better cause, or a node that does not answer; and a rank that is to save is told at once."""
+    found = times_out()
+    found.answered(1, STANDS, [HANGS], AT + 0.1)
+    if event == "lost":
+        found.lost(2, AT + 0.2)
+    elif event == "told":
+        found.termination_requested(2, AT + 0.2)
+    elif event == "finished":
+        found.finished(2, AT + 0.2)
+    else:
+        found.failed(2, [failure(2, 139, signal="SIGSEGV")], AT + 0.2)
+    assert taken(found) == [Stop(frozenset({1} if event == "lost" else {1, 2}), 0, patient=False)]
+    found.answered(2, STANDS, [WAITS], AT + 0.3)
+    found.tick(AT + ANSWER_SECONDS)
+    assert taken(found) == []
+
+
+def test_the_complaints_of_others_end_no_question() -> None:
+    found = times_out()
+    found.failed(2, [LOST], AT + 0.1)
+    assert (taken(found), found.deadline) == ([], AT + ANSWER_SECONDS)
+
+
+@pytest.mark.parametrize("cause", ["crash", "early"])
+def test_a_rank_that_has_failed_by_itself_or_ended_early_is_the_cause_all_the_same(cause: str) -> None:
+    found = times_out()
+    found.answered(1, STANDS, [HANGS], AT + 1)
+    found.answered(2, STANDS, [WAITS], AT + 1)
+    taken(found)
+    found.stopped(1, [], AT + 1.1, (4, 40) if cause == "early" else None)
+    found.stopped(2, [failure(2, 139, signal="SIGSEGV")] if cause == "crash" else [], AT + 1.2)
+    who = "rank 2 ended with SIGSEGV" if cause == "crash" else "rank 4 ended with exit code 0 after step 40"
+    assert found.said.startswith(who)
+
+
+@pytest.mark.parametrize(
+    "failures",
+    [
+        [failure(0, exception=TIMED_OUT.exception, symptom=True)],
+        [TIMED_OUT, failure(1, 139, signal="SIGSEGV")],
+        [TIMED_OUT, failure(1, 75)],
+    ],
+    ids=["not in a collective of all ranks", "another one has crashed", "another one was told to stop, and has saved"],
+)
+def test_nobody_is_asked_where_the_answers_could_not_tell(failures: list[Failure]) -> None:
+    found = running(2)
+    found.failed(0, failures, AT)
+    assert [type(order) for order in taken(found)] == [Stop]
+
+
+def test_nobody_is_asked_once_a_node_has_finished_or_while_the_nodes_are_measured() -> None:
+    found = running(2)
+    found.finished(1, AT)
+    found.failed(0, [TIMED_OUT], AT)
+    assert [type(order) for order in taken(found)] == [Stop]
+    found = LeaderState(Members(range(1)), Budget(9, 9, 9, 9), 600.0, T0, preflight=True)
+    found.joined(0, T0)
+    found.failed(0, [TIMED_OUT], AT)
+    assert [type(order) for order in taken(found)] == [Start, Stop]

@@ -281,6 +281,56 @@ def test_the_rank_that_did_not_come_to_the_collective_is_named_with_and_without_
     assert "thread ddpjob-" not in done.stderr, "the library's own threads always wait, and hid the one that matters"
 
 
+TIMES_OUT = """
+import datetime, os, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+life, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), dist.get_rank()
+rows = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
+def load_batch():
+    time.sleep(1000)
+{library}
+for step in range(1, 6):
+    if life == 0 and rank == 1 and step == 5: load_batch()
+    dist.all_reduce(torch.ones(8){group})
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "library", "nodes"),
+    [
+        ("--preload=torch", "", 2),
+        pytest.param("--preload=torch", "", 1, marks=pytest.mark.long),
+        pytest.param("--no-preload", "import ddpjob; ddpjob.progress(1)", 1, marks=pytest.mark.long),
+    ],
+)
+def test_the_rank_that_another_one_waited_for_until_torchs_timeout_is_named_as_in_a_stall(
+    launcher: Launcher, start: str, library: str, nodes: int
+) -> None:
+    """Only the rank that timed out was, which is the one rank that did nothing wrong."""
+    script = launcher.script(TIMES_OUT.format(library=library, group=""))
+    started = launcher.nodes(nodes, start, "--nproc", 2 // nodes, script, OMP_NUM_THREADS="1")
+    done = [finish(agent, 150) for agent in started]
+    assert [d.returncode for d in done] == [0] * nodes, done[0].stderr
+    assert "ddprun: rank 0 waited until its timeout: each is asked for its position\n" in done[0].stderr
+    assert (
+        "restart 1: the group made no progress until rank 0 timed out: rank 1 has ended collective 4 (all_reduce), the "
+        "others are at 5; in train.py:8 in load_batch; charged to stall, waiting 0 s"
+    ) in done[0].stderr
+    assert "line 8, in load_batch" in told(done[-1].stderr, 1)
+
+
+@pytest.mark.long
+def test_a_timeout_in_another_group_names_nobody(launcher: Launcher) -> None:
+    """There the numbers of the default group do not say who is behind."""
+    script = launcher.script(TIMES_OUT.format(library="", group=", group=rows"))
+    done = finish(launcher.ddprun("--preload=torch", "--nproc", 2, script, OMP_NUM_THREADS="1"), 150)
+    assert done.returncode == 0, done.stderr
+    assert "restart 1: rank 0 ended with exit code 1 (RuntimeError: " in done.stderr
+    assert "each is asked" not in done.stderr
+
+
 ENDS = """
 import os, time
 import torch, torch.distributed as dist

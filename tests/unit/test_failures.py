@@ -15,7 +15,7 @@ from ddpjob.core.failures import Failure, Precedence, root_cause
 CRASH = Failure(3, exit_code=139, signal="SIGSEGV", step=41, time=1796000000.5)
 FULL = Failure(
     3, 1, 1, "SIGSEGV", "ValueError: x", 41, 1796000000.5, True, True, True, True, True, True, True, (1, 2), "trace",
-    "application", "stall",
+    "application", "stall", waited_in=40,
 )  # fmt: skip
 
 

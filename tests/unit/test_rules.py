@@ -214,6 +214,7 @@ def test_a_mistake_that_names_a_gpu_is_one_and_an_error_of_the_gpu_is_none(excep
             "RuntimeError: [../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation",
             True,
         ),
+        ("RuntimeError: Application timeout caused pair closure", True),
         ("torch.distributed.DistStoreError: Timed out after 9 seconds waiting for clients. 1/2 clients joined.", True),
         ("torch.distributed.DistStoreError: wait timeout after 8000ms, keys: /default_pg/0//cpu//0/1", True),
         ("torch.distributed.DistBackendError: [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(", True),

@@ -16,11 +16,12 @@ from ddpjob.agent.core.stall_monitor import (
     StallReport,
     StepTracker,
 )
-from ddpjob.agent.core.stall_rules import Position, Standstill, failure
+from ddpjob.agent.core.stall_rules import Position, Standstill, failure, kept_waiting
 from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.agent.watch_ranks import position
 from ddpjob.core import heartbeat, stall_limits
-from ddpjob.reporting.watchdog import innermost, last_collective, stack, table
+from ddpjob.core.failures import Failure
+from ddpjob.reporting.watchdog import innermost, last_collective, stack, table, waited_in, waits_apart
 
 # ---- one node ----------------------------------------------------------------------------------------------
 
@@ -253,6 +254,89 @@ def test_the_rank_that_is_furthest_behind_is_named(positions: list[Position], ra
     assert (found.stalled, found.resumable, found.symptom) == (True, False, False)
 
 
+def timed_out(rank: int, sequence: int) -> Failure:
+    return Failure(rank, exit_code=1, symptom=True, step=41, waited_in=sequence)
+
+
+BEHIND = at(3, 1041, done=True, where="train.py:41 in load_batch")
+
+
+@pytest.mark.parametrize(
+    ("failures", "positions", "sentence"),
+    [
+        (
+            [timed_out(0, 1042)],
+            [BEHIND, at(5, 1042)],
+            "rank 3 has ended collective 1041 (all_reduce), the others are at 1042; in train.py:41 in load_batch",
+        ),
+        (
+            [timed_out(0, 1043), timed_out(2, 1045)],
+            [at(3, 1042)],
+            "rank 3 stands in collective 1042 (all_reduce), the others are at 1043 to 1045",
+        ),
+        (
+            [timed_out(0, 1042), Failure(1, exit_code=1, symptom=True)],
+            [BEHIND._replace(idle=True)],
+            "rank 3 has ended its last collective, 1041 (all_reduce), and does not end; in train.py:41 in load_batch",
+        ),
+        (
+            [timed_out(0, 1042)],
+            [Position(3, 41, answers=False), at(5, 1042)],
+            "rank 3 stands at step 41 and does not answer, the others wait",
+        ),
+        (
+            [timed_out(0, 1042)],
+            [BEHIND, Position(5, 41, answers=False, apart=True)],
+            "rank 3 has ended collective 1041 (all_reduce), the others are at 1042; in train.py:41 in load_batch",
+        ),
+    ],
+)
+def test_a_rank_that_others_have_waited_for_until_their_timeouts_is_named(
+    failures: list[Failure], positions: list[Position], sentence: str
+) -> None:
+    found = kept_waiting(failures, positions)
+    assert found is not None
+    assert (found.rank, found.stalled, found.symptom) == (3, True, False)
+    assert found.exception == f"made no progress until rank 0 timed out: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("failures", "positions"),
+    [
+        ([timed_out(0, 1042)], []),
+        ([Failure(0, exit_code=1, symptom=True)], [BEHIND]),
+        ([timed_out(0, 1042)], [at(3, 1042, done=True)]),
+        ([timed_out(0, 1042)], [at(3, 1043)]),
+        ([timed_out(0, 1042)], [BEHIND, at(5, 1041, done=True)]),
+        ([timed_out(0, 1042), timed_out(2, 1041)], [BEHIND]),
+        ([timed_out(0, 1042)], [BEHIND._replace(apart=True)]),
+        ([timed_out(0, 1042)], [BEHIND, Position(5, 41, answers=False)]),
+        ([timed_out(0, 1042)], [Position(3, 41, answers=False), Position(5, 41, answers=False)]),
+        ([timed_out(0, 1042)], [Position(3, 41, answers=False), at(5, 1042, done=True)]),
+        ([timed_out(0, 1042)], [Position(3, 41, answers=False, apart=True)]),
+        ([timed_out(0, 1042)], [at(3, step=40, done=True)]),
+    ],
+    ids=[
+        "none is left",
+        "it did not wait in a collective of all ranks",
+        "in the same collective",
+        "in a later one",
+        "two are behind",
+        "another one was as far behind, and timed out as well",
+        "it waits in another group",
+        "another one may be in the way",
+        "two do not answer",
+        "one does not answer, and another one has left its collective",
+        "it is on its way out",
+        "where it is, is not known",
+    ],
+)
+def test_nobody_is_named_where_it_is_not_clear_whom_they_waited_for(
+    failures: list[Failure], positions: list[Position]
+) -> None:
+    assert kept_waiting(failures, positions) is None
+
+
 # ---- what a rank answers -----------------------------------------------------------------------------------
 
 
@@ -266,6 +350,26 @@ def test_the_last_collective_of_the_default_group_counts_for_its_numbers_are_the
     assert last_collective(recorded) == {"sequence": 8, "op": "all_reduce", "done": False}
     assert last_collective([entry(5, state="completed", retired=False)])["done"] is True
     assert last_collective([]) == {}
+
+
+def test_a_rank_waited_in_its_last_collective_where_it_has_begun_nothing_after_it() -> None:
+    assert waited_in([entry(7), entry(8)], 8) == 8
+    assert waited_in([entry(7), entry(8)], 9) == 0, "a recv, which gloo counts and does not record"
+    assert waited_in([entry(8), entry(1, group="1")], 8) == 0
+    assert waited_in([entry(8), entry(9, is_p2p=True)], 8) == 0
+    assert waited_in([entry(5), entry(8)], 8) == 0, "its number has sends in it that other ranks have not made"
+    assert waited_in([], 0) == 0
+
+
+def test_a_rank_that_may_wait_outside_the_default_group_says_so() -> None:
+    """It looks as one that has ended its last collective and does not come to the next."""
+    assert not waits_apart([entry(7), entry(1, group="1"), entry(8, retired=False)], 8)
+    assert not waits_apart([entry(7), entry(8)], None), "the group is left"
+    assert not waits_apart([], None)
+    assert waits_apart([entry(8), entry(1, group="1", retired=False)], 8)
+    assert waits_apart([entry(8), entry(9, is_p2p=True, retired=False)], 8)
+    assert waits_apart([entry(8)], 9)
+    assert waits_apart([entry(5), entry(8)], 8)
 
 
 def test_the_table_of_collectives_is_short() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpjob.agent.core.stall_monitor import Heartbeat
 from ddpjob.agent.memory import create
-from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID, SAVED
+from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID, SAVED, WAITED_IN
 
 REFUSED = (errno.EACCES, errno.EPERM, errno.ENOSYS)
 
@@ -57,6 +57,10 @@ class Heartbeats:
     def saved_step(self) -> int:
         """Of the newest checkpoint that a rank has saved or loaded; 0: none, or none is known."""
         return max((cells[SAVED] for cells in self._cells), default=0)
+
+    def waited_in(self, local_rank: int) -> int:
+        """The collective in which a rank that has ended waited until its timeout; 0: none, or it is not known."""
+        return max(0, self._cells[local_rank][WAITED_IN])
 
     def ask(self) -> None:
         """Ask every rank where it is; it answers within half a second."""

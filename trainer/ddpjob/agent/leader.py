@@ -172,7 +172,9 @@ class Leader:
             self._agent.stop(now, patient=order.patient, furthest=self._furthest)
 
     def _ask(self, order: Ask, now: float) -> None:
-        say("no rank makes progress: each is asked for its position")
+        timed_out = order.timed_out
+        why = "no rank makes progress" if timed_out is None else f"rank {timed_out} waited until its timeout"
+        say(f"{why}: each is asked for its position")
         self._send(self._lead.members, {"ask": {"generation": order.generation}})
         self._agent.watching.ask(now)
 
@@ -389,6 +391,6 @@ def stall_report_of(written: Any) -> StallReport:
 
 def position_of(said: Any) -> Position:
     """Where another node's rank stands. Raises KeyError, TypeError, ValueError."""
-    rank, step, sequence, op, done, where, answers, idle = said
-    flags = (answers is True, idle is True)
+    rank, step, sequence, op, done, where, answers, idle, apart = said
+    flags = (answers is True, idle is True, apart is True)
     return Position(int(rank), int(step), int(sequence), str(op), done is True, str(where), *flags)

@@ -335,6 +335,7 @@ class LocalRanks:
             time=time.time(),
             resumable=code == RESUMABLE,
             symptom=symptom,
+            waited_in=0 if self.beats is None else self.beats.waited_in(local_rank),
             traceback=traceback,
         )
 
@@ -434,6 +435,7 @@ def _with_message(failure: Failure, message: Failure) -> Failure:
         exception=failure.exception if is_known else message.exception or failure.exception,
         traceback=message.traceback or failure.traceback,
         symptom=message.symptom or failure.symptom,
+        waited_in=failure.waited_in,
     )
 
 

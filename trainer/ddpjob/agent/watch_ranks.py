@@ -149,7 +149,8 @@ class Watching:
     def _position(self, local_rank: int) -> Position:
         assert self._beats is not None, "a rank that runs has a page"
         rank = self._agent.node.rank(local_rank)
-        return position(rank, self._beats.of(local_rank).step, self._beats.answer(local_rank))
+        beat = self._beats.of(local_rank)
+        return position(rank, beat.step, self._beats.answer(local_rank), over=beat.over)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -166,12 +167,13 @@ def _own_cpu_seconds(pid: int) -> float:
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
-def position(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
-    """A rank's position, as it or another node's agent reports it. Raises TypeError, ValueError for nonsense."""
+def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bool = False) -> Position:
+    """A rank's position, by its answer. over: its heartbeat. Raises TypeError, ValueError for nonsense."""
     if answer is None:
-        return Position(rank, step, answers=False)
+        return Position(rank, step, answers=False, apart=over)
     sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))
-    return Position(rank, step, sequence, op[:40], answer.get("done", True) is True, where[:120])
+    done, apart = answer.get("done", True) is True, answer.get("apart") is True
+    return Position(rank, step, sequence, op[:40], done, where[:120], apart=apart)
 
 
 def _lives(pid: int) -> bool:

@@ -101,6 +101,9 @@ class Failure(NamedTuple):
     """The budget that an agent has charged for it."""
     generation: int | None = None
     """Of the ranks that it ended, as the agent that has charged it knows."""
+    waited_in: int = 0
+    """The collective of the default group that it began last, where it waited there for another rank until its timeout;
+    0: it did not, or it is not known."""
     # What Kubernetes knows of the pod; only the operator sets it, and no process sends it.
     container_reason: str = ""
     """Of the container's status: OOMKilled, Error, StartError."""
@@ -275,6 +278,7 @@ _KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "step": ("step", lambda value: _number(value, 0, 2**53)),
     "time": ("time", _seconds),
     **{name: (name, _flag) for name in "resumable symptom stalled early vanished unstarted preflight".split()},
+    "waitedIn": ("waited_in", lambda value: _number(value, 0, 2**53)),
     "badNodes": ("bad_nodes", _nodes),
     "traceback": ("traceback", lambda value: _text(value, TRACEBACK_MAX)),
     "where": ("where", lambda value: _text(value, WHERE_MAX)),

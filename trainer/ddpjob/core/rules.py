@@ -45,7 +45,8 @@ SYMPTOMS = re.compile(
 # Of them, those of a rank that has waited: what it waited for may be alive, and hang.
 _TIMED_OUT = re.compile(
     r"Timed out (?:waiting \d+ms for|after \d+ seconds waiting)|wait timeout after \d+ms|Socket Timeout"
-    r"|monitoredBarrier|Watchdog caught collective operation timeout",
+    # What gloo says of the connections that the timeout has closed, to the other collectives of the same rank.
+    r"|Application timeout caused pair closure|monitoredBarrier|Watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
 # Only torch's errors are about peers: a database that refuses a connection is a ConnectionRefusedError.

@@ -25,7 +25,19 @@ from typing import Any, TypeVar
 
 from ddpjob import process
 from ddpjob.core import heartbeat
-from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, COLLECTIVES, OVER, PAGE_BYTES, PHASE, PID, SAVED, STEP
+from ddpjob.core.heartbeat import (
+    ANSWERED,
+    ASKED,
+    CELLS_BYTES,
+    COLLECTIVES,
+    OVER,
+    PAGE_BYTES,
+    PHASE,
+    PID,
+    SAVED,
+    STEP,
+    WAITED_IN,
+)
 
 T = TypeVar("T")
 TEXT_CHARACTERS_MAX = 120
@@ -60,7 +72,7 @@ def _share(where: str) -> None:
     cells = page[:CELLS_BYTES].cast("q")
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
         return  # the script has started processes of its own, and another one reports for the rank
-    cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = 0
+    cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = cells[WAITED_IN] = 0
     cells[SAVED] = process.current.saved_step or 0
     cells[PID] = os.getpid()
     faulthandler.register(heartbeat.STACKS_SIGNAL, file=2, all_threads=True)
@@ -115,8 +127,22 @@ def _keep_out_of_torch() -> None:
     """From now on: a thread that comes back from C++ when the interpreter has ended aborts the process."""
     if process.current.watched:
         left()
+        with contextlib.suppress(Exception):
+            process.current.cells[WAITED_IN] = _waited_in()
         process.current.cells[OVER] = 1
         process.current.in_torch.acquire(timeout=END_SECONDS)
+
+
+def _waited_in() -> int:
+    """Of this process, where it ends by the timeout of a rank that waited for another one."""
+    from ddpjob.core import rules
+    from ddpjob.reporting.termination import cause_line, ending
+
+    error = ending()
+    line = "" if error is None else cause_line(error)
+    if not (rules.is_symptom(line) and rules.has_timed_out(line)):
+        return 0  # and the recorder, which takes a tenth of a second, is not read
+    return waited_in(_of_torch(_recorded) or [], process.current.cells[COLLECTIVES])
 
 
 atexit.register(_keep_out_of_torch)  # at the import: what is registered later, as the way out of the group, runs before
@@ -139,6 +165,7 @@ def _answer(page: memoryview, cells: memoryview) -> None:
     recorded = _of_torch(_recorded) or []
     main = threading.main_thread().ident
     answer = {"step": cells[STEP], "where": innermost(frames.get(main or 0)), **last_collective(recorded)}
+    answer["apart"] = waits_apart(recorded, _of_torch(collectives_begun))
     body = json.dumps(answer).encode()[: PAGE_BYTES - CELLS_BYTES]
     page[CELLS_BYTES : CELLS_BYTES + len(body)] = body
     cells[heartbeat.LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
@@ -199,11 +226,35 @@ def recorder(name: str) -> list[dict[str, Any]]:
 
 def last_collective(recorded: list[dict[str, Any]]) -> dict[str, Any]:
     """The newest of the default group, whose numbers are the same on all ranks: sequence, op, done."""
-    default = [e for e in recorded if e["process_group"][0] == "0" and not e.get("is_p2p")]
+    default = [e for e in recorded if not _is_apart(e)]
     if not default:
         return {}
     last = max(default, key=lambda e: e["collective_seq_id"])
     return {"sequence": last["collective_seq_id"], "op": _op(last), "done": is_done(last)}
+
+
+def waited_in(recorded: list[dict[str, Any]], begun: int | None) -> int:
+    """The last collective of the default group, if nothing was begun after it; else 0. A collective that has failed is
+    recorded as done. begun: as the default group counts."""
+    if not recorded or not begun or _is_apart(recorded[-1]) or waits_apart(recorded, begun):
+        return 0
+    return int(last_collective(recorded)["sequence"])
+
+
+def waits_apart(recorded: list[dict[str, Any]], begun: int | None) -> bool:
+    """Whether it may wait in another group or in a send or recv, or its numbers are not those of the other ranks.
+
+    gloo counts a send or recv as it counts a collective, and does not record it. begun: as the default group counts;
+    None: that is left.
+    """
+    numbers = [entry["collective_seq_id"] for entry in recorded if not _is_apart(entry)]
+    is_counted = not numbers or max(numbers) - min(numbers) < len(numbers)
+    is_newest = begun is None or begun == max(numbers, default=begun)
+    return not (is_counted and is_newest) or any(_is_apart(entry) and not is_done(entry) for entry in recorded)
+
+
+def _is_apart(entry: dict[str, Any]) -> bool:
+    return entry["process_group"][0] != "0" or bool(entry.get("is_p2p"))
 
 
 def is_done(entry: dict[str, Any]) -> bool:

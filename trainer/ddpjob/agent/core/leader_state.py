@@ -5,7 +5,8 @@ like any other, and a job of one node follows the same rules.
 
     gathering   until every node is connected and nothing of the last generation runs anywhere
     running     until a rank fails, a node is lost, or all nodes have finished
-    stopping    until every connected node has reported that its ranks are gone
+    stopping    until every connected node has reported that its ranks are gone; after the timeout of a rank that waited
+                for another one, ranks are asked where they are before they are stopped
     pausing     the back-off
     over
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ddpjob.agent.core.stall_rules import Position, Standstill
+from ddpjob.agent.core.stall_rules import Position, Standstill, TimeoutQuestion, only_waited
 from ddpjob.core.budget import TRAINED_SECONDS, Attempt, Budget, Grant, History, Limits
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import BRIEF_MAX, CANNOT_RUN, Failure, Precedence, root_cause
@@ -56,6 +57,8 @@ class Ask(NamedTuple):
     """To every node: the group seems stalled; each rank reports its position."""
 
     generation: int
+    timed_out: int | None = None
+    """The rank that has ended because it waited for another one until its timeout, where that is why."""
 
 
 class Over(NamedTuple):
@@ -106,7 +109,8 @@ class LeaderState:
         self.furthest_step = furthest_step  # of all ranks, in all generations, and before
         self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
         self._furthest_before = furthest_step  # the last failure that was charged here
-        self._standstill = Standstill()
+        self._standstill, self._question = Standstill(), TimeoutQuestion()
+        self._waited_for: Failure | None = None  # the rank that others have waited for until their timeouts
         self.members, self._budget, self._policy = members, budget, policy
         self._has_operator = has_operator
         self._wants_preflight = preflight
@@ -176,13 +180,16 @@ class LeaderState:
             self._stop([vanished], now)
         elif self.state == "stopping":
             self._failures.append(vanished)
+            self._ask_no_more()
             self._settle_if_all_have_stopped(now)
 
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
         """A rank of this node has ended with something else than 0."""
         if self.state == "running" and node in self._here:
             self._note_raised(node, failures)
-            self._stop(failures, now)
+            self._stop(failures, now, asks=True)
+        elif not all(failure.waited_in or failure.symptom for failure in failures):
+            self._ask_no_more()  # it is the cause, and its node reports it again when its ranks are gone
 
     def stopped(self, node: int, failures: list[Failure], now: float, ended: Ended | None = None) -> None:
         """No rank of this node runs any more. ended: one that had ended with 0 before it was stopped."""
@@ -192,6 +199,7 @@ class LeaderState:
             self._unable |= {node} if any(failure.exit_code in CANNOT_RUN for failure in failures) else set()
             self._note_raised(node, failures)
             self._failures = _merged(self._failures, failures)
+            self._ask_no_more(answered=True)
             self._settle_if_all_have_stopped(now)
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
@@ -208,6 +216,8 @@ class LeaderState:
                 self._end(0, None, "all ranks have ended", now)
             elif len(self._finished) == 1:
                 self.orders.append(Over(self.generation))
+        else:
+            self._ask_no_more()  # it has no rank that could answer
 
     def reached(self, step: int) -> None:
         """A rank of this generation has made this step."""
@@ -226,6 +236,9 @@ class LeaderState:
             running = self._here - self._finished
             if self._standstill.answered(node, report, positions, running):
                 self._settle_standstill(now)
+        elif self._question.asked and node in self._stopping:
+            self._question.answered(node, positions)
+            self._ask_no_more(answered=True)
 
     def termination_requested(self, node: int, now: float) -> None:
         """The termination of a node: it ends once its ranks have; without an operator the job ends with it."""
@@ -236,6 +249,7 @@ class LeaderState:
             else:
                 self._here.discard(node)
         elif self.state == "stopping":
+            self._ask_no_more()
             self._settle_if_all_have_stopped(now)
         elif node == self.members.leader and node in self._finished:
             self._stop([self._lose(node)], now)  # it must go, and the others have something to save
@@ -254,6 +268,8 @@ class LeaderState:
             missing = sorted(set(self.members) - self._here)
             why = f"nodes {', '.join(map(str, missing))} did not connect within {self._join_seconds:g} s"
             self._end(RESUMABLE, None, why, now)
+        elif self.state == "stopping":
+            self._ask_no_more()
         elif self._standstill.asked:
             self._settle_standstill(now)
         elif self._standstill.stalled:
@@ -307,11 +323,12 @@ class LeaderState:
         self._ended, self._unable, self._raised = [], set(), {}
         self._lost_pods = {}
         self._terminations.begin_generation()
-        self._standstill = Standstill()
+        self._standstill, self._question, self._waited_for = Standstill(), TimeoutQuestion(), None
         self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
         self.orders.append(Start(self.generation, self.members, self._checking))
 
-    def _stop(self, failures: list[Failure], now: float) -> None:
+    def _stop(self, failures: list[Failure], now: float, *, asks: bool = False) -> None:
+        """asks: whether a rank that still runs may be what one that has failed waited for until its timeout."""
         self._failures += failures
         self._ran_seconds = now - self._since
         self._has_trained |= self.furthest_step > 0 or self._ran_seconds >= TRAINED_SECONDS
@@ -319,10 +336,23 @@ class LeaderState:
         patient = self._terminations.came_first or any(failure.resumable for failure in failures)
         self._stopping = set(self._here)
         self._enter("stopping", now, None)
-        if self._stopping:
-            self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
-        else:
+        if not self._stopping:
             self._settle_if_all_have_stopped(now)
+        elif asks and only_waited(failures) and not (patient or self._finished or self._checking):
+            self._question.ask()
+            self.deadline = now + ANSWER_SECONDS
+            self.orders.append(Ask(self.generation, next(f.rank for f in failures if f.waited_in)))
+        else:
+            self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
+
+    def _ask_no_more(self, *, answered: bool = False) -> None:
+        """Stop the ranks that were asked first where they are. answered: only if all have said it, or have ended."""
+        if not self._question.asked or (answered and self._question.is_open(self._stopping)):
+            return
+        self._waited_for = self._question.settle(self._failures, self._stopping)
+        self.deadline = None
+        if self._stopping:
+            self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _settle_if_all_have_stopped(self, now: float) -> None:
         # A leader that leaves need not wait for nodes that leave as well: they end by themselves, in their own time.
@@ -330,7 +360,9 @@ class LeaderState:
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
         assert self._failures, "a generation is stopped for a failure"
-        failure = explained(root_cause(self._failures), self._ended)
+        # Last, because a rank that has failed by itself is a better cause; and who has ended with 0 makes fewer steps.
+        stalled = [self._waited_for] if self._waited_for is not None and not self._ended else []
+        failure = explained(root_cause([*self._failures, *stalled]), self._ended)
         if self._terminations.explain(failure):
             self.said = str(self._terminations)
             return self._pause(0, now)

@@ -31,6 +31,37 @@ class Position(NamedTuple):
     """False: nothing in it could speak. Its step is known all the same."""
     idle: bool = False
     """Whether it needs no other rank any more, and has used no CPU since it is stalled."""
+    apart: bool = False
+    """Whether it waits in another group, or does not answer on its way out: its last collective in the default group
+    does not say what it waits for."""
+
+
+class TimeoutQuestion:
+    """What the nodes have said since a rank waited for another one until its timeout."""
+
+    def __init__(self) -> None:
+        self._positions: dict[int, Sequence[Position]] = {}  # by node, of those that have answered
+        self.asked = False
+
+    def ask(self) -> None:
+        """From now on answers are waited for."""
+        self.asked = True
+
+    def answered(self, node: int, positions: Sequence[Position]) -> None:
+        """A node says where its ranks are that still run."""
+        self._positions[node] = positions
+
+    def is_open(self, nodes: Collection[int]) -> bool:
+        """Whether one of these nodes, where ranks run, is still to answer."""
+        return self.asked and not set(nodes) <= set(self._positions)
+
+    def settle(self, failures: Sequence[Failure], nodes: Collection[int]) -> Failure | None:
+        """The rank that was waited for, where that is clear. failures: of the ranks that have ended. nodes: where ranks
+        still run."""
+        self.asked = False
+        if not set(nodes) <= set(self._positions):
+            return None
+        return kept_waiting(failures, [position for node in sorted(nodes) for position in self._positions[node]])
 
 
 class Standstill:
@@ -99,10 +130,42 @@ class Standstill:
 def failure(positions: Sequence[Position], seconds: float, phase: str) -> Failure:
     """made no step for 300 s: rank 3 stands after collective 1041 (all_reduce), the others at 1042; in train.py:41 …"""
     culprit = furthest_behind(positions)
-    stood = f"{DOES_NOT.get(phase, DOES_NOT['train'])} for {seconds:.0f} s"
+    return _named(culprit, positions, f"{DOES_NOT.get(phase, DOES_NOT['train'])} for {seconds:.0f} s")
+
+
+def _named(culprit: Position, positions: Sequence[Position], stood: str) -> Failure:
     doing = f"; in {culprit.where}" if culprit.where else ""
     exception = f"{stood}: {_compared(culprit, positions)}{doing}"[:EXCEPTION_MAX]
     return Failure(culprit.rank, exit_code=RESUMABLE_EXIT_CODE, exception=exception, step=culprit.step, stalled=True)
+
+
+def only_waited(failures: Sequence[Failure]) -> bool:
+    """Whether one of these ranks has waited for another one until its timeout, and none has failed by itself."""
+    return any(f.waited_in for f in failures) and all(f.waited_in or f.symptom for f in failures)
+
+
+def kept_waiting(failures: Sequence[Failure], positions: Sequence[Position]) -> Failure | None:
+    """made no progress until rank 0 timed out: rank 3 has ended collective 1041 (all_reduce), the others are at 1042
+
+    None where it is not clear that one rank alone is in the way. failures: of the ranks that have ended. positions: of
+    those that still run.
+    """
+    timeouts = [failure for failure in failures if failure.waited_in and failure.rank is not None]
+    ended = [Position(failure.rank or 0, failure.step, failure.waited_in, done=False) for failure in timeouts]
+    everybody = [*ended, *positions]
+    culprit = furthest_behind(everybody) if ended and positions else None
+    if culprit is None or culprit in ended or culprit.apart:
+        return None
+    others = [position for position in everybody if position is not culprit]
+    if not (_is_behind(culprit, others) if culprit.answers else all(position.answers for position in others)):
+        return None
+    return _named(culprit, everybody, f"made no progress until rank {timeouts[0].rank} timed out")
+
+
+def _is_behind(culprit: Position, others: Sequence[Position]) -> bool:
+    """Whether all others have begun a later collective. Who does not answer on its way out has left all of them."""
+    counting = [position for position in others if position.answers or not position.apart]
+    return culprit.sequence > 0 and all(position.sequence > culprit.sequence for position in counting)
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
