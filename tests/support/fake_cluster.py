@@ -296,7 +296,8 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
     """The lines of a log, as a request asks for them; it counts when the first one has gone out. Raises
     ConnectionAbortedError where it is to break."""
     printed = len(cluster.logs.get(name, ()))
-    skipped = max(0, printed - int(query.get("tailLines", printed)))
+    # As if a line had come each second, up to now.
+    skipped = max(0, *(printed - int(query.get(part, printed)) for part in ("tailLines", "sinceSeconds")))
     if skipped == printed:
         cluster.requests.append("get pods/log")
     broken = cluster.broken.pop(0) if cluster.broken else ""
@@ -306,7 +307,7 @@ def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator
         if since > START or number < skipped:
             continue
         stamp = f"{_time(number, cluster.zone)} " if "timestamps" in query else ""
-        data = f"{stamp}{line}\n".encode()
+        data = f"{stamp}{line}\n".encode(errors="surrogateescape")
         if broken == "no watch" and number:
             yield b"failed to create fsnotify watcher: too many open files"
             return

@@ -168,7 +168,7 @@ def test_a_data_loader_that_is_resumed_twice_trains_every_sample_once(made):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_look_at_one_batch_of_a_loader_takes_none_from_the_training(workers):
+def test_a_look_at_one_batch_of_a_loader_takes_none_from_the_training(workers, capfd):
     """The rest of the epoch followed, without what the workers had fetched, and a resume went on at another place."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
     sampler.load_state_dict({"n": 32, "seed": 7, "epoch": 1, "consumed": 8})
@@ -178,6 +178,7 @@ def test_a_look_at_one_batch_of_a_loader_takes_none_from_the_training(workers):
     assert (len(batches), batches[0]) == (6, first)
     assert sampler.current_epoch == 2
     assert sampler.state_dict(epoch=1, batches=6)["consumed"] == 32
+    assert capfd.readouterr().err == "", "a loader with workers makes two iterators, and uses one"
 
 
 def test_an_epoch_of_a_loader_that_is_left_early_is_followed_by_the_next_one():

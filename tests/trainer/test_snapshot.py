@@ -344,7 +344,7 @@ def test_a_url_is_refused_because_it_would_be_a_folder_of_the_container(folder, 
 def test_a_sampler_that_a_loader_reads_ahead_is_named_once(tmp_path, capfd):
     """A resume left out the batches that the workers had fetched, and nothing said so."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
-    loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler)
+    loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler, num_workers=2)
     snapshot = ddpjob.Snapshot(tmp_path)
     for batches, _ in enumerate(loader, start=1):
         saved(snapshot, batches, order=sampler.state_dict(epoch=0, batches=batches))
@@ -354,6 +354,17 @@ def test_a_sampler_that_a_loader_reads_ahead_is_named_once(tmp_path, capfd):
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("ddpjob: order: a DataLoader iterates this sampler")
     assert "save order.state_dict(epoch=..., batches=...)" in line
+
+
+def test_a_loader_without_workers_reads_nothing_ahead_and_is_not_named(tmp_path, capfd):
+    sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)
+    loader = torch.utils.data.DataLoader(range(32), batch_sampler=sampler)
+    for batches, _ in enumerate(loader, start=1):
+        saved(ddpjob.Snapshot(tmp_path), batches, order=sampler)
+        assert sampler.state_dict() == sampler.state_dict(epoch=0, batches=batches)
+        if batches == 3:
+            break
+    assert capfd.readouterr().err == ""
 
 
 def test_wrong_arguments_are_named(tmp_path):
@@ -660,6 +671,36 @@ def test_a_second_run_in_one_folder_is_refused_while_the_first_one_is_running(tm
     in_a_process_of_its_own(second)
     saved(training, 8)
     assert steps(tmp_path) == [7, 8]
+
+
+def test_a_process_that_has_only_loaded_refuses_no_training(tmp_path):
+    """A notebook that shows the last state, or a script that looks for the step before it spawns the ranks."""
+
+    def training(folder: Path, step: int) -> None:
+        ddpjob.process.current.writers.clear()  # of the process that this one is a fork of
+        saved(ddpjob.Snapshot(folder), step)
+
+    in_a_process_of_its_own(lambda: training(tmp_path / "resumed", 7))
+    for folder, step in ((tmp_path / "resumed", 7), (tmp_path / "new", 0)):
+        reader = ddpjob.Snapshot(folder)
+        assert reader.load() == step
+        in_a_process_of_its_own(lambda folder=folder: training(folder, 8))
+        assert steps(folder)[-1] == 8
+    with pytest.raises(ddpjob.Superseded, match="belongs to another process of attempt 1 of a job without a name"):
+        reader.save(1)
+
+
+def test_a_second_snapshot_of_a_process_that_saves_leaves_its_mark(tmp_path):
+    training = ddpjob.Snapshot(tmp_path)
+    saved(training, 7)
+    again = ddpjob.Snapshot(tmp_path)
+    assert again.load() == 7
+
+    def second() -> None:
+        with pytest.raises(ddpjob.SnapshotError, match=f"in use by process {os.getppid()}"):
+            ddpjob.Snapshot(tmp_path).save(1)
+
+    in_a_process_of_its_own(second)
 
 
 def test_a_folder_that_was_removed_is_named(tmp_path):

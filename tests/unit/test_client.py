@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ from fake_cluster import FakeCluster, fake_cluster, kubeconfig, pod
 from worlds import manifest
 
 from ddpjob_operator.cli.main import main
-from ddpjob_operator.client import jobs
+from ddpjob_operator.client import jobs, watch
 from ddpjob_operator.client.connection import Target, connect
 from ddpjob_operator.client.logs import ClusterLogs
 
@@ -115,6 +119,18 @@ def test_a_context_is_enough_where_none_is_the_current_one(
     assert ddpjob("get").code == 2
 
 
+def test_a_kubeconfig_may_be_named_as_to_kubectl(
+    cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`kubectl ddp get --kubeconfig FILE`: one cluster for one command."""
+    cluster.add("ddpjobs", stored())
+    for set_ in (str(tmp_path / "none"), ""):
+        monkeypatch.setenv("KUBECONFIG", set_)
+        assert "digits" in ddpjob("get", "--kubeconfig", tmp_path / "kubeconfig").out
+    assert "no node has a log" in ddpjob("logs", "digits", "--kubeconfig", tmp_path / "kubeconfig").err
+    assert ddpjob("get", "--kubeconfig", tmp_path / "nothing").code == 2
+
+
 def test_a_context_is_looked_for_where_there_is_no_kubeconfig(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
@@ -137,6 +153,21 @@ def test_a_server_that_does_not_answer_costs_no_more_than_the_request_timeout(
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("time_", ["0", "0s", "999999999999"])
+def test_a_request_may_take_any_time(cluster: FakeCluster, ddpjob: Ddpjob, time_: str) -> None:
+    """0 is kubectl's word for it; it was a traceback."""
+    cluster.add("ddpjobs", stored())
+    assert "digits" in ddpjob("get", "--request-timeout", time_).out
+
+
+@pytest.mark.parametrize("namespace", ["a/b", "..", "team a", "Team"])
+def test_a_namespace_that_is_a_path_is_no_namespace(cluster: FakeCluster, ddpjob: Ddpjob, namespace: str) -> None:
+    """It must not become another path of the API."""
+    done = ddpjob("delete", "digits", "-n", namespace)
+    assert (done.code, cluster.requests) == (2, [])
+    assert f"{namespace!r} is not the name of a namespace" in done.err
+
+
 def test_a_server_that_is_not_there_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
 ) -> None:
@@ -146,6 +177,24 @@ def test_a_server_that_is_not_there_is_one_line(
     assert "does not answer" in done.err
     assert "refused" in done.err
     assert done.err.count("\n") == 1
+
+
+def test_a_server_that_hangs_up_is_told_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ddpjob: Ddpjob
+) -> None:
+    """One that shuts down, or a proxy before it: what was printed was a tuple of Python's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            connection, _ = server.accept()
+            connection.recv(2**16)
+            connection.close()
+
+        threading.Thread(target=hang_up, daemon=True).start()
+        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, f"http://127.0.0.1:{server.getsockname()[1]}")))
+        done = ddpjob("get")
+    assert done.code == 1
+    assert done.err.endswith("does not answer: Remote end closed connection without response\n")
 
 
 def test_without_a_kubeconfig_the_local_run_is_named(
@@ -302,6 +351,59 @@ def test_a_job_that_is_not_there_is_answered_with_the_closest_name(cluster: Fake
         assert "did you mean digits?" in done.err
 
 
+def test_a_job_may_be_named_as_get_prints_its_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """`ddpjob get -o name | xargs ddpjob delete`: the names of one command were none to the others."""
+    for name in ("digits", "other"):
+        cluster.add("ddpjobs", stored(name))
+    names = ddpjob("get", "-o", "name").out.split()
+    assert names == ["ddpjob.training.ddpjob.io/digits", "ddpjob.training.ddpjob.io/other"]
+    assert "digits" in ddpjob("describe", names[0]).out
+    for named in ("ddp/digits", "ddpjobs/digits", "DDPJob/digits"):
+        assert ddpjob("get", named).code == 0
+    assert "no node has a log" in ddpjob("logs", "ddp/digits", "--cluster").err
+    assert ddpjob("get", "pod/digits").code == 2
+    assert ddpjob("delete", *names).code == 0
+    assert cluster.find("ddpjobs") is None
+
+
+def test_jobs_are_chosen_by_name_or_by_label(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The jobs of a sweep share a label."""
+    for name in ("a", "b", "c"):
+        body = stored(name)
+        body["metadata"]["labels"] = {"sweep": "1"} if name != "c" else {}
+        cluster.add("ddpjobs", body)
+    ids = [f"ddpjob.training.ddpjob.io/{name}" for name in "abc"]
+    assert ddpjob("get", "c", "a", "-o", "name").out.split() == [ids[2], ids[0]]
+    assert len(json.loads(ddpjob("get", "a", "b", "-o", "json").out)["items"]) == 2
+    assert json.loads(ddpjob("get", "a", "-o", "json").out)["metadata"]["name"] == "a"
+    assert ddpjob("get", "-l", "sweep=1", "-o", "name").out.split() == ids[:2]
+    assert ddpjob("get", "-l", "sweep=2").err == "no DDPJob has the labels sweep=2\n"
+    assert ddpjob("get", "a", "-l", "sweep=1").code == ddpjob("delete").code == 2
+    assert ddpjob("delete", "-l", "sweep=1").code == 0
+    assert ddpjob("get", "-o", "name").out.split() == ids[2:]
+    assert ddpjob("delete", "-l", "sweep=1").err == "no DDPJob in namespace default has the labels sweep=1\n"
+
+
+def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
+    """As kubectl does; without a cluster it offers none, and says nothing."""
+    for name in ("digits", "dinosaurs", "bert"):
+        cluster.add("ddpjobs", stored(name))
+    cluster.add("ddpjobs", stored("other"), namespace="team-b")
+
+    def offered(typed: str) -> list[str]:
+        words = {"_DDPJOB_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
+        argv = [sys.executable, "-c", "from ddpjob_operator.cli.main import main; main()"]
+        done = subprocess.run(argv, env={**os.environ, **words}, capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        return done.stdout.split()
+
+    assert offered("ddpjob describe di") == ["plain,digits", "plain,dinosaurs"]
+    assert offered("ddpjob delete digits di") == ["plain,dinosaurs"]
+    assert offered("ddpjob logs -n team-b ") == ["plain,other"]
+    cluster.crd = False
+    assert offered("ddpjob describe di") == []
+
+
 def test_a_name_that_is_a_path_is_no_name(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """`../../` would be another object of the API."""
     for name in ("../pods/x", "a/b", "A", "a?dryRun=All"):
@@ -325,6 +427,27 @@ def test_describe_says_who_failed_where_and_why(cluster: FakeCluster, ddpjob: Dd
     assert "Restarts:   1 (1 application); backoffLimit 3" in text
     assert "digits-2-0   gpu-01   Running" in text
     assert "RankFailed" in text
+
+
+@pytest.mark.parametrize(
+    ("status", "shown"),
+    [
+        ({"containerStatuses": [{"reason": "Error", "exitCode": 1}]}, "Failed (exit code 1)"),
+        ({"containerStatuses": [{"reason": "OOMKilled", "exitCode": 137}]}, "Failed (OOMKilled, exit code 137)"),
+        ({"reason": "Evicted", "containerStatuses": [{"reason": "Error", "exitCode": 143}]},
+         "Failed (Evicted, exit code 143)"),
+        ({"reason": "Evicted"}, "Failed (Evicted)"),
+        ({}, "Failed"),
+    ],
+)  # fmt: skip
+def test_describe_says_why_a_kubelet_has_ended_a_pod(
+    cluster: FakeCluster, ddpjob: Ddpjob, status: dict[str, Any], shown: str
+) -> None:
+    """137 alone is also somebody's kill -9, and an evicted pod has no exit code."""
+    cluster.add("ddpjobs", stored(state="Failed"))
+    ended = [{"name": "trainer", "state": {"terminated": s}} for s in status.pop("containerStatuses", ())]
+    cluster.add("pods", pod("digits") | {"status": {"phase": "Failed", "containerStatuses": ended, **status}})
+    assert any(line.endswith(f"  {shown}") for line in ddpjob("describe", "digits").out.splitlines())
 
 
 def test_describe_without_the_right_to_see_pods_shows_the_rest(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
@@ -481,6 +604,21 @@ def test_delete_removes_jobs_and_waits_until_they_are_gone(cluster: FakeCluster,
     assert cluster.find("ddpjobs") is None
 
 
+def test_one_job_that_is_not_there_does_not_keep_the_others_from_being_deleted(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """`ddpjob delete a b c` left b and c, with their GPUs, where a was gone."""
+    cluster.add("ddpjobs", stored("b"))
+    cluster.add("ddpjobs", stored("c"))
+    done = ddpjob("delete", "a", "b", "c")
+    assert done.code == 2
+    assert cluster.find("ddpjobs") is None
+    assert done.err.startswith("b is deleted\nc is deleted\nno DDPJob a in namespace default")
+    cluster.add("ddpjobs", stored("b"))
+    cluster.forbidden = {"delete ddpjobs.training.ddpjob.io"}
+    assert ddpjob("delete", "a", "b").code == 1
+
+
 @pytest.mark.parametrize(
     ("state", "wanted", "code"),
     [("Succeeded", "Succeeded", 0), ("Failed", "Succeeded", 1), ("Failed", "failed", 0), ("Failed", "ended", 0),
@@ -526,6 +664,14 @@ def test_wait_tells_a_job_that_is_deleted_meanwhile_from_one_that_has_ended(
     cluster.add("ddpjobs", stored())
     cluster.after(LOOK, cluster.objects.clear)
     assert ddpjob("wait", "digits", "--for", "deleted").code == 0
+
+
+@pytest.mark.parametrize("word", ["deleted", "delete"])
+def test_a_wait_for_a_deletion_that_is_over_is_done(cluster: FakeCluster, ddpjob: Ddpjob, word: str) -> None:
+    """As after `delete --no-wait`, of a job that was quick to go. `delete` is kubectl's word."""
+    done = ddpjob("wait", "digits", "--for", word)
+    assert (done.code, "no DDPJob digits in namespace default" in done.err) == (0, True)
+    assert ddpjob("wait", "digits").code == 2
 
 
 def test_a_wait_survives_an_api_server_that_is_away(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
@@ -614,6 +760,22 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
     cluster.after("get pods/log", restarts)
     done = ddpjob("logs", "digits", "--cluster", "-f")
     assert done.out == "[0:0] before\n[0:0] after\n"
+
+
+@pytest.mark.parametrize("follow", [[], ["-f"]])
+def test_the_last_minutes_of_a_log_are_shown_with_their_times(
+    cluster: FakeCluster, ddpjob: Ddpjob, follow: list[str]
+) -> None:
+    """When was that NCCL warning? A run of days has more lines than anybody counts for --tail."""
+    cluster.add("ddpjobs", stored(state="Failed"))
+    cluster.add("pods", pod("digits", exit_code=1))
+    cluster.logs["digits-1-0"] = [f"step {number}" for number in range(300)]
+    prefix = "[0:0] " if follow else ""
+    done = ddpjob("logs", "digits", "--since", "2m", *follow)
+    assert done.out.splitlines() == [f"{prefix}step {number}" for number in range(180, 300)]
+    done = ddpjob("logs", "digits", "--timestamps", "--tail", 1, *follow)
+    assert done.out == f"{prefix}2026-01-01T00:00:00.000000299Z step 299\n"
+    assert ddpjob("logs", "digits", "--since", "yesterday").code == 2
 
 
 def test_of_pods_that_come_later_a_followed_tail_shows_all(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
@@ -736,6 +898,17 @@ def test_a_long_log_of_a_job_that_has_ended_is_followed_to_its_end(cluster: Fake
     assert done.out == "".join(f"[0:0] {number}\n" for number in range(10))
 
 
+def test_a_log_keeps_its_bytes_whether_it_is_followed_or_not(cluster: FakeCluster) -> None:
+    """A program's messages in Latin-1 were other bytes with -f than without, and than in kubectl logs."""
+    cluster.add("ddpjobs", stored(state="Succeeded"))
+    cluster.add("pods", pod("digits", exit_code=0))
+    printed = b"caf\xe9 \xff\n"
+    cluster.logs["digits-1-0"] = [printed[:-1].decode(errors="surrogateescape")]
+    argv = [sys.executable, "-m", "ddpjob_operator.cli", "logs", "digits", "--cluster"]
+    assert subprocess.run(argv, capture_output=True, check=True).stdout == printed
+    assert subprocess.run([*argv, "-f"], capture_output=True, check=True).stdout == b"[0:0] " + printed
+
+
 def test_a_log_may_take_longer_than_a_request(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """200 MB over a VPN: `does not answer within 10 s`, without a line."""
     cluster.line_seconds = 0.4
@@ -758,18 +931,92 @@ def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
         cluster.logs[f"digits-1-{place}"] = ["epoch 1"]
     done = ddpjob("logs", "digits", "--cluster")
     assert (done.code, done.out) == (1, "[1:1] epoch 1\n")
-    assert done.err.endswith(f"{message}\n")
+    assert done.err.startswith("the log of digits-1-0 on n1 is not shown: context test (http")
+    assert done.err.endswith(f") cannot read it (500): {message}\n")
+
+
+def test_followed_logs_say_which_node_does_not_give_its_own(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The API server answers, and the kubelet of a lost node does not: nothing was shown of it, and nothing said."""
+    refusal = 500, {"kind": "Status", "message": "dial tcp 10.0.0.5:10250: connection refused"}
+    job = cluster.add("ddpjobs", stored())
+    job["spec"]["nodes"] = 3
+    for place in (0, 1, 2):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = ["epoch 1"]
+    for lost in (0, 2):
+        cluster.answers[f"get pods/log digits-1-{lost}"] = refusal
+
+    def goes_on() -> None:
+        cluster.wait_for("get pods/log", 6)
+        looked = cluster.requests.count(LOOK)
+        cluster.wait_for(LOOK, looked + 2)
+        cluster.answers.clear()
+        for place in (0, 1, 2):
+            state = {"terminated": {"exitCode": 0}}
+            cluster.find("pods", f"digits-1-{place}")["status"]["containerStatuses"][0]["state"] = state
+        cluster.wait_for(LOOK, looked + 5)
+        job["status"]["state"] = "Succeeded"
+
+    cluster.after(LOOK, goes_on)
+    done = ddpjob("logs", "digits", "--cluster", "-f")
+    assert sorted(done.out.splitlines()) == ["[0:0] epoch 1", "[1:1] epoch 1", "[2:2] epoch 1"]
+    told = done.err.splitlines()
+    assert 1 <= len(told) <= 2, "not at each try"
+    assert all(
+        re.match(r"the log of digits-1-[02] on n1 is not shown: .*connection refused.*; still trying", t) for t in told
+    )
 
 
 def test_the_logs_of_a_container_that_has_not_started_are_not_there_yet(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    cluster.add("ddpjobs", stored(state="Pending"))
+    cluster.add("ddpjobs", stored(state="Pending", message="1 of 1 pods cannot start: ErrImagePull"))
     waiting = pod("digits")
     waiting["status"]["containerStatuses"][0]["state"] = {"waiting": {"reason": "ErrImagePull"}}
     cluster.add("pods", waiting)
     done = ddpjob("logs", "digits", "--cluster")
     assert done.code == 2
-    assert "no node has a log yet" in done.err
+    assert done.err == "digits: no node has a log yet: Pending: 1 of 1 pods cannot start: ErrImagePull\n"
     assert "digits-1-0   n1     Running (ErrImagePull)" in ddpjob("describe", "digits").out
+
+
+def test_logs_that_are_not_there_say_that_no_operator_has_seen_the_job_or_how_it_ended(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """Its pods may be gone: a job that ran into its deadline has none."""
+    job = cluster.add("ddpjobs", stored(state=None))
+    assert "no node has a log yet: no operator has seen the job" in ddpjob("logs", "digits", "--cluster").err
+    job["status"] = {"state": "Failed", "reason": "DeadlineExceeded", "message": "not finished in 8 s", "attempt": 1}
+    why = "digits: no node has a log: Failed: not finished in 8 s\n"
+    assert ddpjob("logs", "digits", "--cluster").err == why
+    followed = ddpjob("logs", "digits", "--cluster", "-f")
+    assert (followed.code, followed.out, followed.err) == (0, "", why)
+    job["status"]["lastFailure"] = FAILURE
+    followed = ddpjob("logs", "digits", "--cluster", "-f")
+    assert followed.out == "[1:1] Traceback …\nValueError: no such shard\n".replace("\nV", "\n[1:1] V")
+    assert "pod digits-1-1 is gone" in followed.err
+
+
+def test_followed_logs_say_what_the_job_waits_for(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong image, or an operator that is not there, was an empty screen; a job that runs has its logs."""
+    monkeypatch.setattr(watch.StateLines, "UNSEEN_SECONDS", 0.0)
+    job = cluster.add("ddpjobs", stored(state=None))
+
+    def goes_on() -> None:
+        looks = cluster.requests.count(LOOK)
+        cluster.wait_for(LOOK, looks + 1)
+        job["status"] = {"state": "Pending", "reason": "CannotStart", "message": "ErrImagePull", "attempt": 1}
+        cluster.wait_for(LOOK, looks + 3)
+        job["status"]["state"] = "Running"
+        cluster.wait_for(LOOK, looks + 5)
+        job["status"]["state"] = "Succeeded"
+
+    cluster.after(LOOK, goes_on)
+    done = ddpjob("logs", "digits", "--cluster", "-f")
+    assert done.err.splitlines() == [
+        "digits: no operator has seen the job; is one running, and does it watch this namespace?",
+        "Pending: ErrImagePull",
+    ]
 
 
 # -------------------------------------------------------------------- a terminal
@@ -786,6 +1033,19 @@ def test_top_is_drawn_again_until_ctrl_c(cluster: FakeCluster) -> None:
         cluster.answers["list ddpjobs.training.ddpjob.io"] = 503, {"kind": "Status", "message": "shutting down"}
         terminal.expect_exact("not ready (503)")
         terminal.sendintr()
+        terminal.expect(pexpect.EOF)
+    assert terminal.exitstatus == 0
+
+
+def test_top_prints_its_table_once_on_a_terminal_that_cannot_be_drawn_on(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shell of an editor: it showed nothing until Ctrl-C."""
+    monkeypatch.setenv("TERM", "dumb")
+    cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
+    argv = ["-m", "ddpjob_operator.cli", "top"]
+    with pexpect.spawn(sys.executable, argv, dimensions=(24, 80), timeout=30, encoding="utf-8") as terminal:
+        terminal.expect_exact("312/1125")
         terminal.expect(pexpect.EOF)
     assert terminal.exitstatus == 0
 

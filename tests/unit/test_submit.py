@@ -389,6 +389,43 @@ JOB = (
 )
 
 
+def test_a_job_of_the_cluster_is_submitted_again_under_another_name(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """`ddpjob get mine -o yaml` has what the API server has written. It refused that with 500, which was told as a
+    server that is overloaded."""
+    (folder / "job.yaml").write_text(JOB)
+    assert ddpjob("submit", "job.yaml").code == 0
+    first = cluster.find("ddpjobs", "mine")
+    first["metadata"] |= {
+        "resourceVersion": "42",
+        "generation": 1,
+        "managedFields": [],
+        "labels": {"team": "a"},
+        "finalizers": ["x/y"],
+    }
+    first["status"] = {"state": "Failed", "attempt": 1}
+    (folder / "again.yaml").write_text(ddpjob("get", "mine", "-o", "yaml").out)
+    done = ddpjob("submit", "again.yaml", "--name", "again", "--dry-run")
+    assert yaml.safe_load(done.out)["metadata"] == {"name": "again", "namespace": "default", "labels": {"team": "a"}}
+    assert ddpjob("submit", "again.yaml", "--name", "again").code == 0
+    again = cluster.find("ddpjobs", "again")
+    assert "status" not in again
+    assert "resourceVersion" not in again["metadata"]
+    assert again["metadata"]["uid"] != first["metadata"]["uid"]
+
+
+def test_a_job_with_generate_name_gets_a_new_name_each_time(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """As `kubectl create` does it, for one YAML that is submitted again and again."""
+    (folder / "job.yaml").write_text(JOB.replace("{name: mine}", "{generateName: sweep-}"))
+    for _ in range(2):
+        assert re.match(r"sweep-[a-z0-9]{5} is submitted", ddpjob("submit", "job.yaml").err)
+    names = {raw["metadata"]["name"] for raw in cluster.objects.values()}
+    assert len(names) == 2
+    assert ddpjob("submit", "job.yaml", "--name", "mine").code == 0
+    assert cluster.find("ddpjobs", "mine")
+
+
 def test_yaml_comes_from_stdin_too_and_arguments_replace_those_of_the_file(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -193,6 +193,8 @@ def test_a_name_that_cannot_name_a_service_is_refused(name: str) -> None:
         (["sh", "-c", "torchrun --nproc_per_node `nproc --all` --nnodes=4 x.py"], 2, "--nnodes=4 contradicts"),
         (["sh", "-c", "torchrun --rdzv_id $RANDOM x.py"], 2, "--rdzv_id=$RANDOM is another one on each of 2 nodes"),
         (["sh", "-c", "torchrun --rdzv-id=job-$(date +%s) x.py"], 2, "is another one on each of 2 nodes"),
+        (["sh", "-c", "torchrun --rdzv-id=${HOSTNAME} x.py"], 2, "is another one on each of 2 nodes"),
+        (["sh", "-c", "torchrun --rdzv-id=`hostname -s` x.py"], 2, "is another one on each of 2 nodes"),
         (["torchrun", "--node-rank=1", "x.py"], 1, "--node_rank=1 waits for node 0, and spec.nodes: 1 has no other"),
         (["torchrun", "--nproc-per-node=gpu", "x.py"], 2, "--nproc_per_node=gpu: the trainer's limits have no GPU"),
         (["python", "-m", "torch.distributed.launch", "--no-python", "./x"], 1, "cannot hand over --local-rank"),
@@ -224,6 +226,9 @@ def test_a_command_that_contradicts_the_job_would_hang_and_is_refused(words: lis
         (["torchrun", "--rdzv-id=$RANDOM", "x.py"], 2),  # without a shell it is these letters, on all nodes
         (["sh", "-c", "torchrun --rdzv-id=$DDPJOB_UID x.py"], 2),
         (["sh", "-c", "torchrun --rdzv-id=$RANDOM x.py"], 1),
+        (["sh", "-c", "torchrun --rdzv-id=${HOSTNAME%-*} x.py"], 2),  # a pod's name without its number
+        (["sh", "-c", "torchrun --rdzv-id=$(hostname | sed 's/-[0-9]*$//') x.py"], 2),
+        (["sh", "-c", "torchrun --rdzv-id=$RANDOM_SEED x.py"], 2),
         (["sh", "-c", "echo 'unclosed && torchrun --standalone x.py"], 2),
         (["sh", "-c", "# torchrun --standalone x.py\npython x.py # or torchrun --nnodes=7"], 2),
         (["torchrun", "--node-rank=0", "x.py"], 1),
@@ -304,6 +309,8 @@ def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() 
         (["mpirun", "-np", "4", "python", "x.py"], "mpirun"),
         (["/opt/bin/deepspeed", "--num_gpus", "2", "x.py"], "deepspeed"),
         (["bash", "-c", "cd /app && exec horovodrun -np 4 python x.py"], "horovodrun"),
+        (["bash", "-c", "mpirun -np 4 python x.py"], "mpirun"),
+        (["bash", "-c", "mpirun -H $(paste -sd, /etc/hosts.txt) python x.py"], ""),
         (["mpirun", "-np", "4", "--hostfile", "/etc/mpi/hostfile", "python", "x.py"], ""),
         (["mpirun", "-H", "a,b", "python", "x.py"], ""),
         (["deepspeed", "--no_ssh", "--node_rank=$(NODE_RANK)", "--master_addr=$(MASTER_ADDR)", "x.py"], ""),

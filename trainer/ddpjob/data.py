@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -91,6 +92,8 @@ class GlobalBatchSampler:
         self._begins = (0, 0)  # the epoch, and how often a DataLoader has begun it
         self.reads_ahead = False
         """Whether a DataLoader iterates it, which may have taken batches that are not trained yet."""
+        self.has_workers = False
+        """Whether that one may have workers, which do so."""
         if drop_last and self.global_batch > self.n:
             raise ConfigurationError(
                 f"global_batch: {global_batch} is more than n: {n}, so no epoch has a full batch. "
@@ -136,7 +139,6 @@ class GlobalBatchSampler:
         batch from the training. `set_epoch` goes to the next one.
         """
         self._consumed = self._first_of(self._epoch)
-        self._note_begin()
         # From where a resume begins: with another global batch than before, the last one is of another size.
         last = (self.n - self._consumed) % self.global_batch
         smallest = self.global_batch if self.drop_last or not last else last
@@ -145,8 +147,12 @@ class GlobalBatchSampler:
                 f"a global batch of {smallest} leaves some of {self.world_size} ranks without a sample, which a "
                 f"DataLoader cannot collate. Use global_batch >= {self.world_size} with drop_last=True, or `epoch()`."
             )
-        self.reads_ahead = True
-        return self.epoch(self._epoch)
+        self.reads_ahead, self.has_workers = True, _may_have_workers(sys._getframe(1).f_locals.get("loader"))
+        return self._one_epoch(self._epoch)
+
+    def _one_epoch(self, epoch: int) -> Iterator[Batch]:
+        self._note_begin()  # only now: a DataLoader with workers makes two iterators, and takes batches from one
+        yield from self.epoch(epoch)
 
     def __len__(self) -> int:
         """Global batches in a whole epoch."""
@@ -284,6 +290,13 @@ def _pieces(batch: Any, micro_batch: int | None) -> tuple[list[Any], float]:
     if isinstance(batch, Mapping):
         return [{name: part[i : i + micro_batch] for name, part in batch.items()} for i in starts], 1.0
     return [batch[i : i + micro_batch] for i in starts], 1.0
+
+
+def _may_have_workers(loader: Any) -> bool:
+    """loader: torch's, of which the frame is that makes an iterator of it; None where its `iter` has changed. What is
+    derived from it, as accelerate's, may read ahead without workers."""
+    is_torchs = type(loader).__module__ == "torch.utils.data.dataloader"
+    return not is_torchs or getattr(loader, "num_workers", 1) != 0
 
 
 def _samples_of(batch: Any) -> int:

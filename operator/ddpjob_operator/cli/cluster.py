@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -14,13 +15,19 @@ import click
 
 from ddpjob_operator.cli.output import answer
 
+NO_LIMIT = 86400.0 * 365  # --request-timeout 0, as kubectl has it; sockets take no number without bounds
+COMPLETION_SECONDS = 2.0  # longer, and the shell seems to hang
+
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from ddpjob_operator.client.connection import Cluster
     from ddpjob_operator.client.jobs import Stored
 
     FloatParam = click.ParamType[float]
+    NameParam = click.ParamType[str]
 else:
-    FloatParam = click.ParamType  # generic since click 8.2 alone
+    FloatParam = NameParam = click.ParamType  # generic since click 8.2 alone
 
 
 CODES = """Exit codes: 0 done, 1 the cluster refused or did not answer,
@@ -49,60 +56,118 @@ class Connect:
     context: str | None
     namespace: str | None
     seconds: float
+    kubeconfig: str | None = None
 
     @property
     def is_chosen(self) -> bool:
         """Whether the user has named a cluster or a namespace."""
-        return self.context is not None or self.namespace is not None
+        return any(chosen is not None for chosen in (self.context, self.namespace, self.kubeconfig))
 
     def __call__(self, namespace: str | None = None) -> Cluster:
         """The cluster, in the given namespace, else that of the options. Raises InputError, ClusterError."""
         from ddpjob_operator.client.connection import Target, connect
 
-        return connect(Target(self.context, namespace or self.namespace, self.seconds))
+        return connect(Target(self.context, namespace or self.namespace, self.seconds, self.kubeconfig))
 
 
 def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds --namespace, --context and --request-timeout, and gives them to the command as a Connect."""
+    """Adds --namespace, --context, --kubeconfig and --request-timeout, and gives them to the command as a Connect."""
 
     @click.option("-n", "--namespace", metavar="NS", help="The namespace.  [that of the context]")
     @click.option("--context", metavar="NAME", help="The context of the kubeconfig.  [the current one]")
+    @click.option("--kubeconfig", metavar="FILE", help="The kubeconfig.  [$KUBECONFIG, or ~/.kube/config]")
     @click.option(
         "--request-timeout", type=Seconds(), metavar="TIME", default="10s", show_default=True,
-        help="How long the API server may take to answer.",
+        help="How long the API server may take to answer; 0: no limit.",
     )  # fmt: skip
     @functools.wraps(command)
     def with_cluster(
-        *args: Any, namespace: str | None, context: str | None, request_timeout: float, **more: Any
+        *args: Any,
+        namespace: str | None,
+        context: str | None,
+        kubeconfig: str | None,
+        request_timeout: float,
+        **more: Any,
     ) -> Any:
-        return command(Connect(context, namespace, request_timeout), *args, **more)
+        seconds = min(request_timeout or NO_LIMIT, NO_LIMIT)
+        return command(Connect(context, namespace, seconds, kubeconfig), *args, **more)
 
     text = inspect.getdoc(command) or ""
     with_cluster.__doc__ = text if "Exit codes" in text else f"{text}\n\n\b\n{CODES}"
     return with_cluster
 
 
-JOB = click.argument("job")
+class JobName(NameParam):
+    """digits, or as `get -o name` prints it: ddpjob.training.ddpjob.io/digits."""
+
+    name = "job"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002
+        """The name alone; what has another kind before it is left for the check of names."""
+        from ddpjob_operator.job import api
+
+        kind, _, name = str(value).rpartition("/")
+        known = {api.KIND.lower(), api.PLURAL, api.SHORT}
+        return name if kind.lower().removesuffix(f".{api.GROUP}") in known else str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The jobs that are there, but for those that are named already."""
+        from click.shell_completion import CompletionItem
+
+        named = ctx.params.get(param.name or "") or ()
+        names = [name for name in _names_there(ctx) if name not in named]
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
-@click.command(short_help="List the jobs of a cluster, or show one.", epilog="Example: ddpjob get -A -o wide")
-@click.argument("job", required=False)
+JOB = click.argument("job", type=JobName())
+
+
+def _names_there(ctx: click.Context) -> list[str]:
+    """The jobs of the namespace, none where the cluster cannot be asked: a shell shows no message meanwhile."""
+    from ddpjob_operator.client import jobs
+    from ddpjob_operator.client.errors import ClusterError
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    context, namespace, kubeconfig = (ctx.params.get(name) for name in ("context", "namespace", "kubeconfig"))
+    connect = Connect(context, namespace, COMPLETION_SECONDS, kubeconfig)
+    try:
+        return [raw["metadata"]["name"] for raw in jobs.items(connect())]
+    except (ClusterError, InputError):
+        return []
+
+
+SELECTOR = click.option("-l", "--selector", metavar="LABELS", help="Those with these labels: team=a,!old.")
+
+
+@click.command(short_help="List the jobs of a cluster, or show some.", epilog="Example: ddpjob get -A -o wide")
+@click.argument("names", metavar="[JOB...]", type=JobName(), nargs=-1)
+@SELECTOR
 @click.option("-o", "--output", type=click.Choice(["text", "wide", "name", "json", "yaml"]), default="text")
 @click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
 @cluster_options
-def get(connect: Connect, job: str | None, output: str, all_namespaces: bool) -> int:
-    """List the DDPJobs of a namespace, or show one, in the columns of kubectl."""
+def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: str, all_namespaces: bool) -> int:
+    """List the DDPJobs of a namespace, or show some, in the columns of kubectl."""
     from ddpjob_operator.client import jobs, output_forms
 
-    if job and all_namespaces:
+    if names and all_namespaces:
         raise click.UsageError("JOB and --all-namespaces exclude each other.")
+    _refuse_both(names, selector)
     cluster = connect()
-    found = [jobs.find(cluster, job).raw] if job else jobs.items(cluster, all_namespaces=all_namespaces)
+    if names:
+        found = [jobs.find(cluster, name).raw for name in dict.fromkeys(names)]
+    else:
+        found = jobs.items(cluster, all_namespaces=all_namespaces, selector=selector)
     if not found and output in ("text", "wide"):
         where = "the cluster" if all_namespaces else f"namespace {cluster.namespace}"
-        click.echo(f"no DDPJob in {where}; start one with ddpjob submit", err=True)
+        said = f" has the labels {selector}" if selector else f" in {where}; start one with ddpjob submit"
+        click.echo(f"no DDPJob{said}", err=True)
         return 0
-    return answer(output_forms.of_jobs(found, output, one=job is not None, namespaces=all_namespaces))
+    return answer(output_forms.of_jobs(found, output, one=len(names) == 1, namespaces=all_namespaces))
+
+
+def _refuse_both(names: tuple[str, ...], selector: str | None) -> None:
+    if names and selector:
+        raise click.UsageError("JOB and --selector exclude each other.")
 
 
 @click.command(short_help="Show a job in full.", epilog="Example: ddpjob describe digits")
@@ -213,18 +278,24 @@ def scale(connect: Connect, job: str, nodes: int, timeout: float) -> int:
 
 
 @click.command(short_help="Delete jobs.", epilog="Example: ddpjob delete digits")
-@click.argument("jobs", metavar="JOB...", nargs=-1, required=True)
+@click.argument("names", metavar="[JOB...]", type=JobName(), nargs=-1)
+@SELECTOR
 @click.option("--no-wait", is_flag=True, help="Do not wait until it is gone.")
 @click.option("--timeout", type=Seconds(), metavar="TIME", default="1m", show_default=True, help="How long to wait.")
 @cluster_options
-def delete(connect: Connect, jobs: tuple[str, ...], no_wait: bool, timeout: float) -> int:
+def delete(connect: Connect, names: tuple[str, ...], selector: str | None, no_wait: bool, timeout: float) -> int:
     """Delete each JOB with its pods, which get their grace period, and the code that submit has stored."""
-    from ddpjob_operator.client import actions
+    from ddpjob_operator.client import actions, jobs
 
+    _refuse_both(names, selector)
+    if not names and not selector:
+        raise click.UsageError("Missing argument 'JOB...', or --selector.")
     cluster = connect()
-    for job in jobs:
-        actions.delete(cluster, job, wait=not no_wait, seconds=timeout)
-        say(f"{job} is deleted" if not no_wait else f"{job} is being deleted")
+    if selector:
+        names = tuple(raw["metadata"]["name"] for raw in jobs.items(cluster, selector=selector))
+        if not names:
+            say(f"no DDPJob in namespace {cluster.namespace} has the labels {selector}")
+    actions.delete(cluster, names, wait=not no_wait, seconds=timeout, say=say)
     return 0
 
 
@@ -233,11 +304,14 @@ def delete(connect: Connect, jobs: tuple[str, ...], no_wait: bool, timeout: floa
 @click.option("--once", is_flag=True, help="Print the table once, as if stdout were no terminal.")
 @cluster_options
 def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
-    """Show the state and progress of all jobs, again every two seconds, until Ctrl-C."""
+    """Show the state and progress of all jobs, again every two seconds, until Ctrl-C.
+
+    Once, where stdout is no terminal, or one that cannot be drawn on (TERM=dumb).
+    """
     from ddpjob_operator.client import top as live
 
     cluster = connect()
-    if once or not sys.stdout.isatty():
+    if once or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return answer(live.text(cluster, all_namespaces=all_namespaces))
     live.show(cluster, all_namespaces=all_namespaces)
     return 0

@@ -26,6 +26,10 @@ class Source(Protocol):
         """The nodes that have a log in an attempt, in order."""
         ...
 
+    def why_none(self) -> str:
+        """The sentence where no attempt has a log."""
+        ...
+
     def node_of_rank(self, rank: int) -> int:
         """The node on which a rank runs. Raises InputError where there is no such rank, or where it is not known."""
         ...
@@ -114,7 +118,7 @@ def _choose(source: Source, attempt: int | None, previous: bool, *, wait: bool) 
     if not known:
         if wait:
             return attempt or 1
-        raise InputError(f"{source.name}: no node has a log yet")
+        raise InputError(f"{source.name}: {source.why_none()}")
     if attempt is None:
         if previous and len(known) == 1:
             raise InputError(f"--previous: {source.name} has {count(1, 'attempt')}")

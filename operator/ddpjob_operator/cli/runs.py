@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ddpjob_operator.cli import sections
-from ddpjob_operator.cli.cluster import Connect, cluster_options, say
+from ddpjob_operator.cli.cluster import Connect, JobName, Seconds, cluster_options, say
 
 if TYPE_CHECKING:
     import datetime as dt
@@ -46,13 +46,15 @@ def list_runs(output: str, folder: Path | None) -> int:
 @click.command(
     short_help="Print what the nodes of a run have printed.", epilog="Example: ddpjob logs digits --rank 1 --follow"
 )
-@click.argument("job", required=False)
+@click.argument("job", type=JobName(), required=False)
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of the node on which this rank runs.")
 @click.option("--node", type=click.IntRange(min=0), metavar="N", help="Of this node.")
 @click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Of this attempt.  [the last]")
 @click.option("-p", "--previous", is_flag=True, help="Of the attempt before the last.")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job ends, through its restarts.")
 @click.option("--tail", type=click.IntRange(min=0), metavar="N", help="The last N lines; in a cluster.")
+@click.option("--since", type=Seconds(), metavar="TIME", help="Lines of the last 30s, 15m, 2h; in a cluster.")
+@click.option("--timestamps", is_flag=True, help="Begin each line with its time; in a cluster.")
 @click.option("--cluster", "in_cluster", is_flag=True, help="Of a job in a cluster, as -n and --context say, too.")
 @FOLDER
 @cluster_options
@@ -66,6 +68,8 @@ def logs(
     follow: bool,
     folder: Path | None,
     tail: int | None,
+    since: float | None,
+    timestamps: bool,
     in_cluster: bool,
 ) -> int:
     """Print what the nodes of JOB's last run have printed; without JOB, of the last run of any job.
@@ -79,8 +83,11 @@ def logs(
         raise click.UsageError("--previous and --attempt exclude each other.")
     if rank is not None and node is not None:
         raise click.UsageError("--rank and --node exclude each other.")
-    in_cluster = in_cluster or connect.is_chosen or tail is not None or _is_plugin()
-    source = _logs_in_cluster(connect, job, tail) if in_cluster else _logs_here(connect, job, folder)
+    in_cluster = in_cluster or connect.is_chosen or tail is not None or since is not None or timestamps or _is_plugin()
+    if in_cluster:
+        source = _logs_in_cluster(connect, job, tail=tail, since_seconds=since, timestamps=timestamps)
+    else:
+        source = _logs_here(connect, job, folder)
     return shown.show(source, rank, node, attempt, previous=previous, follow=follow)
 
 
@@ -117,18 +124,21 @@ def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> Source
         if has_kubeconfig():
             here = f" (there are runs of: {', '.join(sorted(kept))})" if kept else ""
             say(f"no run of {job} is kept on this machine{here}: looking in the cluster")
-            return _logs_in_cluster(connect, job, None)
+            return _logs_in_cluster(connect, job)
     return run_logs.LocalLogs(runs.find(job, folder))
 
 
-def _logs_in_cluster(connect: Connect, job: str | None, tail: int | None) -> Source:
+def _logs_in_cluster(connect: Connect, job: str | None, **part: Any) -> Source:
     from ddpjob_operator.client import jobs
-    from ddpjob_operator.client.logs import ClusterLogs
+    from ddpjob_operator.client.logs import ClusterLogs, Part
+    from ddpjob_operator.client.watch import StateLines
 
     if job is None:
         raise click.UsageError("Missing argument 'JOB': which job of the cluster.")
     cluster = connect()
-    return ClusterLogs(cluster, jobs.find(cluster, job), say, tail=tail)
+    return ClusterLogs(
+        cluster, jobs.find(cluster, job), say, part=Part(**part), on_look=StateLines(say, running=False).see
+    )
 
 
 def _is_plugin() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from ddpjob_operator.manifest.yamlfile import Document, InputError
 PROCESSES_MAX = 512
 STDIN = "-"
 NOTEBOOK = ".ipynb"
+_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those of the API server: no vowels, no words
 _YAML_SIGNS = ("apiVersion:", "kind:", "{", "---")
 
 
@@ -56,6 +58,7 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
     """The job. Raises InputError."""
     _refuse_two_values(source)
     document, is_made = _document(source)
+    _give_name(document)
     if source.nproc is not None and not is_made:
         override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
     document, parsed = applied(document, source.nodes, source.settings, source.variables)
@@ -129,6 +132,13 @@ def _document(source: Source) -> tuple[Document, bool]:
     if file.endswith(".py"):
         return _made(file, source), True
     return yamlfile.read_job(file, source.job), False
+
+
+def _give_name(document: Document) -> None:
+    """metadata.generateName is what the API server makes a name of; here it must be known before."""
+    metadata = document.data.get("metadata")
+    if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
+        metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
 
 
 def _made(name: str, source: Source) -> Document:

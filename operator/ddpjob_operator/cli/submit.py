@@ -106,6 +106,7 @@ def prepare(
     """The job with all options applied, and its code. Raises InputError, also for an error that the check finds."""
     from ddpjob_operator.cli import sources
     from ddpjob_operator.client import script
+    from ddpjob_operator.client.submit import as_new
     from ddpjob_operator.manifest.yamlfile import InputError
 
     if wishes.code and wishes.no_code:
@@ -119,6 +120,7 @@ def prepare(
         # What as_file sets names folders of this machine.
         here = replace(given, variables=wishes.variables)
         document, _ = sources.load(here)
+        as_new(document.data)
         _apply(document.data, wishes)
         _refuse_other_namespace(document, wishes.namespace)
         document = _valid(document)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ddpjob_operator.client import jobs, watch
 from ddpjob_operator.client.connection import Cluster
-from ddpjob_operator.client.errors import NotFoundError
+from ddpjob_operator.client.errors import ClusterError, NotFoundError
 from ddpjob_operator.client.watch import Say, Watch
 from ddpjob_operator.job import podspec, wording
 from ddpjob_operator.job.status import find_condition
@@ -66,20 +67,44 @@ def scale(cluster: Cluster, name: str, nodes: int, seconds: float, say: Say) -> 
     say(f"{name} has {wording.count(nodes, 'node')} now, before {before}{still}")
 
 
-def delete(cluster: Cluster, name: str, *, wait: bool, seconds: float) -> None:
-    """Delete a job; its pods get their grace period. Raises InputError where it is not there."""
-    stored = jobs.find(cluster, name)
-    try:
-        cluster.delete(jobs.path_of(cluster, name))
-    except NotFoundError:
-        return
+def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float, say: Say) -> None:
+    """Delete jobs; their pods get their grace period. One that cannot be deleted does not keep the others.
+
+    Raises InputError where one is not there, ClusterError where one could not be deleted, after the last one.
+    """
+    going: list[jobs.Stored] = []
+    wrong: list[InputError | ClusterError] = []
+    for name in dict.fromkeys(names):
+        try:
+            stored = jobs.find(cluster, name)
+            with contextlib.suppress(NotFoundError):
+                cluster.delete(jobs.path_of(cluster, name))
+            going.append(stored)
+        except (InputError, ClusterError) as error:  # noqa: PERF203 - the next one may be there
+            wrong.append(error)
     end = time.monotonic() + seconds
-    while wait:
+    for stored in going:
+        name = stored.job.metadata.name
+        try:
+            if wait:
+                _until_gone(cluster, stored, end, seconds)
+            say(f"{name} is deleted" if wait else f"{name} is being deleted")
+        except ClusterError as error:
+            wrong.append(error)
+    if wrong:
+        kind = ClusterError if any(isinstance(error, ClusterError) for error in wrong) else InputError
+        raise kind("\n".join(dict.fromkeys(map(str, wrong))))
+
+
+def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: float) -> None:
+    """Wait until a job is gone. Raises TooLateError at `end`, which is `seconds` after it was deleted."""
+    while True:
         try:
             jobs.again(cluster, stored)
         except jobs.JobGoneError:
             return
         if time.monotonic() > end:
+            name = stored.job.metadata.name
             raise watch.TooLateError(f"{name} is being deleted, and still there after {wording.duration(seconds)}")
         time.sleep(0.2)
 
@@ -90,17 +115,23 @@ def wait(cluster: Cluster, name: str, wanted: str, seconds: float | None, say: S
     Raises InputError for a word that is none of these, TooLateError.
     """
     true = _condition(wanted)
-    stored = jobs.find(cluster, name)
+    try:
+        stored = jobs.find(cluster, name)
+    except jobs.NoJobError as error:
+        if true is not _never:
+            raise
+        say(str(error))
+        return True
     try:
         lines = watch.StateLines(say)
 
         def over(job: jobs.Stored) -> bool:
             lines.see(job)
-            return true(job) or (wanted != "deleted" and watch.ended(job))
+            return true(job) or (true is not _never and watch.ended(job))
 
         done = Watch(cluster, stored, say).until(over, wanted, seconds)
     except jobs.JobGoneError:
-        if wanted == "deleted":
+        if true is _never:
             return True
         raise
     if not true(done):
@@ -110,15 +141,15 @@ def wait(cluster: Cluster, name: str, wanted: str, seconds: float | None, say: S
 
 def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
     words = {word.lower(): word for word in ("ended", "deleted", *CONDITIONS, *STATES)}
+    words["delete"] = "deleted"  # as kubectl wait --for=delete
     word = words.get(wanted.lower().removeprefix("condition="))
     if word is None:
-        raise InputError(
-            f"--for {wanted}: unknown{suggestion(wanted, words.values())} (known: {', '.join(words.values())})"
-        )
+        known = ", ".join(dict.fromkeys(words.values()))
+        raise InputError(f"--for {wanted}: unknown{suggestion(wanted, words.values())} (known: {known})")
     if word == "ended":
         return watch.ended
     if word == "deleted":
-        return lambda _: False
+        return _never
 
     def holds(stored: jobs.Stored) -> bool:
         # The condition first: a job is in the state Suspended while its pods still save, and hold what they have.
@@ -126,6 +157,11 @@ def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:
         return stored.job.status.state == word if condition is None else condition.status == "True"
 
     return holds
+
+
+def _never(_: jobs.Stored) -> bool:
+    """Of a job that is there: it is not deleted."""
+    return False
 
 
 def _stop(cluster: Cluster, stored: jobs.Stored, what: str, seconds: float, say: Say) -> None:

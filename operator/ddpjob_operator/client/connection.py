@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import queue
+import re
 import threading
 import urllib.parse
 import warnings
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ddpjob_operator.client import errors
-from ddpjob_operator.client.errors import ClusterError, NoAnswerError
+from ddpjob_operator.client.errors import ClusterError, CutOffError, NoAnswerError
 from ddpjob_operator.job import requests
 from ddpjob_operator.job.validation import suggestion
 from ddpjob_operator.manifest.yamlfile import InputError
@@ -30,6 +31,8 @@ MERGE = "application/merge-patch+json"
 IN_POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 NO_CLIENT = "commands for a cluster need the Kubernetes client: pip install 'ddpjob[client]', from a clone '.[client]'"
 
+_NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+
 
 @dataclass(frozen=True)
 class Target:
@@ -38,6 +41,8 @@ class Target:
     context: str | None = None
     namespace: str | None = None
     request_seconds: float = REQUEST_SECONDS
+    kubeconfig: str | None = None
+    """A file in place of those that KUBECONFIG names."""
     silent_seconds: float = SILENT_SECONDS
     """Without a byte for so long, the connection of an answer without an end is taken for a dead one."""
 
@@ -75,20 +80,20 @@ class Cluster:
             yield from answer.stream(2**16, decode_content=True)
         except Exception as error:
             if _is_network(error):
-                raise NoAnswerError(f"{self.context} does not answer{_why(error, self._silent_seconds)}") from None
+                raise CutOffError(f"{self.context} does not answer{_why(error, self._silent_seconds)}") from None
             raise
         finally:
             answer.close()
 
     def lines(self, path: str, **params: str) -> Iterator[str]:
         """The lines of an answer without an end, such as a log that is followed. One that is cut by the end of the
-        connection is left out: whoever asks again gets it whole."""
+        connection is left out: whoever asks again gets it whole. Bytes that are no UTF-8 are kept (surrogateescape)."""
         rest = b""
         for piece in self.pieces(path, **params):
             *whole, rest = (rest + piece).split(b"\n")
-            yield from (line.decode(errors="replace") for line in whole)
+            yield from (line.decode(errors="surrogateescape") for line in whole)
         if rest:
-            yield rest.decode(errors="replace")
+            yield rest.decode(errors="surrogateescape")
 
     def _json(
         self, method: str, path: str, params: Mapping[str, str], body: Raw | list[Raw] | None = None, kind: str = ""
@@ -145,13 +150,16 @@ def connect(target: Target) -> Cluster:
         raise InputError(NO_CLIENT) from None
     warnings.filterwarnings("ignore", message=".*Unverified HTTPS request.*")  # the kubeconfig has asked for it
     settings = kubernetes.client.Configuration()
-    if target.context is None and not has_kubeconfig():
+    if target.context is None and target.kubeconfig is None and not has_kubeconfig():
         name, namespace = _of_pod(kubernetes.config, settings)
     else:
-        name, namespace = _of_kubeconfig(kubernetes.config, settings, target.context)
+        name, namespace = _of_kubeconfig(kubernetes.config, settings, target)
+    namespace = target.namespace or namespace
+    if not _NAMESPACE.fullmatch(namespace):  # it would be another path of the API
+        raise InputError(f"{namespace!r} is not the name of a namespace: lower-case letters, digits and -")
     where = f"{name} ({settings.host})"
     client = kubernetes.client.ApiClient(settings)
-    return Cluster(client, where, target.namespace or namespace, target.request_seconds, target.silent_seconds)
+    return Cluster(client, where, namespace, target.request_seconds, target.silent_seconds)
 
 
 def has_kubeconfig() -> bool:
@@ -168,9 +176,10 @@ def _of_pod(config: Any, settings: Any) -> tuple[str, str]:
         raise InputError(f"{text}On this machine alone: ddpjob run") from None
 
 
-def _of_kubeconfig(config: Any, settings: Any, wanted: str | None) -> tuple[str, str]:
+def _of_kubeconfig(config: Any, settings: Any, target: Target) -> tuple[str, str]:
     """The name for messages, and the namespace of the context."""
-    named = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    wanted = target.context
+    named = target.kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
     try:
         active: Any = None
         if wanted:
@@ -252,6 +261,8 @@ def _why(error: BaseException, seconds: float) -> str:
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             return f": {cause.strerror}"
+        if isinstance(cause, ConnectionError) and str(cause):  # of http.client: they have no number
+            return f": {cause}"
         cause = cause.__cause__ or cause.__context__
     if isinstance(error, (TimeoutError, urllib3.exceptions.TimeoutError)):
         return f" within {seconds:g} s"

@@ -25,6 +25,10 @@ class NoAnswerError(ClusterError):
     """The API server cannot be reached, or takes too long; the same request may succeed later."""
 
 
+class CutOffError(NoAnswerError):
+    """The connection of an answer that had begun has ended."""
+
+
 class NotFoundError(ClusterError):
     """The object of a request is not there."""
 
@@ -50,6 +54,8 @@ def of_answer(asked: Asked, code: int, body: bytes, context: str) -> ClusterErro
         return _not_found(asked, status, context)
     if code == 409 and status.get("reason") == "AlreadyExists":
         return ExistsError(f"{asked.resource} {asked.name} is there already in namespace {asked.namespace}")
+    if code == 500 and asked.resource == "pods/log":  # the API server passes on what the kubelet answers, or does not
+        return NoAnswerError(f"{context} cannot read it (500): {message}")
     if code in (429, 500, 502, 503, 504):
         return NoAnswerError(f"{context} is overloaded or not ready ({code}): {message}")
     return ClusterError(f"{context} refuses to {asked}: {_causes(status) or message}")

@@ -41,6 +41,10 @@ class Stored:
         return str((trainer_container(self.job.spec.template) or {}).get("name") or "trainer")
 
 
+class NoJobError(InputError):
+    """A name that no job has."""
+
+
 class JobGoneError(ClusterError):
     """A job that was there, and is no more."""
 
@@ -56,19 +60,20 @@ def path_of(cluster: Cluster, name: str = "") -> str:
     return f"{path}/{name}" if name else path
 
 
-def items(cluster: Cluster, *, all_namespaces: bool = False) -> list[Raw]:
-    """All jobs, by namespace and name."""
-    found = cluster.get(ALL if all_namespaces else path_of(cluster)).get("items") or []
+def items(cluster: Cluster, *, all_namespaces: bool = False, selector: str | None = None) -> list[Raw]:
+    """All jobs, or those with some labels, by namespace and name."""
+    params = {"labelSelector": selector} if selector else {}
+    found = cluster.get(ALL if all_namespaces else path_of(cluster), **params).get("items") or []
     return sorted(found, key=lambda raw: (raw["metadata"].get("namespace", ""), raw["metadata"]["name"]))
 
 
 def find(cluster: Cluster, name: str) -> Stored:
-    """A job by its name. Raises InputError with the names that are there."""
+    """A job by its name. Raises NoJobError with the names that are there, InputError for what is no name."""
     check_name(name)
     try:
         return of_raw(cluster.get(path_of(cluster, name)))
     except NotFoundError:
-        raise InputError(_not_there(cluster, name)) from None
+        raise NoJobError(_not_there(cluster, name)) from None
 
 
 def again(cluster: Cluster, before: Stored) -> Stored:
@@ -91,7 +96,7 @@ def patch(cluster: Cluster, name: str, spec: Raw) -> Stored:
     try:
         return of_raw(cluster.patch(path_of(cluster, name), {"spec": spec}))
     except NotFoundError:
-        raise InputError(_not_there(cluster, name)) from None
+        raise NoJobError(_not_there(cluster, name)) from None
 
 
 def pods(cluster: Cluster, name: str) -> list[Raw]:
@@ -136,7 +141,7 @@ def pod_line(pod: Raw, trainer: str) -> PodLine:
 
 
 def state_of(pod: Raw, trainer: str) -> str:
-    """Running, Pending (ErrImagePull), Failed (exit code 1)"""
+    """Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137), Failed (Evicted)"""
     status = pod.get("status") or {}
     phase = "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase") or "Unknown"
     for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
@@ -145,9 +150,18 @@ def state_of(pod: Raw, trainer: str) -> str:
         if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
             return f"{phase} ({waiting['reason']})"
         if container.get("name") == trainer and ended:
-            return f"{phase} (exit code {ended.get('exitCode')})" if ended.get("exitCode") else phase
+            return f"{phase} ({_end_of(status, ended)})" if ended.get("exitCode") else phase
+    if phase == "Failed" and status.get("reason"):
+        return f"{phase} ({status['reason']})"
     unscheduled = (c for c in status.get("conditions") or () if c.get("type") == "PodScheduled")
     return next((f"{phase} ({c.get('reason')})" for c in unscheduled if c.get("status") == "False"), phase)
+
+
+def _end_of(pod_status: Raw, terminated: Raw) -> str:
+    """exit code 1, or why the kubelet ended it as well: OOMKilled, Evicted."""
+    reason = pod_status.get("reason") or terminated.get("reason")
+    code = f"exit code {terminated.get('exitCode')}"
+    return code if reason in (None, "Error") else f"{reason}, {code}"
 
 
 def attempt_of(pod: Raw) -> int:

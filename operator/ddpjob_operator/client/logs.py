@@ -7,11 +7,12 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 
 from ddpjob_operator.client import jobs, watch
 from ddpjob_operator.client.connection import Cluster, Raw
-from ddpjob_operator.client.errors import ClusterError, NoAnswerError, NotFoundError
+from ddpjob_operator.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
 from ddpjob_operator.job import api, topology
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -23,6 +24,27 @@ _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
 Say = Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class Part:
+    """Which lines of a log are wanted, and how."""
+
+    tail: int | None = None
+    """The last so many of each pod."""
+    since_seconds: float | None = None
+    """Those of the last so many seconds."""
+    timestamps: bool = False
+    """Each line begins with its time, as the container runtime has it."""
+
+    def params(self) -> dict[str, str]:
+        """The parameters of a request for a log as it is now."""
+        wanted = {
+            "tailLines": None if self.tail is None else str(self.tail),
+            "sinceSeconds": None if self.since_seconds is None else str(max(1, round(self.since_seconds))),
+            "timestamps": "true" if self.timestamps else None,
+        }
+        return {name: value for name, value in wanted.items() if value is not None}
+
+
 class ClusterLogs:
     """The source of `ddpjob logs` for a job in a cluster. on_look is called with the job at each look of follow()."""
 
@@ -32,13 +54,13 @@ class ClusterLogs:
         stored: jobs.Stored,
         say: Say,
         *,
-        tail: int | None = None,
+        part: Part = Part(),
         on_look: Callable[[jobs.Stored], None] = lambda _: None,
     ) -> None:
         self.name = stored.job.metadata.name
         self.stored = stored
         """The job at the last look."""
-        self._cluster, self._say, self._tail, self._on_look = cluster, say, tail, on_look
+        self._cluster, self._say, self._part, self._on_look = cluster, say, part, on_look
         self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
 
     def attempts(self) -> list[int]:
@@ -51,6 +73,16 @@ class ClusterLogs:
         failure = self._kept()
         kept = {failure.node_rank} if failure and failure.attempt == attempt else set()
         return sorted({jobs.place_of(pod) for pod in self._pods if jobs.attempt_of(pod) == attempt} | kept)
+
+    def why_none(self) -> str:
+        """Why no node has a log: what the job waits for, or how it has ended."""
+        from ddpjob_operator.describe.job import UNSEEN
+
+        status = self.stored.job.status
+        if status.state is None:
+            return f"no node has a log yet: {UNSEEN}"
+        over = watch.ended(self.stored)
+        return f"no node has a log{'' if over else ' yet'}: {status.state}: {status.message or status.reason}"
 
     def node_of_rank(self, rank: int) -> int:
         """The node on which a rank runs. Raises InputError."""
@@ -71,25 +103,28 @@ class ClusterLogs:
     def read(self, attempt: int, node: int) -> Iterator[bytes]:
         """What a node has printed up to now."""
         pods = [pod for pod in self._pods if (jobs.attempt_of(pod), jobs.place_of(pod)) == (attempt, node)]
-        more = {} if self._tail is None else {"tailLines": str(self._tail)}
         for pod in pods:
             end = b"\n"
-            for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **more):
-                yield piece
-                end = piece[-1:]
+            try:
+                for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **self._part.params()):
+                    yield piece
+                    end = piece[-1:]
+            except NoAnswerError as error:
+                raise NoAnswerError(_not_shown(pod, error)) from None
             yield b"" if end == b"\n" else b"\n"
         failure = self._kept()
         if not pods and failure and (failure.attempt, failure.node_rank) == (attempt, node):
-            self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
-            yield failure.log_tail.rstrip("\n").encode() + b"\n"
+            yield self._end_of(failure)
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
         """What nodes print until the job ends, or the attempt where `later` is false, as (node, lines).
 
         Raises JobGoneError where the job is deleted meanwhile.
         """
-        streams = _Streams(self._cluster, self.stored.trainer, self._tails(), self._say)
+        uids = [pod["metadata"]["uid"] for pod in self._pods]
+        streams = _Streams(self._cluster, self.stored.trainer, self._part, uids, self._say)
         seen = watch.Watch(self._cluster, self.stored, self._say)
+        was_over = watch.ended(self.stored)
 
         def add(pod: Raw) -> None:
             of = jobs.attempt_of(pod)
@@ -105,16 +140,27 @@ class ClusterLogs:
                 over = watch.ended(seen.now) or (not later and seen.now.job.status.attempt > attempt)
                 if over:
                     yield from streams.rest()
+                    if was_over and not streams.has_any():
+                        yield from self._of_gone_pods(attempt, nodes)
                     return
                 yield from streams.until(seen.due_in())
                 self.stored = seen.look()
+                streams.tell_unread(api_answers=seen.answers)
                 self._on_look(self.stored)
         finally:
             streams.close()
 
-    def _tails(self) -> dict[str, int]:
-        """How many of the lines that a pod has printed are shown, by its uid; of those that come later all are."""
-        return {} if self._tail is None else {pod["metadata"]["uid"]: self._tail for pod in self._pods}
+    def _of_gone_pods(self, attempt: int, nodes: Collection[int] | None) -> Iterator[tuple[int, bytes]]:
+        """What the status keeps of a job whose pods are all gone, or the reason why there is nothing."""
+        failure = self._kept()
+        if failure and failure.attempt == attempt and (nodes is None or failure.node_rank in nodes):
+            yield failure.node_rank or 0, self._end_of(failure)
+        else:
+            self._say(f"{self.name}: {self.why_none()}")
+
+    def _end_of(self, failure: api.JobFailure) -> bytes:
+        self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
+        return failure.log_tail.rstrip("\n").encode() + b"\n"
 
     def _look_for_pods(self, add: Callable[[Raw], None]) -> None:
         with contextlib.suppress(NoAnswerError):  # the look at the job says so
@@ -143,13 +189,17 @@ class ClusterLogs:
 class _Streams:
     """A thread for each pod, which reads its log to the end, again where the connection breaks."""
 
-    def __init__(self, cluster: Cluster, container: str, tails: Mapping[str, int], say: Say) -> None:
-        self._cluster, self._container, self._tails, self._say = cluster, container, tails, say
+    def __init__(self, cluster: Cluster, container: str, part: Part, begun: Collection[str], say: Say) -> None:
+        """begun: the uids of the pods of which a part is shown; of those that come later all is."""
+        self._cluster, self._container, self._part, self._begun, self._say = cluster, container, part, begun, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
         self._threads: dict[str, threading.Thread] = {}
+        self._why: dict[str, str] = {}
         self._last: dict[str, str] = {}
         """The time of the last line of each pod, by its uid."""
         self._told: set[str] = set()
+        self._unread: dict[str, int] = {}
+        """How often in a row the log of a pod could not be read, by its uid."""
         self._adding = threading.Lock()
         self._closed = threading.Event()
 
@@ -160,6 +210,10 @@ class _Streams:
             if uid not in self._threads:
                 self._threads[uid] = threading.Thread(target=self._read, args=(pod,), daemon=True)
                 self._threads[uid].start()
+
+    def has_any(self) -> bool:
+        """Whether there was a pod to read."""
+        return bool(self._threads)
 
     def is_closed(self) -> bool:
         """Whether nobody reads any more."""
@@ -187,16 +241,20 @@ class _Streams:
         self._closed.set()
 
     def _read(self, pod: Raw) -> None:
+        uid = pod["metadata"]["uid"]
         while not self._closed.is_set():
             try:
                 self._read_once(pod)
                 if self._has_ended(pod):
                     return
-            except NoAnswerError:
-                pass  # read again also where the pod has ended since: its last lines say why
+            except CutOffError:
+                self._unread.pop(uid, None)  # read again also where the pod has ended: its last lines say why
+            except NoAnswerError as error:
+                self._unread[uid] = self._unread.get(uid, 0) + 1
+                self._why[uid] = _not_shown(pod, error)
             except ClusterError as error:
                 if not isinstance(error, NotFoundError):
-                    self._say(f"the log of {pod['metadata']['name']} is not shown: {error}")
+                    self._say(_not_shown(pod, error))
                 return
             self._closed.wait(_RETRY_SECONDS)
 
@@ -204,19 +262,32 @@ class _Streams:
         """Read from the last line on, until the log or the connection ends."""
         uid, place = pod["metadata"]["uid"], jobs.place_of(pod)
         before = self._last.get(uid, "")
-        params = {"container": self._container, "follow": "true", "timestamps": "true"}
+        begin = self._part.params() if uid in self._begun and not before else {}
+        params = {"container": self._container, "follow": "true", **begin, "timestamps": "true"}
         if before:
             # Whole seconds: what was read comes again. With its zone: it is the node's, and not always UTC.
             params["sinceTime"] = re.sub(r"\.\d+", "", before)
-        elif uid in self._tails:
-            params["tailLines"] = str(self._tails[uid])
         for line in self._cluster.lines(_log_path(pod), **params):
             at, _, text = line.partition(" ")
             if not _TIME.match(at):
                 self._tell(f"the log of {pod['metadata']['name']}: {line}")
             elif at > before:
                 self._last[uid] = max(at, self._last.get(uid, ""))
-                self._put(place, text.encode() + b"\n")
+                text = f"{at} {text}" if self._part.timestamps else text
+                self._put(place, text.encode(errors="surrogateescape") + b"\n")
+
+    def tell_unread(self, *, api_answers: bool) -> None:
+        """Say once which logs cannot be read though the API server answers: those of a node that is lost. Called at
+        each look at the job."""
+        if not api_answers:
+            self._unread.clear()
+            return
+        # The first failure may be of a moment ago, when the API server did not answer either.
+        new = [uid for uid, times in self._unread.copy().items() if times > 1 and uid not in self._told]
+        if new:
+            self._told.update(new)
+            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+            self._say(f"{self._why[new[0]]}{more}; still trying")
 
     def _tell(self, text: str) -> None:
         """Say once what a kubelet writes into a log: `failed to create fsnotify watcher: too many open files`."""
@@ -239,6 +310,11 @@ class _Streams:
 def _log_path(pod: Raw) -> str:
     metadata = pod["metadata"]
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
+
+
+def _not_shown(pod: Raw, error: ClusterError) -> str:
+    node = (pod.get("spec") or {}).get("nodeName")
+    return f"the log of {pod['metadata']['name']}{f' on {node}' if node else ''} is not shown: {error}"
 
 
 def _has_log(pod: Raw, container: str) -> bool:

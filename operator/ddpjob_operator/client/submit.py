@@ -8,6 +8,7 @@ from ddpjob_operator.client import code, jobs
 from ddpjob_operator.client.connection import Cluster, Raw
 from ddpjob_operator.client.errors import ClusterError, ExistsError, NoAnswerError, NotFoundError
 from ddpjob_operator.client.pack import Archive
+from ddpjob_operator.job import api
 from ddpjob_operator.manifest.yamlfile import InputError
 
 JSON_PATCH = "application/json-patch+json"
@@ -39,6 +40,16 @@ def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Sto
             _remove(cluster, name)
             raise
     return made
+
+
+def as_new(document: Raw) -> None:
+    """Remove what an API server has written into a job, and refuses of a new one; of a job that it has, also what is
+    bound to that object."""
+    document.pop("status", None)
+    metadata = document["metadata"]
+    of_object = ("ownerReferences", "finalizers") if "uid" in metadata else ()
+    for field in (*api.SET_BY_THE_SERVER, *of_object):
+        metadata.pop(field, None)
 
 
 def objects(document: Raw, archive: Archive | None) -> list[Raw]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -41,6 +42,11 @@ class Watch:
         self._cluster, self._say = cluster, say
         self._next = time.monotonic() + LOOK_SECONDS
         self._silent_since: float | None = None
+
+    @property
+    def answers(self) -> bool:
+        """Whether the server has answered the last look."""
+        return self._silent_since is None
 
     def due_in(self) -> float:
         """Seconds until the next look."""
@@ -84,12 +90,17 @@ class Watch:
 
 
 class StateLines:
-    """Says what changes: the state with its message, and progress now and then."""
+    """Says what changes: the state with its message, and progress now and then.
+
+    running: also that the job runs and how far it is, which its logs tell as well.
+    """
 
     PROGRESS_SECONDS = 10.0
+    UNSEEN_SECONDS = 5.0  # an operator that is there gives a new job its state within a second
 
-    def __init__(self, say: Say) -> None:
-        self._say = say
+    def __init__(self, say: Say, *, running: bool = True) -> None:
+        self._say, self._running = say, running
+        self._unseen_from = time.monotonic() + self.UNSEEN_SECONDS
         self._said = ("", "")
         self._step: int | None = None
         self._next = 0.0
@@ -100,10 +111,22 @@ class StateLines:
 
         status = stored.job.status
         told = (status.state or "", status.reason)
-        if told != self._said and status.state and not ended(stored):
+        if status.state is None:
+            self._see_new(stored)
+        elif status.state == "Running" and not self._running:
+            self._said = ("", "")
+            return
+        elif told != self._said and not ended(stored):
             self._say(f"{status.state}: {status.message or status.reason}")
             self._said = told
         step = status.progress.step if status.progress else None
         if status.state == "Running" and step != self._step and time.monotonic() >= self._next:
             self._step, self._next = step, time.monotonic() + self.PROGRESS_SECONDS
             self._say("  ".join(["Running", *progress.step_parts(status), *progress.pace_parts(status)]))
+
+    def _see_new(self, stored: jobs.Stored) -> None:
+        from ddpjob_operator.describe.job import UNSEEN
+
+        if time.monotonic() >= self._unseen_from:
+            self._unseen_from = math.inf
+            self._say(f"{stored.job.metadata.name}: {UNSEEN}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
-from ddpjob_operator.job import bounds, launcher
+from ddpjob_operator.job import api, bounds, launcher
 from ddpjob_operator.job.podspec import TRAINER, containers, gpus, mapping
 
 GANG = (
@@ -28,7 +28,6 @@ SUSPENDED_BY_KUEUE = (
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
-_SET_BY_THE_SERVER = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
 _OF_THE_OBJECT = dict.fromkeys(
     ("finalizers", "ownerReferences"), "is of the object in the cluster; a new one has its own; dropped"
 )
@@ -57,7 +56,7 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     result = Converted(f"Converted from the {kind} {name} by `ddpjob convert`.", metadata)
     if generated:
         result.remark(("metadata", "generateName"), f"a name is needed; {name} stands for one: change it for each job")
-    for known in (*_KEPT, *_SET_BY_THE_SERVER, "generateName"):
+    for known in (*_KEPT, *api.SET_BY_THE_SERVER, "generateName"):
         of_object.take(known)
     of_object.rest(result, _OF_THE_OBJECT)
     labels = metadata.get("labels")

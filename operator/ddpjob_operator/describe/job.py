@@ -11,6 +11,7 @@ from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.job import api, budgets, topology, wording
 
 LABEL_WIDTH = 12
+UNSEEN = "no operator has seen the job; is one running, and does it watch this namespace?"
 TAIL_LINES = 12  # the end of a traceback; the status keeps 2 KiB
 
 
@@ -64,7 +65,7 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
 def state_line(status: api.Status, now: dt.datetime) -> str:
     """Restarting for 24s (BackOff), attempt 2"""
     if status.state is None:
-        return "unknown: no operator has seen the job; is one running, and does it watch this namespace?"
+        return f"unknown: {UNSEEN}"
     since = f" for {wording.duration((now - status.state_time).total_seconds())}" if status.state_time else ""
     reason = f" ({status.reason})" if status.reason else ""
     attempt = f", attempt {status.attempt}" if status.attempt else ""

@@ -20,6 +20,9 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "DDPJob"
 PLURAL = "ddpjobs"
+SHORT = "ddp"
+SET_BY_THE_SERVER = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
+"""Fields of metadata that `kubectl get -o yaml` prints and a new object must not have."""
 
 # `<job>-<rank>` is the hostname of a pod, at most 63 characters, and a rank has at most 5 digits.
 NAME_LENGTH_MAX = 57

@@ -162,7 +162,7 @@ def crd() -> dict[str, Any]:
                 "listKind": f"{api.KIND}List",
                 "plural": api.PLURAL,
                 "singular": api.KIND.lower(),
-                "shortNames": ["ddp"],
+                "shortNames": [api.SHORT],
                 # As a Job: `kubectl get all` shows whose pods these are, and `kubectl delete all --all` does not take
                 # the pods from under a job that lives on.
                 "categories": ["all"],

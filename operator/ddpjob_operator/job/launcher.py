@@ -48,8 +48,10 @@ NO_RENDEZVOUS_HOST = re.compile(
 )
 # What a shell runs in a word, as far as it has no quotes and no further one in it.
 _SUBSTITUTED = re.compile(r"\$\([^()\"'`#\n]*\)|`[^`\"'#\n]*`")
-# What a shell makes another text of on each node.
-_OTHER_ON_EACH_NODE = re.compile(r"\$\{?(RANDOM|HOSTNAME|\$)|(\$\(|`)(date|hostname|uuidgen)\b")
+# What a shell makes another text of on each node. A part of the host's name may be the same: ${HOSTNAME%-*}.
+_OTHER_ON_EACH_NODE = re.compile(
+    r"\$(RANDOM|HOSTNAME|\$)(?!\w)|\$\{(RANDOM|HOSTNAME|\$)\}|(\$\(|`)(date|uuidgen|hostname(?=[^)`|]*[)`]))\b"
+)
 _OF_ONE_NODE = re.compile(
     r"(?:^|[;&|(\n]\s*|\b(?:exec|env|run)\s+)(?:\S*/)?(deepspeed|horovodrun|mpiexec|mpirun|orterun)\s"
 )
@@ -190,7 +192,8 @@ def warnings(spec: api.Spec) -> list[str]:
 
 def _alone(spec: api.Spec) -> list[str]:
     """A launcher that starts the ranks of one node where it is told of no other, and reads no variable of the job."""
-    text = " ".join(command_of(spec.template))
+    words = command_of(spec.template)
+    text = shell_script(words) or " ".join(words)
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
         return []

@@ -27,6 +27,10 @@ class LocalLogs:
         """The nodes that have a log in an attempt."""
         return self.run.attempts().get(attempt, [])
 
+    def why_none(self) -> str:
+        """The sentence where no attempt has a log."""
+        return "no node has a log yet"
+
     def node_of_rank(self, rank: int) -> int:
         """The node on which a rank runs. Raises InputError where there is no such rank, or where it is not known."""
         facts = self.run.facts

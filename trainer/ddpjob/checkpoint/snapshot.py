@@ -182,6 +182,7 @@ class Snapshot:
         try:
             writer = self._claim(to_save=True)
             self._must_be_newest(writer)
+            writers.note_saving(writers.alive_path(self.folder, writer))
         except OSError as error:  # the folder is gone, or must not be written
             raise SnapshotError(f"folder: {self.folder}: {_reason(error)}.") from error
         document = {
@@ -198,7 +199,7 @@ class Snapshot:
     def _log_reading_ahead(self, state: Mapping[str, Any]) -> None:
         """Once, of a sampler that says of itself where the workers of a DataLoader are, and not the training."""
         for name, value in state.items():
-            if self._reads_ahead is None and getattr(value, "reads_ahead", False) is True:
+            if self._reads_ahead is None and getattr(value, "has_workers", False) is True:
                 self._reads_ahead = name
                 process.log(
                     f"{name}: a DataLoader iterates this sampler. One with workers takes batches before they are "
@@ -316,7 +317,8 @@ class Snapshot:
         if claim.job == self._own_claim.job:
             if claim > self._own_claim:
                 raise self._superseded()
-            if claim == self._own_claim and (number := self._process_of(writer)):
+            number = self._process_of(writer) if claim == self._own_claim else ""
+            if number and writers.saves(writers.alive_path(self.folder, writer)):
                 raise SnapshotError(
                     f"folder: {self.folder} is in use by process {number}, which is running. Give each run a folder of "
                     f"its own, or end that process first: one would remove what the other one saves."
@@ -336,6 +338,7 @@ class Snapshot:
     def _superseded(self) -> Superseded:
         claim = _claim_of(self.folder, _highest_writer(self.folder))
         who = "a newer writer" if claim is None else f"{claim} of {writers.named(claim.job)}"
+        who = f"another process of {who}" if claim == self._own_claim else who
         return Superseded(
             f"snapshot folder {self.folder} belongs to {who} now: this process, of {self._own_claim}, must end."
         )

@@ -1,8 +1,9 @@
 """Whether the process that writes into a snapshot folder still runs, as another job's process can see it there.
 
-writer-000003.alive, beside that writer's claim: {"process": "boot/namespace/pid/start"}, touched every few seconds, and
-emptied when the process leaves in order. No clock is compared with another machine's: a heartbeat is a change of the
-file's time, and the age of the last one is measured with a file that is made in the same folder.
+writer-000003.alive, beside that writer's claim: {"process": "boot/namespace/pid/start"}, with "saves" once it has begun
+to save, touched every few seconds, and emptied when the process leaves in order. No clock is compared with another
+machine's: a heartbeat is a change of the file's time, and the age of the last one is measured with a file that is made
+in the same folder.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from ddpjob.process import at_exit_of_child, log
 HEARTBEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0  # so long without a heartbeat: that process is gone, or stopped with its machine
 LOOK_SECONDS = 1.0
+_saving: set[Path] = set()  # the files of this process that say so
 
 
 def alive_path(folder: Path, writer: int) -> Path:
@@ -29,12 +31,30 @@ def alive_path(folder: Path, writer: int) -> Path:
 def begin(owner: object, path: Path, is_newest: Callable[[], bool]) -> None:
     """Write heartbeats until the owner is gone, this process ends, or a newer writer has the folder."""
     stopped, pid = threading.Event(), os.getpid()
-    with contextlib.suppress(OSError):
-        path.write_text(json.dumps({"process": f"{process_namespace()}/{os.getpid()}/{_started('self')}"}))
+    _write(path)
     work = (path, stopped, is_newest)
     threading.Thread(target=_write_heartbeats, args=work, name="ddpjob-presence", daemon=True).start()
     leave = weakref.finalize(owner, _leave, path, stopped, pid)  # at the exit too, after the last state is written
     at_exit_of_child(leave, 5)
+
+
+def note_saving(path: Path) -> None:
+    """Say there that this process saves. Who has only loaded keeps nobody of the same attempt from saving."""
+    if path not in _saving:
+        _saving.add(path)
+        _write(path)
+
+
+def _write(path: Path) -> None:
+    saves = {"saves": True} if path in _saving else {}
+    body = json.dumps({"process": f"{process_namespace()}/{os.getpid()}/{_started('self')}", **saves}).encode()
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.pwrite(descriptor, body, 0)  # never empty meanwhile: that is a process which has left
+            os.ftruncate(descriptor, len(body))
+        finally:
+            os.close(descriptor)
 
 
 def _write_heartbeats(path: Path, stopped: threading.Event, is_newest: Callable[[], bool]) -> None:
@@ -79,6 +99,13 @@ def running_here(claim: Path, path: Path) -> str:
     process, _ = _seen(claim, path)
     number = process.split("/")[-2] if process and _runs_on_this_machine(process) else ""
     return "" if number == str(os.getpid()) else number
+
+
+def saves(path: Path) -> bool:
+    """Whether the process of that file has begun to save."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        return json.loads(path.read_text()).get("saves") is True
+    return False
 
 
 def _seen(claim: Path, path: Path) -> tuple[str | None, int]:
