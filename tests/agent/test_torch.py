@@ -47,6 +47,16 @@ def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher,
             assert (mine[name], theirs[name]) == OWN.get(name, (theirs[name], theirs[name])), name
 
 
+def test_a_rank_that_is_forked_finds_one_variable_more(launcher: Launcher) -> None:
+    """torch._dynamo sets it while it is imported, and the ranks of torchrun only if they import it."""
+    script = launcher.script(PRINT_ENVIRON)
+    assert finish(launcher.ddprun("--no-preload", script)).returncode == 0
+    (new,) = environs(launcher, 1)
+    assert finish(launcher.ddprun(script)).returncode == 0
+    (forked,) = environs(launcher, 1)
+    assert set(forked) - set(new) == {"TORCHINDUCTOR_CACHE_DIR"}
+
+
 TRAIN = """
 import hashlib, os
 import numpy, torch, torch.distributed as dist

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from worlds import job
 
-from ddpjob_operator.local import gpus
+from ddpjob_operator.local import gpus, run
 from ddpjob_operator.local.gpus import TooFewGpusError, share, visible
 
 UUIDS = [f"GPU-5d5ba0d6-d33d-2b2c-524d-9e3d8d2b8a7{number}" for number in range(3)]
@@ -145,3 +146,15 @@ def test_too_few_gpus_are_told_with_both_numbers_and_the_way_out(
     with pytest.raises(TooFewGpusError) as caught:
         share(here, nodes, per_node)
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus_each", "said"),
+    [
+        (1, 1, "--cpu: 1 GPU on each node is not used; 1 rank trains with gloo"),
+        (2, 4, "--cpu: 4 GPUs on each node are not used; 8 ranks train with gloo"),
+    ],
+)
+def test_the_gpus_that_a_run_on_the_cpu_leaves_are_counted(nodes: int, gpus_each: int, said: str) -> None:
+    wanted = job(container={"resources": {"limits": {"nvidia.com/gpu": str(gpus_each)}}}, nodes=nodes)
+    assert run.on_this_machine(wanted, run.Options(cpu=True))[1] == [said]

@@ -14,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ddpjob_operator.client.errors import read
+from ddpjob_operator.job.requests import read
 
 Raw = dict[str, Any]
 START = dt.datetime(2026, 1, 1, tzinfo=dt.timezone.utc)

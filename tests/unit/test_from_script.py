@@ -356,6 +356,11 @@ def test_a_stray_zero_starts_no_thousand_processes() -> None:
     assert sources.warn_of_size(job_of(JOB), allowed=False) == ""
 
 
+def test_one_node_is_told_as_one() -> None:
+    job = job_of(JOB.replace("nodes: 2", "nodes: 1\n  nprocPerNode: 1000"))
+    assert sources.warn_of_size(job, allowed=True).startswith("1 node × 1000 are 1,000 processes on ")
+
+
 @pytest.mark.parametrize("typed", ["print('a script')\n", JOB])
 def test_stdin_is_a_script_or_a_yaml(typed: str, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ddpjob_operator.cli", "run", "-", "--dry-run"]

@@ -331,6 +331,20 @@ def test_what_the_operator_asks_of_a_queue_or_a_gang_scheduler_is_counted_by_its
     assert measuring.verb_and_resource("PUT", path) == ("update", "workloads/status")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "watch", "words"),
+    [
+        ("GET", "/api/v1/namespaces/team/pods?limit=5", True, ("watch", "pods")),
+        ("GET", "/api/v1/namespaces/team/pods/a/log", False, ("get", "pods/log")),
+        ("GET", "/api/v1/namespaces/team", False, ("get", "namespaces")),
+        ("GET", "/apis/training.ddpjob.io/v1alpha1/ddpjobs", False, ("list", "ddpjobs")),
+        ("HEAD", "/version", False, ("other", "other")),
+    ],
+)
+def test_a_request_is_counted_in_the_words_of_rbac(method: str, path: str, watch: bool, words: tuple[str, str]) -> None:
+    assert measuring.verb_and_resource(method, path, watch=watch) == words
+
+
 def test_objects_of_a_queue_and_of_a_gang_scheduler_are_sizes_of_their_own() -> None:
     settings = OperatorSettings(health_port=0, gangs=("native", "kueue"))
     operator = Operator(settings, cast(Client, SlowServer(lambda _verb, _path: 0.0)))

@@ -144,7 +144,7 @@ class GlobalBatchSampler:
         smallest = self.global_batch if self.drop_last or not last else last
         if smallest < self.world_size:
             raise ConfigurationError(
-                f"a global batch of {smallest} samples leaves some of {self.world_size} ranks without any, which a "
+                f"a global batch of {smallest} leaves some of {self.world_size} ranks without a sample, which a "
                 f"DataLoader cannot collate. Use global_batch >= {self.world_size} with drop_last=True, or `epoch()`."
             )
         self.reads_ahead, self.has_workers = True, _may_have_workers(sys._getframe(1).f_locals.get("loader"))

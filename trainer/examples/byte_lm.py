@@ -157,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> None:  # noqa: C901 - one story, 
             step = snapshot.load(model=model, optimizer=optimizer, sampler=sampler)
         if world.is_main:
             parameters = sum(parameter.numel() for parameter in net.parameters())
-            print(f"{parameters:,} parameters, {len(windows):,} windows, {world.world_size} processes, rank 0 on "
+            print(f"{parameters:,} parameters, {len(windows):,} windows, world size {world.world_size}, rank 0 on "
                   f"{world.device}, {'bf16 autocast' if bf16 else 'fp32'}", flush=True)  # fmt: skip
 
         for epoch in range(sampler.current_epoch, args.epochs):

@@ -17,7 +17,7 @@ from typing import Any
 from ddpjob_operator.check import command, notebook
 from ddpjob_operator.cli.from_script import Start, job_yaml
 from ddpjob_operator.cli.options import applied, range_of, refuse_other_bytes
-from ddpjob_operator.job import api, launcher, topology, validation
+from ddpjob_operator.job import api, launcher, topology, validation, wording
 from ddpjob_operator.job.podspec import command_path, trainer_container
 from ddpjob_operator.local import similar
 from ddpjob_operator.local.files import read_script
@@ -115,7 +115,8 @@ def as_file(source: Source) -> Iterator[Source]:
 def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
     """A sentence for more processes than the cores can run well; "" for none. Raises InputError for far too many."""
     count, cores = topology.world_size(job.spec), len(os.sched_getaffinity(0))
-    size = f"{job.spec.nodes} nodes × {topology.nproc_per_node(job.spec)} are {count:,} processes"
+    nodes, processes = wording.count(job.spec.nodes, "node"), wording.count(count, "process")
+    size = f"{nodes} × {topology.nproc_per_node(job.spec)} are {processes}"
     if count > PROCESSES_MAX and not allowed:
         raise InputError(f"{size} on this machine, more than {PROCESSES_MAX}. Lower --nodes, or run with --yes.")
     return f"{size} on {cores} cores: they take turns" if count > 4 * cores else ""

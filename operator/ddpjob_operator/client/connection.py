@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from ddpjob_operator.client import errors
 from ddpjob_operator.client.errors import ClusterError, CutOffError, NoAnswerError
+from ddpjob_operator.job import requests
 from ddpjob_operator.job.validation import suggestion
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -136,7 +137,7 @@ class Cluster:
                 raise NoAnswerError(f"{self.context} does not answer{_why(error, self._seconds)}") from None
             raise
         if not 200 <= answer.status < 300:
-            raise errors.of_answer(errors.read(method, path), answer.status, answer.data or b"", self.context)
+            raise errors.of_answer(requests.read(method, path), answer.status, answer.data or b"", self.context)
         return answer
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
+from ddpjob_operator.job.requests import Asked
 
-_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 JOBS = f"{api.PLURAL}.{api.GROUP}"
 NO_OPERATOR = (
     f"the cluster has no {JOBS}: install the operator "
@@ -36,36 +35,6 @@ class NotFoundError(ClusterError):
 
 class ExistsError(ClusterError):
     """An object of this name is there already."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request in the words of RBAC."""
-
-    verb: str
-    resource: str
-    """pods, pods/log, ddpjobs.training.ddpjob.io"""
-    namespace: str = ""
-    name: str = ""
-
-    def __str__(self) -> str:
-        name = f" {self.name}" if self.name else ""
-        where = f" in namespace {self.namespace}" if self.namespace else ""
-        return f"{self.verb} {self.resource}{name}{where}"
-
-
-def read(method: str, path: str) -> Asked:
-    """The verb, resource, namespace and name of a request."""
-    parts = path.strip("/").split("/")
-    group = parts[1] if parts[0] == "apis" and len(parts) > 2 else ""
-    parts = parts[3:] if group else parts[2:]
-    namespace = ""
-    if len(parts) > 2 and parts[0] == "namespaces":
-        namespace, parts = parts[1], parts[2:]
-    resource, name, below = [*parts, "", "", ""][:3]
-    full = f"{resource}.{group}" if group else resource
-    verb = _VERBS.get(method) or ("get" if name else "list")
-    return Asked(verb, f"{full}/{below}" if below else full, namespace, name)
 
 
 def of_answer(asked: Asked, code: int, body: bytes, context: str) -> ClusterError:

@@ -14,7 +14,7 @@ from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
 from ddpjob_operator.convert.strategic import merge
 from ddpjob_operator.job import launcher, podspec
-from ddpjob_operator.job.wording import say
+from ddpjob_operator.job.wording import count, say
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
@@ -238,8 +238,8 @@ def _elastic(torch: Fields, nnodes: str, command: list[str], result: Converted) 
     if (restarts := elastic.number("maxRestarts")) is not None:
         if "backoffLimit" in result.spec:
             path: Path = ("runtime", "spec", "template", "spec", "failurePolicy", "maxRestarts")
-            text = f"{result.spec['backoffLimit']} restarts of the JobSet: elasticPolicy.maxRestarts counts before it"
-            result.remark(path, text)
+            restarts_of_set = count(result.spec["backoffLimit"], "restart")
+            result.remark(path, f"{restarts_of_set} of the JobSet: elasticPolicy.maxRestarts counts before it")
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
     least, most = elastic.number("minNodes", 1), elastic.number("maxNodes", 1)
     least, most = common.range_of(nnodes) or (least, most)

@@ -22,9 +22,9 @@ def clock(time: dt.datetime) -> str:
 
 
 def count(number: int, thing: str) -> str:
-    """1 node, 2 nodes, 3 processes."""
+    """1 node, 2 nodes, 3,000 processes."""
     plural = "" if number == 1 else "es" if thing.endswith("s") else "s"
-    return f"{number} {thing}{plural}"
+    return f"{number:,} {thing}{plural}"
 
 
 def say(value: object) -> str:

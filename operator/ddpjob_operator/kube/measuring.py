@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ddpjob_operator.job import requests
 from ddpjob_operator.kube.client import NO_ANSWER
 from ddpjob_operator.kube.queue import Queue, Watcher
 from ddpjob_operator.kube.reflector import HEALTHY_SECONDS
@@ -12,19 +13,13 @@ from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter
 
 CONTROLLER = "ddpjob"
-_VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
 
 
 def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[str, str]:
     """Of a request, as RBAC calls them; names.OTHER for a method without a verb, and for what names.RESOURCES lacks."""
-    parts = path.partition("?")[0].strip("/").split("/")
-    parts = parts[2:] if parts[0] == "api" else parts[3:]
-    if parts[:1] == ["namespaces"] and len(parts) > 2:
-        parts = parts[2:]
-    resource = "/".join([*parts[:1], *parts[2:3]])
-    named = len(parts) > 1
-    reads = "watch" if watch else "get" if named else "list"
-    verb = reads if method == "GET" else _VERBS.get(method, names.OTHER)
+    asked = requests.read(method, path, watch=watch and method == "GET")
+    resource = f"{asked.plural}/{asked.subresource}" if asked.subresource else asked.plural
+    verb = asked.verb if method in names.METHODS else names.OTHER
     return verb, resource if resource in names.RESOURCES else names.OTHER
 
 

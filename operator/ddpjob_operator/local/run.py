@@ -111,8 +111,9 @@ def on_this_machine(job: api.DDPJob, options: Options) -> tuple[api.DDPJob, list
     """The job without what only a cluster has, and with --cpu without GPUs; and notes for the user."""
     notes = []
     if options.cpu and (requested := podspec.gpus(job.spec.template)):
-        ranks = topology.world_size(job.spec)
-        notes.append(f"--cpu: {requested} GPUs on each node are not used; {ranks} ranks train with gloo")
+        unused, ranks = wording.count(requested, "GPU"), topology.world_size(job.spec)
+        who = "1 rank trains" if ranks == 1 else f"{ranks} ranks train"
+        notes.append(f"--cpu: {unused} on each node {'is' if requested == 1 else 'are'} not used; {who} with gloo")
     if job.spec.gang not in ("auto", "none") or job.spec.topology_key:
         notes.append("without effect on local processes: spec.gang, spec.topologyKey")
         job = replace(job, spec=replace(job.spec, gang="none", topology_key=""))

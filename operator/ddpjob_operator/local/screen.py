@@ -175,7 +175,7 @@ class LiveScreen(PlainScreen):
         from rich.text import Text
 
         if self._hidden:
-            self._pending.append(f"… {self._hidden:,} lines more in {self._last}")
+            self._pending.append(f"… {wording.count(self._hidden, 'line')} more in {self._last}")
         if self._pending:
             # One print for all: each costs a redraw of the table.
             self._board.erase()
