@@ -1067,6 +1067,24 @@ def test_a_group_that_the_script_has_made_is_used(run_ranks, tmp_path):
     assert steps(tmp_path / "s") == [1, 2]
 
 
+def test_a_rank_that_has_left_its_group_reads_by_itself_and_rank_0_alone_saves(run_ranks, tmp_path):
+    """A script that exports what it has trained behind `with ddpjob.init()` ended with an error."""
+
+    def body(rank: int) -> Any:
+        os.environ["WORLD_SIZE"] = "2"
+        with ddpjob.init("gloo", init_method=f"file://{tmp_path}/meet", rank=rank, world_size=2):
+            saved(ddpjob.Snapshot(tmp_path / "s"), 7, weights=torch.full([1], float(rank)))
+            dist.barrier()
+        weights = torch.full([1], 9.0)
+        after = ddpjob.Snapshot(tmp_path / "s")
+        step = after.load(weights=weights)
+        saved(after, 8 + rank, weights=weights)
+        return step, weights.item()
+
+    assert run_ranks(body, 2) == [(7, 0.0), (7, 0.0)]
+    assert steps(tmp_path / "s") == [7, 8]
+
+
 def test_a_rank_without_a_group_is_told_to_join_it_first(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(

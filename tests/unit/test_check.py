@@ -1025,6 +1025,12 @@ def test_what_a_shell_does_before_the_launcher_is_not_the_training(before: str) 
     assert read(["bash", "-c", f"{before} && torchrun --nproc-per-node 2 train.py --x"]).script == "train.py"
 
 
+@pytest.mark.parametrize("before", ["accelerate config default", "ray start --head", "python -m accelerate config"])
+def test_a_launchers_program_that_starts_no_ranks_is_not_the_training(before: str) -> None:
+    found = read(["bash", "-c", f"{before} && python train.py"])
+    assert (found.launcher, found.script) == ("python", "train.py")
+
+
 def test_a_script_without_a_launcher_is_found_after_an_installation() -> None:
     assert read(["bash", "-c", "python -m pip install datasets && python train.py"]).script == "train.py"
     assert read(["bash", "-c", "python train.py && python evaluate.py"]).script == "train.py"

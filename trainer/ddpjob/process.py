@@ -28,6 +28,8 @@ class Process:
         # group/join.py
         self.group: Any = None
         self.groups_joined: int = parent.groups_joined if parent else 0
+        self.left: RankInfo | None = None
+        """Its place in the group that it has left."""
         self.before_leaving: list[Any] = [*parent.before_leaving] if parent else []
         self.leaves_at_exit = False
 

@@ -20,6 +20,8 @@ _FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "horovodrun": (), "lightning": ("run", "model"), "mpiexec": (), "mpirun": (), "orterun": (),
     "ray": ("job", "submit"), "srun": (), "tune": ("run",),
 }  # fmt: skip
+# What else they are called for.
+_NO_LAUNCH = {"config", "env", "estimate-memory", "start", "status", "stop", "test"}
 _MODULES = {
     "accelerate": "accelerate",
     "colossalai": "colossalai",
@@ -98,7 +100,7 @@ def _read(words: list[str]) -> Command:
     if program in launcher.LAUNCHERS:
         return _of_torchrun(program, words[1:])
     if program in _FRAMEWORKS:
-        return _behind(program, _without(_FRAMEWORKS[program], words[1:]))
+        return _of_framework(program, words[1:])
     if program in launcher.WRAPPERS:
         return _behind("", words[1:])
     return Command("python", words[0], words=tuple(words[1:])) if program.endswith(".py") else Command()
@@ -124,7 +126,7 @@ def _of_module(module: str, rest: list[str]) -> Command:
     if top in _INSTALLERS:
         return Command()
     if top in _MODULES:
-        return _behind(_MODULES[top], _without(_FRAMEWORKS[_MODULES[top]], rest))
+        return _of_framework(_MODULES[top], rest)
     if top in _MODULE_WRAPPERS:
         return _behind("python", rest)
     return Command("python", module=module, words=tuple(rest))
@@ -141,8 +143,10 @@ def _of_torchrun(name: str, words: list[str]) -> Command:
     return Command(name, rest[0] if rest[0].endswith(".py") else None, words=tuple(rest[1:]))
 
 
-def _without(first: tuple[str, ...], words: list[str]) -> list[str]:
-    return list(itertools.dropwhile(lambda word: word in first, words))
+def _of_framework(program: str, words: list[str]) -> Command:
+    if _NO_LAUNCH.intersection(words[:1]):
+        return Command()
+    return _behind(program, list(itertools.dropwhile(lambda word: word in _FRAMEWORKS[program], words)))
 
 
 def _behind(name: str, words: list[str]) -> Command:

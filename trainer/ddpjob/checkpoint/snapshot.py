@@ -80,7 +80,8 @@ class Snapshot:
 
     folder  on a volume that outlives the pod; made if absent. Where the nodes do not share it, rank 0's counts and its
             bytes are sent to the ranks that cannot read them. None: the state is in memory alone.
-    world   by default the one of `init`; else the group that the script has made is used, else rank 0 of 1.
+    world   by default the one of `init`; else the group that the script has made is used, else rank 0 of 1. Once the
+            group is left, each rank reads by itself, and rank 0 alone saves.
     keep    newest states that stay; at least 1.
     memory  under ddprun, keep the state in the pod's memory as well, where a restart finds it at the last step.
 
@@ -111,6 +112,8 @@ class Snapshot:
         self._world = world or active()
         if self._world is not None:
             self.rank, self.world_size = self._world.rank, self._world.world_size
+        elif process.current.left is not None and process.torch_group() is None:
+            self.rank, self.world_size = process.current.left.rank, 1  # there is nobody to ask
         else:
             self.rank, self.world_size = rank_in_group("pass world=")
         attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
@@ -463,7 +466,7 @@ class Snapshot:
     def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
         """What rank 0 chooses; raises its SnapshotError on all ranks."""
         answer: Any = None
-        if self.rank == 0:
+        if self.rank == 0 or self.world_size == 1:
             try:
                 answer = choose()
             except SnapshotError as error:

@@ -532,7 +532,7 @@ def _end_soon() -> None:
 
 def _leave(group: _Group) -> None:
     stop.leave()
-    process.current.group = None
+    process.current.group, process.current.left = None, group.place
     actions, process.current.before_leaving = [method() for method in process.current.before_leaving], []
     try:
         for action in filter(None, actions):
