@@ -249,9 +249,11 @@ def test_a_module_that_is_missing_is_one_line_and_no_restart(launcher: Launcher,
     (launcher.folder / "src").mkdir()
     for script in ("train.py", "src/train.py"):
         launcher.script("print('imported')", script)
-    done = launcher.done("-m", name)
+    log = launcher.folder / "termination-log"
+    done = launcher.done("-m", name, DDPJOB_TERMINATION_LOG=str(log))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert done.stderr.startswith(f"ddprun: {said}")
+    assert json.loads(log.read_text())["exception"] == done.stderr.strip(), "an operator is told why"
 
 
 @STARTS

@@ -392,12 +392,14 @@ def test_what_no_node_can_start_is_permanent_while_the_job_has_never_trained(cod
         "standard_init_linux.go:228: exec user process caused: exec format error",
         "/usr/bin/python: No module named train",
         "/usr/bin/python: can't find '__main__' module in '/work'",
+        "ddprun: there is no file trian.py in /work; did you mean train.py?",
+        "ddprun: there is no module trian in /work, nor is one installed in /usr/bin/python",
     ],
 )
 def test_what_the_interpreter_says_of_a_script_that_is_not_there_is_the_cause(line: str) -> None:
     """`ended with exit code 2` says nothing, and was tried three times more."""
-    pods = [pod(rank, 2, said=f"{line}\n{line}") for rank in range(3)]
-    failure, found = settled(*pods, stepped=False)
+    said = library(exitCode=2, exception=line) if line.startswith("ddprun") else f"{line}\n{line}"
+    failure, found = settled(*(pod(rank, 2, said=said) for rank in range(3)), stepped=False)
     assert (failure.exception, found) == (line, "permanent")
     assert line in sentences.sentence(failure)
 

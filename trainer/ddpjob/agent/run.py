@@ -7,12 +7,13 @@ import sys
 from collections.abc import Mapping
 
 from ddpjob.agent import environment, processes
-from ddpjob.agent.agent import Agent, Group
+from ddpjob.agent.agent import Agent, Group, leave_message
 from ddpjob.agent.logs import Folder
 from ddpjob.agent.node import say
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
 from ddpjob.agent.watch_ranks import Watching
+from ddpjob.core.failures import EXCEPTION_MAX, Failure
 
 USAGE = 2  # as argparse ends
 
@@ -21,6 +22,8 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     """Do all that the options ask; the exit code."""
     if missing := _missing(options, environ):
         say(missing)
+        found = Failure(exit_code=USAGE, exception=f"ddprun: {missing}"[:EXCEPTION_MAX])
+        leave_message(environ.get("DDPJOB_TERMINATION_LOG"), found.as_dict())
         return USAGE
     processes.become_subreaper()
     processes.close_to_children()

@@ -73,6 +73,7 @@ CANNOT_EVER_START = re.compile(
     # The interpreter's own messages: `python nowhere.py`, `python -m nowhere`; runpy raises them as a SystemExit.
     r"|^(?:SystemExit: )?\S*python[\w.]*: (?:can't open file '|can't find '__main__' module in '|No module named )"
     r"|^(?:SystemExit: )?\S*python[\w.]*: Error while finding module specification for '"
+    r"|^ddprun: there is no (?:file|module) "
     # runc's and crun's, in the container's log: an image for another architecture, or an entry point that is none.
     r"|^(?:exec \S{1,200}|[\w.: ]{0,60}exec user process caused): exec format error"
 )
