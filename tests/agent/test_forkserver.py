@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from agents import Launcher
-from script_facts import FACTS
+from script_facts import FACTS, differences
 
 
 def facts(launcher: Launcher, *words: object, **env: str) -> Any:
@@ -30,7 +30,7 @@ def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launc
     launcher.script("", "pkg/__init__.py")
     forked = facts(launcher, "--preload=json,decimal", *how.split(), OF_THE_USER="1")
     fresh = facts(launcher, "--no-preload", *how.split(), OF_THE_USER="1")
-    assert {k: (forked[k], fresh[k]) for k in fresh if forked[k] != fresh[k]} == {}
+    assert differences(forked, fresh) == {}
 
 
 def test_a_broken_connection_is_an_error_that_a_rank_of_a_warm_agent_lives_through(launcher: Launcher) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from agents import Launcher
-from script_facts import FACTS
+from script_facts import FACTS, differences
 
 from ddpjob.agent import forkserver, options, processes, spares
 from ddpjob.agent.preload import ForkServer
@@ -88,7 +88,7 @@ def test_everything_that_a_script_can_see_is_as_in_a_new_process(launcher: Launc
         assert done.returncode == 0, done.stderr
         found[start] = json.loads(path.read_text()) | {"argv": [], "orig_argv": []}
     forked, fresh = found.values()
-    assert {k: (forked[k], fresh[k]) for k in fresh if forked[k] != fresh[k]} == {}
+    assert differences(forked, fresh) == {}
 
 
 def test_where_those_that_wait_were_killed_others_are_forked(launcher: Launcher) -> None:

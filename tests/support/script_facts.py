@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from ddpjob.agent.core import crash
+from ddpjob.agent.forkserver import CRASH_DESCRIPTOR
+
 FACTS = '''
 """The documentation of the script."""
 import json, os, pickle, random, signal, sys, threading
@@ -29,7 +34,7 @@ def facts():
         "handlers": {n: str(signal.getsignal(n)).split(" at ")[0] for n in (1, 2, 13, 15, 17)},
         "wakeup": signal.set_wakeup_fd(-1),
         "session": os.getsid(0) == os.getpid() == os.getpgid(0),
-        "descriptors": sorted(os.listdir("/proc/self/fd"))[:-1],
+        "descriptors": [n for n in sorted(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd/" + n)],
         "threads": threading.active_count(), "tasks": len(os.listdir("/proc/self/task")),
         "thread": (threading.current_thread() is threading.main_thread(), threading.main_thread().ident is not None),
         "streams": [(s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through, type(s.buffer).__name__,
@@ -44,3 +49,18 @@ def facts():
 if __name__ == "__main__":
     json.dump(facts(), open(os.environ["FACTS"], "w"))
 '''
+
+
+def differences(forked: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
+    """What a rank from the fork server finds otherwise than a new process, less what is meant to be otherwise: lines
+    are written whole, and where it crashes is written down."""
+    meant = {**fresh, "streams": [_of_lines(stream) for stream in fresh["streams"]]}
+    meant["descriptors"] = [*fresh["descriptors"], str(CRASH_DESCRIPTOR)]
+    caught = int(fresh["signals"]["SigCgt"], 16) | sum(1 << number - 1 for number in crash.SIGNALS)
+    meant["signals"] = {**fresh["signals"], "SigCgt": f"{caught:016x}"}
+    return {key: (forked[key], meant[key]) for key in meant if forked[key] != meant[key]}
+
+
+def _of_lines(stream: list[Any]) -> list[Any]:
+    name, mode, encoding, errors, _, write_through, *rest = stream
+    return stream if name == "<stdin>" else [name, mode, encoding, errors, True, not write_through, *rest]

@@ -21,6 +21,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import faulthandler
+import fcntl
 import gc
 import io
 import json
@@ -38,6 +40,7 @@ if TYPE_CHECKING:  # at run time each rank would have typing imported
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
+CRASH_DESCRIPTOR = 512  # or the next that is free; `ulimit -n` is 1024 or more
 PIPE_BYTES = 4096  # at most, are written to a pipe in one piece
 CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
 
@@ -160,6 +163,7 @@ class Prepared:
         self.torch: Any = sys.modules.get("torch")
         self.hidden: Any = None
         prepare_groups()
+        write_whole_lines()
         if self.torch is not None:
             with contextlib.suppress(ImportError):
                 from ddpjob.agent import late_environment
@@ -314,7 +318,7 @@ def fork() -> int:
 def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Callable[[], None]:
     """Become what `python -u SCRIPT` is before the first line of the script. Returns what runs it, to be called last.
 
-    Python's stream objects stay: under -u they buffer nothing, whatever kind of file they write to.
+    Python's stream objects stay: they keep nothing but the line that is being written, whatever file they write to.
     """
     os.setsid()
     for path, descriptor in ((run["stdout"], 1), (run["stderr"], 2)):
@@ -322,6 +326,7 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
             os.dup2(file, descriptor)
             os.close(file)
+    write_down_crashes(run["crash"])
     for name, value in order["hidden"].items():
         if value is None:
             os.environ.pop(name, None)
@@ -337,6 +342,30 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
         atexit.register(gc.unfreeze)
     sys.modules["__main__"] = main_module()
     return run_module if module else run_script
+
+
+def write_whole_lines() -> None:
+    """As a new Python's stderr. Under -u a print is two writes, so that lines of ranks mix where they print at once, as
+    all do after a collective: `rank 0rank 1`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a module that was preloaded may have put another one in its place
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def write_down_crashes(path: str) -> None:
+    """Where this process is when a signal of its own kills it, for the agent; without it only the signal is known.
+
+    Not where somebody has chosen where to write it (PYTHONFAULTHANDLER). The number of the descriptor is a high one: a
+    script that closes all of them opens its files as the lowest ones that are free, and is not to find this in them.
+    """
+    if faulthandler.is_enabled():
+        return
+    with contextlib.suppress(OSError, ValueError):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            faulthandler.enable(file=fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, CRASH_DESCRIPTOR))
+        finally:
+            os.close(file)
 
 
 def reseed(torch: Any) -> None:

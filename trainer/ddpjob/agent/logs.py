@@ -36,6 +36,8 @@ class Files(NamedTuple):
     stdout: str
     stderr: str
     error: str
+    crash: str
+    """What faulthandler writes where a signal kills the rank."""
 
 
 class Folder:
@@ -73,7 +75,8 @@ class Folder:
             to_file = options.redirects[rank] | options.tee[rank]
             hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
-            files.append(Files(out, err, os.path.join(folder, "error.json")))
+            crash = os.path.join(attempt, f"crash_{rank}.txt")
+            files.append(Files(out, err, os.path.join(folder, "error.json"), crash))
         self.tails.extend(self._make_tails(attempt, files, ranks))  # those before one that fails are closed with them
         return files
 
@@ -108,9 +111,8 @@ class Folder:
             shutil.rmtree(self.path, ignore_errors=True)
         else:
             with contextlib.suppress(OSError):  # a file that stays is no reason for another exit code
-                for name in os.listdir(self.path):
-                    with contextlib.suppress(OSError):
-                        os.unlink(os.path.join(self.path, name, "termination.json"))
+                for attempt in os.scandir(self.path):
+                    _unlink_own(attempt.path, self._options.nproc)
 
     def _attempt(self, life: str) -> str:
         return os.path.join(self.path, f"attempt_{life}")
@@ -156,6 +158,13 @@ def _header(template: str | None, role: str, rank: int, local_rank: int) -> str:
     import string
 
     return string.Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
+
+
+def _unlink_own(attempt: str, nproc: int) -> None:
+    """What is in no folder of torchrun's: only this agent reads it."""
+    for name in ("termination.json", *(f"crash_{rank}.txt" for rank in range(nproc))):
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(attempt, name))
 
 
 class _Tail:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpjob.agent import environment, processes
+from ddpjob.agent.core import crash
 from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
 from ddpjob.agent.heartbeats import Heartbeats
@@ -20,7 +21,15 @@ from ddpjob.agent.memory import created
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
-from ddpjob.core.failures import EXCEPTION_MAX, KILLED_BY_KERNEL, OUTPUT_UNREAD, Failure, first_line, signal_name
+from ddpjob.core.failures import (
+    EXCEPTION_MAX,
+    KILLED_BY_KERNEL,
+    OUTPUT_UNREAD,
+    Failure,
+    first_line,
+    signal_name,
+    where_of,
+)
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
@@ -126,7 +135,7 @@ class LocalRanks:
             if self.memory is not None and not life.preflight:
                 self.memory.begin(life.generation)
         except OSError as error:  # no descriptor, a full disk, or somebody has emptied /tmp
-            self._files = [Files("", "", "")] * self._options.nproc
+            self._files = [Files("", "", "", "")] * self._options.nproc
             self._has_not_started(0, error)
             return
         self._waiting = True
@@ -310,7 +319,12 @@ class LocalRanks:
             own["DDPJOB_STATUS_URL"] = own["DDPJOB_MEMORY"] = ""  # it is not the training that begins
         if self._server is not None and self._server.ready:
             words = [environment.substituted(word, local_rank) for word in self._options.script_args]
-            run = {"run": self._options.kind, "argv": [self._options.script, *words], "environ": own}
+            run = {
+                "run": self._options.kind,
+                "argv": [self._options.script, *words],
+                "environ": own,
+                "crash": files.crash,
+            }
             if self._life.preflight:
                 run |= {"run": "module", "argv": [environment.PREFLIGHT]}
             return self._server.start({**run, "stdout": files.stdout, "stderr": files.stderr})
@@ -322,6 +336,7 @@ class LocalRanks:
 
         exception, traceback = _recorded(self._files[local_rank].error)
         symptom = rules.is_symptom(exception)
+        traceback = traceback or self._crash(local_rank, -code)
         if code == -signal.SIGKILL and self._kills.another():
             exception, symptom = KILLED_BY_KERNEL, False
         elif self._found_no_reader(local_rank, code, exception):
@@ -337,7 +352,25 @@ class LocalRanks:
             symptom=symptom,
             waited_in=0 if self.beats is None else self.beats.waited_in(local_rank),
             traceback=traceback,
+            where=where_of(traceback.splitlines()),
         )
+
+    def _crash(self, local_rank: int, number: int) -> str:
+        """The calls of a rank that a signal of its own has killed; shown as well, where the rank has written."""
+        if number not in crash.SIGNALS:
+            return ""
+        files = self._files[local_rank]
+        calls = crash.calls(_text(files.crash))
+        if not calls:
+            return ""
+        header = f"calls of rank {self.rank(local_rank)} when {signal_name(number)} killed it, the most recent last:"
+        text = "\n".join((header, *calls))
+        if not files.stderr:
+            say(text)
+        elif files.stderr != os.devnull:
+            with contextlib.suppress(OSError), open(files.stderr, "a") as file:
+                file.write(f"ddprun: {text}\n")
+        return text
 
     def _found_no_reader(self, local_rank: int, code: int, exception: str) -> bool:
         """Whether it has failed because it writes to the console, which is closed. A pod that was lost with what reads
@@ -437,6 +470,14 @@ def _with_message(failure: Failure, message: Failure) -> Failure:
         symptom=message.symptom or failure.symptom,
         waited_in=failure.waited_in,
     )
+
+
+def _text(path: str) -> str:
+    """What an unwatched process has written; the end of it, where it is long."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - FILE_BYTES_MAX))
+        return file.read(FILE_BYTES_MAX).decode(errors="replace")
+    return ""
 
 
 def _document(path: str) -> dict[str, Any] | None:

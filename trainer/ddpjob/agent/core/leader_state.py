@@ -541,7 +541,7 @@ def _compared(failure: Failure) -> str:
 
 
 def describe(failure: Failure) -> str:
-    """rank 3 ended with exit code 7 (ValueError: no such shard: 7)"""
+    """rank 3 ended with exit code 7 (ValueError: no such shard: 7), or with SIGSEGV in train.py:41"""
     if failure.early:
         return f"rank {failure.rank} {failure.exception}"
     if failure.vanished:
@@ -549,4 +549,5 @@ def describe(failure: Failure) -> str:
     if failure.stalled:
         return f"the group {failure.exception}"
     how = failure.signal or f"exit code {failure.exit_code}"
+    how += f" in {failure.where}" if failure.where and not failure.exception else ""
     return f"rank {failure.rank} ended with {how}" + (f" ({failure.exception})" if failure.exception else "")

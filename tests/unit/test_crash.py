@@ -1,0 +1,68 @@
+"""Where a process was that a signal has killed."""
+
+from ddpjob.agent.core.crash import calls
+
+SEGFAULT = """Fatal Python error: Segmentation fault
+
+Thread 0x00007f0000000001 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/app/reader.py", line 9 in run
+
+Current thread 0x00007f0000000002 (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
+  File "/app/train.py", line 3 in inner
+  File "/app/train.py", line 7 in <module>
+  File "/opt/site-packages/ddpjob/agent/forkserver.py", line 424 in run_source
+  File "/opt/site-packages/ddpjob/agent/forkserver.py", line 512 in <module>
+
+Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
+"""
+OF_C = """Fatal Python error: Aborted
+
+Thread 0x00007f0000000001 (most recent call first):
+  File "/app/reader.py", line 9 in run
+
+Thread 0x00007f0000000002 [python] (most recent call first):
+  File "/opt/site-packages/torch/distributed/distributed_c10d.py", line 2930 in all_reduce
+  File "/app/train.py", line 6 in step
+"""
+
+
+def test_the_calls_of_the_thread_that_crashed_come_as_in_a_traceback() -> None:
+    assert calls(SEGFAULT) == [
+        '  File "/app/train.py", line 7, in <module>',
+        '  File "/app/train.py", line 3, in inner',
+        '  File "/usr/lib/python3.11/ctypes/__init__.py", line 519, in string_at',
+    ]
+
+
+def test_where_a_thread_of_cpp_aborts_the_main_thread_tells_what_waits_for_it() -> None:
+    assert calls(OF_C)[-2:] == [
+        '  File "/app/train.py", line 6, in step',
+        '  File "/opt/site-packages/torch/distributed/distributed_c10d.py", line 2930, in all_reduce',
+    ]
+    nothing = "Current thread 0x00007f0000000003 (most recent call first):\n  <no Python frame>\n\nThread 0x"
+    assert calls(OF_C.replace("Thread 0x", nothing, 1)) == calls(OF_C)
+
+
+def test_a_crash_of_a_child_before_is_not_the_processs_own() -> None:
+    assert calls(OF_C + SEGFAULT) == calls(SEGFAULT)
+
+
+def test_the_calls_of_c_that_python_3_14_adds_are_not_pythons() -> None:
+    of_c = (
+        'Current thread\'s C stack trace (most recent call first):\n  Binary file "/usr/bin/python3", at x+0x1 [0x2]\n'
+    )
+    assert calls(f"{SEGFAULT}\n{of_c}") == calls(SEGFAULT)
+
+
+def test_of_a_deep_recursion_the_innermost_calls_are_told() -> None:
+    deep = "".join(f'  File "/app/train.py", line {i} in f\n' for i in range(1, 101))
+    found = calls(
+        f"Fatal Python error: Segmentation fault\n\nCurrent thread 0x01 (most recent call first):\n{deep}  ...\n"
+    )
+    assert (len(found), found[-1]) == (20, '  File "/app/train.py", line 1, in f')
+
+
+def test_what_is_cut_off_or_nothing_tells_nothing() -> None:
+    assert calls("") == calls("Fatal Python error: Aborted\n\nThread 0x00") == []
