@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile, pairwise
 from typing import Any
 
-from ddpjob_operator.job import api, bounds
+from ddpjob_operator.job import api, bounds, programs
 from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
@@ -35,11 +35,6 @@ _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 LAUNCHERS = ("torchrun", "ddprun")
 LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
-# Programs that start what follows them, and change nothing about it.
-WRAPPERS = set(
-    "conda coverage dumb-init env exec gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys numactl pdm "
-    "pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini uv viztracer xvfb-run".split()
-)
 SHELLS = ("sh", "bash", "dash", "zsh", "ash")
 _SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "command", "nohup"}
 # A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
@@ -118,12 +113,16 @@ def _found(command: tuple[str, ...]) -> Launcher | None:
 
 
 def options_begin(words: list[str]) -> int | None:
-    """The index of the first word after the launcher's name; None where there is no launcher."""
+    """The index of the first word after the launcher's name; None where there is no launcher, or it is only asked for
+    its help or its version."""
     for i, (word, following) in enumerate(pairwise([*words, ""])):
-        if word.rsplit("/", 1)[-1] in LAUNCHERS or LAUNCHER_FILE.search(word):
-            return i + 1
-        if word == "-m" and (following in MODULES or following == "ddpjob.agent"):
-            return i + 2
+        begin = 0
+        if programs.name(word) in LAUNCHERS or LAUNCHER_FILE.search(word):
+            begin = i + 1
+        elif word == "-m" and (following in MODULES or following == "ddpjob.agent"):
+            begin = i + 2
+        if begin and not programs.tells_of_itself(words[begin:]):
+            return begin
     return None
 
 
