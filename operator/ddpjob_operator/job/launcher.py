@@ -51,6 +51,10 @@ _OF_ONE_NODE = re.compile(
     r"(?:^|[;&|(\n]\s*|\b(?:exec|env|run)\s+)(?:\S*/)?(deepspeed|horovodrun|mpiexec|mpirun|orterun)\s"
 )
 _OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-(?:H|f)\b")
+# Open MPI's OMPI_MCA_orte_default_hostfile and PRTE_MCA_prte_default_hostfile, Intel MPI's I_MPI_HYDRA_HOST_FILE.
+_HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
+# Where DeepSpeed looks for its hostfile without an option.
+_HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
 NEEDS_TORCHRUN = (
     "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
     "minNodes."
@@ -194,12 +198,19 @@ def _alone(spec: api.Spec) -> list[str]:
     words = command_of(spec.template)
     text = shell_script(words) or " ".join(words)
     found = _OF_ONE_NODE.search(text)
-    if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
+    if spec.nodes == 1 or found is None or _OTHER_NODES.search(text) or _has_hostfile(found[1], spec.template):
         return []
     return [
         f"{found[1]} starts ranks on its own node, so each of the {spec.nodes} nodes trains alone; start the script "
         "with torchrun"
     ]
+
+
+def _has_hostfile(program: str, template: dict[str, Any]) -> bool:
+    """Whether the template tells a launcher of the nodes outside its command."""
+    names = (str(entry.get("name")) for entry in mappings(trainer_container(template) or {}, "env"))
+    mounted = _HOSTFILE_MOUNTS.get(program, set()).intersection(mounts(template))
+    return bool(mounted) or any(map(_HOSTFILE_VARIABLE.search, names))
 
 
 def by_nodes(script: str) -> str:
