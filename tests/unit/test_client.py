@@ -236,7 +236,7 @@ def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: 
     """A script has to tell a failed job from a wrong name, and only those that wait for its end do."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
         text = ddpjob(command, "--help").out
-        failed = "the job failed, or " if command in ("submit", "wait") else ""
+        failed = {"submit": "the job failed, or ", "wait": "a job failed, or "}.get(command, "")
         assert f"Exit codes: 0 done, 1 {failed}the cluster refused or did not answer" in " ".join(text.split())
         assert f"Example: ddpjob {command}" in text
         assert len(text.splitlines()) <= 45, "one screen"
@@ -617,6 +617,64 @@ def test_one_job_that_is_not_there_does_not_keep_the_others_from_being_deleted(
     cluster.add("ddpjobs", stored("b"))
     cluster.forbidden = {"delete ddpjobs.training.ddpjob.io"}
     assert ddpjob("delete", "a", "b").code == 1
+
+
+def test_one_job_that_fails_does_not_keep_the_others_from_being_shown_suspended_or_resumed(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """`ddpjob suspend a b` was refused, and a loop in the shell stopped at the first that was gone."""
+    running = [cluster.add("ddpjobs", stored(name)) for name in ("b", "c")]
+    cluster.add("ddpjobs", stored("over", state="Succeeded"))
+    for verb, said in (("suspend", "b is suspended"), ("resume", "b is resumed")):
+        done = ddpjob(verb, "a", "over", "ddp/b", "c", "b")
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith(said)
+        assert done.err.count(said) == 1
+        assert "no DDPJob a in namespace default" in done.err
+        assert "over has Succeeded and cannot be" in done.err
+        assert [job["spec"]["suspend"] for job in running] == [verb == "suspend"] * 2
+    for verb in ("get", "describe"):
+        done = ddpjob(verb, "a", "b", "c")
+        assert done.code == 2
+        assert re.findall(r"^(?:Name: +)?([a-z])\b", done.out, re.MULTILINE) == ["b", "c"], verb
+        assert done.err.startswith("no DDPJob a in namespace default")
+    assert ddpjob("get", "a").out == ddpjob("describe", "a").out == ""
+    cluster.forbidden = {"patch ddpjobs.training.ddpjob.io"}
+    assert ddpjob("suspend", "a", "b").code == 1
+    assert ddpjob("suspend").code == ddpjob("describe").code == ddpjob("wait").code == 2
+
+
+def test_several_jobs_are_waited_for_together(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """One after the other, a job that its ttlSecondsAfterFinished deletes meanwhile was said not to be there."""
+    first, second = cluster.add("ddpjobs", stored("a")), cluster.add("ddpjobs", stored("b", state="Succeeded"))
+    path = next(at for at in cluster.objects if at.endswith("/b"))
+
+    def ends() -> None:
+        del cluster.objects[path]
+        cluster.after(LOOK, lambda: first["status"].update(state="Succeeded"))
+
+    cluster.after(LOOK, lambda: cluster.after(LOOK, ends))
+    done = ddpjob("wait", "a", "b")
+    assert (done.code, done.err) == (0, "a: Running: 2 of 2 nodes are running\n")
+    cluster.objects[path] = second
+    second["status"]["state"] = "Failed"
+    done = ddpjob("wait", "b", "a", "b")
+    assert (done.code, done.err) == (1, "b can no longer be Succeeded: it has Failed\n")
+    assert ddpjob("wait", "a", "b", "--for", "ended").code == 0
+    assert ddpjob("wait", "a", "gone", "--for", "ended").code == 2
+    assert ddpjob("wait", "gone", "gone-too", "--for", "deleted").code == 0
+
+
+def test_the_timeout_is_that_of_all_jobs_together(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    for name in ("a", "b", "c"):
+        cluster.add("ddpjobs", stored(name, state="Pending" if name != "c" else "Succeeded", message="no GPU"))
+    done = ddpjob("wait", "a", "b", "c", "gone", "--timeout", "1s")
+    assert done.code == 1
+    assert done.err.splitlines()[:2] == ["a: Pending: no GPU", "b: Pending: no GPU"]
+    assert [line.rpartition(": ")[0] for line in done.err.splitlines()[3:]] == [
+        f"not Succeeded within 1s: {name} is Pending" for name in ("a", "b")
+    ]
+    assert cluster.requests.count(LOOK) <= 7, "a look at each, and after a second one more at those that are open"
 
 
 @pytest.mark.parametrize(
