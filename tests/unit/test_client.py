@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from fake_cluster import FakeCluster, fake_cluster, kubeconfig, pod
 from worlds import manifest
 
 from ddpjob_operator.cli.main import main
-from ddpjob_operator.client import jobs, watch
+from ddpjob_operator.client import jobs, read_ahead, watch
 from ddpjob_operator.client.connection import Target, connect
+from ddpjob_operator.client.errors import ClusterError
 from ddpjob_operator.client.logs import ClusterLogs
 
 Ddpjob = Callable[..., "Done"]
@@ -991,6 +993,72 @@ def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
     assert (done.code, done.out) == (1, "[1:1] epoch 1\n")
     assert done.err.startswith("the log of digits-1-0 on n1 is not shown: context test (http")
     assert done.err.endswith(f") cannot read it (500): {message}\n")
+
+
+def test_nodes_that_are_lost_together_cost_the_time_of_one(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a job with eight lost nodes the first line came after 80 s."""
+    asked, answer = threading.Barrier(3), cluster.handle
+
+    def when_all_are_asked(method: str, path: str, body: Any) -> Any:
+        if "/log" in path:
+            asked.wait(60)
+        return answer(method, path, body)
+
+    monkeypatch.setattr(cluster, "handle", when_all_are_asked)
+    job = cluster.add("ddpjobs", stored(lastFailure=FAILURE | {"pod": "digits-1-1-x", "logTail": "epoch 1\nthe end"}))
+    job["spec"]["nodes"] = 6
+    for place in (0, 2, 3, 4, 5):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = ["epoch 1"]
+    for lost in (0, 3, 4):
+        cluster.answers[f"get pods/log digits-1-{lost}"] = 500, {"kind": "Status", "message": "i/o timeout"}
+    done = ddpjob("logs", "digits", "--cluster", "--request-timeout", "120s")
+    assert done.out == "[1:1] epoch 1\n[1:1] the end\n[2:2] epoch 1\n[5:5] epoch 1\n"
+    told = done.err.splitlines()
+    assert [re.search(r"digits-1-\d", line)[0] for line in told] == [f"digits-1-{n}" for n in (1, 0, 3, 4)]
+    assert all(line.endswith("cannot read it (500): i/o timeout") for line in told[1:])
+
+
+def test_logs_of_many_nodes_are_whole_and_in_order(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long log nothing is kept while others are printed: it is read again."""
+    monkeypatch.setattr(read_ahead, "AHEAD_MAX", 3)
+    monkeypatch.setattr(read_ahead, "BYTES_MAX", 100_000)
+    job = cluster.add("ddpjobs", stored())
+    job["spec"]["nodes"] = 9
+    for place in range(9):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = [f"{number} " + "x" * 20_000 for number in range(2 + place)]
+    done = ddpjob("logs", "digits", "--cluster")
+    assert [line.partition(" x")[0] for line in done.out.splitlines()] == [
+        f"[{place}:{place}] {number}" for place in range(9) for number in range(2 + place)
+    ]
+
+
+def test_no_more_logs_are_read_at_once_than_an_api_server_bears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "AHEAD_MAX", 3)
+    begun: queue.Queue[int] = queue.Queue()
+
+    def read(number: int) -> Generator[bytes, None, None]:
+        begun.put(number)
+        yield b"%d" % number
+        if number == 2:
+            raise ClusterError("lost")
+
+    logs = read_ahead.each(read, range(10))
+    first = next(logs)
+    assert sorted(begun.get(timeout=60) for _ in range(3)) == [1, 2, 3]
+    assert list(first) == [b"0"]
+    assert list(next(logs)) == [b"1"]
+    assert sorted(begun.get(timeout=60) for _ in range(2)) == [0, 4]
+    lost = next(logs)
+    assert next(lost) == b"2"
+    with pytest.raises(ClusterError):
+        next(lost)
+    assert [list(log) for log in logs] == [[b"%d" % number] for number in range(3, 10)]
 
 
 def test_followed_logs_say_which_node_does_not_give_its_own(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
