@@ -266,10 +266,10 @@ def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open
     assert os.listdir("/proc/self/fd") == before
 
 
-def folder_with_tail(tmp_path: Path, printed: int) -> tuple[logs.Folder, int]:
+def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.Folder, int]:
     """A rank has printed so many bytes; and the end of a pipe at which its console reads."""
     (tmp_path / "printed").write_bytes(b"x" * 99 + b"\n" + b"x" * (printed - 100))
-    folder = logs.Folder(parse(["--tee=3", "--log-dir", str(tmp_path / "logs"), "train.py"], {}))
+    folder = logs.Folder(parse(["--tee=3", *log_dir, "train.py"], {}))
     console, write_end = os.pipe()
     folder.tails = [logs._Tail(str(tmp_path / "printed"), b"", write_end, "", [])]
     return folder, console
@@ -280,7 +280,7 @@ def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
 ) -> None:
     """The last lines are those that say why a rank has failed."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
-    folder, console = folder_with_tail(tmp_path, 1 << 20)
+    folder, console = folder_with_tail(tmp_path, 1 << 20, "--log-dir", str(tmp_path / "logs"))
     seen = bytearray()
 
     def read() -> None:
@@ -295,12 +295,23 @@ def test_a_console_that_reads_slowly_gets_the_last_of_the_output_too(
     assert len(seen) == 1 << 20
 
 
-def test_a_console_that_nobody_reads_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_dir", ["logs", "", os.devnull])
+def test_a_console_that_nobody_reads_is_not_waited_for_and_the_rest_is_where_it_is_said_to_be(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log_dir: str
+) -> None:
+    """With --log-dir /dev/null a folder was named that is removed a moment later."""
     monkeypatch.setattr(logs, "LAST_LINES_SECONDS", 0.3)
-    folder, _ = folder_with_tail(tmp_path, 1 << 20)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    folder, _ = folder_with_tail(tmp_path, 1 << 20, *(["--log-dir", log_dir] if log_dir else []))
     began = time.monotonic()
     assert not folder.copy_last()
     assert time.monotonic() - began < 5
+    said = folder.rest
+    folder.remove()
+    is_lost = log_dir == os.devnull
+    assert said == ("lost, because --log-dir is /dev/null" if is_lost else f"only in {folder.path}")
+    assert os.path.exists(folder.path) != is_lost
 
 
 @pytest.mark.parametrize("fails", ["1", "2", "1,2"])

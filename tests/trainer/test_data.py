@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that every PyTorch script gives it
@@ -392,6 +393,58 @@ def test_accumulate_takes_tensors_of_a_data_loader_and_runs_the_callers_backward
     torch.testing.assert_close(gradient, model.weight.grad)
     torch.testing.assert_close(loss, whole.detach())
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("share", [0.5, torch.tensor(0.5), np.float32(0.5)], ids=["float", "tensor", "numpy"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_number_in_a_batch_is_the_same_in_each_micro_batch(share: Any, first: bool) -> None:
+    """It was a TypeError: `object of type 'float' has no len()`."""
+    x, model = torch.ones(10, 3), torch.nn.Linear(3, 1)
+    whole = {"share": share, "name": "digits", "none": None}
+    fields = whole | {"x": x} if first else {"x": x} | whole
+    seen = []
+
+    def loss_of(piece: dict[str, Any]) -> torch.Tensor:
+        seen.append((len(piece["x"]), float(piece["share"]), piece["name"], piece["none"], list(piece)))
+        return (model(piece["x"]) * piece["share"]).sum()
+
+    ddpjob.accumulate(model, fields, 10, loss_of, micro_batch=4)
+    assert seen == [(n, 0.5, "digits", None, list(fields)) for n in (4, 4, 2)]
+    assert model.bias.grad.item() == 0.5
+    by_place = []
+    ddpjob.accumulate(model, (0.5, x), 10, lambda p: by_place.append(p[0]) or model(p[1]).sum(), micro_batch=5)
+    assert by_place == [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({}, "batch: this dict has no tensor and no list of samples in it."),
+        ((), "batch: this tuple has no tensor and no list"),
+        ({"a": 1}, "batch: this dict has no tensor and no list"),
+        (5, "batch: this int has no tensor and no list"),
+        ({"x": torch.ones(10, 3), "w": torch.ones(3)}, "batch['w']: has 3 entries, and batch['x'] 10, so they cannot"),
+        ((torch.ones(10, 3), [1, 2]), "batch[1]: has 2 entries, and batch[0] 10, so they cannot"),
+        ({"x": torch.ones(10, 3), "more": {"y": torch.ones(10)}}, "batch['more']: a dict cannot be cut into micro"),
+        ({"x": torch.ones(10, 3), "graph": object()}, "batch['graph']: a object cannot be cut into micro-batches."),
+    ],
+)  # fmt: skip
+def test_a_batch_that_cannot_be_cut_is_refused_with_the_field_and_the_fix(batch: Any, said: str) -> None:
+    """`{}` was an IndexError, and three weights of classes beside ten samples were cut: the second piece had none."""
+    model = torch.nn.Linear(3, 1)
+    with pytest.raises(ddpjob.ConfigurationError) as refused:
+        ddpjob.accumulate(model, batch, 10, lambda piece: model(piece["x"]).sum(), micro_batch=4)
+    assert str(refused.value).startswith(said)
+    assert "Give " in str(refused.value)
+
+
+def test_a_batch_that_is_not_cut_may_have_anything_in_it() -> None:
+    model, x = torch.nn.Linear(3, 1), torch.ones(10, 3)
+    fields = {"x": x, "classes": torch.ones(3), "more": {"y": x}}
+    seen: list[Any] = []
+    for micro_batch in (None, 10, 64):
+        ddpjob.accumulate(model, fields, 10, lambda p: seen.append(p) or model(p["x"]).sum(), micro_batch=micro_batch)
+    assert all(piece is fields for piece in seen)
 
 
 @pytest.mark.parametrize("data", [[1, 2, 3], torch.zeros(5, 2)], ids=["list", "tensor"])

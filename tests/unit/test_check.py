@@ -23,7 +23,7 @@ from ddpjob_operator.check.command import read
 from ddpjob_operator.check.job import known
 from ddpjob_operator.check.notebook import parts as read_notebook
 from ddpjob_operator.cli import check_files, main
-from ddpjob_operator.job import validation
+from ddpjob_operator.job import launcher, validation
 from ddpjob_operator.manifest import yamlfile
 from ddpjob_operator.plan import finish
 
@@ -1025,10 +1025,32 @@ def test_what_a_shell_does_before_the_launcher_is_not_the_training(before: str) 
     assert read(["bash", "-c", f"{before} && torchrun --nproc-per-node 2 train.py --x"]).script == "train.py"
 
 
-@pytest.mark.parametrize("before", ["accelerate config default", "ray start --head", "python -m accelerate config"])
+@pytest.mark.parametrize(
+    "before",
+    [
+        "accelerate config default",
+        "ray start --head",
+        "ray job list",
+        "python -m accelerate config",
+        "torchrun --version",
+        "python -m torch.distributed.run --help",
+        "deepspeed --help",
+        "mpirun -V",
+        "tune download meta-llama/Llama-3.2-1B",
+    ],
+)
 def test_a_launchers_program_that_starts_no_ranks_is_not_the_training(before: str) -> None:
-    found = read(["bash", "-c", f"{before} && python train.py"])
-    assert (found.launcher, found.script) == ("python", "train.py")
+    """Nothing of train.py was checked: the first command was the launcher, and it had no script."""
+    for end in (" &&", ";"):
+        words = ["bash", "-c", f"{before}{end} python train.py"]
+        found = read(words)
+        assert (found.launcher, found.script, launcher.find(words)) == ("python", "train.py", None)
+
+
+def test_the_name_of_an_environment_is_no_launcher() -> None:
+    found = read("conda run -n ray python train.py -p torchrun".split())
+    assert (found.launcher, found.script, found.words) == ("python", "train.py", ("-p", "torchrun"))
+    assert read("uv run -n torchrun train.py".split()).launcher == "torchrun"
 
 
 def test_a_script_without_a_launcher_is_found_after_an_installation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import os
+import queue
 import re
 import signal
 import socket
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from fake_cluster import FakeCluster, fake_cluster, kubeconfig, pod
 from worlds import manifest
 
 from ddpjob_operator.cli.main import main
-from ddpjob_operator.client import jobs, watch
+from ddpjob_operator.client import jobs, read_ahead, watch
 from ddpjob_operator.client.connection import Target, connect
+from ddpjob_operator.client.errors import ClusterError
 from ddpjob_operator.client.logs import ClusterLogs
 
 Ddpjob = Callable[..., "Done"]
@@ -236,7 +238,7 @@ def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: 
     """A script has to tell a failed job from a wrong name, and only those that wait for its end do."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
         text = ddpjob(command, "--help").out
-        failed = "the job failed, or " if command in ("submit", "wait") else ""
+        failed = {"submit": "the job failed, or ", "wait": "a job failed, or "}.get(command, "")
         assert f"Exit codes: 0 done, 1 {failed}the cluster refused or did not answer" in " ".join(text.split())
         assert f"Example: ddpjob {command}" in text
         assert len(text.splitlines()) <= 45, "one screen"
@@ -619,6 +621,64 @@ def test_one_job_that_is_not_there_does_not_keep_the_others_from_being_deleted(
     assert ddpjob("delete", "a", "b").code == 1
 
 
+def test_one_job_that_fails_does_not_keep_the_others_from_being_shown_suspended_or_resumed(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """`ddpjob suspend a b` was refused, and a loop in the shell stopped at the first that was gone."""
+    running = [cluster.add("ddpjobs", stored(name)) for name in ("b", "c")]
+    cluster.add("ddpjobs", stored("over", state="Succeeded"))
+    for verb, said in (("suspend", "b is suspended"), ("resume", "b is resumed")):
+        done = ddpjob(verb, "a", "over", "ddp/b", "c", "b")
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith(said)
+        assert done.err.count(said) == 1
+        assert "no DDPJob a in namespace default" in done.err
+        assert "over has Succeeded and cannot be" in done.err
+        assert [job["spec"]["suspend"] for job in running] == [verb == "suspend"] * 2
+    for verb in ("get", "describe"):
+        done = ddpjob(verb, "a", "b", "c")
+        assert done.code == 2
+        assert re.findall(r"^(?:Name: +)?([a-z])\b", done.out, re.MULTILINE) == ["b", "c"], verb
+        assert done.err.startswith("no DDPJob a in namespace default")
+    assert ddpjob("get", "a").out == ddpjob("describe", "a").out == ""
+    cluster.forbidden = {"patch ddpjobs.training.ddpjob.io"}
+    assert ddpjob("suspend", "a", "b").code == 1
+    assert ddpjob("suspend").code == ddpjob("describe").code == ddpjob("wait").code == 2
+
+
+def test_several_jobs_are_waited_for_together(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """One after the other, a job that its ttlSecondsAfterFinished deletes meanwhile was said not to be there."""
+    first, second = cluster.add("ddpjobs", stored("a")), cluster.add("ddpjobs", stored("b", state="Succeeded"))
+    path = next(at for at in cluster.objects if at.endswith("/b"))
+
+    def ends() -> None:
+        del cluster.objects[path]
+        cluster.after(LOOK, lambda: first["status"].update(state="Succeeded"))
+
+    cluster.after(LOOK, lambda: cluster.after(LOOK, ends))
+    done = ddpjob("wait", "a", "b")
+    assert (done.code, done.err) == (0, "a: Running: 2 of 2 nodes are running\n")
+    cluster.objects[path] = second
+    second["status"]["state"] = "Failed"
+    done = ddpjob("wait", "b", "a", "b")
+    assert (done.code, done.err) == (1, "b can no longer be Succeeded: it has Failed\n")
+    assert ddpjob("wait", "a", "b", "--for", "ended").code == 0
+    assert ddpjob("wait", "a", "gone", "--for", "ended").code == 2
+    assert ddpjob("wait", "gone", "gone-too", "--for", "deleted").code == 0
+
+
+def test_the_timeout_is_that_of_all_jobs_together(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    for name in ("a", "b", "c"):
+        cluster.add("ddpjobs", stored(name, state="Pending" if name != "c" else "Succeeded", message="no GPU"))
+    done = ddpjob("wait", "a", "b", "c", "gone", "--timeout", "1s")
+    assert done.code == 1
+    assert done.err.splitlines()[:2] == ["a: Pending: no GPU", "b: Pending: no GPU"]
+    assert [line.rpartition(": ")[0] for line in done.err.splitlines()[3:]] == [
+        f"not Succeeded within 1s: {name} is Pending" for name in ("a", "b")
+    ]
+    assert cluster.requests.count(LOOK) <= 7, "a look at each, and after a second one more at those that are open"
+
+
 @pytest.mark.parametrize(
     ("state", "wanted", "code"),
     [("Succeeded", "Succeeded", 0), ("Failed", "Succeeded", 1), ("Failed", "failed", 0), ("Failed", "ended", 0),
@@ -933,6 +993,72 @@ def test_a_node_whose_log_cannot_be_read_does_not_hide_those_of_the_others(
     assert (done.code, done.out) == (1, "[1:1] epoch 1\n")
     assert done.err.startswith("the log of digits-1-0 on n1 is not shown: context test (http")
     assert done.err.endswith(f") cannot read it (500): {message}\n")
+
+
+def test_nodes_that_are_lost_together_cost_the_time_of_one(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a job with eight lost nodes the first line came after 80 s."""
+    asked, answer = threading.Barrier(3), cluster.handle
+
+    def when_all_are_asked(method: str, path: str, body: Any) -> Any:
+        if "/log" in path:
+            asked.wait(60)
+        return answer(method, path, body)
+
+    monkeypatch.setattr(cluster, "handle", when_all_are_asked)
+    job = cluster.add("ddpjobs", stored(lastFailure=FAILURE | {"pod": "digits-1-1-x", "logTail": "epoch 1\nthe end"}))
+    job["spec"]["nodes"] = 6
+    for place in (0, 2, 3, 4, 5):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = ["epoch 1"]
+    for lost in (0, 3, 4):
+        cluster.answers[f"get pods/log digits-1-{lost}"] = 500, {"kind": "Status", "message": "i/o timeout"}
+    done = ddpjob("logs", "digits", "--cluster", "--request-timeout", "120s")
+    assert done.out == "[1:1] epoch 1\n[1:1] the end\n[2:2] epoch 1\n[5:5] epoch 1\n"
+    told = done.err.splitlines()
+    assert [re.search(r"digits-1-\d", line)[0] for line in told] == [f"digits-1-{n}" for n in (1, 0, 3, 4)]
+    assert all(line.endswith("cannot read it (500): i/o timeout") for line in told[1:])
+
+
+def test_logs_of_many_nodes_are_whole_and_in_order(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long log nothing is kept while others are printed: it is read again."""
+    monkeypatch.setattr(read_ahead, "AHEAD_MAX", 3)
+    monkeypatch.setattr(read_ahead, "BYTES_MAX", 100_000)
+    job = cluster.add("ddpjobs", stored())
+    job["spec"]["nodes"] = 9
+    for place in range(9):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = [f"{number} " + "x" * 20_000 for number in range(2 + place)]
+    done = ddpjob("logs", "digits", "--cluster")
+    assert [line.partition(" x")[0] for line in done.out.splitlines()] == [
+        f"[{place}:{place}] {number}" for place in range(9) for number in range(2 + place)
+    ]
+
+
+def test_no_more_logs_are_read_at_once_than_an_api_server_bears(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_ahead, "AHEAD_MAX", 3)
+    begun: queue.Queue[int] = queue.Queue()
+
+    def read(number: int) -> Generator[bytes, None, None]:
+        begun.put(number)
+        yield b"%d" % number
+        if number == 2:
+            raise ClusterError("lost")
+
+    logs = read_ahead.each(read, range(10))
+    first = next(logs)
+    assert sorted(begun.get(timeout=60) for _ in range(3)) == [1, 2, 3]
+    assert list(first) == [b"0"]
+    assert list(next(logs)) == [b"1"]
+    assert sorted(begun.get(timeout=60) for _ in range(2)) == [0, 4]
+    lost = next(logs)
+    assert next(lost) == b"2"
+    with pytest.raises(ClusterError):
+        next(lost)
+    assert [list(log) for log in logs] == [[b"%d" % number] for number in range(3, 10)]
 
 
 def test_followed_logs_say_which_node_does_not_give_its_own(cluster: FakeCluster, ddpjob: Ddpjob) -> None:

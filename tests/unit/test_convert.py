@@ -662,6 +662,13 @@ def test_a_command_line_keeps_all_but_what_identifies_the_machine(
             ["conda", "run", "-n", "e", "torchrun", "train.py"],
         ),
         (["python", "-m", "accelerate.commands.launch", "--num_machines=2", "train.py"], ["torchrun", "train.py"]),
+        (["sudo", "-n", "torchrun", "--nnodes", "2", "train.py"], ["sudo", "-n", "torchrun", "train.py"]),
+        (["uv", "run", "-n", "torchrun", "--nnodes", "2", "train.py"], ["uv", "run", "-n", "torchrun", "train.py"]),
+        (["time", "-p", "torchrun", "--nnodes", "2", "train.py"], ["time", "-p", "torchrun", "train.py"]),
+        (
+            ["sudo", "-n", "conda", "run", "-n", "ray", "torchrun", "--nnodes", "2", "train.py"],
+            ["sudo", "-n", "conda", "run", "-n", "ray", "torchrun", "train.py"],
+        ),
         (["bash", "-c", "exec torchrun --nnodes 2 --node_rank 0 train.py"], ["torchrun", "train.py"]),
         (["sh", "-c", "cd /x && torchrun --nnodes=2 train.py"], ["sh", "-c", "cd /x && torchrun --nnodes=2 train.py"]),
     ],
@@ -682,14 +689,20 @@ def test_a_command_behind_a_program_that_only_starts_it_is_read(words: list[str]
         ["conda", "run", "-n", "ray", "torchrun", "--nnodes", "2", "train.py"],
         ["uv", "run", "--with", "lightning", "torchrun", "--nnodes", "2", "train.py"],
         ["torchrun", "--nnodes", "2", "train.py", "--sampler", "tune"],
+        ["bash", "-c", "ray stop; torchrun --nnodes 2 train.py"],
+        ["bash", "-c", "mpirun --version && horovodrun -cb && torchrun --nnodes 2 train.py"],
+        ["bash", "-c", "torchrun --help; torchrun --nnodes 2 train.py"],
     ],
 )
 def test_a_package_a_folder_or_an_environment_that_is_called_as_a_launcher_is_none(words: list[str]) -> None:
-    """`lightning cannot be converted` was said of a script that installs it and starts torchrun."""
+    """`lightning cannot be converted` was said of a script that installs it and starts torchrun, and `ray cannot be
+    converted` of one that stops an old Ray before."""
     assert checked(command.convert(words)).spec["nodes"] == 2
 
 
-@pytest.mark.parametrize("line", ["torchrun", "torchrun --nnodes 2", "python -m torch.distributed.run --nnodes=2"])
+@pytest.mark.parametrize(
+    "line", ["torchrun", "torchrun --nnodes 2", "torchrun --help", "python -m torch.distributed.run --nnodes=2"]
+)
 def test_a_launcher_without_a_script_is_refused(line: str) -> None:
     """It became a job that starts nothing, which `ddpjob check` refuses."""
     with pytest.raises(ConvertError, match=r"(torchrun|torch\.distributed\.run) has no script: what does it start\?"):
@@ -778,6 +791,8 @@ def test_a_script_of_a_shell_without_a_launcher_is_one_node() -> None:
         (["bash", "-c", "cd /x; mpirun -np 4 python x.py"], "mpirun", "x.py"),
         (["bash", "-c", "pip install ray\nA=1 nohup srun --mpi none torchrun x.py"], "srun", "x.py"),
         (["sudo", "-E", "mpirun", "python", "x.py"], "mpirun", "x.py"),
+        (["uv", "run", "-n", "mpirun", "python", "x.py"], "mpirun", "x.py"),
+        (["ray", "stop"], "ray", "train.py"),
         (["bash", "train.sh"], "bash", "train.py"),
         (["./train.sh"], "train.sh", "train.py"),
         (["poetry", "run", "train"], "poetry", "train.py"),

@@ -31,6 +31,7 @@ FAREWELLS = [
     '  File "t.py", line 3, in __del__\n    assert self._pid\nAssertionError: can only test a child process',
     "wandb: Synced 5 W&B file(s)\nwandb: Find logs at: ./wandb/run",
     "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.",
+    "srun: error: node-1: task 1: Exited with exit code 1",
     "[2024-01-01 00:00:00,000] [ERROR] [launch.py:325:sigkill_handler] ['t.py'] exits with return code = 1",
 ]
 

@@ -116,6 +116,26 @@ def test_an_exception_whose_first_line_ends_in_a_colon_is_told_with_the_next_in_
     assert first_line(f"{kind}: {text.strip()}") == expected
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        "E1126 12:00:00.123000 7 torch/distributed/elastic/multiprocessing/api.py:984] failed (exitcode: 1) rank: 1",
+        "ERROR:torch.distributed.elastic.multiprocessing.api:failed (exitcode: 1) local_rank: 1 (pid: 9)",
+        "[W1126 12:00:00.123 ProcessGroupNCCL.cpp:1250] Warning: WARNING: process group has NOT been destroyed",
+        "ddprun: rank 1 ended with exit code 1",
+        "wandb: Synced 5 W&B file(s)",
+        "/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: 1 leaked semaphore",
+        "srun: error: node-1: task 1: Exited with exit code 1",
+        "=" * 60,
+        "-" * 74 + "\nmpirun detected that one or more processes exited with non-zero status",
+    ],
+)
+def test_what_a_launcher_or_a_library_prints_next_is_not_the_text_of_an_exception(foreign: str) -> None:
+    """`ValueError: no such key: ddprun: rank 1 ended with exit code 1` was told."""
+    assert read(f"{FRAME}ValueError: no such key:\n{foreign}\n").exception == "ValueError: no such key:"
+    assert read(f"{FRAME}ValueError: no such key:\n{foreign}\nmore\n").exception == "ValueError: no such key:"
+
+
 def test_a_traceback_below_a_colon_is_no_part_of_the_line_above_it() -> None:
     assert read(f"{FRAME}ValueError: of the worker:\n{FRAME}{SHARD}\n").exception == SHARD
 

@@ -325,6 +325,31 @@ def test_a_launcher_that_knows_of_no_other_node_trains_alone_on_each_and_is_name
     assert launcher.warnings(job(container={"command": words}, nodes=1).spec) == []
 
 
+@pytest.mark.parametrize(
+    "variable", ["OMPI_MCA_orte_default_hostfile", "PRTE_MCA_prte_default_hostfile", "I_MPI_HYDRA_HOST_FILE"]
+)
+def test_a_launcher_that_is_told_of_the_nodes_by_a_variable_is_not_said_to_train_alone(variable: str) -> None:
+    env = [{"name": variable, "value": "/etc/mpi/hostfile"}]
+    assert launcher.warnings(job(container={"command": ["mpirun", "python", "x.py"], "env": env}).spec) == []
+    other = [{"name": "OMP_NUM_THREADS", "value": "1"}]
+    assert launcher.warnings(job(container={"command": ["mpirun", "python", "x.py"], "env": other}).spec)
+
+
+@pytest.mark.parametrize("path", ["/job", "/job/", "/job/hostfile"])
+def test_deepspeeds_own_hostfile_may_be_in_a_volume(path: str) -> None:
+    """DeepSpeed reads /job/hostfile without an option; only an image that has the file is not known here."""
+    said = {}
+    for program in ("deepspeed", "mpirun"):
+        trainer = {"name": "trainer", "image": "i", "command": [program, "x.py"]}
+        pod = {
+            "containers": [trainer | {"volumeMounts": [{"name": "hosts", "mountPath": path}]}],
+            "volumes": [{"name": "hosts", "configMap": {"name": "hosts"}}],
+        }
+        said[program] = launcher.warnings(job(template={"spec": pod}).spec)
+    assert said["deepspeed"] == []
+    assert len(said["mpirun"]) == 1, "it does not read that file"
+
+
 def test_two_numbers_of_processes_are_refused() -> None:
     (sentence,) = command("torchrun", "--nproc_per_node=2", "x.py", nprocPerNode=4)
     assert "--nproc_per_node=2 contradicts spec.nprocPerNode: 4" in sentence

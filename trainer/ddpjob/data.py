@@ -9,6 +9,7 @@ lasting parts (train and validation, or one for each worker).
 import contextlib
 import hashlib
 import math
+import numbers
 import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -225,8 +226,9 @@ def accumulate(
 
     model         the DDP model, compiled or not, or a module with DDP models in it; outside a group any module. Its
                   all-reduce runs once, in the last micro-batch.
-    batch         what `GlobalBatchSampler` yields; or a tensor, a list of samples, or a tuple or dict of tensors, cut
-                  along axis 0. A DataLoader makes a list of a sample's fields: pass tuple(batch) with a micro_batch.
+    batch         what `GlobalBatchSampler` yields; or a tensor, a list of samples, or a tuple or dict of these, cut
+                  along axis 0. A number, a text or None in a tuple or dict is the same in each micro-batch. The list
+                  that a DataLoader makes of a sample's fields looks like a list of samples: pass tuple(batch).
     global_batch  samples of this step over all ranks. A sampler's batch knows its own, which counts: with
                   drop_last=False the last one of an epoch is smaller. What a DataLoader makes of it does not.
     loss_fn       gets a piece of the batch, returns the loss **summed** over its samples (reduction="sum"), a scalar
@@ -239,7 +241,7 @@ def accumulate(
 
     DDP divides the summed gradients by the number of ranks, so the sum is scaled by world_size / global_batch
     (torch/nn/parallel/distributed.py, "averaged across processes"). Raises ConfigurationError for a model that is not
-    in DDP where there are several ranks.
+    in DDP where there are several ranks, and for a batch that cannot be cut, with the field.
     """
     size = batch.global_size if isinstance(batch, Batch) else _at_least(1, "global_batch", global_batch)
     pieces, weight = _pieces(batch, micro_batch)
@@ -284,12 +286,13 @@ def _pieces(batch: Any, micro_batch: int | None) -> tuple[list[Any], float]:
     if micro_batch is None or micro_batch >= samples:
         return [batch], 1.0
     _at_least(1, "micro_batch", micro_batch)
-    starts = range(0, samples, micro_batch)
-    if isinstance(batch, tuple):
-        return [tuple(part[i : i + micro_batch] for part in batch) for i in starts], 1.0
-    if isinstance(batch, Mapping):
-        return [{name: part[i : i + micro_batch] for name, part in batch.items()} for i in starts], 1.0
-    return [batch[i : i + micro_batch] for i in starts], 1.0
+    cuts = [slice(i, i + micro_batch) for i in range(0, samples, micro_batch)]
+    if not isinstance(batch, tuple | Mapping):
+        return [batch[cut] for cut in cuts], 1.0
+    fields = _fields(batch)
+    _check_lengths(fields)
+    pieces = [{name: v if _is_of_all(v) else v[cut] for name, v in fields.items()} for cut in cuts]
+    return [tuple(piece.values()) for piece in pieces] if isinstance(batch, tuple) else pieces, 1.0
 
 
 def _may_have_workers(loader: Any) -> bool:
@@ -300,9 +303,41 @@ def _may_have_workers(loader: Any) -> bool:
 
 
 def _samples_of(batch: Any) -> int:
-    if isinstance(batch, Mapping):
-        batch = tuple(batch.values())
-    return len(batch[0]) if isinstance(batch, tuple) else len(batch)
+    fields = _fields(batch) if isinstance(batch, tuple | Mapping) else {0: batch}
+    found = next((v for v in fields.values() if not _is_of_all(v) and hasattr(v, "__len__")), None)
+    if found is None:
+        raise ConfigurationError(
+            f"batch: this {type(batch).__name__} has no tensor and no list of samples in it. Give the samples of this "
+            "rank's share: a tensor, a list, or a tuple or dict with one in it."
+        )
+    return len(found)
+
+
+def _fields(batch: tuple[Any, ...] | Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(enumerate(batch)) if isinstance(batch, tuple) else dict(batch.items())
+
+
+def _is_of_all(value: Any) -> bool:
+    """Whether a field is one value for the whole batch, and not one for each sample."""
+    return value is None or isinstance(value, numbers.Number | str | bytes) or getattr(value, "ndim", None) == 0
+
+
+def _check_lengths(fields: Mapping[Any, Any]) -> None:
+    """Raise ConfigurationError for fields that cannot be cut at the same samples."""
+    cut = {name: value for name, value in fields.items() if not _is_of_all(value)}
+    fix = "Give a tensor or a list with an entry for each sample, or no micro_batch."
+    for name, value in cut.items():
+        if isinstance(value, Mapping) or not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+            raise ConfigurationError(
+                f"batch[{name!r}]: a {type(value).__name__} cannot be cut into micro-batches. {fix}"
+            )
+    (first, samples), *others = cut.items()
+    for name, value in others:
+        if len(value) != len(samples):
+            raise ConfigurationError(
+                f"batch[{name!r}]: has {len(value)} entries, and batch[{first!r}] {len(samples)}, so they cannot be "
+                f"cut at the same samples. {fix}"
+            )
 
 
 class Partition(Sequence[Any]):

@@ -11,17 +11,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ddpjob_operator.job import launcher
+from ddpjob_operator.job import launcher, programs
 
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
-# Program → the words between it and its options.
-_FRAMEWORKS: dict[str, tuple[str, ...]] = {
-    "accelerate": ("launch",), "colossalai": ("run",), "composer": (), "deepspeed": (), "fabric": ("run", "model"),
-    "horovodrun": (), "lightning": ("run", "model"), "mpiexec": (), "mpirun": (), "orterun": (),
-    "ray": ("job", "submit"), "srun": (), "tune": ("run",),
-}  # fmt: skip
-# What else they are called for.
-_NO_LAUNCH = {"config", "env", "estimate-memory", "start", "status", "stop", "test"}
 _MODULES = {
     "accelerate": "accelerate",
     "colossalai": "colossalai",
@@ -94,15 +86,15 @@ def _commands(words: list[str]) -> Iterator[list[str]]:
 
 
 def _read(words: list[str]) -> Command:
-    program = words[0].rsplit("/", 1)[-1] if words else ""
+    program = programs.name(words[0]) if words else ""
     if _PYTHON.match(program):
         return _of_python(words[1:])
     if program in launcher.LAUNCHERS:
         return _of_torchrun(program, words[1:])
-    if program in _FRAMEWORKS:
+    if program in programs.FRAMEWORKS:
         return _of_framework(program, words[1:])
-    if program in launcher.WRAPPERS:
-        return _behind("", words[1:])
+    if program in programs.WRAPPERS:
+        return _behind("", words)
     return Command("python", words[0], words=tuple(words[1:])) if program.endswith(".py") else Command()
 
 
@@ -133,6 +125,8 @@ def _of_module(module: str, rest: list[str]) -> Command:
 
 
 def _of_torchrun(name: str, words: list[str]) -> Command:
+    if programs.tells_of_itself(words):
+        return Command()
     options, rest = launcher.read_options(words)
     if "no_python" in options and is_shell(rest):
         return replace(read(rest), launcher=name)
@@ -144,16 +138,17 @@ def _of_torchrun(name: str, words: list[str]) -> Command:
 
 
 def _of_framework(program: str, words: list[str]) -> Command:
-    if _NO_LAUNCH.intersection(words[:1]):
-        return Command()
-    return _behind(program, list(itertools.dropwhile(lambda word: word in _FRAMEWORKS[program], words)))
+    rest = programs.launch_options([program, *words])
+    return Command() if rest is None else _behind(program, rest)
 
 
 def _behind(name: str, words: list[str]) -> Command:
-    """What a launcher or wrapper starts that has options which are not known here."""
-    for i, word in enumerate(words):
-        program = word.rsplit("/", 1)[-1]
-        if _PYTHON.match(program) or program in launcher.LAUNCHERS or program in _FRAMEWORKS:
+    """What a launcher starts that has options which are not known here, or, without a name, a command with a wrapper
+    before it."""
+    places = range(len(words)) if name else itertools.islice(programs.places(words), 1, None)
+    for i in places:
+        word, program = words[i], programs.name(words[i])
+        if _PYTHON.match(program) or program in launcher.LAUNCHERS or program in programs.FRAMEWORKS:
             inner = _read(words[i:])
             return replace(inner, launcher=name) if name and inner.launcher == "python" else inner
         if word in ("-m", "--module") and words[i + 1 : i + 2] and not words[i + 1].startswith("-"):

@@ -120,6 +120,7 @@ class JobName(NameParam):
 
 
 JOB = click.argument("job", type=JobName())
+JOBS = click.argument("names", metavar="JOB...", type=JobName(), nargs=-1, required=True)
 
 
 def _names_there(ctx: click.Context) -> list[str]:
@@ -147,22 +148,24 @@ SELECTOR = click.option("-l", "--selector", metavar="LABELS", help="Those with t
 @cluster_options
 def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: str, all_namespaces: bool) -> int:
     """List the DDPJobs of a namespace, or show some, in the columns of kubectl."""
-    from ddpjob_operator.client import jobs, output_forms
+    from ddpjob_operator.client import jobs, output_forms, several
 
     if names and all_namespaces:
         raise click.UsageError("JOB and --all-namespaces exclude each other.")
     _refuse_both(names, selector)
     cluster = connect()
     if names:
-        found = [jobs.find(cluster, name).raw for name in dict.fromkeys(names)]
-    else:
-        found = jobs.items(cluster, all_namespaces=all_namespaces, selector=selector)
+        found, wrong = several.of_each(names, lambda name: jobs.find(cluster, name).raw)
+        code = answer(output_forms.of_jobs(found, output, one=len(names) == 1, namespaces=False)) if found else 0
+        several.refuse(wrong)
+        return code
+    found = jobs.items(cluster, all_namespaces=all_namespaces, selector=selector)
     if not found and output in ("text", "wide"):
         where = "the cluster" if all_namespaces else f"namespace {cluster.namespace}"
         said = f" has the labels {selector}" if selector else f" in {where}; start one with ddpjob submit"
         click.echo(f"no DDPJob{said}", err=True)
         return 0
-    return answer(output_forms.of_jobs(found, output, one=len(names) == 1, namespaces=all_namespaces))
+    return answer(output_forms.of_jobs(found, output, one=False, namespaces=all_namespaces))
 
 
 def _refuse_both(names: tuple[str, ...], selector: str | None) -> None:
@@ -170,15 +173,18 @@ def _refuse_both(names: tuple[str, ...], selector: str | None) -> None:
         raise click.UsageError("JOB and --selector exclude each other.")
 
 
-@click.command(short_help="Show a job in full.", epilog="Example: ddpjob describe digits")
-@JOB
+@click.command(short_help="Show jobs in full.", epilog="Example: ddpjob describe digits")
+@JOBS
 @cluster_options
-def describe(connect: Connect, job: str) -> int:
-    """Show state, progress, restarts, the last failure with the end of its log, pods and Events of JOB."""
-    from ddpjob_operator.client import jobs, output_forms
+def describe(connect: Connect, names: tuple[str, ...]) -> int:
+    """Show state, progress, restarts, the last failure with the end of its log, pods and Events of each JOB."""
+    from ddpjob_operator.client import jobs, output_forms, several
 
     cluster = connect()
-    return answer(output_forms.in_full(cluster, jobs.find(cluster, job), say))
+    texts, wrong = several.of_each(names, lambda name: output_forms.in_full(cluster, jobs.find(cluster, name), say))
+    code = answer("\n\n".join(texts))
+    several.refuse(wrong)
+    return code
 
 
 @click.command(short_help="Show the Events of a job.", epilog="Example: ddpjob events digits --pods")
@@ -200,45 +206,49 @@ def events(connect: Connect, job: str, pods: bool) -> int:
 
 @click.command(
     "wait",
-    short_help="Wait until a job has ended, or is in a state.",
+    short_help="Wait until jobs have ended, or are in a state.",
     epilog="Example: ddpjob wait digits --timeout 2h",
 )
-@JOB
+@JOBS
 @click.option("--for", "wanted", metavar="STATE", default="Succeeded", show_default=True,
               help="A state or condition: Running, Succeeded, Complete, Suspended …; ended; deleted.")  # fmt: skip
 @click.option("--timeout", type=Seconds(), metavar="TIME", help="How long: 30s, 15m, 2h.  [no limit]")
 @cluster_options
-def wait_for(connect: Connect, job: str, wanted: str, timeout: float | None) -> int:
-    """Wait until JOB is in a state, and end with 1 as soon as it can no longer be, or after --timeout.
+def wait_for(connect: Connect, names: tuple[str, ...], wanted: str, timeout: float | None) -> int:
+    """Wait until each JOB is in a state, and end with 1 as soon as it can no longer be, or after --timeout.
 
     \b
-    Exit codes: 0 done, 1 the job failed, or the cluster refused or did not answer,
+    Exit codes: 0 done, 1 a job failed, or the cluster refused or did not answer,
     2 wrong input, 130 interrupted.
     """
     from ddpjob_operator.client import actions
 
-    return 0 if actions.wait(connect(), job, wanted, timeout, say) else 1
+    return 0 if actions.wait(connect(), names, wanted, timeout, say) else 1
 
 
-@click.command(short_help="Stop a job's pods, and keep the job.", epilog="Example: ddpjob suspend digits")
-@JOB
+@click.command(short_help="Stop the pods of jobs, and keep the jobs.", epilog="Example: ddpjob suspend digits")
+@JOBS
 @cluster_options
-def suspend(connect: Connect, job: str) -> int:
-    """Stop all pods of JOB, with their grace period to save; `ddpjob resume` goes on."""
-    from ddpjob_operator.client import actions
+def suspend(connect: Connect, names: tuple[str, ...]) -> int:
+    """Stop all pods of each JOB, with their grace period to save; `ddpjob resume` goes on."""
+    from ddpjob_operator.client import actions, several
 
-    actions.suspend(connect(), job, say)
+    cluster = connect()
+    _, wrong = several.of_each(names, lambda name: actions.suspend(cluster, name, say))
+    several.refuse(wrong)
     return 0
 
 
-@click.command(short_help="Go on with a suspended job.", epilog="Example: ddpjob resume digits")
-@JOB
+@click.command(short_help="Go on with suspended jobs.", epilog="Example: ddpjob resume digits")
+@JOBS
 @cluster_options
-def resume(connect: Connect, job: str) -> int:
-    """Start the pods of a suspended JOB again, as a new attempt."""
-    from ddpjob_operator.client import actions
+def resume(connect: Connect, names: tuple[str, ...]) -> int:
+    """Start the pods of each suspended JOB again, as a new attempt."""
+    from ddpjob_operator.client import actions, several
 
-    actions.resume(connect(), job, say)
+    cluster = connect()
+    _, wrong = several.of_each(names, lambda name: actions.resume(cluster, name, say))
+    several.refuse(wrong)
     return 0
 
 

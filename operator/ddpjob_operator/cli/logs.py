@@ -38,8 +38,9 @@ class Source(Protocol):
         """What stands before a line where several nodes are shown: `[1:1] `."""
         ...
 
-    def read(self, attempt: int, node: int) -> Iterator[bytes]:
-        """What a node has printed up to now, in pieces of any size."""
+    def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
+        """What nodes have printed up to now, one after the other, as (node, piece of any size). Raises ClusterError
+        after the last for those whose log could not be read."""
         ...
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
@@ -84,32 +85,27 @@ def show(
     if not follow and wanted is not None and wanted not in source.nodes(chosen):
         raise InputError(f"{source.name}: node {wanted} has no log in attempt {chosen}")
     lines = Lines(source, several=wanted is None and (follow or len(nodes) > 1))
+    if follow:
+        later = attempt is None and not previous
+        pieces = source.follow(chosen, None if wanted is None else nodes, later=later)
+    else:
+        pieces = source.read(chosen, nodes)
     try:
-        if follow:
-            later = attempt is None and not previous
-            for of_node, piece in source.follow(chosen, None if wanted is None else nodes, later=later):
-                lines.write(of_node, piece)
-        else:
-            _write_all(source, chosen, nodes, lines)
-        lines.close()
+        _write_all(pieces, lines)
     except OSError as error:
         return closed(error)
     return 0
 
 
-def _write_all(source: Source, attempt: int, nodes: Collection[int], lines: Lines) -> None:
-    """What nodes have printed. Raises ClusterError at the end for those whose log could not be read: a node that is
-    lost must not hide what the others tell of it."""
-    wrong: list[str] = []
-    for node in nodes:
-        try:
-            for piece in source.read(attempt, node):
-                lines.write(node, piece)
-        except ClusterError as error:  # noqa: PERF203 - the next may be readable
-            wrong.append(str(error))
-    if wrong:
+def _write_all(pieces: Iterator[tuple[int, bytes]], lines: Lines) -> None:
+    """All that a source gives, with the last lines also where it raises at the end."""
+    try:
+        for node, piece in pieces:
+            lines.write(node, piece)
+    except ClusterError:
         lines.close()
-        raise ClusterError("\n".join(dict.fromkeys(wrong)))
+        raise
+    lines.close()
 
 
 def _choose(source: Source, attempt: int | None, previous: bool, *, wait: bool) -> int:

@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from ddpjob_operator.client import jobs, watch
+from ddpjob_operator.client import jobs, several, watch
 from ddpjob_operator.client.connection import Cluster
-from ddpjob_operator.client.errors import ClusterError, NotFoundError
+from ddpjob_operator.client.errors import NotFoundError
 from ddpjob_operator.client.watch import Say, Watch
 from ddpjob_operator.job import podspec, wording
 from ddpjob_operator.job.status import find_condition
@@ -72,28 +72,23 @@ def delete(cluster: Cluster, names: Sequence[str], *, wait: bool, seconds: float
 
     Raises InputError where one is not there, ClusterError where one could not be deleted, after the last one.
     """
-    going: list[jobs.Stored] = []
-    wrong: list[InputError | ClusterError] = []
-    for name in dict.fromkeys(names):
-        try:
-            stored = jobs.find(cluster, name)
-            with contextlib.suppress(NotFoundError):
-                cluster.delete(jobs.path_of(cluster, name))
-            going.append(stored)
-        except (InputError, ClusterError) as error:  # noqa: PERF203 - the next one may be there
-            wrong.append(error)
+
+    def begin(name: str) -> str:
+        going[name] = jobs.find(cluster, name)
+        with contextlib.suppress(NotFoundError):
+            cluster.delete(jobs.path_of(cluster, name))
+        return name
+
+    def finish(name: str) -> None:
+        if wait:
+            _until_gone(cluster, going[name], end, seconds)
+        say(f"{name} is deleted" if wait else f"{name} is being deleted")
+
+    going: dict[str, jobs.Stored] = {}
+    begun, wrong = several.of_each(names, begin)
     end = time.monotonic() + seconds
-    for stored in going:
-        name = stored.job.metadata.name
-        try:
-            if wait:
-                _until_gone(cluster, stored, end, seconds)
-            say(f"{name} is deleted" if wait else f"{name} is being deleted")
-        except ClusterError as error:
-            wrong.append(error)
-    if wrong:
-        kind = ClusterError if any(isinstance(error, ClusterError) for error in wrong) else InputError
-        raise kind("\n".join(dict.fromkeys(map(str, wrong))))
+    _, late = several.of_each(begun, finish)
+    several.refuse([*wrong, *late])
 
 
 def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: float) -> None:
@@ -109,34 +104,76 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
         time.sleep(0.2)
 
 
-def wait(cluster: Cluster, name: str, wanted: str, seconds: float | None, say: Say) -> bool:
-    """Wait for a state, a condition, `ended` or `deleted`. Whether it has come true; False: it no longer can.
+def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | None, say: Say) -> bool:
+    """Wait for jobs to have a state, a condition, `ended` or `deleted`. Whether it has come true of all; False: of one
+    it no longer can.
 
-    Raises InputError for a word that is none of these, TooLateError.
+    Raises InputError for a word that is none of these, and after the last job what several.refuse does: TooLateError is
+    a ClusterError.
     """
-    true = _condition(wanted)
-    try:
-        stored = jobs.find(cluster, name)
-    except jobs.NoJobError as error:
-        if true is not _never:
-            raise
-        say(str(error))
-        return True
-    try:
-        lines = watch.StateLines(say)
+    goal = _Goal(wanted, _condition(wanted), seconds)
+    is_one = len(set(names)) == 1
+    going, wrong = several.of_each(names, lambda name: _Waiting(cluster, name, goal, say, is_named=not is_one))
+    came_true = True
+    while going:
+        looked, more = several.of_each(going, lambda one: (one, one.look()))
+        wrong += more
+        came_true = came_true and not any(answer is False for _, answer in looked)
+        going = [one for one, answer in looked if answer is None]
+    several.refuse(wrong)
+    return came_true
 
-        def over(job: jobs.Stored) -> bool:
-            lines.see(job)
-            return true(job) or (true is not _never and watch.ended(job))
 
-        done = Watch(cluster, stored, say).until(over, wanted, seconds)
-    except jobs.JobGoneError:
-        if true is _never:
+class _Goal:
+    """What jobs are waited for, all together for so many seconds."""
+
+    def __init__(self, wanted: str, true: Callable[[jobs.Stored], bool], seconds: float | None) -> None:
+        self.wanted, self.true, self.seconds = wanted, true, seconds
+        self.is_end = true is not _never
+        """Whether a job that has ended has an answer: it stays what it is, and may be deleted yet."""
+        self.end = None if seconds is None else time.monotonic() + seconds
+
+
+class _Waiting:
+    """A job that is waited for. is_named: what is said of it begins with its name, because there are others."""
+
+    def __init__(self, cluster: Cluster, name: str, goal: _Goal, say: Say, *, is_named: bool) -> None:
+        self._name, self._goal, self._say = name, goal, say
+        begin = f"{name}: "
+        self._lines = watch.StateLines(
+            (lambda text: say(text if text.startswith(begin) else begin + text)) if is_named else say
+        )
+        self._watch: Watch | None = None
+        try:
+            self._watch = Watch(cluster, jobs.find(cluster, name), say)
+        except jobs.NoJobError as error:
+            if goal.is_end:
+                raise
+            say(str(error))
+            return
+        self._states = self._watch.states()
+
+    def look(self) -> bool | None:
+        """Whether it has come true, or no longer can, at a look each second; None: neither yet. Raises TooLateError,
+        ClusterError."""
+        if self._watch is None:
             return True
-        raise
-    if not true(done):
-        say(f"{name} can no longer be {wanted}: it has {done.job.status.state}")
-    return true(done)
+        goal = self._goal
+        try:
+            now = next(self._states)
+        except jobs.JobGoneError:
+            if goal.is_end:
+                raise
+            return True
+        self._lines.see(now)
+        if goal.true(now):
+            return True
+        if goal.is_end and watch.ended(now):
+            self._say(f"{self._name} can no longer be {goal.wanted}: it has {now.job.status.state}")
+            return False
+        if goal.end is not None and time.monotonic() >= goal.end:
+            raise watch.too_late(now, goal.wanted, goal.seconds)
+        return None
 
 
 def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:

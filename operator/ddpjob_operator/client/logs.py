@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 
-from ddpjob_operator.client import jobs, watch
+from ddpjob_operator.client import jobs, read_ahead, several, watch
 from ddpjob_operator.client.connection import Cluster, Raw
 from ddpjob_operator.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
 from ddpjob_operator.job import api, topology
@@ -100,21 +101,38 @@ class ClusterLogs:
         rank = topology.rank_of_place(spec, node) if node < spec.nodes else None
         return f"[{node}] " if rank is None else f"[{node}:{rank}] "
 
-    def read(self, attempt: int, node: int) -> Iterator[bytes]:
-        """What a node has printed up to now."""
-        pods = [pod for pod in self._pods if (jobs.attempt_of(pod), jobs.place_of(pod)) == (attempt, node)]
-        for pod in pods:
-            end = b"\n"
-            try:
-                for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **self._part.params()):
-                    yield piece
-                    end = piece[-1:]
-            except NoAnswerError as error:
-                raise NoAnswerError(_not_shown(pod, error)) from None
-            yield b"" if end == b"\n" else b"\n"
+    def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
+        """What nodes have printed up to now, one after the other, as (node, piece).
+
+        Raises ClusterError at the end for those whose log could not be read: a node that is lost must not hide what the
+        others tell of it.
+        """
+        of_attempt = [pod for pod in self._pods if jobs.attempt_of(pod) == attempt]
+        pods = {node: [pod for pod in of_attempt if jobs.place_of(pod) == node] for node in nodes}
+        logs = read_ahead.each(self._log_of, list(itertools.chain(*pods.values())))
+        wrong: list[several.Wrong] = []
         failure = self._kept()
-        if not pods and failure and (failure.attempt, failure.node_rank) == (attempt, node):
-            yield self._end_of(failure)
+        for node, own in pods.items():
+            for pieces in itertools.islice(logs, len(own)):
+                try:
+                    for piece in pieces:
+                        yield node, piece
+                except ClusterError as error:  # noqa: PERF203 - the next may be readable
+                    wrong.append(error)
+            if not own and failure and (failure.attempt, failure.node_rank) == (attempt, node):
+                yield node, self._end_of(failure)
+        several.refuse(wrong)
+
+    def _log_of(self, pod: Raw) -> Generator[bytes, None, None]:
+        """The log of a pod as it is now, with the end of its last line."""
+        end = b"\n"
+        try:
+            for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **self._part.params()):
+                yield piece
+                end = piece[-1:]
+        except NoAnswerError as error:
+            raise NoAnswerError(_not_shown(pod, error)) from None
+        yield b"" if end == b"\n" else b"\n"
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
         """What nodes print until the job ends, or the attempt where `later` is false, as (node, lines).

@@ -34,6 +34,15 @@ def stopped(stored: jobs.Stored) -> bool:
     return status.start_time is None and (status.attempt == 0 or (suspended is not None and suspended.status == "True"))
 
 
+def too_late(stored: jobs.Stored, what: str, seconds: float | None) -> TooLateError:
+    """The error of what has not come true of a job within so many seconds, with how the job is."""
+    status = stored.job.status
+    return TooLateError(
+        f"not {what} within {wording.duration(seconds or 0)}: {stored.job.metadata.name} is "
+        f"{status.state or 'not seen by an operator'}{f': {status.message}' if status.message else ''}"
+    )
+
+
 class Watch:
     """Looks at a job at most once a second. An API server that does not answer for a while is waited for."""
 
@@ -81,11 +90,7 @@ class Watch:
             if true(stored):
                 return stored
             if end is not None and time.monotonic() >= end:
-                status = stored.job.status
-                raise TooLateError(
-                    f"not {what} within {wording.duration(seconds or 0)}: {stored.job.metadata.name} is "
-                    f"{status.state or 'not seen by an operator'}{f': {status.message}' if status.message else ''}"
-                )
+                raise too_late(stored, what, seconds)
         raise AssertionError("states never ends")
 
 

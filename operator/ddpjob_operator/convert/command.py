@@ -10,7 +10,7 @@ from typing import Any
 from ddpjob_operator.convert import common, shell
 from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
-from ddpjob_operator.job import bounds, launcher
+from ddpjob_operator.job import bounds, launcher, programs
 from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.job.podspec import TRAINER
 
@@ -40,12 +40,7 @@ _ACCELERATE_IDENTITY = {
 }  # fmt: skip
 _ACCELERATE_KEPT = {"max_restarts", "tee", "log_dir", "role", "monitor_interval", "module", "no_python"}
 # They start the ranks of all nodes from one machine, or are launchers of frameworks whose options are not known here.
-_OTHER_LAUNCHERS = {
-    "colossalai", "composer", "deepspeed", "fabric", "horovodrun", "lightning", "mpiexec", "mpirun", "orterun", "ray",
-    "srun", "tune",
-}  # fmt: skip
-# Options of the programs that start others, whose next word is a name and no program: `conda run -n ray`.
-_NAME_FOLLOWS = {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group", "--package", "-u", "--user"}
+_OTHER_LAUNCHERS = set(programs.FRAMEWORKS) - {"accelerate"}
 _READ = "`ddpjob convert` reads torchrun, ddprun, accelerate launch and python, also behind env, uv run or bash -c"
 _UNSET = (
     "not set in a DDPJob, which has NODE_RANK, NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, and in each rank "
@@ -57,13 +52,13 @@ _NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_"
 
 def is_command(word: str) -> bool:
     """Whether the first word of the arguments begins a command line, and is no file with a job."""
-    known = launcher.WRAPPERS | _OTHER_LAUNCHERS | set(launcher.SHELLS)
-    return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word)) or word.rsplit("/", 1)[-1] in known
+    known = programs.WRAPPERS | _OTHER_LAUNCHERS | set(launcher.SHELLS)
+    return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word)) or programs.name(word) in known
 
 
 def starts_all_ranks(program: str) -> bool:
     """Whether a program starts the ranks of all nodes itself, as mpirun and srun do."""
-    return _name(program) in _OTHER_LAUNCHERS
+    return programs.name(program) in _OTHER_LAUNCHERS
 
 
 def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
@@ -80,7 +75,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
     if launcher.shell_script(inner) is not None:
         inner = _by_job(inner, result)
         script = _of_shell(inner, result)
-    elif _name(inner[0]) == "accelerate":
+    elif programs.name(inner[0]) == "accelerate":
         inner, more = _accelerate(inner, result)
         variables |= more
         script = launcher.script(inner) or inner[-1]
@@ -109,10 +104,6 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return found, words
 
 
-def _name(word: str) -> str:
-    return word.rsplit("/", 1)[-1]
-
-
 def _without_shell(words: list[str]) -> list[str]:
     """The command of `bash -c`, if its script is one command and needs no shell: its options can then be removed."""
     script = launcher.shell_script(words)
@@ -128,26 +119,19 @@ def _without_shell(words: list[str]) -> list[str]:
 
 def _program(words: list[str]) -> int:
     """Where the program stands that starts the ranks, behind those that only start another one. Raises ConvertError."""
-    for i in () if _other_launcher(words) else _where_programs_may_stand(words):
+    for i in () if _other_launcher(words) else programs.places(words):
         is_python = bool(_PROGRAMS.fullmatch(words[i])) or words[i].endswith(".py")
         if is_python or launcher.shell_script(words[i:]) is not None:
             return i
     raise _refusal(words)
 
 
-def _where_programs_may_stand(words: list[str]) -> Iterator[int]:
-    """The first word of a command, and where that one only starts another program all but the names in its options."""
-    for i in range(len(words) if words and _name(words[0]) in launcher.WRAPPERS else len(words[:1])):
-        if words[max(0, i - 1)] not in _NAME_FOLLOWS:
-            yield i
-
-
 def _other_launcher(words: list[str]) -> str:
     """The program of a command that starts the ranks of all nodes; "" where there is none. What follows the program
     that is started is its own: a package to install, a folder, a logger."""
-    for i in _where_programs_may_stand(words):
-        if _name(words[i]) in _OTHER_LAUNCHERS:
-            return words[i]
+    for i in programs.places(words):
+        if programs.name(words[i]) in _OTHER_LAUNCHERS:
+            return "" if programs.launch_options(words[i:]) is None else words[i]
         if _PROGRAMS.fullmatch(words[i]):
             break
     return ""
@@ -163,8 +147,8 @@ def _refusal(words: list[str]) -> ConvertError:
     within = f", and not the shell script {file}: give the command in it that starts the training" if file else ""
     return ConvertError(
         ("command",),
-        f"{_name(other) or 'an empty text'} cannot be converted: {_READ}{within}. A DDPJob runs the same command "
-        "on each node, and it starts the ranks of that node: ddpjob convert -- torchrun --nnodes NODES "
+        f"{programs.name(other) or 'an empty text'} cannot be converted: {_READ}{within}. A DDPJob runs the same "
+        "command on each node, and it starts the ranks of that node: ddpjob convert -- torchrun --nnodes NODES "
         f"--nproc-per-node RANKS {started}",
     )
 
@@ -173,7 +157,7 @@ def _shell_file(words: list[str]) -> str:
     """The script of `bash run.sh` and `./run.sh`; "" for any other command."""
     if launcher.shell_script(words) is not None:
         return ""
-    is_shell = _name(words[0]) in launcher.SHELLS
+    is_shell = programs.name(words[0]) in launcher.SHELLS
     first = next((word for word in words[is_shell:] if not word.startswith("-")), "")
     return first if is_shell or first.endswith((".sh", ".bash")) else ""
 
@@ -210,7 +194,8 @@ def _of_shell(words: list[str], result: Converted) -> str:
 
 
 def _torchrun(words: list[str], result: Converted) -> list[str]:
-    begin = launcher.options_begin(words)
+    # A launcher that is asked for its help has no script either.
+    begin = launcher.options_begin(words) or (1 if programs.name(words[0]) in launcher.LAUNCHERS else None)
     if begin is None:
         result.set("nodes", 1, "no launcher says how many")
         return words

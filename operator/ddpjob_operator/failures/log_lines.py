@@ -31,8 +31,9 @@ _REPORT_ENDS = re.compile(
 )
 _LAUNCHERS_OWN = re.compile(
     r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed|ddprun: "
-    r"|\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:)"
+    r"|\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:|srun: error: |slurmstepd: error: )"
 )
+BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
 # What libraries print at the end of any program: torch's C++ of a group that was not destroyed, wandb of its files,
 # hydra of how to see more, Python's warnings with the line of code below each.
 _SUMMARY = re.compile(
@@ -76,6 +77,11 @@ def _refused(lines: list[str]) -> str:
 def report_begins(lines: Sequence[str]) -> int | None:
     """The first line of torchrun's report that a rank has failed; None where there is none."""
     return next((i for i, line in enumerate(lines) if _REPORT.match(line)), None)
+
+
+def is_of_no_rank(line: str) -> bool:
+    """Whether it is a launcher's line, or what libraries print at the end of any program."""
+    return any(pattern.match(line) for pattern in (_LAUNCHERS_OWN, _SUMMARY, BORDER))
 
 
 def _own_lines(log: str, rank: int | None = None) -> list[str]:

@@ -15,7 +15,7 @@ import msgspec
 
 from ddpjob.core import failures, rules
 from ddpjob.core.failures import LAST_ERROR, Failure, goes_on, shorter, where_of, with_last_error, with_next
-from ddpjob_operator.failures.log_lines import LINE_MAX, PREFIX
+from ddpjob_operator.failures.log_lines import BORDER, LINE_MAX, PREFIX, is_of_no_rank
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.reports import Agent
@@ -57,7 +57,6 @@ _TORCHRUN_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d{
 _SECTION = re.compile(r"^(?:Failures|Other Failures|Root Cause[^:]{0,60}):\s*$")
 _ENTRY = re.compile(r"^\[\d+\]:\s*$")
 _FIELD = re.compile(r"^  (rank|exitcode|traceback|msg|time|host|error_file)\s{0,9}:(?: (.*))?$")
-_BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
 
 
 class ContainerReport(NamedTuple):
@@ -140,7 +139,7 @@ def table(log: str) -> list[Failure]:
         if _SECTION.match(line):
             root, field = line.startswith("Root"), ""
             rows = [] if line.startswith("Failures") else rows
-        elif _ENTRY.match(line) or _BORDER.match(line):
+        elif _ENTRY.match(line) or BORDER.match(line):
             rows.append((root, {}))
             field = ""
         elif rows and (match := _FIELD.match(line[:LINE_MAX])):
@@ -173,7 +172,7 @@ class _Stream:
         line = _GUTTER.sub("", line)
         if not line.strip():
             return
-        goes_on_here, self.goes_on = self.goes_on, False
+        goes_on_here, self.goes_on = self.goes_on and not is_of_no_rank(line), False
         if "Traceback (most recent call last):" in line:
             self.inside, self.where = True, ""
         elif _CHAINED.match(line):
@@ -312,7 +311,7 @@ def _last_match(pattern: re.Pattern[str], exceptions: list[Failure]) -> re.Match
 def _cut_table(log: str) -> str:
     """The end of a traceback in a table whose head is cut off: a deep one is longer than what the kubelet keeps."""
     lines = log.rstrip().splitlines()
-    if not lines or not _BORDER.match(lines[-1]):
+    if not lines or not BORDER.match(lines[-1]):
         return ""
     return "\n".join(line.removeprefix("  ") for line in lines[1:-1] if line.startswith("  "))
 

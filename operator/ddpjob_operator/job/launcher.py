@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import dropwhile, pairwise
 from typing import Any
 
-from ddpjob_operator.job import api, bounds
+from ddpjob_operator.job import api, bounds, programs
 from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
@@ -35,11 +35,6 @@ _SHORT = {"m": "module", "r": "redirects", "t": "tee"}
 LAUNCHERS = ("torchrun", "ddprun")
 LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
-# Programs that start what follows them, and change nothing about it.
-WRAPPERS = set(
-    "conda coverage dumb-init env exec gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys numactl pdm "
-    "pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini uv viztracer xvfb-run".split()
-)
 SHELLS = ("sh", "bash", "dash", "zsh", "ash")
 _SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "command", "nohup"}
 # A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
@@ -56,6 +51,10 @@ _OF_ONE_NODE = re.compile(
     r"(?:^|[;&|(\n]\s*|\b(?:exec|env|run)\s+)(?:\S*/)?(deepspeed|horovodrun|mpiexec|mpirun|orterun)\s"
 )
 _OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-(?:H|f)\b")
+# Open MPI's OMPI_MCA_orte_default_hostfile and PRTE_MCA_prte_default_hostfile, Intel MPI's I_MPI_HYDRA_HOST_FILE.
+_HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
+# Where DeepSpeed looks for its hostfile without an option.
+_HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
 NEEDS_TORCHRUN = (
     "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
     "minNodes."
@@ -118,12 +117,16 @@ def _found(command: tuple[str, ...]) -> Launcher | None:
 
 
 def options_begin(words: list[str]) -> int | None:
-    """The index of the first word after the launcher's name; None where there is no launcher."""
+    """The index of the first word after the launcher's name; None where there is no launcher, or it is only asked for
+    its help or its version."""
     for i, (word, following) in enumerate(pairwise([*words, ""])):
-        if word.rsplit("/", 1)[-1] in LAUNCHERS or LAUNCHER_FILE.search(word):
-            return i + 1
-        if word == "-m" and (following in MODULES or following == "ddpjob.agent"):
-            return i + 2
+        begin = 0
+        if programs.name(word) in LAUNCHERS or LAUNCHER_FILE.search(word):
+            begin = i + 1
+        elif word == "-m" and (following in MODULES or following == "ddpjob.agent"):
+            begin = i + 2
+        if begin and not programs.tells_of_itself(words[begin:]):
+            return begin
     return None
 
 
@@ -195,12 +198,19 @@ def _alone(spec: api.Spec) -> list[str]:
     words = command_of(spec.template)
     text = shell_script(words) or " ".join(words)
     found = _OF_ONE_NODE.search(text)
-    if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
+    if spec.nodes == 1 or found is None or _OTHER_NODES.search(text) or _has_hostfile(found[1], spec.template):
         return []
     return [
         f"{found[1]} starts ranks on its own node, so each of the {spec.nodes} nodes trains alone; start the script "
         "with torchrun"
     ]
+
+
+def _has_hostfile(program: str, template: dict[str, Any]) -> bool:
+    """Whether the template tells a launcher of the nodes outside its command."""
+    names = (str(entry.get("name")) for entry in mappings(trainer_container(template) or {}, "env"))
+    mounted = _HOSTFILE_MOUNTS.get(program, set()).intersection(mounts(template))
+    return bool(mounted) or any(map(_HOSTFILE_VARIABLE.search, names))
 
 
 def by_nodes(script: str) -> str:

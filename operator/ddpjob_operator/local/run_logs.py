@@ -45,10 +45,11 @@ class LocalLogs:
         follow = self.run.facts.nproc_per_node == 1 and self.run.facts.ranks_follow_nodes
         return f"[{node}:{node}] " if follow else f"[{node}] "
 
-    def read(self, attempt: int, node: int) -> Iterator[bytes]:
-        """What a node has printed up to now, in pieces of any size."""
-        for path in self.run.logs(attempt, node):
-            yield from runs.chunks(path)
+    def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
+        """What nodes have printed up to now, one after the other, in pieces of any size."""
+        for node in nodes:
+            for path in self.run.logs(attempt, node):
+                yield from ((node, piece) for piece in runs.chunks(path))
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
         """What nodes print, from the beginning of an attempt until the run ends: (node, piece). nodes: None is all.

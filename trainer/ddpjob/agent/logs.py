@@ -104,6 +104,11 @@ class Folder:
         self.tails = []
         return not left
 
+    @property
+    def rest(self) -> str:
+        """Where the end of the output is that the console has not taken."""
+        return f"only in {self.path}" if self._kept or self.has_unseen else f"lost, because --log-dir is {os.devnull}"
+
     def remove(self) -> None:
         if not self._kept and not self.has_unseen:
             import shutil

@@ -262,7 +262,7 @@ class LocalRanks:
         serves = set() if server is None or server.refused else {server.pid, *server.spares}
         self._end_tree(serves | self.helpers)
         if not self._folder.copy_last() and takes(STDERR):
-            say(f"the console is too slow: the end of what the ranks have printed is only in {self._folder.path}")
+            say(f"the console is too slow: the end of what the ranks have printed is {self._folder.rest}")
         if self._life is not None:
             self._add_termination_message()
         self._blame_for_ports()
