@@ -64,6 +64,30 @@ def test_all_ranks_start_together_and_the_job_ends_when_all_have(launcher: Launc
     assert len({port for _, port, _ in life}) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--preload=json", "trian.py"], "no file trian.py in "),
+        (["--no-preload", "trian.py"], "no file trian.py in "),
+        (["--no-preload", "-m", "trian"], "no module trian in "),
+    ],
+)
+def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_until_no_restart_is_left(
+    launcher: Launcher, words: list[str], said: str
+) -> None:
+    """A typo cost all restarts with their back-off: Python says it to the console alone, and `ended with exit code 2`
+    may be anything."""
+    launcher.script("print('imported')")
+    agents = launcher.nodes(2, "--max-restarts", 3, *words)
+    done = [finish(agent) for agent in agents]
+    assert sorted(d.returncode for d in done)[0] in (1, 2)
+    told = [told for node in range(2) if (told := (message(launcher, node) or {}).get("exception", ""))]
+    assert told
+    assert all(said in text and text.startswith("ddprun: there is no ") for text in told)
+    # Ranks of one node may be stopped before Python has looked for the script: then a second try tells.
+    assert done[0].stderr.count("restart ") <= 1, done[0].stderr
+
+
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
 @pytest.mark.parametrize("guilty", [0, 3])
 def test_a_rank_that_is_killed_on_any_node_starts_all_again_on_a_new_port(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpjob.agent import environment, processes
+from ddpjob.agent import environment, missing_script, processes
 from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
 from ddpjob.agent.heartbeats import Heartbeats
@@ -326,6 +326,8 @@ class LocalRanks:
             exception, symptom = KILLED_BY_KERNEL, False
         elif self._found_no_reader(local_rank, code, exception):
             exception, symptom = OUTPUT_UNREAD, False
+        elif not exception and self._life is not None and not self._life.preflight:
+            exception = missing_script.explains(code, self._options, self._environ)
         return Failure(
             self.rank(local_rank),
             exit_code=as_exit_code(code),
