@@ -42,8 +42,10 @@ def replacing(view: View, status: api.Status) -> Decision | None:
 
 
 def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
-    """The places whose pods are lost while agents elsewhere wait for new ones; none where all have to start again."""
-    if not launcher.restarts_in_place(view.spec) or first.reason in _OF_ALL_PODS or status.completed_nodes:
+    """The places whose pods are lost while agents elsewhere wait for new ones; none where all have to start again, or
+    are to be suspended once the failure is settled."""
+    all_stop = view.spec.suspend or first.reason in _OF_ALL_PODS or status.completed_nodes != ""
+    if all_stop or not launcher.restarts_in_place(view.spec):
         return []
     waiting = {p.place for p in view.active if p.deletion_requested_at is None}
     known = set(view.pods) | ranges.parse(status.started_nodes)
