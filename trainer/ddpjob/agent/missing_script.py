@@ -15,13 +15,16 @@ _EXIT_CODES = {"script": 2, "module": 1}
 
 def missing(options: Options, environ: Mapping[str, str]) -> str:
     """What is not there, in a sentence; empty: nothing is known to be missing."""
-    if options.kind == "module":
-        return _missing_module(options.script, environ)
-    return _missing_script(options.script) if options.kind == "script" else ""
+    try:
+        if options.kind == "module":
+            return _missing_module(options.script, environ)
+        return _missing_script(options.script) if options.kind == "script" else ""
+    except OSError:  # a folder that may not be read, or is gone: Python will say it
+        return ""
 
 
 def told(sentence: str) -> str:
-    """As an operator and the agents of other nodes read it (core/rules.py CANNOT_EVER_START)."""
+    """As the exception of a failure, by which operator and agents know it (core/failures.py NO_PROGRAM)."""
     return f"ddprun: {sentence}"[:EXCEPTION_MAX]
 
 

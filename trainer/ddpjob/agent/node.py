@@ -265,6 +265,14 @@ class LocalRanks:
         self._end_tree(set())
         self._pids.clear()
 
+    @property
+    def lacks_program(self) -> bool:
+        """Whether the script is not there; of interest only before ranks have ever begun."""
+        life = self._life
+        if life is None or life.preflight or life.generation > 0:
+            return False
+        return missing_script.missing(self._options, self._environ) != ""
+
     def termination_message(self) -> Failure | None:
         """What the library has written for this node's ranks. A script may write into its file too, and anything."""
         written = None if self._life is None else _document(self._folder.termination(self._life.name))
