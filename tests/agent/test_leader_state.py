@@ -274,6 +274,38 @@ def test_a_program_that_no_node_has_is_not_tried_again() -> None:
     assert (order.code, order.failure.failure_class) == (127, "permanent")
 
 
+NO_SCRIPT = "ddprun: there is no file train.py in /data"
+
+
+def test_a_script_that_one_node_does_not_have_is_looked_for_on_another() -> None:
+    """The job failed for good at the second try, where one node of many had not mounted the volume."""
+    found = running(2, has_operator=True)
+    found.failed(0, [failure(code=2, exception=NO_SCRIPT)], T0)
+    stop(found, [failure(code=2, exception=NO_SCRIPT)])
+    (order,) = taken(found)
+    assert (order.code, order.failure.failure_class) == (2, "infrastructure")
+    assert order.why.endswith("infrastructure: another node may have it")
+
+
+def test_a_script_that_no_node_has_is_not_tried_again_also_where_ranks_were_stopped_before_they_looked_for_it() -> None:
+    found = running(2, has_operator=True)
+    found.failed(0, [failure(code=2, exception=NO_SCRIPT)], T0)
+    taken(found)
+    found.stopped(0, [failure(code=2, exception=NO_SCRIPT)], T0)
+    found.stopped(1, [], T0, lacks_program=True)
+    (order,) = taken(found)
+    assert (order.code, order.failure.failure_class) == (2, "permanent")
+
+
+def test_a_script_that_was_removed_since_the_ranks_began_explains_no_other_failure() -> None:
+    found = running(2, has_operator=True)
+    found.failed(0, [failure(code=1, exception="OSError: no space left")], T0)
+    taken(found)
+    found.stopped(0, [failure(code=1, exception="OSError: no space left")], T0, lacks_program=True)
+    found.stopped(1, [], T0, lacks_program=True)
+    assert isinstance(taken(found)[0], Start)
+
+
 def test_a_lost_node_stops_the_others_which_wait_for_it() -> None:
     found = running(3)
     found.lost(2, T0)

@@ -18,6 +18,7 @@ from shell import eventually, hears
 
 from ddpjob.agent.wire import Link, job_key
 
+LEFT = '{"application": 3, "infrastructure": 99, "stall": 10}'  # there is an operator
 # Writes down each start; a rank that is to fail waits until all of its generation are there.
 TRAIN = """
 import os, signal, sys, time
@@ -62,6 +63,29 @@ def test_all_ranks_start_together_and_the_job_ends_when_all_have(launcher: Launc
     (life,) = starts(launcher).values()
     assert [rank for rank, _, _ in life] == list(range(6))
     assert len({port for _, port, _ in life}) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--preload=json", "trian.py"], "no file trian.py in "),
+        (["--no-preload", "trian.py"], "no file trian.py in "),
+        (["--no-preload", "-m", "trian"], "no module trian in "),
+    ],
+)
+def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
+    launcher: Launcher, words: list[str], said: str
+) -> None:
+    """A typo cost all restarts with their back-off: Python says it to the console alone, and `ended with exit code 2`
+    may be anything."""
+    launcher.script("print('imported')")
+    done = [finish(agent) for agent in launcher.nodes(2, "--max-restarts", 3, *words, DDPJOB_RESTARTS_LEFT=LEFT)]
+    assert min(d.returncode for d in done) in (1, 2)
+    told = [told for node in range(2) if (told := (message(launcher, node) or {}).get("exception", ""))]
+    assert told
+    assert all(said in text and text.startswith("ddprun: there is no ") for text in told)
+    assert done[0].stderr.count("restart ") == 0, done[0].stderr
+    assert "; permanent: " in done[0].stderr
 
 
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])

@@ -212,6 +212,13 @@ def test_the_deadline_also_ends_a_job_that_restarts() -> None:
     assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
 
 
+def test_no_deadline_ends_a_job_that_is_to_be_suspended_once_its_failure_is_settled() -> None:
+    """As of a suspended batch/v1 Job: its pods took a minute to stop for the failure, and it was Failed for good."""
+    world = digits(activeDeadlineSeconds=60).running().exits(1, code=1).settle().change(suspend=True).settle()
+    world.after(60).settle().stops_all().settle()
+    assert (world.status.state, world.status.restarts and world.status.restarts.application) == ("Suspended", 1)
+
+
 # ---------------------------------------------------------------- budgets
 
 

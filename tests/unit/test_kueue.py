@@ -569,6 +569,15 @@ def test_a_failure_that_came_before_an_eviction_leaves_a_restart_less_and_the_jo
     assert world.status.restarts.application == 1
 
 
+def test_an_eviction_stops_the_nodes_that_wait_for_a_pod_which_takes_long_to_end() -> None:
+    """Under ddprun they waited for a replacement that was not to come, and kept what the queue had promised others."""
+    world = admitted(container={"command": ["ddprun", "train.py"]}).deleted_first(1).settle()
+    world.admits("evicted", "preempted by resnet", holds_quota=True).settle()
+    assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
+    world.stops_all().settle()
+    assert (world.status.reason, world.told[-1]) == ("WaitingForAdmission", "quota returned")
+
+
 def test_an_admission_that_is_withdrawn_during_the_start_gives_everything_back() -> None:
     world = queued().settle().admits().settle()
     assert len(world.names()) == 2

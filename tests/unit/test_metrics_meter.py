@@ -203,6 +203,17 @@ def test_a_job_that_another_release_has_trained_is_counted_from_when_it_is_taken
     assert scraped(meter, moment(taken, seconds=90))[PRODUCTIVE] == 30
 
 
+def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_count() -> None:
+    """The namespace was another release's for a week: the fleet seemed to have trained for two."""
+    meter = Meter()
+    scraped(meter, moment(TRAINS))
+    assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == 30
+    scraped(meter, moment(seconds=60, away=[TRAINS.uid], others=[TRAINS.uid]))
+    scraped(meter, moment(seconds=500, away=[TRAINS.uid]))  # it has gone, and our claim does not hold yet
+    assert scraped(meter, moment(TRAINS, seconds=530))[PRODUCTIVE] == 30
+    assert scraped(meter, moment(TRAINS, seconds=560))[PRODUCTIVE] == 60
+
+
 def test_all_that_a_new_job_spends_is_counted() -> None:
     """Its first minute would be missing, and of a short job everything."""
     meter = Meter()
@@ -318,6 +329,9 @@ def test_the_jobs_of_a_claim_that_has_lapsed_are_known_to_be_there(monkeypatch: 
         monkeypatch.setattr(town.operator, "_may_act", lambda _namespace: False)
         later = read(town.operator.snapshot())
         assert (later.jobs, later.away, shown.away) == ([], [job.uid for job in shown.jobs], [])
+        assert later.others == []
+        monkeypatch.setattr(town.operator, "_another_acts", lambda _namespace: True)
+        assert read(town.operator.snapshot()).others == later.away
 
     play(story)
 

@@ -551,3 +551,13 @@ def test_a_pod_that_was_killed_for_its_memory_on_a_node_whose_clock_is_behind_wa
     assert variables(world)["DDPJOB_OUT_OF_MEMORY"] == "1"
     world.change(suspend=True).restarted().after(60).change(suspend=False).settle()
     assert "DDPJOB_OUT_OF_MEMORY" not in variables(world)
+
+
+def test_a_suspension_stops_the_nodes_that_wait_for_a_pod_which_takes_long_to_end() -> None:
+    """A drained pod may save for an hour: the others held their GPUs as long, for a replacement that nobody wanted."""
+    world = trained().deleted_first(2).settle().change(suspend=True).settle()
+    assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
+    world.stops_all().settle()
+    assert world.status.state == "Suspended"
+    assert world.status.restarts is not None
+    assert world.status.restarts.infrastructure == 1

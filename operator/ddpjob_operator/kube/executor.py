@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -41,9 +41,12 @@ from ddpjob_operator.pods import build, naming
 # Strict: a typo in the template is an error that the user sees, and is not dropped.
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
 STATUS = {"fieldManager": "ddpjob-operator"}
-# A reconcile begins no further create or delete after this time, and the next one goes on, so that a job of a thousand
-# pods in a namespace with a slow webhook obeys a suspend, an edit or its deletion in time.
+# A reconcile begins no further create or delete, and looks for no further pod, after this time, and the next one goes
+# on, so that a job of a thousand pods in a namespace with a slow webhook obeys a suspend, an edit or its deletion in
+# time.
 RECONCILE_SECONDS = 5.0
+# Once so many pods of a job are gone the others are not looked for: mostly all of them are.
+GONE_MAX = 8
 # After this time it makes way for other jobs of the namespace that wait until they may make their further pods.
 GOING_ON_SECONDS = 1.0
 
@@ -102,6 +105,23 @@ class Executor:
             if isinstance(action, DeleteJob):
                 await self._delete_job(job, action)
         return created if all_deleted else "out of time"
+
+    async def take_back(self, job: api.DDPJob, names: Set[str], state: JobState) -> bool:
+        """Look for pods that no list shows, and give those that are there the job's label back; False: the time of a
+        reconcile was over before all were looked for. `state` has those that are gone."""
+        back, gone = set[str](), set[str]()
+
+        async def look_for(name: str) -> None:
+            if await self.lookup.take_back(job.metadata, name):
+                back.add(name)
+                state.deleted_pods.pop(name, None)
+            else:
+                gone.add(name)
+
+        looks = [partial(look_for, name) for name in sorted(names)]
+        done = await self._in_turn(self.deletes, job, looks, lambda: len(gone) >= GONE_MAX)
+        state.confirmed_gone |= names - back if done else gone
+        return done
 
     def send_event(self, job: api.Metadata, event: Event) -> None:
         """An event that is no part of a plan."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,6 @@ from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.pods import naming
-
-GONE_MAX = 8
 
 
 @dataclass
@@ -128,35 +126,27 @@ class Lookup:
         self.caches.pods.put(raw)
         return True
 
-    async def take_back(self, job: api.Metadata, names: Set[str]) -> set[str]:
-        """Which of these pods, which no list shows, are the job's and there: they have lost its label, and get it back.
+    async def take_back(self, job: api.Metadata, name: str) -> bool:
+        """Whether a pod that no list shows is the job's and there: it has lost its label, and gets it back.
 
-        Somebody has taken them aside, and to a watch they are gone; their processes train on, and the next attempt
-        would write into the same checkpoint. Once a few are gone the others are not looked for: mostly all of them are.
+        Somebody has taken it aside, and to a watch it is gone; its processes train on, and the next attempt would write
+        into the same checkpoint.
         """
-        back, gone = set[str](), 0
-        for name in sorted(names):
-            if gone == GONE_MAX:
-                break
-            raw = await self._find("Pod", job.namespace, name)
-            if raw is None or observe.controller(raw).get("uid") != job.uid or raw["metadata"].get("deletionTimestamp"):
-                gone += 1
-                continue
-            labels = {naming.LABEL_JOB: job.name}
-            body = {"metadata": {"uid": raw["metadata"]["uid"], "labels": labels}}
-            try:
-                raw = await self.client.patch(f"{collection('pods', job.namespace)}/{name}", body)
-            except ApiError as error:
-                if not error.refuses_patch:
-                    raise
-                gone += 1
-                continue
-            about = decisions.of_pod(job, 0, name)
-            text = "%s: the pod %s had lost the job's label; it has it again"
-            self.runtime.log.warning(text, about.job, name, extra=about.fields())
-            self.caches.pods.put_again(raw)
-            back.add(name)
-        return back
+        raw = await self._find("Pod", job.namespace, name)
+        if raw is None or observe.controller(raw).get("uid") != job.uid or raw["metadata"].get("deletionTimestamp"):
+            return False
+        body = {"metadata": {"uid": raw["metadata"]["uid"], "labels": {naming.LABEL_JOB: job.name}}}
+        try:
+            raw = await self.client.patch(f"{collection('pods', job.namespace)}/{name}", body)
+        except ApiError as error:
+            if not error.refuses_patch:
+                raise
+            return False
+        about = decisions.of_pod(job, 0, name)
+        text = "%s: the pod %s had lost the job's label; it has it again"
+        self.runtime.log.warning(text, about.job, name, extra=about.fields())
+        self.caches.pods.put_again(raw)
+        return True
 
     async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
         """Whether there is an object of this name and the job owns it; where somebody else does, `state` keeps the

@@ -274,7 +274,7 @@ class Operator:
     def snapshot(self) -> Snapshot:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
         there = [(self._may_act(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
-        jobs = [raw for acts, raw in there if acts]
+        jobs, away = [raw for acts, raw in there if acts], [raw["metadata"] for acts, raw in there if not acts]
         caches = self.caches
         copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods}
         copies |= {"services": caches.services, "nodes": caches.nodes}
@@ -289,7 +289,8 @@ class Operator:
             queues=[measuring.now_in(queue, name) for queue, name in queues],
             cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
-            away=[raw["metadata"]["uid"] for acts, raw in there if not acts],
+            away=[job["uid"] for job in away],
+            others=[job["uid"] for job in away if self._another_acts(job.get("namespace", ""))],
         )
         return Snapshot(moment, jobs if self.leads else None)
 
@@ -355,8 +356,8 @@ class Operator:
 
     def _ready_in(self, key: Key) -> float | None:
         """Seconds until the job may be reconciled, 0: now; None: another release has it until claims change."""
-        if self._claims is not None and not self._may_act(key[0]):
-            return None if self._claims.another_acts(key[0]) else LAPSED_SECONDS
+        if not self._may_act(key[0]):
+            return None if self._another_acts(key[0]) else LAPSED_SECONDS
         # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
         lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
         return 0.0 if all(lists) and not self._waits_for_gang(key) else UNSYNCED_SECONDS
@@ -373,6 +374,9 @@ class Operator:
 
     def _may_act(self, namespace: str) -> bool:
         return self._claims is None or self._claims.hold(namespace)
+
+    def _another_acts(self, namespace: str) -> bool:
+        return self._claims is not None and self._claims.another_acts(namespace)
 
     def _claims_changed(self) -> None:
         # What was reported until then would look like a stall once this release has the job again.

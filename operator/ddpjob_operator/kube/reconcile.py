@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import msgspec
 
@@ -71,26 +71,35 @@ class Reconciler:
         ends = self.runtime.clock() + RECONCILE_SECONDS
         for _ in range(ROUNDS_MAX):
             try:
-                if (readable := await self._readable(key)) is None:
-                    return None
-                job, problems = readable
-                state = self.states.of(key, job.metadata.uid)
-                seen = await self._observe(key, job, state)
-                todo = plan(job, seen, self.runtime.now(), problems=problems, settings=self.settings)
-                if todo.status is None and not todo.actions:
-                    return self._requeue_in(todo, state)
-                if await self._has_read_job(key, todo, state) or await self._has_listed_pods(key, job, todo, state):
-                    continue
-                if (wait := self._wait_for_turn(key, job, todo)) > 0:
-                    return min(wait, self._requeue_in(todo, state) or wait)
-                again_in = await self._execute(job, todo, state, ends)
-                if again_in is not None or _is_only_progress(job.status, todo):
-                    return self._requeue_in(todo, state) if again_in is None else again_in
+                again_in = await self._round(key, ends)
             except ConflictError:
                 continue
             except ApiError as error:
                 raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
+            if again_in != "another round":
+                return again_in
         return 1.0
+
+    async def _round(self, key: Key, ends: float) -> float | Literal["another round"] | None:
+        """The seconds until the next reconcile, None: nothing is to come; or another round comes at once."""
+        if (readable := await self._readable(key)) is None:
+            return None
+        job, problems = readable
+        state = self.states.of(key, job.metadata.uid)
+        if not await self._confirm_gone(key, job, state):
+            return 0.0  # the other jobs that are due come first
+        seen = await self._observe(key, job, state)
+        todo = plan(job, seen, self.runtime.now(), problems=problems, settings=self.settings)
+        if todo.status is None and not todo.actions:
+            return self._requeue_in(todo, state)
+        if await self._has_read_job(key, todo, state) or await self._has_listed_pods(key, job, todo, state):
+            return "another round"
+        if (wait := self._wait_for_turn(key, job, todo)) > 0:
+            return min(wait, self._requeue_in(todo, state) or wait)
+        again_in = await self._execute(job, todo, state, ends)
+        if again_in is not None:
+            return again_in
+        return self._requeue_in(todo, state) if _is_only_progress(job.status, todo) else "another round"
 
     async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> float | None:
         """The seconds until the next reconcile; None: another round comes at once."""
@@ -155,7 +164,6 @@ class Reconciler:
         for (kind, name), conflict in list(state.conflicts.items()):
             if conflict.check_at <= now:
                 await self.lookup.is_own(kind, name, job, state)
-        await self._confirm_gone(key, job, state)
         state.undeletable = {uid: until for uid, until in state.undeletable.items() if until > now}
         services = [s for s in self.caches.services.of(key) if s.name == job.metadata.name]
         own = [s for s in services if s.owner_uid == job.metadata.uid]
@@ -190,22 +198,25 @@ class Reconciler:
         held = {name: sum(p.live and bool(p.node) for p in self.caches.pods.of((at, name))) for at, name in others}
         return {name: nodes for name, nodes in held.items() if nodes}
 
-    async def _confirm_gone(self, key: Key, job: api.DDPJob, state: JobState) -> None:
-        """A pod that has run and is missing from our copy fails the job, so the API server is asked first.
+    async def _confirm_gone(self, key: Key, job: api.DDPJob, state: JobState) -> bool:
+        """A pod that has run and is missing from our copy fails the job, so the API server is asked first; False: there
+        was no time to ask for all.
 
         Our copy may be behind the job's status: after a restart of the operator, or while a watch hangs unnoticed.
         """
         status = job.status
         if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
-            return
+            return True
         ran = ranges.parse(status.started_nodes) - ranges.parse(status.completed_nodes)
         names = {naming.present_pod_name(job, status, place) for place in ran}
-        missing = names - {pod.name for pod in self.caches.pods.of(key)} - state.confirmed_gone
-        if missing:
-            await self.lookup.list_pods(key)
-            back = await self.lookup.take_back(job.metadata, missing - {pod.name for pod in self.caches.pods.of(key)})
-            state.deleted_pods = {name: pod for name, pod in state.deleted_pods.items() if name not in back}
-            state.confirmed_gone |= missing - back
+        if not (missing := self._missing(key, names) - state.confirmed_gone):
+            return True
+        await self.lookup.list_pods(key)
+        return await self.executor.take_back(job, self._missing(key, missing), state)
+
+    def _missing(self, key: Key, names: Set[str]) -> Set[str]:
+        """Those of these pods that our copy has not got."""
+        return names - {pod.name for pod in self.caches.pods.of(key)}
 
     async def _has_read_job(self, key: Key, todo: Plan, state: JobState) -> bool:
         """Before a new leader makes pods for a status that it has not written itself, the API server is asked for the

@@ -63,6 +63,8 @@ class Moment(NamedTuple):
     """Whether jobs have series of their own."""
     away: Collection[str] = ()
     """The uids of jobs that are there, and that this operator does not act for at present."""
+    others: Collection[str] = ()
+    """Those of them that another release acts for, as far as is known: it counts them meanwhile."""
 
 
 class Meter:
@@ -75,7 +77,7 @@ class Meter:
         self._spent: dict[str, dict[str, int]] = {}
         """The seconds that were shown of each job at the last scrape, by its uid."""
         self._elsewhere: frozenset[str] = frozenset()
-        """The jobs, by uid, of which nothing was shown yet because this operator has not acted for them."""
+        """The jobs, by uid, that count from when they are shown: others may have counted what they spent before."""
         self._since: dt.datetime | None = None
         """From when on all that jobs spend is counted here; None: it does not lead."""
         for metric in (*names.OF_OPERATOR, *names.OF_ALL_JOBS):
@@ -146,7 +148,7 @@ class Meter:
             return
         self._since = self._since or moment.now
         # Not acting for a job is often a claim that was renewed late: what was counted of it stays counted.
-        shown = {uid: self._spent[uid] for uid in moment.away if uid in self._spent}
+        shown = {uid: self._spent[uid] for uid in {*moment.away} - {*moment.others} if uid in self._spent}
         for job in moment.jobs:
             before = self._spent.get(job.uid)
             if job.status is None:

@@ -63,7 +63,7 @@ def evicted(view: View, status: api.Status) -> Decision | None:
     """A queue has taken its admission back, or its group is gone: all pods stop as for a suspension. Where the API of
     the queue is away nobody knows, and the job goes on."""
     adapter = adapter_of(view, status)
-    if adapter is None or not adapter.admits_first or not status.attempt or _is_away(view, adapter):
+    if adapter is None or not _decides(view, status, adapter):
         return None
     was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
     is_admitted = group is not None and _is_admitted(group)
@@ -74,6 +74,20 @@ def evicted(view: View, status: api.Status) -> Decision | None:
     why = "its group is gone" if group is None else group.admission.why
     stopping = f"; {name_pods(active)} still stopping" if active else ""
     return lifecycle.stop_all(view, status, reasons.EVICTED, f"evicted from its queue: {why}{stopping}")
+
+
+def is_to_stop(view: View, status: api.Status) -> bool:
+    """Whether the job is evicted once its failure is settled, if one is."""
+    adapter = adapter_of(view, status)
+    if adapter is None or not _decides(view, status, adapter):
+        return False
+    group = group_of(view, status)
+    return group is None or not _is_admitted(group)
+
+
+def _decides(view: View, status: api.Status, adapter: Adapter) -> bool:
+    """Whether a queue decides about the pods that are there."""
+    return adapter.admits_first and status.attempt > 0 and not _is_away(view, adapter)
 
 
 def waiting_for_admission(view: View, status: api.Status) -> Decision | None:

@@ -123,8 +123,9 @@ def _begin(view: View, status: api.Status) -> Decision:
 
 
 def past_deadline(view: View, status: api.Status) -> Decision | None:
-    """activeDeadlineSeconds after the (last) start the job fails, whatever it does."""
-    if not is_past(view.active_deadline(status), view.now):
+    """activeDeadlineSeconds after the (last) start the job fails, whatever it does; as a batch/v1 Job, not where it is
+    to be suspended, and only its failure is still being settled."""
+    if view.spec.suspend or not is_past(view.active_deadline(status), view.now):
         return None
     limit = view.spec.active_deadline_seconds
     text = f"not finished within activeDeadlineSeconds: {limit}{STOPPING_ALL}"

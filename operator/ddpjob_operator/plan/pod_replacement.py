@@ -14,7 +14,7 @@ from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, launcher, ranges, reasons, wording
 from ddpjob_operator.job.status import unsettled_failure
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import group_restart
+from ddpjob_operator.plan import gang, group_restart
 from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.settlement import Settled, settle
 from ddpjob_operator.plan.transitions import enter, with_failure, with_new_ranks
@@ -42,8 +42,11 @@ def replacing(view: View, status: api.Status) -> Decision | None:
 
 
 def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[int]:
-    """The places whose pods are lost while agents elsewhere wait for new ones; none where all have to start again."""
-    if not launcher.restarts_in_place(view.spec) or first.reason in _OF_ALL_PODS or status.completed_nodes:
+    """The places whose pods are lost while agents elsewhere wait for new ones; none where all have to start again, or
+    are to stop once the failure is settled."""
+    all_stop = view.spec.suspend or gang.is_to_stop(view, status)
+    all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
+    if all_stop or all_start or not launcher.restarts_in_place(view.spec):
         return []
     waiting = {p.place for p in view.active if p.deletion_requested_at is None}
     known = set(view.pods) | ranges.parse(status.started_nodes)

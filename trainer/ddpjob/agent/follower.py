@@ -70,7 +70,7 @@ class Follower:
 
     def stopped(self, failures: list[Failure], _now: float) -> None:
         node = self._agent.node
-        about = {"ended": node.ended_well, "inMemory": node.step_in_memory}
+        about = {"ended": node.ended_well, "inMemory": node.step_in_memory, "lacksProgram": node.lacks_program}
         self._send({**self._event("stopped"), "failures": _encoded(failures), **about})
 
     def finished(self, _now: float) -> None:

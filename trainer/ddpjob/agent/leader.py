@@ -86,7 +86,8 @@ class Leader:
     def stopped(self, failures: list[Failure], now: float) -> None:
         self._lead.reached(self._agent.node.furthest_step)
         self._step_in_memory = max(self._step_in_memory, self._agent.node.step_in_memory)
-        self._lead.stopped(self._options.place, failures, now, self._agent.node.ended_well)
+        node = self._agent.node
+        self._lead.stopped(self._options.place, failures, now, node.ended_well, lacks_program=node.lacks_program)
 
     def finished(self, now: float) -> None:
         self._lead.finished(self._options.place, now, self._agent.node.ended_well)
@@ -307,7 +308,8 @@ class Leader:
             self._lead.failed(node, failures, now)
         elif event == "stopped":
             self._step_in_memory = max(self._step_in_memory, int(message.get("inMemory", 0)))
-            self._lead.stopped(node, failures, now, self._ended(node, message))
+            lacks = message.get("lacksProgram") is True
+            self._lead.stopped(node, failures, now, self._ended(node, message), lacks_program=lacks)
         elif event == "finished":
             self._lead.finished(node, now, self._ended(node, message))
         elif event == "stood":

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpjob.agent import environment, processes
+from ddpjob.agent import environment, missing_script, processes
 from ddpjob.agent.core import crash
 from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
@@ -274,6 +274,14 @@ class LocalRanks:
         self._end_tree(set())
         self._pids.clear()
 
+    @property
+    def lacks_program(self) -> bool:
+        """Whether the script is not there; of interest only before ranks have ever begun."""
+        life = self._life
+        if life is None or life.preflight or life.generation > 0:
+            return False
+        return missing_script.missing(self._options, self._environ) != ""
+
     def termination_message(self) -> Failure | None:
         """What the library has written for this node's ranks. A script may write into its file too, and anything."""
         written = None if self._life is None else _document(self._folder.termination(self._life.name))
@@ -341,6 +349,8 @@ class LocalRanks:
             exception, symptom = KILLED_BY_KERNEL, False
         elif self._found_no_reader(local_rank, code, exception):
             exception, symptom = OUTPUT_UNREAD, False
+        elif not exception and self._life is not None and not self._life.preflight:
+            exception = missing_script.explains(code, self._options, self._environ)
         return Failure(
             self.rank(local_rank),
             exit_code=as_exit_code(code),

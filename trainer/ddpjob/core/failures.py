@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 RESUMABLE_EXIT_CODE = 75
 CANNOT_RUN = (126, 127)
 """What a shell, and torchrun, end with where the program may not run, or is not there."""
+NO_PROGRAM = "ddprun: there is no "
+"""How an agent begins the exception of a rank whose script or module is not there."""
 EXCEPTION_MAX = 500
 BRIEF_MAX = 300
 WHERE_MAX = 128
@@ -131,6 +133,11 @@ class Failure(NamedTuple):
             return Precedence.SYMPTOM
         silent = not self.exception and self.exit_code in (None, 1, _ABORTED)
         return Precedence.UNKNOWN if silent else Precedence.OWN
+
+    @property
+    def lacks_program(self) -> bool:
+        """Whether what was to run is not there: on its node, or on any."""
+        return self.exit_code in CANNOT_RUN or self.exception.startswith(NO_PROGRAM)
 
     def brief(self) -> Failure:
         """As much of it as a line between agents and a report hold."""

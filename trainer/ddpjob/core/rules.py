@@ -17,7 +17,7 @@ from ddpjob.core import budget
 from ddpjob.core.budget import Attempt, ChargedTo, History, Limits, Stop
 from ddpjob.core.failure_policy import Action, PolicyRule
 from ddpjob.core.failures import CANNOT_RUN as CANNOT_RUN
-from ddpjob.core.failures import KILLED_BY_KERNEL, OUTPUT_UNREAD, Failure
+from ddpjob.core.failures import KILLED_BY_KERNEL, NO_PROGRAM, OUTPUT_UNREAD, Failure
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
@@ -73,7 +73,7 @@ CANNOT_EVER_START = re.compile(
     # The interpreter's own messages: `python nowhere.py`, `python -m nowhere`; runpy raises them as a SystemExit.
     r"|^(?:SystemExit: )?\S*python[\w.]*: (?:can't open file '|can't find '__main__' module in '|No module named )"
     r"|^(?:SystemExit: )?\S*python[\w.]*: Error while finding module specification for '"
-    r"|^ddprun: there is no (?:file|module) "
+    rf"|^{NO_PROGRAM}"
     # runc's and crun's, in the container's log: an image for another architecture, or an entry point that is none.
     r"|^(?:exec \S{1,200}|[\w.: ]{0,60}exec user process caused): exec format error"
 )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ddpjob.agent.core.stall_rules import Position, Standstill, TimeoutQuestion, only_waited
 from ddpjob.core.budget import TRAINED_SECONDS, Attempt, Budget, Grant, History, Limits
 from ddpjob.core.failure_policy import PolicyRule
-from ddpjob.core.failures import BRIEF_MAX, CANNOT_RUN, Failure, Precedence, root_cause
+from ddpjob.core.failures import BRIEF_MAX, Failure, Precedence, root_cause
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.members import Members
 
@@ -191,12 +191,21 @@ class LeaderState:
         elif not all(failure.waited_in or failure.symptom for failure in failures):
             self._ask_no_more()  # it is the cause, and its node reports it again when its ranks are gone
 
-    def stopped(self, node: int, failures: list[Failure], now: float, ended: Ended | None = None) -> None:
-        """No rank of this node runs any more. ended: one that had ended with 0 before it was stopped."""
+    def stopped(
+        self,
+        node: int,
+        failures: list[Failure],
+        now: float,
+        ended: Ended | None = None,
+        *,
+        lacks_program: bool = False,
+    ) -> None:
+        """No rank of this node runs any more. ended: one that had ended with 0 before it was stopped. lacks_program:
+        whether its script is not there, also where no rank has come to look for it."""
         if self.state == "stopping" and node in self._stopping:
             self._stopping.discard(node)
             self._ended += [ended] if ended is not None else []
-            self._unable |= {node} if any(failure.exit_code in CANNOT_RUN for failure in failures) else set()
+            self._unable |= {node} if lacks_program or any(f.lacks_program for f in failures) else set()
             self._note_raised(node, failures)
             self._failures = _merged(self._failures, failures)
             self._ask_no_more(answered=True)
@@ -443,13 +452,13 @@ class LeaderState:
 
         code = failure.exit_code
         found = "infrastructure" if failure.symptom else rules.classify(failure)
-        if found == "permanent" and code in CANNOT_RUN:
+        if failure.lacks_program and found in ("permanent", "application"):
             found = self._class_of_no_start()
         if found == "application" and self._repeats(failure):
             found = "permanent"
         found = rules.of_complaints(found, history, attempt)
         ignored = any(rule.matches(code) for rule in self._policy)
-        is_elsewhere = found == "infrastructure" and code in CANNOT_RUN and not ignored
+        is_elsewhere = found == "infrastructure" and failure.lacks_program and not ignored
         outside = rules.from_outside(failure) or failure.unstarted
         return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
 

@@ -1,0 +1,43 @@
+"""A script or a module that is not there, as an agent tells it of a rank that could not begin."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ddpjob.agent.missing_script import explains, missing
+from ddpjob.agent.options import parse
+from ddpjob.core import rules
+from ddpjob.core.failures import Failure
+
+
+@pytest.mark.parametrize(("line", "code"), [("trian.py", 2), ("-m trian", 1)])
+def test_it_explains_python_s_own_exit_code_and_no_other(line: str, code: int) -> None:
+    options = parse(line.split(), {})
+    told = Failure(0, exit_code=code, exception=explains(code, options, {}))
+    assert told.lacks_program
+    assert rules.cannot_start(told)
+    assert explains(3, options, {}) == ""
+    assert explains(3 - code, options, {}) == ""
+
+
+@pytest.mark.parametrize("line", ["train.py", "-m train", "--no-python train.py", "-m train.inner"])
+def test_what_is_there_or_cannot_be_known_explains_nothing(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    options = parse(line.split(), {})
+    assert [explains(code, options, {}) for code in (1, 2)] == ["", ""]
+
+
+def test_a_folder_that_may_not_be_read_does_not_end_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the script should be no other name can be looked for."""
+
+    def refused(_: str) -> list[str]:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refused)
+    assert missing(parse([str(tmp_path / "trian.py")], {}), {}) == ""
