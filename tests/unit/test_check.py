@@ -1051,6 +1051,7 @@ def test_the_name_of_an_environment_is_no_launcher() -> None:
     found = read("conda run -n ray python train.py -p torchrun".split())
     assert (found.launcher, found.script, found.words) == ("python", "train.py", ("-p", "torchrun"))
     assert read("uv run -n torchrun train.py".split()).launcher == "torchrun"
+    assert read("viztracer -u train.py".split()).script == "train.py"
 
 
 def test_a_script_without_a_launcher_is_found_after_an_installation() -> None:

@@ -15,7 +15,7 @@ _NAME_FOLLOWS = {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group
 # Those of them that have no value: `sudo -n` asks for no password, `uv run -n` uses no cache.
 _FLAGS = {
     "coverage": {"-p"}, "pdm": {"-n"}, "poetry": {"-n"}, "py-spy": {"-n"}, "strace": {"-n"}, "sudo": {"-n"},
-    "time": {"-p"}, "timeout": {"-p"}, "uv": {"-n"},
+    "time": {"-p"}, "timeout": {"-p"}, "uv": {"-n"}, "viztracer": {"-u"},
 }  # fmt: skip
 # Launcher → the words between it and its options.
 FRAMEWORKS: dict[str, tuple[str, ...]] = {
