@@ -326,7 +326,7 @@ def test_a_signal_that_is_not_to_be_handled_ends_the_agent_as_torchrun_and_leave
     launcher: Launcher, number: signal.Signals
 ) -> None:
     """The kernel ended the agent, whose folder in /tmp stayed."""
-    script = launcher.script("import time\nprint('up', flush=True)\ntime.sleep(100)")
+    script = launcher.script("import os, time\nos.write(1, b'up\\n')\ntime.sleep(100)")
     job = launcher.ddprun("--no-preload", "--nproc", 2, script)
     assert job.stdout is not None
     assert job.stdout.readline() == "up\n"
