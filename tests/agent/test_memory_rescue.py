@@ -51,7 +51,8 @@ with ddpjob.init() as world:
         if strikes and step == 8 and rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
     bits = b"".join(tensor.detach().numpy().tobytes() for tensor in model.parameters())
-    print("END", rank, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), flush=True)
+    digest = hashlib.sha256(bits).hexdigest()
+    os.write(1, f"END {rank} {digest} {torch.rand(1).item()}\\n".encode())  # one write: ranks share a pipe
 """
 
 
