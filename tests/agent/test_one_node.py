@@ -329,7 +329,7 @@ def test_a_signal_that_is_not_to_be_handled_ends_the_agent_as_torchrun_and_leave
     assert job.stdout is not None
     assert [job.stdout.readline() for _ in range(2)] == ["up\n"] * 2
     job.send_signal(number)
-    done = finish(job, 10)
+    done = finish(job)
     assert done.returncode == 128 + number
     assert f"ended by {number.name}, which is not among --signals-to-handle" in done.stderr
     assert list((launcher.folder / "tmp").iterdir()) == []

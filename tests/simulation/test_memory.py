@@ -252,7 +252,7 @@ SEEDS: dict[Mutant, int] = {
     copies_that_are_not_made: 60,
     saves_expected_at_the_pace_of_copies: 21,
     a_part_that_is_called_ready_before_it_is: 92,
-    a_copy_that_counts_without_the_other_ranks: 48,
+    a_copy_that_counts_without_the_other_ranks: 286,
     two_slots_for_copies: 1303,
 }
 
