@@ -175,6 +175,23 @@ def test_a_receiver_that_refuses_is_mentioned_once_and_asked_again_later(receive
     assert "401" in said
 
 
+def test_a_line_of_the_library_is_one_write(monkeypatch):
+    """Under `python -u`, as ranks are started, print writes the end of a line by itself: the lines of two ranks that
+    share a pipe ran into each other."""
+
+    class Written(list):
+        """A stderr that keeps each write."""
+
+        write = list.append
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", written := Written())
+    process.log("resumed at step 7")
+    assert written == ["ddpjob: resumed at step 7\n"]
+
+
 @pytest.fixture
 def certificate(tmp_path):
     """Of localhost, with its key in the same file."""
