@@ -160,6 +160,8 @@ def test_the_token_is_read_for_every_post_because_the_kubelet_renews_it(receiver
 def test_a_proxy_of_the_environment_is_not_asked(receiver, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name)
     ddpjob.progress(5)
     assert receiver.next()["step"] == 5
 
