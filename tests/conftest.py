@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 real_gpus.hide()
+# A proxy of the environment does not reach what tests serve on this machine.
+for name in ("NO_PROXY", "no_proxy"):
+    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1", "localhost"]))
 
 # A busy machine, or a first run that has all sources to read, is no fault of what is tested.
 # 60 examples by day, others in each tree; 1,000 at night: --hypothesis-profile=night.

@@ -138,7 +138,7 @@ def test_ctrl_c_twice_ends_ranks_that_ignore_it_and_the_job(launcher: Launcher) 
 def _signals_are_read(pid: int) -> bool:
     """Nothing is pending, and the agent waits in its poll."""
     status = Path(f"/proc/{pid}/status").read_text()
-    return "SigPnd:\t0000000000000000" in status and "State:\tS" in status
+    return "ShdPnd:\t0000000000000000" in status and "State:\tS" in status
 
 
 TELLS_AT_EXIT = """

@@ -72,7 +72,8 @@ with ddpjob.init() as world:
                 break
     snapshot.close()
     bits = b"".join(t.detach().numpy().tobytes() for t in model.module.state_dict().values())
-    print("END", world.rank, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), random.random(), flush=True)
+    said = f"END {world.rank} {hashlib.sha256(bits).hexdigest()} {torch.rand(1).item()} {random.random()}"
+    os.write(1, f"{said}\\n".encode())  # one write: ranks share a pipe
 """
 
 

@@ -113,7 +113,7 @@ with ddpjob.init() as world:
             strike("boundary", step)
     snapshot.close()
     bits = b"".join(value.numpy().tobytes() for value in model.module.state_dict().values())
-    print("END", hashlib.sha256(bits).hexdigest(), flush=True)
+    os.write(1, f"END {hashlib.sha256(bits).hexdigest()}\\n".encode())  # one write: ranks share a pipe
 """
 
 

@@ -60,7 +60,8 @@ with ddpjob.init() as world:
             while True:
                 taken.append(b"x" * (16 << 20))
     bits = b"".join(tensor.detach().numpy().tobytes() for tensor in model.parameters())
-    print("END", rank, hashlib.sha256(bits).hexdigest(), torch.rand(1).item(), flush=True)
+    digest = hashlib.sha256(bits).hexdigest()
+    os.write(1, f"END {rank} {digest} {torch.rand(1).item()}\\n".encode())  # one write: ranks share a pipe
 """
 
 

@@ -14,8 +14,6 @@ from faulty_api import FaultyApi, Seen
 
 from ddpjob_operator.kube.access import RIGHTS
 
-pytestmark = pytest.mark.timeout(240)
-
 PODS = ["digits-1-0", "digits-1-1"]
 # No fault here may cost more requests than this: a loop without a wait makes hundreds in the same time. What looks once
 # a second may do so for as long as a slow machine takes for the test.

@@ -15,8 +15,6 @@ from faulty_api import FaultyApi
 
 from ddpjob_operator.job import api as types
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def test_a_job_runs_to_its_end_and_kubectl_shows_how(namespace: Namespace, operator: Operator) -> None:
     uids = namespace.start()

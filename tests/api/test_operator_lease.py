@@ -24,8 +24,6 @@ from free_port import free_port
 from ddpjob_operator.kube.receive import PATH
 from ddpjob_operator.pods.report_token import AUDIENCE
 
-pytestmark = pytest.mark.timeout(240)
-
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 # What looks at the Lease may take on a busy machine.
 SLACK_SECONDS = 5.0

@@ -16,8 +16,6 @@ from clusters import Namespace, Operator, job, until
 from faulty_api import FaultyApi
 from free_port import free_port
 
-pytestmark = pytest.mark.timeout(240)
-
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 
 

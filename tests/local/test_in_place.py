@@ -16,7 +16,7 @@ COUNTS = """
     import os, pathlib, time
     import ddpjob
     rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-    print("generation", life, "of", os.environ["DDPJOB_REPLACEMENT"])
+    os.write(1, f"generation {life} of {os.environ['DDPJOB_REPLACEMENT']}\\n".encode())  # its agent has the same pipe
     saved = pathlib.Path(f"saved-{rank}")
     first = int(saved.read_text()) if saved.exists() else 0
     for step in range(first + 1, 61):
@@ -25,7 +25,7 @@ COUNTS = """
             saved.with_suffix(".new").write_text(str(step))
             saved.with_suffix(".new").replace(saved)
         ddpjob.progress(step=step, total=60)
-    print("done in generation", life)
+    os.write(1, f"done in generation {life}\\n".encode())
 """
 
 

@@ -33,7 +33,7 @@ assert given in ([], [os.environ["LOCAL_RANK"]]), sys.argv
 assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
 os.write(1, ("PLACE " + " ".join(os.environ[name] for name in names) + "\\n").encode())
 """
-SECONDS_MAX = 170  # a torch process takes seconds to start, and here are six; in a restart once more
+SECONDS_MAX = 250  # a torch process takes seconds to start, and here are six; in a restart once more
 
 LAUNCHERS: dict[str, list[str]] = {
     "torchrun": ["torchrun"],  # and torch.distributed.launch, which is the same with an option more

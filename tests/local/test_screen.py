@@ -56,7 +56,8 @@ class Terminal:
         self.screen = pyte.Screen(columns, 24)
         self._stream = pyte.ByteStream(self.screen)
         env = {**os.environ, "TERM": "xterm-256color", "XDG_STATE_HOME": str(job.parent / "state"), **environment}
-        env.pop("COLUMNS", None)
+        for name in ("COLUMNS", "LINES"):
+            env.pop(name, None)
         argv = ["-m", "ddpjob_operator.cli", "run", str(job)]
         self.raw = b""
         argv, program = (["--norc", "-i"], "bash") if shell else (argv, sys.executable)

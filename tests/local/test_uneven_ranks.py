@@ -10,25 +10,36 @@ from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
-UNEVEN = """
-import time, torch, torch.distributed as dist
+# Rank 0 has ended when the others go on: one that is stopped while it ends is known by its peer's words alone.
+MEETS_RANK_0 = """
+import os, pathlib, time
+pid_file = pathlib.Path("rank-0", os.environ["DDPJOB_ATTEMPT"], os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+pid_file.parent.mkdir(parents=True, exist_ok=True)
+if os.environ["RANK"] == "0":
+    pid_file.with_suffix(".new").write_text(str(os.getpid()))
+    pid_file.with_suffix(".new").replace(pid_file)
+
+def wait_for_the_end_of_rank_0():
+    while not pid_file.exists() or pathlib.Path("/proc", pid_file.read_text()).exists():
+        time.sleep(0.01)
+"""
+UNEVEN = f"""
+{MEETS_RANK_0}
+import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 for step in range(20 if rank == 0 else 30):
     if step == 20:
-        time.sleep(3)  # rank 0 has ended by then: one that is stopped while it ends is known by its peer's words alone
+        wait_for_the_end_of_rank_0()
     dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 """
 # As torch's gloo ends, without torch, whose import is most of what a rank costs here.
-COMPLAINS = """
-import os, pathlib, sys, time
+COMPLAINS = f"""
+{MEETS_RANK_0}
 if os.environ["RANK"] == "0":
-    pathlib.Path("ends").touch()
-    sys.exit(0)
-while not pathlib.Path("ends").exists():  # rank 0 may start later
-    time.sleep(0.01)
-time.sleep(0.5)
+    raise SystemExit(0)
+wait_for_the_end_of_rank_0()
 raise RuntimeError("[/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:29595")
 """
 

@@ -34,7 +34,7 @@ USED = set(re.findall(r"(?:ddpjob|controller|workqueue|rest)_\w+", "".join([RULE
 SECONDS = 30
 """Between two scrapes, as the chart's ServiceMonitor asks."""
 
-pytestmark = needs_prometheus
+pytestmark = [needs_prometheus, pytest.mark.timeout(900)]  # CPU bound: a busy machine needs longer
 
 
 class History:

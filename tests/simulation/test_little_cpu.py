@@ -19,15 +19,18 @@ SHARE, PERIOD_SECONDS = 0.2, 0.1
 
 @contextlib.contextmanager
 def throttled(pid: int) -> Iterator[None]:
-    """As the kernel does it for a container with cpu: 200m: it runs for 20 ms, and stands still for 80."""
-    over = threading.Event()
+    """As the kernel does it for a container with cpu: 200m: when it has had 20 ms, it stands still until the tenth of a
+    second is over. They are of the CPU: of 20 ms by the clock it gets little where much else runs."""
+    over, cpu = threading.Event(), (~pid << 3) | 2  # as clock_getcpuclockid() has it
 
     def run() -> None:
         while not over.is_set():
+            end, least = time.monotonic() + PERIOD_SECONDS, time.clock_gettime(cpu) + PERIOD_SECONDS * SHARE
+            while time.monotonic() < end and time.clock_gettime(cpu) < least:
+                time.sleep(0.001)
             os.kill(pid, signal.SIGSTOP)
-            time.sleep(PERIOD_SECONDS * (1 - SHARE))
+            time.sleep(max(0, end - time.monotonic()))
             os.kill(pid, signal.SIGCONT)
-            time.sleep(PERIOD_SECONDS * SHARE)
 
     thread = threading.Thread(target=run)
     thread.start()

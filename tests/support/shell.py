@@ -34,6 +34,7 @@ class Cli:
         # A home without a kubeconfig: what these tests say of a machine must not depend on a cluster beside it.
         own = {"XDG_STATE_HOME": str(folder / "state"), "HOME": str(folder), "KUBECONFIG": ""}
         self.env = {**os.environ, **own, "DDPTEST_MARK": self.mark}
+        self.env.pop("PYTHONUNBUFFERED", None)  # what a buffer of stdout keeps is tried once more when Python exits
 
     def file(self, script: str, name: str = "job", *, container: dict[str, Any] | None = None, **spec: Any) -> Path:
         """A job file whose trainer runs a Python script."""

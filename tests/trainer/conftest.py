@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -25,7 +26,7 @@ import ddpjob
 from ddpjob.process import replace as new_process_state
 
 progress_file = importlib.import_module("ddpjob.reporting.progress")
-LIMIT_SECONDS = 60.0
+LIMIT_SECONDS = 120.0  # none takes 15 s where nothing else runs
 LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "NODE_RANK", "NNODES", "NPROC_PER_NODE",
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE",
@@ -62,17 +63,18 @@ def outcomes_of(body: Callable[[int], Any], world_size: int, limit_seconds: floa
         process.start()
         theirs.close()
         started.append((process, mine))
-    return [_outcome(process, pipe, limit_seconds) for process, pipe in started]
+    end = time.monotonic() + limit_seconds
+    return [_outcome(process, pipe, end) for process, pipe in started]
 
 
-def _outcome(process: Any, pipe: Any, limit_seconds: float) -> Outcome:
+def _outcome(process: Any, pipe: Any, end: float) -> Outcome:
     value, error = (None, "no answer")
     try:
-        if pipe.poll(limit_seconds):
+        if pipe.poll(max(0.0, end - time.monotonic())):
             value, error = pickle.loads(pipe.recv_bytes())
     except EOFError:
         pass
-    process.join(limit_seconds)
+    process.join(max(1.0, end - time.monotonic()))
     if process.is_alive():
         os.kill(process.pid, signal.SIGKILL)
         process.join()

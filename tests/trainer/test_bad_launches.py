@@ -63,14 +63,19 @@ def test_one_process_needs_no_group(monkeypatch, world_size):
 # ---- numbers that do not fit ---------------------------------------------------------------------------------
 
 
-def test_a_rank_that_expects_more_ranks_than_there_are_says_so_within_its_limit(end_ranks, free_port):
-    def body(rank: int) -> None:
-        become(rank, 2 + rank, free_port)  # rank 1 believes to be one of 3
-        ddpjob.init("gloo", timeout_start_seconds=2)
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2)])
+def test_ranks_that_expect_other_numbers_of_ranks_say_so_within_their_limit(end_ranks, meeting_file, sizes):
+    """Where the one that expects more was there first, the other one took both for all, and they waited for half an
+    hour."""
 
-    outcome = end_ranks(body, 2, 10)[1]  # rank 0 may wait for longer: it has met rank 1
-    assert outcome.exit_code == 1
-    assert "rank 1 of 3 " in outcome.error
+    def body(rank: int) -> None:
+        place = {"init_method": meeting_file, "rank": rank, "world_size": sizes[rank]}
+        ddpjob.init("gloo", **place, timeout_start_seconds=2)
+
+    outcomes = end_ranks(body, 2, LIMIT_SECONDS)
+    assert [outcome.exit_code for outcome in outcomes] == [1, 1]
+    for rank, outcome in enumerate(outcomes):
+        assert f"rank {rank} of {sizes[rank]} did not meet the others" in outcome.error
 
 
 def test_two_processes_of_one_number_both_end_and_say_who_they_are(end_ranks, free_port):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -72,23 +73,31 @@ def test_nobody_works_any_more_when_the_handler_of_a_signal_has_raised() -> None
     class TimeOverError(Exception):
         """What scripts raise."""
 
+    others, told = threading.Event(), threading.Event()
+    own, ended = [], []
+
     def handler(*_: Any) -> None:
+        told.set()
         raise TimeOverError
 
-    ended = []
-
     def work(number: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(0.2)
+        if threading.current_thread() is threading.main_thread():
+            assert others.wait(60)  # else this one would do it all
+            own.append(number)
+        else:
+            others.set()
+            while len(own) < 7:  # from then on it waits for this one
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGALRM)
+            assert told.wait(60)
+            time.sleep(0.2)  # who does not wait for this one looks before
             ended.append(number)
 
     before = signal.signal(signal.SIGALRM, handler)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)  # it waits for the others by then
         with pytest.raises(TimeOverError):
             crew.each(work, range(8), 2)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(ended) == 1, "it came to the end of what it was at, and began nothing else"
     for thread in threading.enumerate():

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import free_port as ports
 import psutil
 import pytest
 import torch
@@ -85,9 +85,7 @@ def train(
 ) -> Run:
     """Run the script as so many ranks."""
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = ports.free_port()
     options = (*options, "--save-model", str(folder / "model.pt"))
     torch.set_num_threads(1)  # a pool of threads would be lost in the fork
     fork = multiprocessing.get_context("fork")

@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import free_port as ports
 import pytest
 import torch
 import torch.distributed as dist
@@ -371,9 +371,7 @@ def test_tcp_works_under_torchrun_where_torch_itself_waits_for_ever(tmp_path, fr
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port}"]
     environ = {"PATH": os.environ["PATH"], "PYTHONPATH": TRAINER, "OMP_NUM_THREADS": "1"}
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        url = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+    url = f"tcp://127.0.0.1:{ports.free_port()}"
     done = subprocess.run(
         [*command, str(script), url], env=environ, capture_output=True, text=True, timeout=120, check=False
     )

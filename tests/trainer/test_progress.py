@@ -160,6 +160,8 @@ def test_the_token_is_read_for_every_post_because_the_kubelet_renews_it(receiver
 def test_a_proxy_of_the_environment_is_not_asked(receiver, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name)
     ddpjob.progress(5)
     assert receiver.next()["step"] == 5
 
@@ -173,6 +175,23 @@ def test_a_receiver_that_refuses_is_mentioned_once_and_asked_again_later(receive
     assert said.count("ddpjob:") == 1
     assert receiver.url in said
     assert "401" in said
+
+
+def test_a_line_of_the_library_is_one_write(monkeypatch):
+    """Under `python -u`, as ranks are started, print writes the end of a line by itself: the lines of two ranks that
+    share a pipe ran into each other."""
+
+    class Written(list):
+        """A stderr that keeps each write."""
+
+        write = list.append
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", written := Written())
+    process.log("resumed at step 7")
+    assert written == ["ddpjob: resumed at step 7\n"]
 
 
 @pytest.fixture

@@ -139,20 +139,24 @@ def test_an_exit_code_inside_the_group_is_told_although_the_hook_never_sees_it(l
 
 def test_under_torchrun_the_worker_that_failed_first_is_told_and_not_the_one_that_lost_it(log, tmp_path, free_port):
     script, gone = tmp_path / "train.py", tmp_path / "gone"
+    # torchrun ends the other worker as soon as it sees the first failure: both are to have told theirs by then.
     script.write_text(
         "import atexit, os, pathlib, sys, time, ddpjob\n"
         f"gone = pathlib.Path({str(gone)!r})\n"
+        "def wait_for_the_other():\n"
+        "    gone.touch()\n"
+        "    until = time.monotonic() + 60\n"
+        "    while not os.path.getsize(os.environ['DDPJOB_TERMINATION_LOG']) and time.monotonic() < until:\n"
+        "        time.sleep(0.01)\n"
         "ddpjob.progress(9)\n"
         "if os.environ['RANK'] == '0':\n"
-        "    atexit.register(gone.touch)\n"
+        "    atexit.register(wait_for_the_other)\n"
         f"    raise RuntimeError({PEER_IS_GONE!r})\n"
         "while not gone.exists():\n"
         "    time.sleep(0.01)\n"
         "raise ValueError('the reason')\n"
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port}"]
-    # torchrun ends the other worker as soon as it sees the first failure; both are to have failed by then.
-    command.append("--monitor-interval=3")
     environ = {**os.environ, "PYTHONPATH": str(Path(ddpjob.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, str(script)], env=environ, capture_output=True, timeout=120, check=False)
     assert done.returncode == 1

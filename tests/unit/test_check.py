@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -794,8 +795,8 @@ def test_a_file_without_torch_has_no_partitioner() -> None:
     assert rules_in("import torch\n" + text) == {"partitioner-unseeded"}
 
 
-@pytest.mark.timeout(20)
 def test_values_that_are_made_from_each_other_a_hundred_times_are_read_at_once() -> None:
+    began = time.process_time()
     mixed = "".join(f"v{i % 7} = v{(i + 1) % 7} + v{(i + 2) % 7} * (v{(i + 3) % 7} - w % v0)\n" for i in range(200))
     use = "dist.init_process_group('nccl', rank=v1)\nif v0 > 3:\n    torch.save(1, v2)\n    m.to(v2 % v3)\n"
     calls = "".join(
@@ -810,6 +811,7 @@ def test_values_that_are_made_from_each_other_a_hundred_times_are_read_at_once()
     check.check(
         "t.py", HEAD + returns + "x, y = g0(1)\nm.to(x)\nfor i in range(y):\n    dist.all_reduce(t)\n", TWO_NODES
     )
+    assert time.process_time() - began < 20
 
 
 # ---------------------------------------------------------------- the command

@@ -145,9 +145,10 @@ def test_many_who_ask_at_once_get_one_answer() -> None:
     """Writing it is the cost: a client in a loop must not take the operator's CPU."""
 
     async def story(server: Exposition, asked: list[int]) -> None:
+        began = time.monotonic()
         answers = await asyncio.gather(*(get(server.port) for _ in range(20)))
         assert {status for status, _, _ in answers} == {200}
-        assert len(asked) <= 2
+        assert len(asked) <= 2 + (time.monotonic() - began) / exposition.SAME_ANSWER_SECONDS
 
     served(story, count=50)
 

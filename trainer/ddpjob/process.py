@@ -229,6 +229,7 @@ def latest_step() -> int:
 
 
 def log(text: str) -> None:
-    """A line on stderr. Never raises, because a closed stderr must not end a training."""
+    """A line on stderr, in one write: ranks share it. Never raises: a closed stderr must not end a training."""
     with contextlib.suppress(Exception):
-        print(f"ddpjob: {text}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"ddpjob: {text}\n")
+        sys.stderr.flush()

@@ -60,6 +60,9 @@ class PlainScreen:
             # Python flushes stdout once more when it exits; that would end in a second message about the same pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise OutputClosedError from None
+        except OSError:
+            _forget_unwritten()
+            raise
 
     def event(self, event: Event) -> None:
         """Show a change of state, except for steps that take no time locally."""
@@ -191,6 +194,17 @@ def _whoever_reads() -> Iterator[None]:
         yield
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python flushes it once more at exit
+
+
+def _forget_unwritten() -> None:
+    """What a full disk has not taken stays in stdout's buffer: Python tries it once more when it exits, and ends with
+    120."""
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    sys.stdout.flush()
+    os.dup2(kept, 1)
+    os.close(kept)
+    os.close(nowhere)
 
 
 def screen(job: api.DDPJob, plain: bool, group: int | None = None) -> PlainScreen:

@@ -451,9 +451,10 @@ def _wait_for_all(store: Store, place: RankInfo, timeout: timedelta) -> None:
     if store.add(f"rank {place.rank}", 1) > 1:
         # With torch's own time-out for collectives, gloo would wait for the missing rank for hours.
         raise RuntimeError("another process has the same rank")
-    if store.add("met", 1) == place.world_size:
-        store.set("all met", "1")
-    store.wait(["all met"], timeout)
+    size = place.world_size  # in the keys: ranks that expect other numbers of ranks must not take each other for all
+    if store.add(f"met of {size}", 1) == size:
+        store.set(f"all {size} met", "1")
+    store.wait([f"all {size} met"], timeout)
 
 
 # ---- leave in order ----------------------------------------------------------------------------------------
