@@ -16,11 +16,12 @@ from ddpjob.core.failures import Failure
 @pytest.mark.parametrize(("line", "code"), [("trian.py", 2), ("-m trian", 1)])
 def test_it_explains_python_s_own_exit_code_and_no_other(line: str, code: int) -> None:
     options = parse(line.split(), {})
-    told = Failure(0, exit_code=code, exception=explains(code, options, {}))
+    told = Failure(0, exit_code=code, exception=explains(code, "", options, {}))
     assert told.lacks_program
     assert rules.cannot_start(told)
-    assert explains(3, options, {}) == ""
-    assert explains(3 - code, options, {}) == ""
+    assert explains(3, "", options, {}) == ""
+    assert explains(3 - code, "", options, {}) == ""
+    assert explains(code, "ValueError: of the script", options, {}) == ""
 
 
 @pytest.mark.parametrize("line", ["train.py", "-m train", "--no-python train.py", "-m train.inner"])
@@ -30,7 +31,7 @@ def test_what_is_there_or_cannot_be_known_explains_nothing(
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
     options = parse(line.split(), {})
-    assert [explains(code, options, {}) for code in (1, 2)] == ["", ""]
+    assert [explains(code, "", options, {}) for code in (1, 2)] == ["", ""]
 
 
 def test_a_folder_that_may_not_be_read_does_not_end_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

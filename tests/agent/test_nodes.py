@@ -71,6 +71,7 @@ def test_all_ranks_start_together_and_the_job_ends_when_all_have(launcher: Launc
         (["--preload=json", "trian.py"], "no file trian.py in "),
         (["--no-preload", "trian.py"], "no file trian.py in "),
         (["--no-preload", "-m", "trian"], "no module trian in "),
+        (["--preload=json", "-m", "trian"], "no module trian in "),
     ],
 )
 def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
@@ -86,6 +87,21 @@ def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
     assert all(said in text and text.startswith("ddprun: there is no ") for text in told)
     assert done[0].stderr.count("restart ") == 0, done[0].stderr
     assert "; permanent: " in done[0].stderr
+
+
+@pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
+def test_a_module_that_one_node_lacks_is_left_to_the_operator_which_takes_another_node(
+    launcher: Launcher, start: str
+) -> None:
+    """Its volume is not mounted there. The module was tried again in the same pods, and the job failed for good."""
+    launcher.script("import time\ntime.sleep(100)")
+    (launcher.folder / "empty").mkdir()
+    words = list(group(launcher, 2, start, "-m", "train"))
+    has = launcher.ddprun(*words[0], DDPJOB_RESTARTS_LEFT=LEFT)
+    launcher.folder = launcher.folder / "empty"
+    lacks = launcher.ddprun(*words[1], DDPJOB_RESTARTS_LEFT=LEFT)
+    assert "infrastructure: another node may have it" in finish(has).stderr
+    finish(lacks)
 
 
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])

@@ -424,6 +424,8 @@ def test_a_number_in_a_batch_is_the_same_in_each_micro_batch(share: Any, first: 
         ({"a": 1}, "batch: this dict has no tensor and no list"),
         (5, "batch: this int has no tensor and no list"),
         ({"x": torch.ones(10, 3), "w": torch.ones(3)}, "batch['w']: has 3 entries, and batch['x'] 10, so they cannot"),
+        ({"w": torch.ones(3), "x": torch.ones(10, 3)}, "batch['x']: has 10 entries, and batch['w'] 3, so they cannot"),
+        ({"in": {"a": 1}, "x": torch.ones(10, 3)}, "batch['in']: a dict cannot be cut into micro"),
         ((torch.ones(10, 3), [1, 2]), "batch[1]: has 2 entries, and batch[0] 10, so they cannot"),
         ({"x": torch.ones(10, 3), "more": {"y": torch.ones(10)}}, "batch['more']: a dict cannot be cut into micro"),
         ({"x": torch.ones(10, 3), "graph": object()}, "batch['graph']: a object cannot be cut into micro-batches."),
@@ -445,6 +447,14 @@ def test_a_batch_that_is_not_cut_may_have_anything_in_it() -> None:
     for micro_batch in (None, 10, 64):
         ddpjob.accumulate(model, fields, 10, lambda p: seen.append(p) or model(p["x"]).sum(), micro_batch=micro_batch)
     assert all(piece is fields for piece in seen)
+
+
+@pytest.mark.parametrize("micro_batch", [None, 64])
+def test_a_field_without_samples_beside_others_does_not_make_all_gradients_zero(micro_batch: int | None) -> None:
+    model, x = torch.nn.Linear(3, 1), torch.ones(10, 3)
+    ddpjob.accumulate(model, {"meta": [], "x": x}, 10, lambda p: model(p["x"]).sum(), micro_batch=micro_batch)
+    assert model.bias.grad is not None
+    assert model.bias.grad.item() == 1
 
 
 @pytest.mark.parametrize("data", [[1, 2, 3], torch.zeros(5, 2)], ids=["list", "tensor"])

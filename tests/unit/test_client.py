@@ -663,17 +663,27 @@ def test_several_jobs_are_waited_for_together(cluster: FakeCluster, ddpjob: Ddpj
     done = ddpjob("wait", "b", "a", "b")
     assert (done.code, done.err) == (1, "b can no longer be Succeeded: it has Failed\n")
     assert ddpjob("wait", "a", "b", "--for", "ended").code == 0
-    assert ddpjob("wait", "a", "gone", "--for", "ended").code == 2
     assert ddpjob("wait", "gone", "gone-too", "--for", "deleted").code == 0
+
+
+def test_a_wait_for_several_jobs_ends_with_the_first_that_spoils_it(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """A pipeline waited for hours, for the last of its jobs, before it was told of a typo or of the first failure."""
+    cluster.add("ddpjobs", stored("runs"))
+    cluster.add("ddpjobs", stored("failed", state="Failed"))
+    done = ddpjob("wait", "runs", "typo", "--for", "ended")
+    assert done.code == 2
+    assert done.err.startswith("no DDPJob typo in namespace default")
+    done = ddpjob("wait", "runs", "failed")
+    assert (done.code, done.err.splitlines()[-1]) == (1, "failed can no longer be Succeeded: it has Failed")
 
 
 def test_the_timeout_is_that_of_all_jobs_together(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     for name in ("a", "b", "c"):
         cluster.add("ddpjobs", stored(name, state="Pending" if name != "c" else "Succeeded", message="no GPU"))
-    done = ddpjob("wait", "a", "b", "c", "gone", "--timeout", "1s")
+    done = ddpjob("wait", "a", "b", "c", "--timeout", "1s")
     assert done.code == 1
     assert done.err.splitlines()[:2] == ["a: Pending: no GPU", "b: Pending: no GPU"]
-    assert [line.rpartition(": ")[0] for line in done.err.splitlines()[3:]] == [
+    assert [line.rpartition(": ")[0] for line in done.err.splitlines()[2:]] == [
         f"not Succeeded within 1s: {name} is Pending" for name in ("a", "b")
     ]
     assert cluster.requests.count(LOOK) <= 7, "a look at each, and after a second one more at those that are open"

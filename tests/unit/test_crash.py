@@ -56,6 +56,12 @@ def test_the_calls_of_c_that_python_3_14_adds_are_not_pythons() -> None:
     assert calls(f"{SEGFAULT}\n{of_c}") == calls(SEGFAULT)
 
 
+def test_of_a_hundred_threads_and_more_the_main_one_is_not_known() -> None:
+    """faulthandler writes no more of them, and the last that it writes is any."""
+    assert calls(OF_C + "...\n") == []
+    assert calls(SEGFAULT + "...\n") == calls(SEGFAULT)
+
+
 def test_of_a_deep_recursion_the_innermost_calls_are_told() -> None:
     deep = "".join(f'  File "/app/train.py", line {i} in f\n' for i in range(1, 101))
     found = calls(

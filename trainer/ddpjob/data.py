@@ -303,14 +303,15 @@ def _may_have_workers(loader: Any) -> bool:
 
 
 def _samples_of(batch: Any) -> int:
+    """Of the longest field: one without samples beside others is no empty share, of weight zero."""
     fields = _fields(batch) if isinstance(batch, tuple | Mapping) else {0: batch}
-    found = next((v for v in fields.values() if not _is_of_all(v) and hasattr(v, "__len__")), None)
-    if found is None:
+    found = [len(v) for v in fields.values() if not _is_of_all(v) and hasattr(v, "__len__")]
+    if not found:
         raise ConfigurationError(
             f"batch: this {type(batch).__name__} has no tensor and no list of samples in it. Give the samples of this "
             "rank's share: a tensor, a list, or a tuple or dict with one in it."
         )
-    return len(found)
+    return max(found)
 
 
 def _fields(batch: tuple[Any, ...] | Mapping[Any, Any]) -> dict[Any, Any]:

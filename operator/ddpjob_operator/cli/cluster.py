@@ -215,7 +215,7 @@ def events(connect: Connect, job: str, pods: bool) -> int:
 @click.option("--timeout", type=Seconds(), metavar="TIME", help="How long: 30s, 15m, 2h.  [no limit]")
 @cluster_options
 def wait_for(connect: Connect, names: tuple[str, ...], wanted: str, timeout: float | None) -> int:
-    """Wait until each JOB is in a state, and end with 1 as soon as it can no longer be, or after --timeout.
+    """Wait until each JOB is in a state, and end with 1 as soon as one can no longer be, or after --timeout.
 
     \b
     Exit codes: 0 done, 1 a job failed, or the cluster refused or did not answer,

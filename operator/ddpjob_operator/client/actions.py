@@ -105,23 +105,22 @@ def _until_gone(cluster: Cluster, stored: jobs.Stored, end: float, seconds: floa
 
 
 def wait(cluster: Cluster, names: Sequence[str], wanted: str, seconds: float | None, say: Say) -> bool:
-    """Wait for jobs to have a state, a condition, `ended` or `deleted`. Whether it has come true of all; False: of one
-    it no longer can.
+    """Wait for jobs to have a state, a condition, `ended` or `deleted`. Whether it has come true of all; False, and the
+    others are waited for no longer: of one it no longer can.
 
-    Raises InputError for a word that is none of these, and after the last job what several.refuse does: TooLateError is
-    a ClusterError.
+    Raises InputError for a word that is none of these, and what several.refuse does: TooLateError is a ClusterError.
     """
     goal = _Goal(wanted, _condition(wanted), seconds)
     is_one = len(set(names)) == 1
     going, wrong = several.of_each(names, lambda name: _Waiting(cluster, name, goal, say, is_named=not is_one))
-    came_true = True
-    while going:
-        looked, more = several.of_each(going, lambda one: (one, one.look()))
-        wrong += more
-        came_true = came_true and not any(answer is False for _, answer in looked)
-        going = [one for one, answer in looked if answer is None]
     several.refuse(wrong)
-    return came_true
+    while going:
+        looked, wrong = several.of_each(going, lambda one: (one, one.look()))
+        several.refuse(wrong)
+        if any(answer is False for _, answer in looked):
+            return False
+        going = [one for one, answer in looked if answer is None]
+    return True
 
 
 class _Goal:

@@ -53,11 +53,13 @@ def _begin(read: Read[T], log: T) -> queue.Queue[_Begun]:
 
     def run() -> None:
         pieces: list[bytes] = []
+        size = 0
         try:
             with contextlib.closing(read(log)) as new:
                 for piece in new:
                     pieces.append(piece)
-                    if sum(map(len, pieces)) > BYTES_MAX:
+                    size += len(piece)
+                    if size > BYTES_MAX:
                         answer.put(_Begun([], is_whole=False))
                         return
             answer.put(_Begun(pieces))

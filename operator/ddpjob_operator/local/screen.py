@@ -60,6 +60,8 @@ class PlainScreen:
             # Python flushes stdout once more when it exits; that would end in a second message about the same pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             raise OutputClosedError from None
+        except BlockingIOError:
+            raise  # what is left is written at the exit, if the reader has gone on by then
         except OSError:
             _forget_unwritten()
             raise

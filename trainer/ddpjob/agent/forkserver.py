@@ -323,7 +323,7 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
     os.setsid()
     for path, descriptor in ((run["stdout"], 1), (run["stderr"], 2)):
         if path:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
             os.dup2(file, descriptor)
             os.close(file)
     write_down_crashes(run["crash"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping
 
 from ddpjob.agent.options import Options
 from ddpjob.core.failures import EXCEPTION_MAX
 
+_OF_RUNPY = re.compile(r"SystemExit: \S+: No module named ")
 # Python's own for a file, and for a module.
 _EXIT_CODES = {"script": 2, "module": 1}
 
@@ -28,11 +30,14 @@ def told(sentence: str) -> str:
     return f"ddprun: {sentence}"[:EXCEPTION_MAX]
 
 
-def explains(code: int, options: Options, environ: Mapping[str, str]) -> str:
-    """Why a rank that has recorded nothing ended with this code, as `told`; empty: not by what is missing.
+def explains(code: int, recorded: str, options: Options, environ: Mapping[str, str]) -> str:
+    """Why a rank ended with this code, as `told`; empty: not by what is missing.
 
-    Python says so to the console alone, which nobody reads here.
+    recorded: the exception that it has recorded. Python says what is missing to the console alone, which nobody reads
+    here; in a rank from the fork server runpy raises it.
     """
+    if recorded and not _OF_RUNPY.match(recorded):
+        return ""
     if code != _EXIT_CODES.get(options.kind) or not (sentence := missing(options, environ)):
         return ""
     return told(sentence)

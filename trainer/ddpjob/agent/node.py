@@ -349,8 +349,8 @@ class LocalRanks:
             exception, symptom = KILLED_BY_KERNEL, False
         elif self._found_no_reader(local_rank, code, exception):
             exception, symptom = OUTPUT_UNREAD, False
-        elif not exception and self._life is not None and not self._life.preflight:
-            exception = missing_script.explains(code, self._options, self._environ)
+        elif self._life is not None and not self._life.preflight:
+            exception = missing_script.explains(code, exception, self._options, self._environ) or exception
         return Failure(
             self.rank(local_rank),
             exit_code=as_exit_code(code),
