@@ -55,3 +55,13 @@ def test_of_a_progress_bar_of_many_kb_the_last_state_is_shown_too(log: Log) -> N
     bar = b"".join(b"\r%3d%%|%s| %d/100" % (i, b"#" * i + b" " * (100 - i), i) for i in range(101))
     assert fed(log, *(bar[i : i + 700] for i in range(0, len(bar), 700)), b"\n") == [f"100%|{'#' * 100}| 100/100"]
     assert fed(log, b"x" * 5000, b"\rshort\n") == ["short"]
+
+
+def test_the_state_of_a_bar_is_known_before_its_line_ends(log: Log) -> None:
+    """A CI log shows nothing of a bar that runs for hours, because its line ends when it is complete."""
+    assert fed(log, b"epoch 1") == []
+    assert log.bar == "", "an unfinished line of text is no bar"
+    assert fed(log, b"\n\r0/600", b"\r12/600") == ["epoch 1"]
+    assert log.bar == "12/600"
+    assert fed(log, b"\r600/600\n") == ["600/600"]
+    assert log.bar == ""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ddpjob.core import failures, rules
 from ddpjob.core.failures import Failure, Precedence, root_cause
+from ddpjob_operator.failures import termination_message
 
 CRASH = Failure(3, exit_code=139, signal="SIGSEGV", step=41, time=1796000000.5)
 FULL = Failure(
@@ -59,6 +60,46 @@ def test_long_texts_are_cut() -> None:
     failure = Failure.from_dict({"exception": "x" * 10_000, "signal": "y" * 100})
     assert (len(failure.exception), len(failure.signal)) == (failures.EXCEPTION_MAX, 16)
     assert len(failure.brief().exception) == failures.BRIEF_MAX
+
+
+def test_a_long_message_is_cut_between_words_and_keeps_its_last_sentence() -> None:
+    """A user reads half a word, and not the parameters that the message names at its end."""
+    text = "RuntimeError: " + "a long explanation of how this came about " * 12 + "is there. The parameters are 4 and 5"
+    short = failures.abridged(text, failures.BRIEF_MAX)
+    assert short.startswith("RuntimeError: a long explanation")
+    assert short.endswith(" … The parameters are 4 and 5")
+    assert len(short) <= failures.BRIEF_MAX
+    assert failures.abridged("word " * 100, 300).endswith("word …")
+    assert failures.abridged(short, failures.BRIEF_MAX) == short
+
+
+@given(st.text("ab .;", max_size=900))
+def test_a_text_that_is_cut_twice_is_as_if_cut_once(text: str) -> None:
+    """The same exception, once through a report and once through a log, would be two different ones."""
+    once = failures.abridged(text, failures.BRIEF_MAX)
+    assert failures.abridged(failures.abridged(text, failures.EXCEPTION_MAX), failures.BRIEF_MAX) == once
+
+
+UNUSED = (
+    "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. This error "
+    "indicates that your module has parameters that were not used in producing loss. You can enable unused parameter "
+    "detection by passing the keyword argument `find_unused_parameters=True` to `DistributedDataParallel`, and by \n"
+    "making sure all `forward` function outputs participate in calculating loss. \n"
+    "Parameter indices which did not receive grad for rank 0: 4 5\n"
+    " In addition, you can set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL"
+)
+
+
+def test_ddps_error_of_unused_parameters_names_them() -> None:
+    """torch's longest error advises for 700 characters; the line about this model comes after them."""
+    said = (
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting a new one. "
+        "Parameter indices which did not receive grad for rank 0: 4 5"
+    )
+    assert failures.first_line(UNUSED) == said
+    trace = 'Traceback (most recent call last):\n  File "/app/train.py", line 12, in <module>\n'
+    log = "".join(f"[rank0]: {line}\n" for line in (trace + UNUSED).splitlines())
+    assert termination_message.read(log).failure.exception == said
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def test_at_40_columns_lines_are_wrapped_and_processes_left_out() -> None:
         (status("Starting"), 4, None, "Starting  attempt 1: starting the nodes, 3s  elapsed 4s"),
         (status(), 7, None, "Starting  attempt 1: importing, 6s  elapsed 7s"),
         (status(), 20, at(8), "Starting  attempt 1: waiting for the first step, 12s  elapsed 20s"),
-        (status(), 71, None, "Running  attempt 1: no step reported, 1m10s  elapsed 1m11s"),
+        (status(), 71, None, "Running  attempt 1  elapsed 1m11s"),
         (status("Pending", message="backing off"), 5, None, "Pending  attempt 1: backing off, 4s  elapsed 5s"),
     ],
 )
@@ -125,7 +125,27 @@ def test_while_nothing_trains_it_says_what_is_waited_for_and_since_when(
 
 def test_a_script_that_cannot_report_is_not_said_to_import() -> None:
     """A user reads losses of the script, and between them "Starting: importing, 30s", and takes the job for stuck."""
-    assert table.summary(moment(status(), 11, reports=False)) == "Running, attempt 1: no step reported, 10s"
+    assert table.summary(moment(status(), 11, reports=False)) == "Running, attempt 1: elapsed 11s"
+
+
+def test_a_script_without_steps_is_offered_the_line_that_reports_them_after_a_minute() -> None:
+    """A user of a plain script reads "no step reported, 2s" from the first second, and looks for what is broken."""
+    assert table.hint(moment(status(), 31, reports=False)) == ""
+    assert "ddpjob.progress(step=i)" in table.hint(moment(status(), 71, reports=False))
+    assert text(moment(status(), 71, reports=False), 120, nodes=())[-1] == table.NO_STEPS
+    assert table.hint(moment(status(progress=progress(312, 40)), 71)) == ""
+    assert table.hint(moment(status("Pending", message="backing off"), 71)) == ""
+
+
+def test_the_first_step_after_a_restart_has_no_pace_of_the_ranks_before() -> None:
+    """A user reads 113 ms/step, which the ranks made that are dead now, beside the first step of the new ones."""
+    _, history = trained()
+    what = status(progress=progress(1, 50, attempt=2), **RESTARTED | {"attempt_time": at(45), "running_time": at(46)})
+    history.take(what, START, at(50))
+    assert "/step" not in text(moment(what, 51, history), 120)[1]
+    later = replace(what, progress=progress(2, 51, attempt=2))
+    history.take(later, START, at(51))
+    assert text(moment(later, 52, history), 120)[1].startswith("1 s/step  ")
 
 
 def test_in_plain_lines_a_wait_is_told_as_well() -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import functools
 import re
 
+from ddpjob.core.failures import abridged
+
 MASK = "***"
 
 _KEPT_LENGTH_MAX = 256
@@ -154,7 +156,10 @@ def shown(text: str, length: int) -> str:
 
 def _shown(text: str, length: int) -> str:
     lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
-    return mask(" ".join(line for line in lines if line))[:length].rstrip()
+    whole = mask(" ".join(line for line in lines if line))
+    text = abridged(whole, length)
+    # What the ellipsis brings together must not look like a secret: that would be masked when the text is shown again.
+    return text if len(whole) <= length or mask(text) == text else whole[:length].rstrip()
 
 
 _kept = functools.lru_cache(maxsize=1024)(_shown)

@@ -14,7 +14,16 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ddpjob.core import failures, rules
-from ddpjob.core.failures import LAST_ERROR, Failure, goes_on, shorter, where_of, with_last_error, with_next
+from ddpjob.core.failures import (
+    LAST_ERROR,
+    UNUSED_PARAMETERS,
+    Failure,
+    goes_on,
+    shorter,
+    where_of,
+    with_last_error,
+    with_next,
+)
 from ddpjob_operator.failures.log_lines import BORDER, LINE_MAX, PREFIX, is_of_no_rank
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
@@ -183,7 +192,7 @@ class _Stream:
             self.thrown = thrown[1]
         elif self.thrown and (what := _WHAT.match(line)):
             self._add(f"{self.thrown}: {what[1]}", chains)
-        elif self.chain and goes_on_here:
+        elif self.chain and (goes_on_here or UNUSED_PARAMETERS.match(line)):
             self.chain[-1] = self.chain[-1]._replace(exception=with_next(self.chain[-1].exception, line))
         elif self.chain and (self.found or _OF_NCCL.match(line) or line.strip() == LAST_ERROR):
             self._of_nccl(line)

@@ -6,6 +6,7 @@ import datetime as dt
 
 import msgspec
 
+from ddpjob.core.failures import BRIEF_MAX, abridged
 from ddpjob_operator.job import api, topology
 from ddpjob_operator.job.status import present_progress
 from ddpjob_operator.local import series
@@ -74,7 +75,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             generation=generation(status),
             training=status.state == "Running" and present_progress(status) is not None,
             reason=status.reason,
-            message=status.message[:300],
+            message=abridged(status.message, BRIEF_MAX),
         )
         last = self.changes[-1] if self.changes else None
         if last is not None and _is_same(last, change):

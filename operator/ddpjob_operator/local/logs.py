@@ -19,6 +19,7 @@ class Log:
         self._tail = b""
         self._line = b""
         self._cut = 0  # bytes of the present line that are not shown
+        self._is_rewritten = False  # whether the present line has begun again after a \r
 
     def feed(self, data: bytes) -> Iterator[str]:
         """Take what the node wrote; yields the lines that are complete, for the screen."""
@@ -41,10 +42,16 @@ class Log:
         """The end of the output, as text; bytes that are no UTF-8 become �."""
         return self._tail.decode(errors="replace")
 
+    @property
+    def bar(self) -> str:
+        """The present line if it is a progress bar, which rewrites its line until it is complete; else ""."""
+        return self._line.rstrip(b"\r").decode(errors="replace") if self._is_rewritten and not self._cut else ""
+
     def _extend(self, part: bytes) -> None:
         # A progress bar rewrites its line after each \r: what a terminal shows in the end is the last of them.
         line = self._line + part
         begin = line.rstrip(b"\r").rfind(b"\r") + 1
+        self._is_rewritten |= begin > 0
         self._cut = (0 if begin else self._cut) + max(0, len(line) - begin - LINE_MAX)
         self._line = line[begin : begin + LINE_MAX]
 
@@ -53,7 +60,7 @@ class Log:
         text = self._line.rstrip(b"\r").decode(errors="replace")
         if self._cut:
             text += f" … [{self._cut:,} bytes more in {self.path}]"
-        self._line, self._cut = b"", 0
+        self._line, self._cut, self._is_rewritten = b"", 0, False
         return text
 
     def _write(self, data: bytes) -> None:

@@ -40,6 +40,8 @@ class PlainScreen:
         self._drawn = api.Status()
         self._waiting: tuple[object, ...] = ()
         self._pause = WAIT_SECONDS
+        self._is_advised = False
+        self._bars: dict[str, str] = {}
 
     def start(self) -> None:
         """Show the title."""
@@ -84,6 +86,18 @@ class PlainScreen:
             self._pause *= 2 if wait else 1
             self._next = time.monotonic() + (self._pause if wait else PLAIN_SECONDS)
             self.note(table.summary(moment))
+            if (advice := table.hint(moment)) and not self._is_advised:
+                self._is_advised = True
+                self.note(advice)
+            if wait:
+                self._show_bars(pods)
+
+    def _show_bars(self, pods: Sequence[LocalPod]) -> None:
+        """Show the progress bars that have changed: a bar ends its line only when it is complete, after hours."""
+        for pod in present_pods(pods):
+            if pod.live and (bar := pod.log.bar) and bar != self._bars.get(pod.name):
+                self._bars[pod.name] = bar
+                self.log(pod, [bar])
 
     def due_in(self, status: api.Status) -> float | None:
         """Seconds until draw() has something to show, 0.0 for now; None while it has nothing."""

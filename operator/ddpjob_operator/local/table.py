@@ -25,6 +25,7 @@ NODES_MAX = 16
 SPARK_WIDTH = 20
 IMPORT_SECONDS = 60.0
 """After that long without a report a script is taken for one that reports no steps, and not for one that imports."""
+NO_STEPS = "no step reported so far; ddpjob.progress(step=i) would show pace, time left and hangs"
 RECENT_SECONDS = 20.0
 TREND = 0.1
 """A step that takes so much longer, or shorter, than before is worth a word."""
@@ -80,6 +81,8 @@ def lines(moment: Moment, nodes: Sequence[Node], width: int, height: int) -> lis
     progress = present_progress(moment.status)
     if progress is not None and progress.percent is not None:
         rows.append(_bar(progress.percent, width))
+    if advice := hint(moment):
+        rows.append([(_cut(advice, width), "dim")])
     failure = _failure(moment.status, width)
     room = max(0, height - len(rows) - len(failure))
     return [*rows, *_nodes(nodes, width, min(room, NODES_MAX + 1)), *failure][: max(1, height)]
@@ -92,7 +95,7 @@ def shown_state(moment: Moment) -> str:
 
 
 def activity(moment: Moment) -> str:
-    """What is waited for and since when, before the first step: importing, 6s; empty while the ranks make steps."""
+    """What is waited for and since when, before the first step: importing, 6s; empty while the ranks train."""
     status = moment.status
     since = ranks_since(status) if status.running_time is None else status.running_time
     if status.state != "Running":
@@ -101,28 +104,39 @@ def activity(moment: Moment) -> str:
         return f"{what}, {_seconds(status.state_time, moment.now)}" if status.state != "Failing" else what
     if not _waits_for_step(moment):
         return ""
-    later = [t for t in (since, ranks_since(status)) if t is not None]
-    since = max(later, default=moment.started)
     if moment.initialized is not None:
         return f"waiting for the first step, {_seconds(moment.initialized, moment.now)}"
-    what = "no step reported" if _is_unreported(moment) else "importing"
-    return f"{what}, {_seconds(since, moment.now)}"
+    if _is_unreported(moment):
+        return ""
+    later = [t for t in (since, ranks_since(status)) if t is not None]
+    return f"importing, {_seconds(max(later, default=moment.started), moment.now)}"
+
+
+def hint(moment: Moment) -> str:
+    """Return what a script that reports no steps lacks, once it has had time to; "" before, and if it reports them."""
+    late = _waits_for_step(moment) and _waited_seconds(moment) >= IMPORT_SECONDS
+    return NO_STEPS if late and _is_unreported(moment) else ""
 
 
 def summary(moment: Moment) -> str:
     """The state in one plain line: Running  step 312/1125  28 %  24s left  5,210 samples/s  loss 0.412"""
     if present_progress(moment.status) is None:
-        return f"{shown_state(moment)}, attempt {moment.status.attempt}: {activity(moment)}"
+        doing = activity(moment) or f"elapsed {_seconds(moment.started, moment.now)}"
+        return f"{shown_state(moment)}, attempt {moment.status.attempt}: {doing}"
     return "  ".join([shown_state(moment), *step_parts(moment.status), *_rate(moment), *_metrics(moment)])
 
 
-def trend(series: Series) -> tuple[float, float | None] | None:
-    """The seconds of a step of late, and how much longer (0.12) it takes than before; None where it is not known."""
-    if not series.points:
+def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | None:
+    """Return the seconds of a step of late, and how much longer (0.12) it takes than before; None if it is not known.
+
+    since: seconds since the run began; earlier points are those of ranks that have ended.
+    """
+    points = [p for p in series.points if p.time > since]
+    if not points:
         return None
-    last = series.points[-1].time
-    recent = [p.mean for p in series.points if p.time > last - RECENT_SECONDS][-40:]
-    before = [p.mean for p in series.points if last - 6 * RECENT_SECONDS < p.time <= last - RECENT_SECONDS]
+    last = points[-1].time
+    recent = [p.mean for p in points if p.time > last - RECENT_SECONDS][-40:]
+    before = [p.mean for p in points if last - 6 * RECENT_SECONDS < p.time <= last - RECENT_SECONDS]
     now = sum(recent) / len(recent)
     if len(recent) < 3 or len(before) < 3:
         return now, None
@@ -144,9 +158,13 @@ def _waits_for_step(moment: Moment) -> bool:
 
 
 def _is_unreported(moment: Moment) -> bool:
-    since = moment.status.running_time or moment.status.state_time or moment.started
     silent = moment.initialized is None and moment.status.furthest_step is None and moment.status.progress is None
-    return silent and (not moment.reports or (moment.now - since).total_seconds() >= IMPORT_SECONDS)
+    return silent and (not moment.reports or _waited_seconds(moment) >= IMPORT_SECONDS)
+
+
+def _waited_seconds(moment: Moment) -> float:
+    since = moment.status.running_time or moment.status.state_time or moment.started
+    return (moment.now - since).total_seconds()
 
 
 def _seconds(since: dt.datetime | None, now: dt.datetime) -> str:
@@ -180,8 +198,9 @@ def _pace(moment: Moment) -> Line:
 
 def _rate(moment: Moment) -> list[str]:
     """210 ms/step, 12 % slower; 5,210 samples/s"""
-    parts = []
-    if found := trend(moment.history.series.get(STEP_SECONDS, Series())):
+    parts, since = [], ranks_since(moment.status)
+    begun = 0.0 if since is None else (since - moment.started).total_seconds()
+    if found := trend(moment.history.series.get(STEP_SECONDS, Series()), begun):
         seconds, change = found
         word = "" if change is None or abs(change) < TREND else f", {_change(change)}"
         parts.append(figures.step_time(seconds) + word)

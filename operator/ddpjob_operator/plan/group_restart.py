@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from msgspec.structs import replace
 
 from ddpjob.core import budget, rules
+from ddpjob.core.failures import abridged
 from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, topology, wording
@@ -202,7 +203,10 @@ def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, 
     for pod in _needed(view, status):
         if is_past(_config_error_at(view, pod), view.now):
             failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
-            yield reasons.RANK_FAILED, replace(failure, exception=pod.trainer.message[: root_cause.EXCEPTION_MAX])
+            yield (
+                reasons.RANK_FAILED,
+                replace(failure, exception=abridged(pod.trainer.message, root_cause.EXCEPTION_MAX)),
+            )
 
 
 def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
@@ -213,7 +217,7 @@ def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFa
     if launcher.restarts_in_place(view.spec) and view.now < finding.until + AGENT_FIRST:
         return
     failure = failure_of(view, status, place, root_cause.STALLED)
-    what = finding.what()[: root_cause.EXCEPTION_MAX]
+    what = abridged(finding.what(), root_cause.EXCEPTION_MAX)
     # Of a node only the first rank reports, and another one may be what it waits for.
     rank = finding.rank if topology.nproc_per_node(view.spec) == 1 else None
     yield reasons.STALLED, replace(failure, rank=rank, step=finding.step, exception=what)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from ddpjob.core import budget, rules
+from ddpjob.core.failures import abridged
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, topology
@@ -215,7 +216,7 @@ def with_limit(view: View, failure: api.JobFailure) -> api.JobFailure:
     if failure.reason != "OOMKilled" or limit is None or failure.exception.startswith(root_cause.MEMORY):
         return failure
     text = f"{root_cause.MEMORY}{limit}" + (f"; {failure.exception}" if failure.exception else "")
-    return replace(failure, exception=text[: root_cause.EXCEPTION_MAX])
+    return replace(failure, exception=abridged(text, root_cause.EXCEPTION_MAX))
 
 
 def with_last_step(status: api.Status, failure: api.JobFailure) -> api.JobFailure:

@@ -9,6 +9,7 @@ import datetime as dt
 
 from msgspec.structs import replace
 
+from ddpjob.core.failures import BRIEF_MAX, abridged
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, bounds, budgets
 from ddpjob_operator.job.reasons import Reason
@@ -217,7 +218,7 @@ def with_failure(status: api.Status, failure: api.JobFailure, message: str) -> a
     """The status with a failure. One that is not settled yet takes the place of what it first looked like."""
     line = api.FailureLine(
         attempt=failure.attempt,
-        message=message[:300],
+        message=abridged(message, BRIEF_MAX),
         reason="" if failure.init_container else failure.reason,
         time=failure.time,
         failure_class=failure.failure_class,

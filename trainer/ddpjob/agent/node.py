@@ -26,6 +26,7 @@ from ddpjob.core.failures import (
     KILLED_BY_KERNEL,
     OUTPUT_UNREAD,
     Failure,
+    abridged,
     first_line,
     signal_name,
     where_of,
@@ -410,7 +411,7 @@ class LocalRanks:
                     f"port {port} is in use: it is rank 0's, and rank {failure.rank} took itself for rank 0 "
                     f"({failure.exception})"
                 )
-                self.failures[i] = failure._replace(exception=text[:EXCEPTION_MAX])
+                self.failures[i] = failure._replace(exception=abridged(text, EXCEPTION_MAX))
 
     def _add_termination_message(self) -> None:
         """A rank knows better why it failed: also one that was stopped while it wrote so.
@@ -466,7 +467,7 @@ def _recorded(path: str) -> tuple[str, str]:
         return "", ""
     extra = message.get("extraInfo")
     trace = extra.get("py_callstack") if isinstance(extra, dict) else ""
-    return first_line(message["message"])[:EXCEPTION_MAX], trace if isinstance(trace, str) else ""
+    return abridged(first_line(message["message"]), EXCEPTION_MAX), trace if isinstance(trace, str) else ""
 
 
 def _with_message(failure: Failure, message: Failure) -> Failure:

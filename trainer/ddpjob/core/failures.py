@@ -28,6 +28,9 @@ KILLED_BY_KERNEL = "out of memory: killed by the kernel"
 OUTPUT_UNREAD = "nobody reads its output any more"
 """What an agent writes as the exception of a rank that has failed because the console is closed: `ddprun … | head`."""
 _ABORTED = 134
+UNUSED_PARAMETERS = re.compile(r"^Parameter(?:s| indices) which did not receive grad for rank \d+: .*", re.MULTILINE)
+"""The line of DDP's longest error that says which parameters it is about (reducer.cpp); the lines before it advise."""
+_UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one."
 LAST_ERROR = "Last error:"
 """The line of NCCL's error above what it found."""
 _TRACEBACK = "Traceback (most recent call last):\n"
@@ -142,7 +145,7 @@ class Failure(NamedTuple):
     def brief(self) -> Failure:
         """As much of it as a line between agents and a report hold."""
         where = self.where or where_of(self.traceback.splitlines())
-        return self._replace(exception=self.exception[:BRIEF_MAX], traceback="", where=where)
+        return self._replace(exception=abridged(self.exception, BRIEF_MAX), traceback="", where=where)
 
     def as_dict(self) -> dict[str, Any]:
         """For a termination message, a line between agents or a report; what is unknown or False is left out."""
@@ -209,6 +212,8 @@ def first_line(text: str) -> str:
     text = quoted(text) or text
     first, *more = text.strip().split("\n")
     first = shorter(first)
+    if unused := UNUSED_PARAMETERS.search(text):
+        return with_next(first, unused[0])
     if goes_on(first):
         return with_next(first, next(filter(None, map(str.strip, more)), ""))
     second = more[0].rstrip() if more else ""
@@ -216,6 +221,21 @@ def first_line(text: str) -> str:
         return first
     line = f"{first} {second}"
     return with_last_error(line, more[2]) if len(more) > 2 and more[1].strip() == LAST_ERROR else line
+
+
+def abridged(text: str, length: int) -> str:
+    """Return a text of at most `length` characters: the beginning and, if it is short, the last sentence of a longer
+    one, with an ellipsis between.
+
+    The end begins with a sentence, so that no end of a secret can stand there without the name by which it is masked.
+    """
+    if len(text) <= length:
+        return text
+    last = re.split(r"[.!?;] ", text)[-1]
+    end = f"… {last}" if len(last) <= length // 3 and not last.endswith("…") else "…"
+    begin = text[: length - len(end) - 1]
+    word = begin.rfind(" ")
+    return f"{(begin[:word] if word > length // 2 else begin).rstrip()} {end}"
 
 
 def goes_on(line: str) -> bool:
@@ -245,7 +265,10 @@ def quoted(text: str) -> str:
 
 def shorter(line: str) -> str:
     """torch's line of a GPU that is full, without what a message has no room for: what each other process has, which
-    the total, the free memory and this process's tell as a sum, and the advice at its end."""
+    the total, the free memory and this process's tell as a sum, and the advice at its end. DDP's line of unused
+    parameters without its advice."""
+    if _UNFINISHED in line:
+        return line.partition(_UNFINISHED)[0] + _UNFINISHED
     if "out of memory. Tried to allocate " not in line:
         return line
     line = _OTHER_PROCESS.sub("", line.partition(" If reserved but unallocated memory is large")[0])

@@ -22,7 +22,7 @@ from typing import Any
 
 from ddpjob import process
 from ddpjob.core import rules
-from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, first_line, quoted
+from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged, first_line, quoted
 from ddpjob.errors import Stopped
 
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
@@ -73,7 +73,7 @@ def tell_unfit(rank: int, exception: str, bad_nodes: list[int]) -> None:
             _of_rank()._replace(
                 rank=rank,
                 exit_code=rules.RESUMABLE_EXIT_CODE,
-                exception=exception[:EXCEPTION_MAX],
+                exception=abridged(exception, EXCEPTION_MAX),
                 resumable=True,
                 preflight=True,
                 bad_nodes=tuple(bad_nodes[:BAD_NODES_MAX]),
@@ -103,7 +103,7 @@ def exception_line(error: BaseException) -> str:
     kind = type(error)
     module = "" if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}."
     text = _text(error).strip()
-    return first_line(f"{module}{kind.__qualname__}{': ' if text else ''}{text}")[:EXCEPTION_MAX]
+    return abridged(first_line(f"{module}{kind.__qualname__}{': ' if text else ''}{text}"), EXCEPTION_MAX)
 
 
 def cause_line(error: BaseException) -> str:
@@ -119,7 +119,7 @@ def exit_sentence(error: BaseException) -> str:
     while trace is not None:
         frame, trace = trace.tb_frame, trace.tb_next
         if frame.f_code.co_name == "exit" and frame.f_globals.get("__name__") == "argparse":
-            return str(frame.f_locals.get("message") or "").strip()[:EXCEPTION_MAX]
+            return abridged(str(frame.f_locals.get("message") or "").strip(), EXCEPTION_MAX)
     return ""
 
 

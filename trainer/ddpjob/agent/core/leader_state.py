@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from ddpjob.agent.core.stall_rules import Position, Standstill, TimeoutQuestion, only_waited
 from ddpjob.core.budget import TRAINED_SECONDS, Attempt, Budget, Grant, History, Limits
 from ddpjob.core.failure_policy import PolicyRule
-from ddpjob.core.failures import BRIEF_MAX, Failure, Precedence, root_cause
+from ddpjob.core.failures import BRIEF_MAX, Failure, Precedence, abridged, root_cause
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.members import Members
 
@@ -546,7 +546,7 @@ def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
 
 def _compared(failure: Failure) -> str:
     """As much of its exception as another node's report holds."""
-    return failure.exception[:BRIEF_MAX]
+    return abridged(failure.exception, BRIEF_MAX)
 
 
 def describe(failure: Failure) -> str:
