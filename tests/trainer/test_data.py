@@ -515,3 +515,24 @@ def test_the_order_does_not_depend_on_the_default_device_of_the_script() -> None
     with torch.device("meta"):
         assert shares(50, 10, 2) == before
         assert list(ddpjob.DataPartitioner(range(20), [0.5, 0.5], seed=3).use(0))
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "loss_fn: it returned None"),
+        (0.5, "loss_fn: it returned 0.5"),
+        (torch.zeros(3), r"loss_fn: it returned a tensor of shape \[3\]"),
+    ],
+)
+def test_a_loss_function_without_a_scalar_tensor_is_told_what_to_return(returned, said):
+    """A forgotten `return` ends in torch's words: unsupported operand type(s) for *: 'NoneType' and 'float'."""
+    with pytest.raises(ddpjob.ConfigurationError, match=said + r'.*reduction="sum"'):
+        ddpjob.accumulate(torch.nn.Linear(2, 1), torch.zeros(4, 2), 4, lambda piece: returned)
+
+
+def test_a_batch_larger_than_the_global_batch_is_refused():
+    """The gradients would be eight times too large, and the training seems to learn badly."""
+    model = torch.nn.Linear(2, 1)
+    with pytest.raises(ddpjob.ConfigurationError, match="batch: it has 64 samples, and global_batch is 8"):
+        ddpjob.accumulate(model, torch.zeros(64, 2), 8, lambda piece: model(piece).sum())

@@ -287,6 +287,29 @@ def test_metrics_become_short_strings_and_what_cannot_be_said_is_left_out():
     assert len(progress_file.as_text({f"m{i}": i for i in range(40)})) == 16
 
 
+@pytest.mark.parametrize(
+    ("step", "metrics", "said"),
+    [
+        (3, {"loss": 0.5, "tensor": torch.tensor([2.0])}, ""),
+        ("7", {}, ""),
+        ("ten", {}, "step: 'ten' is not a number, so nothing is reported"),
+        (3, {"loss": torch.zeros(3)}, "loss: a Tensor of 3 elements is not one number or text, so it is not shown"),
+        (3, {"best": None}, "best: a NoneType is not one number or text, so it is not shown"),
+        (3, {f"m{i}": i for i in range(30)}, "30 metrics are more than 16: the others are not shown"),
+    ],
+)
+def test_what_is_not_shown_is_named(step, metrics, said):
+    """A user gives a loss of three elements, and wonders for an hour why the table shows none."""
+    assert progress_file.misuse(step, metrics) == said
+
+
+def test_a_mistake_in_what_is_given_is_named_once_and_training_goes_on(receiver, capfd):
+    ddpjob.progress(1, loss=torch.zeros(3))
+    ddpjob.progress(2, loss=torch.zeros(3))
+    progress_file.flush()
+    assert capfd.readouterr().err.count("ddpjob: progress(): loss: a Tensor of 3 elements") == 1
+
+
 def test_a_loss_with_a_gradient_is_a_metric_without_a_warning(recwarn):
     """Frameworks give the loss as it is, and torch 2.13 printed four lines of warning on each rank."""
     loss = torch.tensor([2.5], requires_grad=True).sum()

@@ -462,3 +462,15 @@ def test_an_optimizer_of_other_parameters_does_not_fit() -> None:
     assert state_dicts.misfit({"optimizer": one}, {"optimizer": other.state_dict()}) == (
         "optimizer is not as it was: 3 parameters in 2 groups were trained, now there are 2 parameters in 1 group"
     )
+
+
+def test_a_snapshot_of_another_model_is_said_to_be_one():
+    """Who edits a model and starts again reads `size mismatch for weight`, without the folder that it comes from."""
+    saved = {"model": torch.nn.Linear(2, 3).state_dict()}
+    said = r"^/runs/step-300 holds another model: size mismatch for weight.*; give this run another folder\.$"
+    with pytest.raises(ddpjob.StateError, match=said):
+        state_dicts.restore({"model": torch.nn.Linear(2, 4)}, saved, "/runs/step-300")
+    more = torch.optim.SGD([torch.zeros(1), torch.zeros(1)], 0.1)
+    saved = {"optimizer": torch.optim.SGD([torch.zeros(1)], 0.1).state_dict()}
+    with pytest.raises(ddpjob.StateError, match=r"^/runs/step-300 holds another optimizer: loaded state dict"):
+        state_dicts.restore({"optimizer": more}, saved, "/runs/step-300")

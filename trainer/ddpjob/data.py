@@ -244,7 +244,13 @@ def accumulate(
     in DDP where there are several ranks, and for a batch that cannot be cut, with the field.
     """
     size = batch.global_size if isinstance(batch, Batch) else _at_least(1, "global_batch", global_batch)
-    pieces, weight = _pieces(batch, micro_batch)
+    samples = _samples_of(batch)
+    if samples > size:
+        raise ConfigurationError(
+            f"batch: it has {samples} samples, and global_batch is {size}. Give the samples of this rank as batch, and "
+            f"those of all ranks together as global_batch."
+        )
+    pieces, weight = _pieces(batch, samples, micro_batch)
     wrapped = _data_parallel(model)
     ranks = dist.get_world_size(wrapped[0].process_group) if wrapped else 1
     total: torch.Tensor | None = None
@@ -252,7 +258,7 @@ def accumulate(
         with contextlib.ExitStack() as without_sync:
             for inner in wrapped if number < len(pieces) else ():
                 without_sync.enter_context(inner.no_sync())
-            loss = loss_fn(piece) * (weight * ranks / size)
+            loss = _sum_of(loss_fn(piece)) * (weight * ranks / size)
             loss.backward() if backward is None else backward(loss)  # type: ignore[no-untyped-call]
         total = loss.detach() if total is None else total + loss.detach()
     assert total is not None, "a share has at least one piece"
@@ -276,11 +282,20 @@ def _data_parallel(model: torch.nn.Module) -> list[DistributedDataParallel]:
     return found
 
 
-def _pieces(batch: Any, micro_batch: int | None) -> tuple[list[Any], float]:
+def _sum_of(loss: Any) -> torch.Tensor:
+    """The loss that the script's function has returned. Raises ConfigurationError if it is no scalar tensor."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r:.40}"
+    raise ConfigurationError(
+        f'loss_fn: it returned {what}. Return the loss summed over the samples (reduction="sum"), a scalar tensor.'
+    )
+
+
+def _pieces(batch: Any, samples: int, micro_batch: int | None) -> tuple[list[Any], float]:
     """The share cut into micro-batches, and their weight: one stand-in of weight zero for an empty share."""
     if isinstance(batch, Batch):
         micro_batch = micro_batch or batch.micro_batch
-    samples = _samples_of(batch)
     if samples == 0:
         return ([[batch.stand_in]], 0.0) if isinstance(batch, Batch) else ([batch], 0.0)
     if micro_batch is None or micro_batch >= samples:

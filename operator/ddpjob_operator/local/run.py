@@ -479,5 +479,7 @@ def _run_folder(name: str, options: Options) -> run_folder.RunFolder:
     try:
         return run_folder.RunFolder(name, options.folder)
     except OSError as error:
-        text = f"{error.filename}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
+        # A write names no file.
+        place = error.filename or (options.folder or run_folder.state_home() / "ddpjob") / name
+        text = f"{place}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
         raise InputError(text) from None

@@ -190,7 +190,10 @@ def is_read(value: torch.dtype | bytes | torch.Tensor) -> bool:
 
 
 def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) -> None:
-    """Into the objects; everything is checked before anything is changed."""
+    """Write a state into the objects. where: the file or memory that it comes from, for errors.
+
+    Raises StateError; what can be checked is checked before anything is changed.
+    """
     missing = sorted(set(objects) - set(state))
     if missing:
         raise StateError(f"{where}: has no {', '.join(missing)}; it has {', '.join(sorted(state)) or 'nothing'}.")
@@ -199,7 +202,31 @@ def restore(objects: Mapping[str, Any], state: Mapping[str, Any], where: str) ->
         if problem := _does_not_fit(target, state[name]):
             raise StateError(f"{where}: {name}: {problem}")
     for name, target in targets.items():
-        _restore_one(target, state[name])
+        _restore_named(name, target, state[name], where)
+
+
+def _restore_named(name: str, target: Any, saved: Any, where: str) -> None:
+    try:
+        _restore_one(target, saved)
+    except (RuntimeError, ValueError) as error:
+        if not (problem := _of_another(error)):
+            raise
+        raise StateError(f"{where} holds another {name}: {problem}; give this run another folder.") from error
+
+
+def _of_another(error: Exception) -> str:
+    """Return how the saved state differs, if torch has raised the error because it is another model's or optimizer's;
+    else ""."""
+    text = str(error)
+    if text.startswith("loaded state dict "):  # Optimizer.load_state_dict, a ValueError
+        return text
+    return _first_difference(error) if text.startswith("Error(s) in loading state_dict") else ""
+
+
+def _first_difference(error: Exception) -> str:
+    """The first line below the heading of load_state_dict()'s error."""
+    lines = str(error).strip().splitlines()
+    return lines[min(1, len(lines) - 1)].strip()[:200].rstrip(".") if lines else type(error).__name__
 
 
 def without_copies(objects: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,8 +264,7 @@ def _would_refuse(target: Any, saved: Any) -> str:
     try:
         copy.deepcopy(target).load_state_dict(saved)  # a model may know how to take another one's state
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        return lines[min(1, len(lines) - 1)].strip()[:200] if lines else type(error).__name__
+        return _first_difference(error)
     return ""
 
 

@@ -58,7 +58,7 @@ def progress(step: int, total: int | None = None, samples: int | None = None, **
     metrics  at most 16; numbers, or strings of at most 64 characters. A tensor of one element is read when it is
              posted, in another thread.
 
-    Never raises for what it is given, never blocks: what cannot be sent is left out.
+    Never raises for what it is given, never blocks: what cannot be sent is left out, and named once on stderr.
     """
     state = process.current
     state.latest = (step, total, samples, metrics, monotonic())
@@ -208,6 +208,7 @@ class Reporter:
         self.interval = _seconds(environ, "DDPJOB_STATUS_INTERVAL", 5.0)
         self.failures = 0
         self.complained = False
+        self.advised = False
         self.has_saved = False
         self.marks: collections.deque[tuple[int, float]] = collections.deque(maxlen=RATE_WINDOW_POSTS)
         self.news = threading.Event()
@@ -273,6 +274,11 @@ class Reporter:
         if state.latest is None:
             return None
         step, total, samples, metrics, when = state.latest
+        if not self.advised and (text := misuse(step, metrics)):
+            self.advised = True
+            process.log(f"progress(): {text}; reported once")
+        if not _is_number(step):
+            return None
         # Imports and loading are no slow steps.
         rate = self.steps_per_second(int(step), when) if state.stepping else None
         phase = state.paused or (None if state.stepping else "start")
@@ -313,6 +319,30 @@ def pace(rate: float | None, step: int, total: int | None, samples: int | None) 
     if samples is not None and rate is not None:
         fields["samplesPerSecond"] = round(rate * float(samples), 1)
     return fields
+
+
+def misuse(step: Any, metrics: Mapping[str, Any]) -> str:
+    """Return why something that was given is not shown, "" if all of it is: the training goes on without a word."""
+    if not _is_number(step):
+        return f"step: {step!r:.40} is not a number, so nothing is reported"
+    if len(metrics) > METRICS_MAX:
+        return f"{len(metrics)} metrics are more than {METRICS_MAX}: the others are not shown"
+    shown = as_text(metrics)
+    lost = [name for name in metrics if name[:TEXT_CHARACTERS_MAX] not in shown]
+    return f"{lost[0]}: {_kind(metrics[lost[0]])} is not one number or text, so it is not shown" if lost else ""
+
+
+def _is_number(step: Any) -> bool:
+    try:
+        int(step)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _kind(value: Any) -> str:
+    count = value.numel() if hasattr(value, "numel") else 1
+    return f"a {type(value).__name__}" + (f" of {count} elements" if count != 1 else "")
 
 
 def as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
