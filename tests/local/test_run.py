@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import resource
 import signal
 import stat
 import subprocess
@@ -562,6 +563,15 @@ def test_under_nohup_a_closed_terminal_stops_nothing(cli: Cli) -> None:
     _, err = process.communicate(timeout=SECONDS_MAX)
     assert process.returncode == 0, err
     assert saved(cli) == []
+
+
+def test_a_disk_without_room_for_the_logs_is_named(cli: Cli) -> None:
+    """A user reads `None: No space left on device`, and does not know which disk it is."""
+    full = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))}
+    done = cli.run("run", cli.file("pass"), "--logs", "logs", **full)
+    assert (done.returncode, done.stderr) == (
+        2, "logs/job: File too large: cannot hold the logs; choose a folder with --logs\n",
+    )  # fmt: skip
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(cli: Cli) -> None:

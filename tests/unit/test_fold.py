@@ -34,6 +34,7 @@ FRAMES = [
     "[W1122 16:20:01.1 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed on SocketImpl(fd=3): Connection reset",
     "Exception raised from recvBytes at /pytorch/torch/csrc/distributed/c10d/Utils.hpp:679 (most recent call first):",
     "frame #0: c10::Error::Error(c10::SourceLocation, std::string) + 0x98 (0x7f in /lib/libc10.so)",
+    "<omitting python frames>",
     "",
 ]
 

@@ -5,22 +5,20 @@ from __future__ import annotations
 from ddpjob.core import rules
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api
+from ddpjob_operator.observed.cluster import THIS_MACHINE
 
 _SIGKILL = 137
 
 
 def sentence(failure: api.JobFailure) -> str:
-    """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840"""
+    """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840; in a local run: rank 37 (node 4) …"""
     if failure.init_container:
         logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
         return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
-    where = f"pod {failure.pod}" + (f", node {failure.node}" if failure.node else "")
-    return f"{root_cause.who(failure)} ({where}) {_what(failure)}"
-
-
-def local(failure: api.JobFailure) -> str:
-    """rank 37 (node 4) was killed by SIGSEGV at step 12840: where pods are processes of one machine."""
-    where = "" if failure.rank is None else f" (node {failure.node_rank})"
+    if failure.node == THIS_MACHINE:
+        where = "" if failure.rank is None else f" (node {failure.node_rank})"
+    else:
+        where = f" (pod {failure.pod}" + (f", node {failure.node})" if failure.node else ")")
     return f"{root_cause.who(failure)}{where} {_what(failure)}"
 
 

@@ -24,7 +24,7 @@ from ddpjob_operator.local import node as nodes
 from ddpjob_operator.local import pod_process
 from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import facts, stall
-from ddpjob_operator.observed.cluster import Container, Observed, Pod
+from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan import agent_restarts
 from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, EndPod, restart_grace_seconds
@@ -256,7 +256,7 @@ class LocalCluster:
             place=pod.place,
             replacement=pod.replacement,
             job="",
-            node=os.uname().nodename,
+            node=THIS_MACHINE,
             phase=phase,
             reason=pod.reason,
             deletion_requested_at=pod.deletion_requested_at,

@@ -24,7 +24,7 @@ _LAUNCHERS = re.compile(
 )
 _CPP = re.compile(
     r"^(?:\[W\d{4} \d\d:\d\d:\d\d[^\]]*\b(?:socket|TCPStore\w*|ProcessGroup\w*|Utils|HeartbeatMonitor)\.[ch]pp:\d+\]"
-    r"|Exception raised from \S+ at |frame #\d+: )"
+    r"|Exception raised from \S+ at |frame #\d+: |<omitting python frames>)"
 )
 _BEGINS = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")

@@ -11,7 +11,6 @@ import datetime as dt
 import os
 import selectors
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -142,7 +141,7 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
     if cwd != Path.cwd():
         notes.append(f"working folder: {cwd}, where the script is")
     # The folder of the volumes is known once the run has its folder; until then any folder will do.
-    volumes = Path(tempfile.gettempdir()) / "volumes"
+    volumes = cwd / "volumes"
     return [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
 
 
@@ -440,7 +439,7 @@ class Runner:
         if status.state == "Suspended":
             self.screen.note(told.stopped(name, status, took))
             return INTERRUPTED
-        self.screen.note(ending.failed(name, told.local_status(status), took))
+        self.screen.note(ending.failed(name, status, took))
         return FAILED
 
     def _write_report(self) -> None:

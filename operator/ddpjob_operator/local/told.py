@@ -7,14 +7,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from msgspec.structs import replace
-
-from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.local.cluster import LocalPod
 from ddpjob_operator.local.fold import Fold, Trace
 from ddpjob_operator.plan.actions import Event
-from ddpjob_operator.plan.finish import shortened
 
 # A failure is told once, with what follows from it; where the other nodes take longer to stop, that is told before.
 PATIENCE_SECONDS = 3.0
@@ -45,7 +41,7 @@ class Teller:
         failure = status.last_failure
         if failure is None or event.reason not in _BREAKS | _GOES_ON:
             return False
-        text = f"✖ {local(event.message, failure)}"
+        text = f"✖ {event.message}"
         if event.reason in _BREAKS:
             self._pending = (time.monotonic() + PATIENCE_SECONDS, text)
             return True
@@ -107,19 +103,6 @@ def stopped(name: str, status: api.Status, took: float) -> str:
         return f"{after}, saved at step {progress.step}"
     last = f", last saved at step {progress.saved_step}" if progress.saved_step else ""
     return f"{after} at step {progress.step}{last}"
-
-
-def local(text: str, failure: api.JobFailure) -> str:
-    """A message as a local run shows it: there is no pod, and one machine."""
-    whole, short = sentences.sentence(failure), sentences.local(failure)
-    return text.replace(whole, short).replace(shortened(whole), shortened(short))
-
-
-def local_status(status: api.Status) -> api.Status:
-    """The status with its message so."""
-    return (
-        status if status.last_failure is None else replace(status, message=local(status.message, status.last_failure))
-    )
 
 
 def _of_culprit(failure: api.JobFailure, held: dict[str, list[Trace]]) -> Trace | None:

@@ -43,6 +43,10 @@ class Container(msgspec.Struct, frozen=True):
         return self.reason in rules.LOST_CONTAINER
 
 
+THIS_MACHINE = "this machine"
+"""The node of a local run's pods. It is no valid name of a node in a cluster."""
+
+
 class Pod(msgspec.Struct, frozen=True):
     """A pod, cut to what decisions read."""
 
