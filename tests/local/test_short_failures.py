@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
-from shell import Cli
+from shell import Cli, status_of
 
 TRAINS = """
 import os, signal
@@ -45,3 +46,16 @@ def test_a_killed_rank_under_torchrun_costs_at_most_15_lines_beside_the_scripts_
     assert re.search(r"✖ job Failed after \S+: rank 1 \(node 1\) was killed by SIGKILL", lines[-1])
     log = re.search(r"… \d+ lines of torchrun in (\S+)/job-1-1.log", done.stderr)
     assert log is not None, "what is folded is not lost"
+
+
+def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
+    """The line, the traceback and the status name a script in /tmp that is no longer there."""
+    cells = ["import os", "def load(path):\n    raise ValueError(f'no such shard: {path}')", "\nload(7)"]
+    document = {"cells": [{"cell_type": "code", "source": cell} for cell in cells]}
+    (cli.folder / "try.ipynb").write_text(json.dumps(document))
+    done = cli.run("run", "try.ipynb", "--nodes", "1", "--set", "spec.backoffLimit=0", "--status", "status.json")
+    assert done.returncode == 1
+    assert re.search(r"✖ .* in try\.ipynb:cell 2:2 \(ValueError: no such shard: 7\)", done.stderr)
+    assert 'File "try.ipynb:cell 3", line 2, in <module>' in done.stdout
+    assert status_of(cli.folder / "status.json")["lastFailure"]["where"] == "try.ipynb:cell 2:2"
+    assert "try.py:" not in done.stdout + done.stderr

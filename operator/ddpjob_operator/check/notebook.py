@@ -6,8 +6,9 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import PurePath
 
 _WRITES = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+|--append\s+)?(\S+\.py)\s*$")
 # Cell magics below which the rest of the cell is Python as it stands.
@@ -50,6 +51,26 @@ def parts(text: str) -> list[Part]:
             own.lines += lines if _is_python(lines) else _without_magic(lines)
             own.places += [(number, i) for i in range(1, len(lines) + 1)]
     return [own, *written]
+
+
+def by_cell(own: Part, path: str) -> Callable[[str], str]:
+    """Return a function that names the cells of a notebook in a text: nb.py:6 becomes nb.ipynb:cell 3:2.
+
+    own: the script that was made of the notebook at this path; it has the notebook's stem.
+    """
+    name, script = PurePath(path).name, re.escape(f"{PurePath(path).stem}.py")
+    in_trace = re.compile(rf'(File \\?")[^"\n]*?{script}(\\?", line )(\d{{1,9}})')
+    in_sentence = re.compile(rf"(?<![\w./-]){script}:(\d{{1,9}})(?!\d)")
+
+    def frame(match: re.Match[str]) -> str:
+        cell, line = own.place(int(match[3]))
+        return f"{match[1]}{name}:cell {cell}{match[2]}{line}"
+
+    def place(match: re.Match[str]) -> str:
+        cell, line = own.place(int(match[1]))
+        return f"{name}:cell {cell}:{line}"
+
+    return lambda text: in_sentence.sub(place, in_trace.sub(frame, text))
 
 
 def _lines(source: object) -> list[str]:

@@ -130,6 +130,7 @@ def run(
             metrics=metrics,
             report=report,
             process_group=os.getpgrp(),
+            names=sources.names_of(file),
         )
         cells = file if sources.is_notebook(file) else None
         return start(document, parsed, options, checked=not no_check, notebook=cells)

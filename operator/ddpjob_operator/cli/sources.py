@@ -8,7 +8,7 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -95,7 +95,7 @@ def as_file(source: Source) -> Iterator[Source]:
             return
         code = text
     elif is_notebook(source.file):
-        code, name = _cells(source.file or ""), f"{Path(source.file or '').stem}.py"
+        code, name = _cells(source.file or "").text, f"{Path(source.file or '').stem}.py"
     if not code:
         yield source
         return
@@ -196,7 +196,12 @@ def _text(path: str) -> str:
         raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}{meant}") from None
 
 
-def _cells(path: str) -> str:
+def names_of(file: str | None) -> Callable[[str], str]:
+    """Return how texts of the ranks name places in the file: those in a notebook by its cells."""
+    return notebook.by_cell(_cells(file), file) if file is not None and is_notebook(file) else str
+
+
+def _cells(path: str) -> notebook.Part:
     """The code of a notebook's cells, in which IPython's own commands do nothing."""
     try:
         cells = notebook.parts(_text(path))[0]
@@ -209,4 +214,4 @@ def _cells(path: str) -> str:
     except SyntaxError as error:
         cell, line = cells.place(error.lineno or 1)
         raise InputError(f"{path}:cell {cell}:{line}: not valid Python: {error.msg}") from None
-    return cells.text
+    return cells

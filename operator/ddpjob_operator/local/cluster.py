@@ -77,7 +77,8 @@ class RefusedError(Exception):
 
 
 class LocalCluster:
-    """Processes, ports and folders of one job. `show(pod, lines)` takes what the nodes print."""
+    """Processes, ports and folders of one job. `show(pod, lines)` takes what the nodes print; `names` is how their
+    texts name places in the script."""
 
     def __init__(
         self,
@@ -85,6 +86,7 @@ class LocalCluster:
         slots: list[pod_process.Slot],
         reporting: build.Reporting,
         show: Callable[[LocalPod, list[str]], None],
+        names: Callable[[str], str] = str,
     ) -> None:
         self.folder = folder
         self.selector = selectors.DefaultSelector()
@@ -94,7 +96,7 @@ class LocalCluster:
         self.trackers: dict[int, stall.StepTracker] = {}
         self._slots = slots
         self._reporting = reporting
-        self._show = show
+        self._show, self._names = show, names
         self._service = False
         self._ports: dict[int, socket.socket] = {}
         self._observations = 0
@@ -270,17 +272,17 @@ class LocalCluster:
         except BlockingIOError:
             return
         if data:
-            self._show(pod, list(pod.log.feed(data)))
+            self._show(pod, [self._names(line) for line in pod.log.feed(data)])
         else:
             self._forget(pod, pod.node.output)
-            self._show(pod, list(pod.log.close()))
+            self._show(pod, [self._names(line) for line in pod.log.close()])
 
     def _handle_report(self, pod: LocalPod) -> None:
         for event in pod.node.handle_report():
             if isinstance(event, nodes.SupervisorLost):
                 nodes.kill_orphans({p.node.pid for p in self._live() if p is not pod})
             self._drain(pod)
-            _note(pod, event)
+            _note(pod, event, self._names)
         if pod.node.exit is not None:
             self._forget(pod, pod.node.report)
 
@@ -296,7 +298,7 @@ class LocalCluster:
             self.selector.unregister(fd)
 
 
-def _note(pod: LocalPod, event: nodes.Event) -> None:
+def _note(pod: LocalPod, event: nodes.Event, names: Callable[[str], str]) -> None:
     """Translate a supervisor's report into the container's state, as a kubelet would."""
     if isinstance(event, nodes.Started):
         pod.pid = event.pid
@@ -308,7 +310,7 @@ def _note(pod: LocalPod, event: nodes.Event) -> None:
         pod.trainer = _ended(None, "SupervisorLost", _time(event.time), event.error)
     elif isinstance(event, nodes.Exited):
         code = event.code if event.signal is None else 128 + event.signal
-        message = _termination_message(pod.termination_log) or pod.log.tail
+        message = names(_termination_message(pod.termination_log) or pod.log.tail)
         pod.ended_first = not event.stop_requested
         pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), message)
 

@@ -12,7 +12,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,8 @@ class Options:
     """Where the report is written once the run has ended."""
     process_group: int | None = None
     """That in which the command was started, where the run has one of its own."""
+    names: Callable[[str], str] = str
+    """How texts of the ranks name places in the script: those in a notebook by its cells."""
 
 
 def run(document: Document, job: api.DDPJob, options: Options) -> int:
@@ -221,7 +223,7 @@ class Runner:
         self._receiver = receive.LocalReceiver(self._on_report, folder.path / "token")
         self._receiver.start()
         reporting = build.Reporting(self._receiver.url, str(folder.path / "token"), REPORT_SECONDS)
-        self.cluster = LocalCluster(folder.path, slots, reporting, self._show)
+        self.cluster = LocalCluster(folder.path, slots, reporting, self._show, options.names)
         self.teller = told.Teller(self.job, self.screen.note, self._print)
         self.cluster.selector.register(self._wake_read, selectors.EVENT_READ, None)
 
@@ -360,7 +362,8 @@ class Runner:
         """Called by the receiver's threads."""
         try:
             now = dt.datetime.now(dt.timezone.utc)
-            report, self._total_steps = kubeflow.read_body(body, now, self._total_steps)
+            named = self.options.names(body.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+            report, self._total_steps = kubeflow.read_body(named, now, self._total_steps)
         except BadReportError as error:
             return str(error)
         if report is None:
