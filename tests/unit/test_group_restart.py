@@ -460,7 +460,7 @@ def test_complaints_alone_cost_nothing_where_a_node_of_the_attempt_did_not_repor
     for attempt in range(1, 6):
         world.running()
         cut_off_for_a_while(world, 1).exits(0, code=1, message=PEER_GONE).settle()
-        assert "only peers' complaints; node node-1 did not report for a while" in world.status.message
+        assert "no rank failed first; node node-1 did not report for a while" in world.status.message
         world.restarted().after(400).settle()
         assert (world.status.attempt, charges(world)) == (attempt + 1, (0, attempt, 0))
     world.running().exits(0, code=1, message=PEER_GONE).restarted()

@@ -285,7 +285,7 @@ def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_
     event = world.events[-1]
     assert event.reason == "RestartedInPlace"
     assert event.message.startswith("rank 2 (pod digits-1-2, node node-2) lost its peers at step 41 (RuntimeError: ")
-    assert "only peers' complaints (not charged to backoffLimit); all ranks have started again" in event.message
+    assert "and ddprun names the rank (not charged to backoffLimit); all ranks have started again" in event.message
     world.agent = charged(1)
     world.settle()
     assert "not charged" not in world.events[-1].message

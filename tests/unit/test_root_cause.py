@@ -441,14 +441,14 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
         ),
         (
             recorded(1, "PeerLost", exit_code=1, exception="RuntimeError: Connection closed by peer"),
-            "rank 1 (pod bert-1-1, node gpu-01) lost its peers (RuntimeError: Connection closed by peer), and none was "
-            "seen that failed by itself: only peers' complaints",
+            "rank 1 (pod bert-1-1, node gpu-01) lost its peers (RuntimeError: Connection closed by peer); no rank "
+            "failed first: often the ranks have different numbers of batches, and ddprun names the rank",
             "rank 1 lost its peers",
         ),
         (
             recorded(1, "PeerLost", exit_code=1, exception="RuntimeError: Timed out waiting 8000ms for recv operation"),
             "rank 1 (pod bert-1-1, node gpu-01) waited for another rank until its timeout (RuntimeError: Timed out "
-            "waiting 8000ms for recv operation), and none was seen that failed by itself: one hangs, is slower than "
+            "waiting 8000ms for recv operation); no rank failed first: one hangs, is slower than "
             "that, or does not call what the others call",
             "a timeout of rank 1",
         ),

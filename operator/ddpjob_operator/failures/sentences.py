@@ -73,13 +73,14 @@ def _complaint(failure: api.JobFailure) -> str:
     at, why = _at(failure), _why(failure)
     if rules.port_in_use(failure.exception) is not None:
         return f"could not listen at the address that it was given{why}"
-    what, means = "lost its peers", "only peers' complaints"
+    node = root_cause.evidence_of(failure).silent_node
+    means = "" if node else ": often the ranks have different numbers of batches, and ddprun names the rank"
+    what = "lost its peers"
     if rules.has_timed_out(failure.exception):
         what = "waited for another rank until its timeout"
-        means = "one hangs, is slower than that, or does not call what the others call"
-    node = root_cause.evidence_of(failure).silent_node
-    network = f"; node {node} did not report for a while, as where its network fails" if node else ""
-    return f"{what}{at}{why}, and none was seen that failed by itself: {means}{network}"
+        means = ": one hangs, is slower than that, or does not call what the others call"
+    network = f"; node {node} did not report for a while, so its network may have failed" if node else ""
+    return f"{what}{at}{why}; no rank failed first{means}{network}"
 
 
 def _how_it_ended(failure: api.JobFailure) -> str:
