@@ -12,7 +12,7 @@ from ddpjob_operator.client.errors import NotFoundError
 from ddpjob_operator.client.watch import Say, Watch
 from ddpjob_operator.job import podspec, wording
 from ddpjob_operator.job.status import find_condition
-from ddpjob_operator.job.validation import suggestion
+from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.manifest.yamlfile import InputError
 
 CONDITIONS = ("Complete", "Failed", "FailureTarget", "Running", "Suspended", "Accepted")

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from ddpjob_operator.client import errors
 from ddpjob_operator.client.errors import ClusterError, CutOffError, NoAnswerError
 from ddpjob_operator.job import requests
-from ddpjob_operator.job.validation import suggestion
+from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.manifest.yamlfile import InputError
 
 Raw = dict[str, Any]

@@ -15,7 +15,7 @@ from ddpjob_operator.describe.job import EventLine, PodLine
 from ddpjob_operator.describe.table import parse_time
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.job.podspec import trainer_container
-from ddpjob_operator.job.validation import suggestion
+from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.manifest.yamlfile import InputError
 from ddpjob_operator.pods import naming
 

@@ -6,7 +6,6 @@ accept, is `misspelled` where it resembles something that is known, else `unknow
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddpjob_operator.job import pod_types
+from ddpjob_operator.job.typos import Typos
 from ddpjob_operator.job.wording import say
 
 Path = tuple[str | int, ...]
@@ -22,7 +22,6 @@ PORT_MAX = 65_535
 
 _ROOT = "PodTemplateSpec"
 _RESEMBLES = 0.7  # "valeu" is 0.8 like "value", "comand" 0.92 like "command"; "hostUsers" is 0.67 like "hostAliases"
-_LONGER = 3  # "restartPolicyRules" is a field of its own and no typo of "restartPolicy"
 _OLDER = {"PodSpec": ("workloadRef",)}  # fields that only an older API has
 _PORTS = ("containerPort", "hostPort", "port")
 _WORDS = {
@@ -57,16 +56,14 @@ def fields(name: str) -> tuple[str, ...]:
 
 def deviations(template: Mapping[str, Any]) -> Iterator[Deviation]:
     """All of them, in any template. A field that is null is unset."""
-    yield from _fields_of(template, _ROOT, ())
-    yield from _mounts(template)
+    typos = Typos()
+    yield from _fields_of(template, _ROOT, (), typos)
+    yield from _mounts(template, typos)
 
 
-def resembling(name: str, known: tuple[str, ...], cutoff: float = _RESEMBLES) -> str:
-    """The known name of which this one is probably a typo; "" where there is none."""
-    same = [k for k in known if k.lower() == name.lower()]
-    close = same or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
-    extends = any(name.startswith(k) and len(name) >= len(k) + _LONGER for k in close)
-    return close[0] if close and not extends else ""
+def wrong(template: Mapping[str, Any]) -> Iterator[Deviation]:
+    """Those that an API server of any version refuses, in time that is linear in the size of the template."""
+    return (d for d in _fields_of(template, _ROOT, (), Typos(0)) if d.kind == "wrong")
 
 
 @functools.cache
@@ -84,31 +81,31 @@ def _required(kind: str) -> tuple[str, ...]:
     return tuple(name for name, field in _types()[kind].items() if field.is_required)
 
 
-def _fields_of(given: Mapping[Any, Any], kind: str, path: Path) -> Iterator[Deviation]:
+def _fields_of(given: Mapping[Any, Any], kind: str, path: Path, typos: Typos) -> Iterator[Deviation]:
     known = _types()[kind]
     for name, value in given.items():
         field = known.get(str(name))
         if field is not None:
-            yield from _value(value, field.type, (*path, str(name)))
+            yield from _value(value, field.type, (*path, str(name)), typos)
             words = _WORDS.get((kind, str(name)), ())
             if words and isinstance(value, str) and value not in words and value:
                 text = f"must be one of {', '.join(words)}, is {say(value)}"
                 yield Deviation((*path, str(name)), text, "misspelled")
         elif str(name) not in _OLDER.get(kind, ()):
-            yield _unknown(str(name), kind, path)
+            yield _unknown(str(name), kind, path, typos)
     missing = [name for name in _required(kind) if given.get(name) is None]
     yield from (_wrong(path, f"needs {'a name' if name == 'name' else name}") for name in missing)
 
 
-def _unknown(name: str, kind: str, path: Path) -> Deviation:
-    typo = resembling(name, fields(kind))
+def _unknown(name: str, kind: str, path: Path, typos: Typos) -> Deviation:
+    typo = typos.meant(name, fields(kind), _RESEMBLES)
     where = (*path, name)
     if typo:
         return Deviation(where, f"unknown field; did you mean {typo}?", "misspelled")
     return Deviation(where, f"unknown field of a {kind} in the API of Kubernetes {pod_types.VERSION}", "unknown")
 
 
-def _value(value: object, kind: str, path: Path) -> Iterator[Deviation]:
+def _value(value: object, kind: str, path: Path, typos: Typos) -> Iterator[Deviation]:
     if value is None:
         return
     if kind[0] == "[":
@@ -116,16 +113,16 @@ def _value(value: object, kind: str, path: Path) -> Iterator[Deviation]:
             yield _wrong(path, f"must be a list, is {say(value)}")
             return
         for i, item in enumerate(value):
-            yield from _value(item, kind[1:-1], (*path, i))
+            yield from _value(item, kind[1:-1], (*path, i), typos)
     elif kind[0] == "{":
         if not isinstance(value, Mapping):
             yield _wrong(path, f"must be a mapping, is {say(value)}")
             return
         for name, item in value.items():
-            yield from _value(item, kind[1:-1], (*path, str(name)))
+            yield from _value(item, kind[1:-1], (*path, str(name)), typos)
     elif kind in _types():
         if isinstance(value, Mapping):
-            yield from _fields_of(value, kind, path)
+            yield from _fields_of(value, kind, path, typos)
         else:
             yield _wrong(path, f"must be a mapping, is {say(value)}")
     else:
@@ -163,18 +160,18 @@ def _quantity(value: object, path: Path) -> Iterator[Deviation]:
         yield _wrong(path, f"must not be negative, is {say(value)}")
 
 
-def _mounts(template: Mapping[str, Any]) -> Iterator[Deviation]:
+def _mounts(template: Mapping[str, Any], typos: Typos) -> Iterator[Deviation]:
     """Volumes that are mounted, and that the pod does not have."""
     pod = template.get("spec")
     if not isinstance(pod, Mapping):
         return
-    volumes = tuple(str(v.get("name")) for v in _mappings(pod, "volumes"))
+    volumes = dict.fromkeys(str(v.get("name")) for v in _mappings(pod, "volumes"))
     for listed in ("containers", "initContainers"):
         for i, container in enumerate(_mappings(pod, listed)):
             for j, mount in enumerate(_mappings(container, "volumeMounts")):
                 name = mount.get("name")
                 if isinstance(name, str) and name not in volumes:
-                    typo = resembling(name, volumes, 0.6)
+                    typo = typos.meant(name, volumes)
                     fix = f'did you mean "{typo}"?' if typo else "Add it to the pod's volumes."
                     path = ("spec", listed, i, "volumeMounts", j, "name")
                     yield Deviation(path, f"the pod has no volume {say(name)}; {fix}", "misspelled")

@@ -6,7 +6,6 @@ Called by the command line (which adds file and line), by the operator (which wr
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 import types
@@ -20,6 +19,7 @@ from msgspec import Struct, inspect
 
 from ddpjob_operator.job import api, bounds, launcher, template
 from ddpjob_operator.job.bounds import NOT_READABLE
+from ddpjob_operator.job.typos import Typos, suggestion
 from ddpjob_operator.job.wording import say
 
 Path = tuple[str | int, ...]
@@ -168,21 +168,6 @@ def dotted(path: Path) -> str:
     return text
 
 
-# What other jobs call the same thing: PyTorchJob, batch/v1 Job, torchrun.
-_OTHER_NAMES = {"replicas": "nodes", "numnodes": "nodes", "parallelism": "nodes", "completions": "nodes"}
-_OTHER_NAMES |= {"nnodes": "nodes", "numprocpernode": "nprocPerNode", "slots": "nprocPerNode", "gpus": "nprocPerNode"}
-
-
-def suggestion(name: str, known: typing.Iterable[str]) -> str:
-    """`; did you mean nodes?` or nothing."""
-    known = list(known)
-    if name.lower() in _OTHER_NAMES and _OTHER_NAMES[name.lower()] in known:
-        return f"; did you mean {_OTHER_NAMES[name.lower()]}?"
-    begins = [k for k in known if len(name) > 2 and k.lower().startswith(name.lower())]
-    close = begins if len(begins) == 1 else difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
 def _kind(raw: Mapping[Any, Any]) -> Iterator[Problem]:
     if raw.get("kind") != api.KIND:
         yield Problem(("kind",), f"must be {api.KIND}, is {say(raw.get('kind'))}")
@@ -220,9 +205,9 @@ def _template(given: Mapping[str, Any]) -> Iterator[Problem]:
     yield from misshapen
     # What is not read here cannot keep a pod from being made: the API server refuses it, in words of its own.
     named = {p.path for p in misshapen}
-    for deviation in template.deviations(given):
+    for deviation in template.wrong(given):
         path: Path = ("spec", "template", *deviation.path)
-        if deviation.kind == "wrong" and not any(path[: len(n)] == n for n in named):
+        if not any(path[:length] in named for length in range(len(path) + 1)):
             yield Problem(path, deviation.message)
 
 
@@ -250,17 +235,18 @@ def _shape_of(given: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem((*where, "name") if "name" in container else where, "needs a name, such as trainer")
         else:
             yield from _container(container, where)
-    yield from _typos(pod, "PodSpec", path)
+    typos = Typos()
+    yield from _misspelled(pod, "PodSpec", path, typos)
     for i, container in enumerate(containers):
         if isinstance(container, Mapping):
-            yield from _typos(container, "Container", (*path, "containers", i))
+            yield from _misspelled(container, "Container", (*path, "containers", i), typos)
 
 
-def _typos(given: Mapping[Any, Any], kind: str, path: Path) -> Iterator[Problem]:
+def _misspelled(given: Mapping[Any, Any], kind: str, path: Path, typos: Typos) -> Iterator[Problem]:
     """Only what resembles a known field very much: an API server that is newer may know the others."""
     known = template.fields(kind)
     for name in map(str, given):
-        if name not in known and (close := template.resembling(name, known, _RESEMBLES)):
+        if name not in known and (close := typos.meant(name, known, _RESEMBLES)):
             yield Problem((*path, name), f"unknown field; did you mean {close}?")
 
 
@@ -323,10 +309,10 @@ def _container(container: Mapping[str, Any], where: Path) -> Iterator[Problem]:
 
 
 def _unknown(raw: Mapping[Any, Any], known: typing.Iterable[str], path: Path) -> Iterator[Problem]:
-    known = list(known)
+    known, typos = list(known), Typos()
     for name in raw:
         if name not in known:
-            yield Problem((*path, str(name)), f"unknown field{suggestion(str(name), known)}")
+            yield Problem((*path, str(name)), f"unknown field{suggestion(str(name), known, typos)}")
 
 
 def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ddpjob_operator.job import launcher
 from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container, trainer_path
+from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.local import similar
@@ -136,7 +137,7 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
     program, script = planned.argv[0], launcher.script(planned.argv)
     if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
         hint = ": install PyTorch (pip install 'ddpjob[trainer]'), or activate the environment that has it"
-        hint = hint if program in ("torchrun", "ddprun") else similar.suggestion(program, _PROGRAMS)
+        hint = hint if program in ("torchrun", "ddprun") else suggestion(program, _PROGRAMS)
         if " " in program:
             hint = f": it is {len(program.split())} words. Write [{', '.join(program.split())}]"
         yield Problem((*at, "command"), f'"{program}" is not a program on this machine{hint}')

@@ -1,20 +1,14 @@
-"""What a name that is not there may have meant."""
+"""What a file that is not there may have meant."""
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable
 
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean torchrun?` or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+from ddpjob_operator.job.typos import suggestion
 
 
 def file(path: str, folder: str = ".") -> str:
-    """The same for a file, by those in its folder that end as it does."""
+    """Return `; did you mean train.py?` or nothing, by the files in its folder that end as it does."""
     head, name = os.path.split(path)
     try:
         there = os.listdir(os.path.join(folder, head))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from typing import Any
@@ -11,6 +10,7 @@ import msgspec
 
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import trainer_container
+from ddpjob_operator.job.typos import Typos
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.manifest.yamlbounds import DEPTH_MAX
 from ddpjob_operator.manifest.yamlfile import Document, InputError, read_value
@@ -24,8 +24,8 @@ def set_field(document: Document, setting: str, option: str) -> None:
         raise InputError(f"--set {setting}: must be PATH=VALUE, such as spec.nodes=4")
     if path[0] not in ("spec", "metadata"):
         known = [field.encode_name for field in msgspec.structs.fields(api.Spec)]
-        close = difflib.get_close_matches(str(path[0]), known, n=1)
-        meant = f"did you mean --set spec.{close[0]}{setting[len(str(path[0])) :]}?" if close else ""
+        close = Typos().meant(str(path[0]), known)
+        meant = f"did you mean --set spec.{close}{setting[len(str(path[0])) :]}?" if close else ""
         raise InputError(f"--set {setting}: {meant or 'the path must begin with spec or metadata'}")
     try:
         value = read_value(text)

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from ddpjob_operator.job import api, yamlvalues
-from ddpjob_operator.job.validation import NOT_A_JOB, Problem, suggestion
+from ddpjob_operator.job.typos import suggestion
+from ddpjob_operator.job.validation import NOT_A_JOB, Problem
 from ddpjob_operator.job.validation import Path as FieldPath
 from ddpjob_operator.job.wording import say
 from ddpjob_operator.manifest import yamlbounds

@@ -1,0 +1,50 @@
+"""Find the known name of which a name is probably a typo, with a bounded number of comparisons.
+
+A comparison costs up to a millisecond, and a user may give thousands of names on both sides.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+COMPARISONS_MAX = 1_000
+LENGTH_MAX = 64
+"""Characters of a name that is compared: the time of a comparison grows with the square of them."""
+_LONGER = 3  # "restartPolicyRules" is a field of its own and no typo of "restartPolicy"
+# What other jobs call the same thing: PyTorchJob, batch/v1 Job, torchrun.
+_OTHER_NAMES = {"replicas": "nodes", "numnodes": "nodes", "parallelism": "nodes", "completions": "nodes"}
+_OTHER_NAMES |= {"nnodes": "nodes", "numprocpernode": "nprocPerNode", "slots": "nprocPerNode", "gpus": "nprocPerNode"}
+
+
+class Typos:
+    """The comparisons that may still be made for one document."""
+
+    def __init__(self, comparisons: int = COMPARISONS_MAX) -> None:
+        self._left = comparisons
+
+    def meant(self, name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+        """Return the known name that this one resembles most, "" if there is none or no comparison is left."""
+        if len(name) > LENGTH_MAX or not self._left:
+            return ""
+        compared = []
+        for other in known:
+            if not self._left:
+                break
+            self._left -= 1
+            if len(other) <= LENGTH_MAX:
+                compared.append(other)
+        same = [other for other in compared if other.lower() == name.lower()]
+        close = same or difflib.get_close_matches(name, compared, n=1, cutoff=cutoff)
+        extends = any(name.startswith(other) and len(name) >= len(other) + _LONGER for other in close)
+        return close[0] if close and not extends else ""
+
+
+def suggestion(name: str, known: Iterable[str], typos: Typos | None = None) -> str:
+    """Return `; did you mean nodes?` or nothing."""
+    known = list(known)
+    if name.lower() in _OTHER_NAMES and _OTHER_NAMES[name.lower()] in known:
+        return f"; did you mean {_OTHER_NAMES[name.lower()]}?"
+    begins = [other for other in known if 2 < len(name) < len(other) and other.lower().startswith(name.lower())]
+    meant = begins[0] if len(begins) == 1 else (typos or Typos()).meant(name, known)
+    return f"; did you mean {meant}?" if meant else ""
