@@ -288,21 +288,14 @@ class Jobs(Store[Raw]):
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
-    def take(self, kind: str, raw: Raw) -> bool:
-        """Puts the job of a watch event: one that is new, or that we have; False: it is left to kopf, and nothing was
-        put.
+    def take(self, raw: Raw) -> bool:
+        """Puts the job of a watch event if we have it; False: it is another job, and nothing was put.
 
         The event of our own write is left out: it may come before the answer, which is put as soon as it is there, and
         would be news then, of which the job is reconciled for nothing.
         """
-        metadata = raw.get("metadata")
-        if not isinstance(metadata, dict) or not all(isinstance(metadata.get(of), str) for of in ("name", "uid")):
-            return False
         entry = self._entries.get(_place_of(raw))
-        if kind == "ADDED" and entry is None:
-            self.put(raw)
-            return True
-        if kind != "MODIFIED" or entry is None or entry.uid != metadata["uid"]:
+        if entry is None or entry.uid != raw["metadata"]["uid"]:
             return False
         written = self._written.get(entry.key)
         if written is None or written != raw.get("status") or not _differ_in_status_alone(raw, entry.value):
