@@ -124,7 +124,7 @@ def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_s
 
 
 def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -> None:
-    """It answers 429 and 403 for some seconds. The operator led blindly for 40 s: it waited as long as in the outage."""
+    """It answers 429 and 403 for some seconds. The operator led blindly for 40 s, with the waits of the outage."""
     starting = ApiError(429, "TooManyRequests", "storage is (re)initializing")
     woken = [False] * 7 + [True] + [False] * 9
     _, _, waits = follow([*[AWAY] * 8, starting, starting, ([], 10)], [], woken)
