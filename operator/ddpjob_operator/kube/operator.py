@@ -16,12 +16,11 @@ from aiohttp import web
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology, validation
-from ddpjob_operator.kube import access, decisions, measuring, observe, reading, served_crd, triggers
+from ddpjob_operator.kube import access, decisions, exposition, measuring, observe, reading, served_crd, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.executor import Executor
-from ddpjob_operator.kube.exposition import Exposition, Snapshot
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.gangs import Gang, waits_for
 from ddpjob_operator.kube.going_on import GoingOn
@@ -89,12 +88,12 @@ class Operator:
         self._claims = claims
         self._runtime = runtime
         self.meter = meter or Meter()
-        self._exposition = Exposition(self.meter, self.snapshot)
+        self._exposition = exposition.Exposition(self.meter, self.snapshot)
         self._watch_restarted = restarted = measuring.watch_restarted(self.meter)
         self._leadership_lost_at: float | None = None
         """Since when the tasks of the last leadership are being cancelled."""
         self.caches = Caches(
-            Jobs(self._enqueue, reading.job),
+            Jobs(self._enqueue, reading.job, self._count_job),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, self._service_changed),
             Nodes(self._nodes_changed, runtime.now),
@@ -310,7 +309,7 @@ class Operator:
         """Which jobs another release has; that is no reason for a restart."""
         return "; ".join(self._claims.standing_by()) if self._claims is not None else ""
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> exposition.Snapshot:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
         there = [(self._may_act(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
         jobs, away = [raw for acts, raw in there if acts], [raw["metadata"] for acts, raw in there if not acts]
@@ -331,11 +330,12 @@ class Operator:
             away=[job["uid"] for job in away],
             others=[job["uid"] for job in away if self._another_acts(job.get("namespace", ""))],
         )
-        return Snapshot(moment, jobs if self.leads else None)
+        return exposition.Snapshot(moment, jobs if self.leads else None)
 
     def lead(self) -> None:
         """Reconcile all jobs from now on."""
         self.leads = True
+        self.meter.leads(self._runtime.now())
         parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
         parts["second look"] = self._second_look.run()
         parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
@@ -389,6 +389,21 @@ class Operator:
             self.queue.add(key, in_seconds)
         elif self.caches.jobs.get(key) is None:
             self.states.forget([key])  # of whose pods it has passed reports on
+
+    def _count_job(self, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> None:
+        raw = new or old
+        if not self.leads or raw is None:
+            return
+        namespace = raw["metadata"].get("namespace", "")
+        if self._another_acts(namespace):
+            self.meter.left_to_others(raw["metadata"]["uid"])
+        if not self._may_act(namespace):
+            return
+        now = self._runtime.now()
+        if old is not None and (new is None or new["metadata"]["uid"] != old["metadata"]["uid"]):
+            self.meter.gone(exposition.job(old), now)
+        if new is not None:
+            self.meter.spends(exposition.job(new), now)
 
     def _enqueue_all(self) -> None:
         for key in self.caches.jobs:

@@ -272,10 +272,20 @@ class Store(Generic[T]):
 
 class Jobs(Store[Raw]):
     """The DDPJobs as they are stored, raw but for what `cut` takes out. `changed(key)` is called when one is new, newer
-    or gone."""
+    or gone; `seen(old, new)` also when the answer to our own write is put."""
 
-    def __init__(self, changed: Callable[[Key], None], cut: Callable[[Any], Raw] = lambda raw: raw) -> None:
-        super().__init__(cut, _place_of, lambda key, _old, _new: None if self._answer_is_put else changed(key))
+    def __init__(
+        self,
+        changed: Callable[[Key], None],
+        cut: Callable[[Any], Raw] = lambda raw: raw,
+        seen: Callable[[Raw | None, Raw | None], None] = lambda _old, _new: None,
+    ) -> None:
+        def told(key: Key, old: Raw | None, new: Raw | None) -> None:
+            seen(old, new)
+            if not self._answer_is_put:
+                changed(key)
+
+        super().__init__(cut, _place_of, told)
         self._answer_is_put = False
         self._written: dict[Key, Raw] = {}
         """The statuses that are being written."""
