@@ -141,6 +141,7 @@ class OperatorProcess:
     def end(self) -> None:
         """All that it does ends."""
         operator = self.operator
+        operator.end()
         for task in (*self._tasks, *operator._tasks, *operator._leading, operator._first_lists):
             if task is not None:
                 task.cancel()

@@ -28,6 +28,8 @@ class ModelServer:
         self.url = ""
         self.refused: Callable[[str, str], int] = lambda _method, _path: 0
         """The code that a request is answered with instead of being carried out; 0: it is carried out."""
+        self.silent = False
+        """No request is answered."""
         self.seen: collections.Counter[str] = collections.Counter()
         """Requests by method and resource, `WATCH` for watches."""
         self.managed_fields: list[Raw] = []
@@ -124,6 +126,8 @@ class ModelServer:
             await asyncio.sleep(0.1)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.silent:
+            await asyncio.sleep(3600)
         if code := self.refused(request.method, request.path):
             status = {"kind": "Status", "status": "Failure", "code": code, "message": "made by the test"}
             return web.json_response(status, status=code)

@@ -23,7 +23,7 @@ from ddpjob_operator.job import api
 from ddpjob_operator.kube import reading
 from ddpjob_operator.kube.api_error import NO_ANSWER as NO_ANSWER
 from ddpjob_operator.kube.api_error import ApiError as ApiError
-from ddpjob_operator.kube.api_error import TooLargeError, no_answer, of_answer, of_status
+from ddpjob_operator.kube.api_error import TooLargeError, bad_answer, no_answer, of_answer, of_status
 from ddpjob_operator.kube.login import LoginError, login
 from ddpjob_operator.kube.reach import Reach
 from ddpjob_operator.kube.write_guard import GuardedBody, WriteGuard
@@ -176,7 +176,7 @@ class Client:
             try:
                 listed = reading.page(content, kind)
             except reading.BadJsonError as error:
-                raise ApiError(NO_ANSWER, "BadAnswer", f"GET {path}: {error}") from None
+                raise bad_answer("GET", path, error) from None
             del content
             token, page = listed.token, Page(listed.items, listed.version)
             del listed
@@ -216,7 +216,9 @@ class Client:
                     if event["type"] == "ERROR":
                         raise of_status(event["object"])
                     yield event
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, reading.BadJsonError) as error:
+        except reading.BadJsonError as error:
+            raise bad_answer("GET", path, error) from None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             if code == NO_ANSWER:
                 self._answered("GET", path, code, began, watch=True)
             raise no_answer("GET", path, error) from None
@@ -238,7 +240,7 @@ class Client:
         try:
             return read(content)
         except reading.BadJsonError as error:
-            raise no_answer(method, path, error) from None
+            raise bad_answer(method, path, error) from None
 
     async def _request_bytes(
         self,

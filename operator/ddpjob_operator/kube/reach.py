@@ -34,14 +34,16 @@ class Reach:
         self._lost = True
         self._back.clear()
 
-    async def wait(self, seconds: float) -> None:
-        """So long, or until the server answers again after it has not. A watch that is refused, or cut, while other
-        requests are answered waits its full time."""
+    async def wait(self, seconds: float) -> bool:
+        """So long, or until the server answers again after it has not: True. A watch that is refused, or cut, while
+        other requests are answered waits its full time."""
         if not self._lost:
-            return await asyncio.sleep(seconds)
+            await asyncio.sleep(seconds)
+            return False
         try:
             async with at_most(seconds):
                 await self._back.wait()
         except asyncio.TimeoutError:
-            return None
-        return await asyncio.sleep(min(seconds, random.uniform(0, SPREAD_SECONDS)))  # noqa: S311
+            return False
+        await asyncio.sleep(min(seconds, random.uniform(0, SPREAD_SECONDS)))  # noqa: S311
+        return True

@@ -22,7 +22,7 @@ STALE_LISTS_MAX = 5
 
 
 class Reflector:
-    """One collection: pods or services, of one namespace or of all (namespace "")."""
+    """One collection, such as DDPJobs or pods, of one namespace or of all (namespace "")."""
 
     def __init__(
         self,
@@ -37,12 +37,16 @@ class Reflector:
         sleep: Callable[[float], Any] = asyncio.sleep,
         restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
     ) -> None:
-        """restarted: called with the resource and the cause, end or error, each time a watch has ended."""
+        """sleep: True if it was cut short because the server answers again (Reach.wait).
+        restarted: called with the resource and the cause, end or error, each time a watch has ended."""
         self.what = f"{plural} in {namespace or 'all namespaces'}"
         self.namespace = namespace
         self.synced = asyncio.Event()
         self.tried_at = runtime.clock()
-        """When it last tried or received something: an API server that is away is no reason for a restart."""
+        """When it last tried or received something, or began to wait: an API server that is away is no reason for a
+        restart."""
+        self.waits = True
+        """False while it has asked for something, and the answer has not ended."""
         self._client = client
         self._path = path or collection(plural, namespace)
         self._selector = selector
@@ -67,7 +71,7 @@ class Reflector:
         """Until cancelled."""
         while True:
             started, cause = self._runtime.clock(), "error"
-            self.tried_at, self._asked_for = started, 0.0
+            self.tried_at, self._asked_for, self.waits = started, 0.0, False
             try:
                 if not self._version:
                     await self._list()
@@ -79,7 +83,8 @@ class Reflector:
                 # The end of this task would end the operator, and the next one would fail at the same object.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
-            healthy = self._runtime.clock() - started >= HEALTHY_SECONDS
+            self.tried_at, self.waits = self._runtime.clock(), True
+            healthy = self.tried_at - started >= HEALTHY_SECONDS
             self._restarted(cause if healthy else "error")
             if healthy:
                 self._failures = 0
@@ -88,7 +93,10 @@ class Reflector:
             # must not make us ask in a tight loop.
             self._failures += 1
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
-            await self._sleep(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for))
+            if await self._sleep(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
+                # The server is back after an outage. While it starts it refuses watches for some seconds, and the next
+                # wait must not be as long as those of the outage.
+                self._failures = 0
 
     async def _list(self) -> None:
         pages = self._client.pages(self._path, self._selector)
@@ -121,13 +129,11 @@ class Reflector:
             self._version = self._newest = raw["metadata"]["resourceVersion"]
 
     def _handle(self, error: ApiError) -> None:
-        if error.gone:
+        if error.needs_list:
             self._version = ""  # the next round lists
+        if error.gone:
             return
         self._asked_for = min(BACK_OFF_SECONDS_MAX, error.retry_after_seconds or 0.0)
-        if error.status in (403, 404) or error.status >= 500:
-            # What happened meanwhile is not in the events that a new watch brings.
-            self._version = ""
         text, at = str(error), self._runtime.clock()
         if text != self._logged[0] or at - self._logged[1] >= LOG_AGAIN_SECONDS:
             self._logged = (text, at)

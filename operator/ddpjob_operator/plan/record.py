@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, launcher, ranges, reasons, topology
+from ddpjob_operator.job import api, ranges, reasons, topology
 from ddpjob_operator.observed import stall
 from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
@@ -57,15 +57,12 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
 
 
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
-    """The places that have started, where some have completed: none could have without its group."""
+    """The places that have started, when some have completed."""
     known = ranges.parse(status.started_nodes) | completed
     if view.is_elastic and topology.is_enough(view.spec, known):
         # The first nodes that complete make room for pods that waited: those find no group to join any more.
         return started & known
-    if status.reason not in _ALL_PODS_WERE_MADE and (
-        view.is_elastic or launcher.in_template(view.spec.template) is None
-    ):
-        return started  # a script that needs no peers may end before the last pod of a large job is made
-    # torchrun and ddprun end well only where all nodes have met, so a pod that is missing now has run. A new pod in its
-    # place would wait for the others in vain.
+    if status.reason not in _ALL_PODS_WERE_MADE:
+        return started  # the operator may have ended before the last pod was made: that a pod is missing proves nothing
+    # All pods were there once, so a pod that is missing now has run. A new pod would wait for the others in vain.
     return started | (set(view.members) - set(view.pods))
