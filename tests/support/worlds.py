@@ -258,6 +258,14 @@ class World:
         self.nodes[self._pod(place).node] = Node(ready=False, since=self.now)
         return self
 
+    def node_deleted(self, place: int) -> World:
+        """The object of a pod's node is deleted, as the shell sees it: a node that was not ready before stays so."""
+        assert self.nodes is not None, "this world cannot read nodes"
+        name = self._pod(place).node
+        known = self.nodes.get(name)
+        self.nodes[name] = Node(ready=False, since=known.since if known else self.now, gone=True)
+        return self
+
     def vanishes(self, place: int) -> World:
         """A pod's object goes, and nothing of its end is known."""
         del self.pods[self._pod(place).name]

@@ -116,7 +116,7 @@ DISRUPTED = _warning(
 )
 NODE_LOST = _warning(
     "NodeLost",
-    "A node with a pod of the job is not ready for lostNodeSeconds.",
+    "A node with a pod of the job is not ready, or its Node object is gone, for lostNodeSeconds.",
     "Nothing: the restart is not charged to backoffLimit. The node itself wants a look.",
 )
 STALLED = _warning(

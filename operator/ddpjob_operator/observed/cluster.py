@@ -163,6 +163,8 @@ class Node:
     """Since when."""
     with_most: bool = False
     """Not ready: whether most nodes became so together. Then the control plane does not get their heartbeats."""
+    gone: bool = False
+    """Not ready: whether its object was deleted, as a cloud does it with that of a machine that is no more."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,8 @@ class Observed:
     agent: Agent | None = None
     """The last report of the agent of node 0 in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None
-    """The cluster's nodes that are not ready, by name; None where nodes may not be read."""
+    """The cluster's nodes that are not ready, or gone while pods are bound to them, by name; None where nodes may not be
+    read."""
     gang_apis: Mapping[str, GangApi] = field(default_factory=dict)
     """The APIs of gang schedulers and queues that are switched on, by adapter."""
     groups: tuple[Group, ...] = ()
