@@ -173,9 +173,7 @@ def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: Nod
     assert lost(nodes) == [*(f"n{i}" for i in range(8)), "n9"]
 
 
-def test_only_the_last_ten_thousand_removed_nodes_are_remembered(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_last_ten_thousand_removed_nodes_are_remembered(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster that adds and removes nodes all day would fill the operator's memory."""
     monkeypatch.setattr("ddpjob_operator.kube.nodes.GONE_MAX", 3)
     taken(nodes, [node("a"), *(node(f"n{i}") for i in range(9))], 1)

@@ -94,7 +94,7 @@ class Nodes:
         ready, since now or since it was not ready. uid: empty, or that of the object, because another one of that name
         may be there by now."""
         if uid and self._names.get(name, (0, uid))[1] != uid:
-            return
+            return None
         self._names.pop(name, None)
         self._turned.pop(name, None)
         if not self._listed:  # what a list before this operator had is not known

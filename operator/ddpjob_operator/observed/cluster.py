@@ -217,8 +217,7 @@ class Observed:
     agent: Agent | None = None
     """The last report of the agent of node 0 in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None
-    """The cluster's nodes that are not ready, or gone while pods are bound to them, by name; None where nodes may not be
-    read."""
+    """The cluster's nodes that are not ready or gone, by name; None where nodes may not be read."""
     gang_apis: Mapping[str, GangApi] = field(default_factory=dict)
     """The APIs of gang schedulers and queues that are switched on, by adapter."""
     groups: tuple[Group, ...] = ()
