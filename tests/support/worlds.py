@@ -219,7 +219,8 @@ class World:
 
     def unschedulable(self, place: int, why: str) -> World:
         """The scheduler finds no node."""
-        return self._change(place, unschedulable=why)
+        since = self._pod(place).unschedulable_since or self.now
+        return self._change(place, unschedulable=why, unschedulable_since=since)
 
     def exits(self, place: int, code: int = 0, *, message: str = "", reason: str = "", phase: str = "") -> World:
         """A trainer ends by itself."""

@@ -81,6 +81,11 @@ UNSCHEDULABLE = _warning(
     "The scheduler finds no node for some pods; the message is its own, with the number of pods where it differs.",
     "Free or add nodes, or request less. `kubectl describe pod` has the scheduler's count of nodes.",
 )
+AVOIDANCE_OVER = _warning(
+    "AvoidanceOver",
+    "Pods fit on no other node for a minute, or the time is over: they may go to the node that was avoided.",
+    "Look at the node that the message names. If it is bad: `kubectl cordon` it, and add a node for the job.",
+)
 CANNOT_START = _warning(
     "CannotStart",
     "The kubelet cannot start a trainer: an image, a mount or a configuration.",

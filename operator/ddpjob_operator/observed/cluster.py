@@ -73,6 +73,8 @@ class Pod(msgspec.Struct, frozen=True):
     """Whether that was ever seen: the network of its node failed, or its machine, also where both work again."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
+    unschedulable_since: dt.datetime | None = None
+    """Since when it says so; None while the pod is kept from the scheduler."""
     deletion_requested_at: dt.datetime | None = None
     """When its deletion was requested (deletionTimestamp less the grace period)."""
     deletion_deadline: dt.datetime | None = None

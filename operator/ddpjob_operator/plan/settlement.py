@@ -129,14 +129,16 @@ def _avoided(
     status: api.Status, settings: Settings, now: dt.datetime, bad_nodes: Sequence[str]
 ) -> list[api.AvoidedNode]:
     """The nodes to avoid, now that the last failure is recorded. bad_nodes: by the pre-flight."""
-    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in bad_nodes]
+    node = status.failures[-1].node if status.failures else ""
+    # One that fails the job once more is avoided once more, because another node may be free by now.
+    again = {*bad_nodes, *(a.node for a in status.avoided_nodes if a.lifted and a.node == node)}
+    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in again]
     until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
     kept += [api.AvoidedNode(node=node, until=until, message="the pre-flight found it bad") for node in bad_nodes]
     since = now - dt.timedelta(seconds=settings.avoid_node_seconds)
-    node = status.failures[-1].node if status.failures else ""
     count = sum(bool(node) and f.node == node and f.time > since for f in status.failures)
     if count >= FAILURES_TO_AVOID and node not in {a.node for a in kept}:
-        kept.append(api.AvoidedNode(node=node, until=until, message=f"{count} failures of this job were its"))
+        kept.append(api.AvoidedNode(node=node, until=until, message=f"{count} failures of this job"))
     return kept[-AVOIDED_MAX:]
 
 
