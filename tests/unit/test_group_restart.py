@@ -409,14 +409,34 @@ def test_a_config_map_that_stays_missing_fails_the_job_after_a_while_and_not_bef
     assert 'configmap "settings" not found' in world.status.message
 
 
+LACKS = ("CreateContainerConfigError", 'configmap "settings" not found')
+
+
+def test_the_time_that_a_config_map_is_missing_counts_also_over_starts_that_took_too_long() -> None:
+    """With a shorter startDeadlineSeconds the job was started again and again, for ever."""
+    world = digits(startDeadlineSeconds=300).started().waits(0, *LACKS).settle().after(300).settle()
+    assert world.status.reason == "StartBackOff"
+    assert world.status.attempt_time is not None
+    world.stops_all().settle().now = world.status.attempt_time
+    world.settle().waits(0, "ContainerCreating").settle().waits(0, *LACKS).settle()
+    assert world.status.unconfigured_since == START
+    world.now = START + dt.timedelta(seconds=600)
+    world.settle().stops_all().settle()
+    assert world.status.reason == "PermanentFailure"
+
+
+def test_a_config_map_that_is_there_in_between_is_waited_for_anew() -> None:
+    world = digits().started().waits(0, *LACKS).settle().after(500).runs(0).settle()
+    assert world.status.unconfigured_since is None
+    world.waits(1, *LACKS).settle().after(500).settle()
+    assert world.status.reason == "CannotStart"
+
+
 def test_a_config_map_that_is_missing_for_a_moment_after_a_long_pull_fails_no_job() -> None:
     """The kubelet names the same reason where its own copy of the ConfigMap is late: a job of an image that took eleven
     minutes to pull had Failed for good."""
     world = digits().started().waits(0, "ContainerCreating").settle().after(660).settle()
-    scheduled = world.pods["digits-1-0"].scheduled_at
     world.waits(0, "CreateContainerConfigError", "failed to sync configmap cache: timed out")
-    seen = {"scheduled_at": scheduled, "unconfigured_since": world.now}
-    world.pods["digits-1-0"] = replace(world.pods["digits-1-0"], **seen)
     assert world.settle().status.reason == "CannotStart"
     world.runs(0, 1).settle()
     assert (world.status.state, world.status.attempt) == ("Running", 1)

@@ -153,6 +153,8 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Since when attempts follow each other because pods gave up waiting for those that found no node, or had not
     started for another reason, or because they may go to a node that was avoided: startDeadlineSeconds counts from
     here. Unset: from attemptTime."""
+    unconfigured_since: Time | None = None
+    """Since when a ConfigMap or a Secret is missing that a container needs, over all starts that took too long."""
     restarts: Restarts | None = None
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None

@@ -86,8 +86,6 @@ class Pod(msgspec.Struct, frozen=True):
     """Whether a container beside the trainer has not ended."""
     done_since: dt.datetime | None = None
     """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of the shell."""
-    unconfigured_since: dt.datetime | None = None
-    """Since when a ConfigMap or a Secret is known to be missing for a container of it, by the clock of the shell."""
     outlived: bool = False
     """Whether a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
     completed: bool = False

@@ -200,7 +200,7 @@ def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reas
 
 def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     for pod in _needed(view, status):
-        if is_past(_config_error_at(view, pod), view.now):
+        if root_cause.lacks_configuration(pod) and is_past(_config_error_at(view, status), view.now):
             failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
             yield reasons.RANK_FAILED, replace(failure, exception=pod.trainer.message[: root_cause.EXCEPTION_MAX])
 
@@ -224,14 +224,12 @@ def next_check(view: View, status: api.Status) -> dt.datetime | None:
     if status.state in (*TERMINAL, "Failing", "Suspended") or is_broken(status):
         return None
     stalls_at = stall.requeue_at(view.trackers, view.spec.stall, view.now)
-    times = (stalls_at, *(_config_error_at(view, p) for p in view.active))
+    times = (stalls_at, _config_error_at(view, status))
     return min((t for t in times if t is not None and t > view.now), default=None)
 
 
-def _config_error_at(view: View, pod: Pod) -> dt.datetime | None:
-    # Not from when it got its node, because to pull an image may take longer than that.
-    since = pod.unconfigured_since or pod.scheduled_at
-    return after(since, view.settings.config_error_seconds) if root_cause.lacks_configuration(pod) else None
+def _config_error_at(view: View, status: api.Status) -> dt.datetime | None:
+    return after(status.unconfigured_since, view.settings.config_error_seconds)
 
 
 def _ending(view: View, text: str, failure: api.JobFailure) -> str:

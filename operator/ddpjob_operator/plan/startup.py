@@ -74,7 +74,7 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
     )
     # Where this comes before a minute is over, no other node would ever be found.
     later = _lifted(status, view.now) if _unschedulable(view) else status
-    later = replace(new_attempt(later, again), start_retries=retries)
+    later = replace(new_attempt(later, again), start_retries=retries, unconfigured_since=status.unconfigured_since)
     return Decision(enter(later, "Pending", reasons.START_BACK_OFF, text, view.now))
 
 
