@@ -14,7 +14,7 @@ from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.runtime import SYSTEM
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import DeletePod, EndPod, Plan
-from ddpjob_operator.plan.group_restart import GRACE_SECONDS_MAX, KUBELET_SECONDS
+from ddpjob_operator.plan.kept_log import GRACE_SECONDS_MAX, KUBELET_SECONDS
 
 LOG = "step 60\nwaiting for shard-7 of the data set"
 

@@ -117,6 +117,7 @@ def _code(failure: api.JobFailure) -> str:
 _PHRASES = {
     root_cause.GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
     root_cause.NODE_LOST: "was lost with its node",
+    root_cause.DEADLINE: "was still running: the activeDeadlineSeconds of the job are over",
     root_cause.UNFIT: "did not begin to train",
     root_cause.CONNECTION_LOST: "lost its connection to node 0 and has come back",
     **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),

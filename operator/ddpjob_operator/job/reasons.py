@@ -169,7 +169,7 @@ TOO_MANY_STALLS = _warning(
 DEADLINE_EXCEEDED = _warning(
     "DeadlineExceeded",
     "The job was not finished within activeDeadlineSeconds.",
-    "Raise `activeDeadlineSeconds`, or give the job more nodes.",
+    "Read the log of the pod in `status.lastFailure`. If it was still training, raise `activeDeadlineSeconds`.",
 )
 SUSPENDING = Reason("Suspending", "spec.suspend is true, and pods of the job are still stopping.")
 SUSPENDED = Reason(

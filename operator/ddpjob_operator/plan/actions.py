@@ -72,6 +72,8 @@ class EndPod:
 
     name: str
     uid: str
+    grace_seconds: int | None = None
+    """What a shell gives it that keeps logs elsewhere. None: the pod's own."""
 
 
 @dataclass(frozen=True)

@@ -91,15 +91,20 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},
     )
-    failure = _with_silent_node(view, with_limit(view, _with_log(view, failure)), first)
+    failure = _with_silent_node(view, with_limit(view, with_log(view, failure)), first)
     return replace(with_last_step(status, failure), failure_class=""), failure_class
 
 
-def _with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
+def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
     """With the end of the log of the pod that was ended for it."""
     place = view.members.place(failure.node_rank)
     pod = None if place is None else view.known_pods.get(place)
-    if failure.reason != root_cause.STALLED or failure.log_tail or not view.settings.keep_log_tail or pod is None:
+    if (
+        failure.reason not in root_cause.KEEPS_ITS_LOG
+        or failure.log_tail
+        or not view.settings.keep_log_tail
+        or pod is None
+    ):
         return failure
     if pod.name != failure.pod or not pod.ended:
         return failure
