@@ -682,7 +682,7 @@ class Simulation:
         elif deed.what in ("node killed", "node dies"):
             self.cluster.kill(name)
         else:
-            self.cluster.remove_node(name)
+            self.cluster.remove_node(name, lives_on=round(deed.at) % 3 == 0)
         if deed.what != "node dies":
             self.loop.call_later(deed.seconds, self.cluster.back, name)
 

@@ -55,9 +55,7 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
         lines.append(labelled("In memory", f"no: {status.not_kept}"))
     lines += _restarts(job)
     lines += _goodput(status)
-    lines += [
-        labelled("Avoids", f"node {a.node} until {wording.clock(a.until)}: {a.message}") for a in status.avoided_nodes
-    ]
+    lines += [labelled("Avoids", sentences.avoided(a)) for a in status.avoided_nodes if a.until > now]
     lines += failure_lines(status, now)
     return lines
 

@@ -32,7 +32,9 @@ NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
-NODE_LOST = "NodeLost"
+NODE_LOST, DEADLINE = "NodeLost", "JobDeadlineExceeded"
+# Nothing of its process shows why it did not end by itself, but its log may.
+KEEPS_ITS_LOG = (STALLED, DEADLINE)
 ENDED_EARLY = "EndedEarly"
 CONNECTION_LOST = "ConnectionLost"
 UNFIT = "PreflightFailed"
@@ -60,6 +62,7 @@ _BY_REASON: dict[str, api.Evidence] = {
     },
     STOPPED: api.Evidence(precedence="DELETED", deletion_requested=True),
     STALLED: api.Evidence(precedence="OWN", stalled=True),
+    DEADLINE: api.Evidence(precedence="STOPPED"),
     RESUMABLE: api.Evidence(precedence="RESUMABLE", raised=True),
     PEER_LOST: api.Evidence(precedence="SYMPTOM", raised=True),
     # It follows from complaints of peers, which a lost node may still explain.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpjob.core import rules
 from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, wording
 from ddpjob_operator.observed.cluster import THIS_MACHINE
 
 _SIGKILL = 137
@@ -47,6 +47,13 @@ def short(failure: api.JobFailure) -> str:
         return f"{failure.reason or 'a failure'} on {root_cause.who(failure)}"
     of = "of" if failure.init_container else "on"
     return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {root_cause.who(failure)}"
+
+
+def avoided(node: api.AvoidedNode) -> str:
+    """node gpu-07 is avoided until 08:04:28 UTC (2 failures of this job)"""
+    if node.lifted:
+        return f"node {node.node} is used although it was to be avoided ({node.message}): pods fit on no other node"
+    return f"node {node.node} is avoided until {wording.clock(node.until)} ({node.message})"
 
 
 def _what(failure: api.JobFailure) -> str:
@@ -109,6 +116,7 @@ def _code(failure: api.JobFailure) -> str:
 _PHRASES = {
     root_cause.GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
     root_cause.NODE_LOST: "was lost with its node",
+    root_cause.DEADLINE: "was still running: the activeDeadlineSeconds of the job are over",
     root_cause.UNFIT: "did not begin to train",
     root_cause.CONNECTION_LOST: "lost its connection to node 0 and has come back",
     **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),

@@ -151,7 +151,10 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """How often in a row the pods were released because not all ran by startDeadlineSeconds."""
     starting_since: Time | None = None
     """Since when attempts follow each other because pods gave up waiting for those that found no node, or had not
-    started for another reason: startDeadlineSeconds counts from here. Unset: from attemptTime."""
+    started for another reason, or because they may go to a node that was avoided: startDeadlineSeconds counts from
+    here. Unset: from attemptTime."""
+    unconfigured_since: Time | None = None
+    """Since when a ConfigMap or a Secret is missing that a container needs, over all starts that took too long."""
     restarts: Restarts | None = None
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None
@@ -384,6 +387,8 @@ class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """New pods may go there again."""
     message: Annotated[str, Meta(max_length=300)] = ""
     """Why."""
+    lifted: bool = False
+    """Whether new pods may go there before, because they fit on no other node."""
 
 
 class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

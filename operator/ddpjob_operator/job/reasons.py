@@ -81,6 +81,11 @@ UNSCHEDULABLE = _warning(
     "The scheduler finds no node for some pods; the message is its own, with the number of pods where it differs.",
     "Free or add nodes, or request less. `kubectl describe pod` has the scheduler's count of nodes.",
 )
+AVOIDANCE_OVER = _warning(
+    "AvoidanceOver",
+    "Pods fit on no other node for a minute, or the time is over: they may go to the node that was avoided.",
+    "Look at the node that the message names. If it is bad: `kubectl cordon` it, and add a node for the job.",
+)
 CANNOT_START = _warning(
     "CannotStart",
     "The kubelet cannot start a trainer: an image, a mount or a configuration.",
@@ -116,7 +121,7 @@ DISRUPTED = _warning(
 )
 NODE_LOST = _warning(
     "NodeLost",
-    "A node with a pod of the job is not ready for lostNodeSeconds.",
+    "A node with a pod of the job is not ready, or its Node object is gone, for lostNodeSeconds.",
     "Nothing: the restart is not charged to backoffLimit. The node itself wants a look.",
 )
 STALLED = _warning(
@@ -164,7 +169,7 @@ TOO_MANY_STALLS = _warning(
 DEADLINE_EXCEEDED = _warning(
     "DeadlineExceeded",
     "The job was not finished within activeDeadlineSeconds.",
-    "Raise `activeDeadlineSeconds`, or give the job more nodes.",
+    "Read the log of the pod in `status.lastFailure`. If it was still training, raise `activeDeadlineSeconds`.",
 )
 SUSPENDING = Reason("Suspending", "spec.suspend is true, and pods of the job are still stopping.")
 SUSPENDED = Reason(

@@ -27,7 +27,7 @@ from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan import agent_restarts
-from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, EndPod, restart_grace_seconds
+from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, EndPod
 from ddpjob_operator.pods import build, environment, naming
 
 TERMINATION_MESSAGE_BYTES = 4096
@@ -138,7 +138,7 @@ class LocalCluster:
             elif isinstance(action, DeletePod):
                 self._delete(job, action)
             elif isinstance(action, EndPod):  # no log goes here in any case
-                self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
+                self._delete(job, DeletePod(action.name, action.uid, action.grace_seconds))
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as in a cluster, except for the address of the rendezvous."""

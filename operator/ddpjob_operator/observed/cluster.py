@@ -77,6 +77,8 @@ class Pod(msgspec.Struct, frozen=True):
     """Whether that was ever seen: the network of its node failed, or its machine, also where both work again."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
+    unschedulable_since: dt.datetime | None = None
+    """Since when it says so; None while the pod is kept from the scheduler."""
     deletion_requested_at: dt.datetime | None = None
     """When its deletion was requested (deletionTimestamp less the grace period)."""
     deletion_deadline: dt.datetime | None = None
@@ -88,8 +90,6 @@ class Pod(msgspec.Struct, frozen=True):
     """Whether a container beside the trainer has not ended."""
     done_since: dt.datetime | None = None
     """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of the shell."""
-    unconfigured_since: dt.datetime | None = None
-    """Since when a ConfigMap or a Secret is known to be missing for a container of it, by the clock of the shell."""
     outlived: bool = False
     """Whether a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
     completed: bool = False
@@ -167,6 +167,8 @@ class Node:
     """Since when."""
     with_most: bool = False
     """Not ready: whether most nodes became so together. Then the control plane does not get their heartbeats."""
+    gone: bool = False
+    """Not ready: whether its object was deleted, as a cloud does it with that of a machine that is no more."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ class Observed:
     agent: Agent | None = None
     """The last report of the agent of node 0 in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None
-    """The cluster's nodes that are not ready, by name; None where nodes may not be read."""
+    """The cluster's nodes that are not ready or gone, by name; None where nodes may not be read."""
     gang_apis: Mapping[str, GangApi] = field(default_factory=dict)
     """The APIs of gang schedulers and queues that are switched on, by adapter."""
     groups: tuple[Group, ...] = ()

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan.view import View
+from ddpjob_operator.plan.view import Unreachable, View
 from ddpjob_operator.pods import naming
 
 LONG_SECONDS = 600.0
@@ -25,6 +25,7 @@ _BEING_CREATED = ("", "ContainerCreating", "PodInitializing")
 _WAITS = ("Pending", "Starting", "Restarting", "Failing")
 # Of the scheduler's sentences that differ by pod: each of hundreds of pods may have one of its own (a volume by name).
 SENTENCES_MAX, SENTENCE_LENGTH_MAX = 3, 300
+UNREACHABLE_MAX = 3
 
 
 def with_long_wait(status: api.Status, now: dt.datetime) -> tuple[api.Status, dt.datetime | None]:
@@ -120,13 +121,22 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
 
 def unreachable_nodes(view: View) -> str:
     """The part of a message about pods on nodes that are not ready."""
-    parts = [
-        f"; node {u.pod.node} (node {u.pod.place}) is not ready since {u.since:%H:%M:%S}; "
-        + (f"given up at {u.lost_at:%H:%M:%S}" if u.lost_at else "so are most others, and none of them is given up")
-        for u in view.unreachable[:3]
-    ]
-    more = len(view.unreachable) - 3
-    return "".join(parts) + (f"; and {more} more" if more > 0 else "")
+    by_node: defaultdict[tuple[str, dt.datetime | None], list[Unreachable]] = defaultdict(list)
+    for one in view.unreachable:
+        by_node[one.pod.node, one.lost_at].append(one)
+    parts = [_unreachable(alike) for alike in by_node.values()]
+    more = len(parts) - UNREACHABLE_MAX
+    return "".join(parts[:UNREACHABLE_MAX]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _unreachable(alike: Sequence[Unreachable]) -> str:
+    """alike: the pods on one node that are given up at the same time."""
+    first = alike[0]
+    what = "is gone" if first.gone else "is not ready"
+    until = "so are most others, and none of them is given up"
+    until = f"given up at {first.lost_at:%H:%M:%S}" if first.lost_at else until
+    of = name_nodes([one.pod.place for one in alike])
+    return f"; node {first.pod.node} ({of}) {what} since {min(one.since for one in alike):%H:%M:%S}; {until}"
 
 
 def _named(since: dt.datetime, now: dt.datetime) -> tuple[float, dt.datetime | None]:

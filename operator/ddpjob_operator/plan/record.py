@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, ranges, reasons, topology
+from ddpjob_operator.failures import root_cause
+from ddpjob_operator.job import api, launcher, ranges, reasons, topology
 from ddpjob_operator.observed import stall
 from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
@@ -27,9 +30,19 @@ def record(view: View, status: api.Status) -> api.Status:
     report = view.seen.reports.get(0)
     status = transitions.with_progress(_with_nodes(view, status), report, state_in_memory.why_not(view, status))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
+    status = replace(status, unconfigured_since=_unconfigured_since(view, status))
     # An attempt that begins in this reconcile has no agent yet: the reports are of the one before, and counted there.
     has_agent = 0 < status.attempt == view.recorded.attempt
     return agent_restarts.with_agent(status, view) if has_agent else status
+
+
+def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
+    """Since when a pod lacks a ConfigMap or a Secret. Not from when it got its node, because to pull an image may take
+    longer than such a pod is waited for. In the status, because leaders change more often than that."""
+    if any(root_cause.lacks_configuration(pod) for pod in view.active):
+        return status.unconfigured_since or view.now
+    is_started_again = status.start_retries > 0 and all(p.trainer.state == "waiting" for p in view.pods.values())
+    return status.unconfigured_since if is_started_again else None
 
 
 def _with_nodes(view: View, status: api.Status) -> api.Status:

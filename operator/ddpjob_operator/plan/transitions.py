@@ -34,6 +34,7 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
         attempt=status.attempt + 1,
         attempt_nodes=None,
         starting_since=None,
+        unconfigured_since=None,
         started_nodes="",
         completed_nodes="",
         replacements={},

@@ -35,6 +35,8 @@ class Unreachable:
     since: dt.datetime
     lost_at: dt.datetime | None
     """When it is given up; None while most nodes are not ready."""
+    gone: bool
+    """Whether its node's object was deleted."""
 
 
 @dataclass(frozen=True)
@@ -271,13 +273,13 @@ def _is_long_ago(pod: Pod, status: api.Status) -> bool:
 def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> dt.datetime | None:
     """When the node of a pod counts as lost; None while nothing shows that it is.
 
-    Where nodes can be read, by their condition Ready; a pod that stays beyond its grace on a node that is not ready is
-    lost whatever the other nodes do. Patience begins anew where a pod was bound later: after an outage of the API
-    server a scheduler may believe for seconds that a node is ready which we know is not, and the next pod would go
-    there too. Elsewhere by what the node controller does to the pod, or by a pod that stays beyond its grace, because a
-    kubelet that runs would have ended it. Where the trainer runs by what that kubelet last said, and the node
-    controller has no doubt, its process may be one that the kernel holds (NFS, a GPU's driver), so that takes
-    HELD_SECONDS.
+    Where nodes can be read, by their condition Ready, and a node whose object was deleted is not ready; a pod that
+    stays beyond its grace on a node that is not ready is lost whatever the other nodes do. Patience begins anew where a
+    pod was bound later: after an outage of the API server a scheduler may believe for seconds that a node is ready
+    which we know is not, and the next pod would go there too. Elsewhere by what the node controller does to the pod, or
+    by a pod that stays beyond its grace, because a kubelet that runs would have ended it. Where the trainer runs by
+    what that kubelet last said, and the node controller has no doubt, its process may be one that the kernel holds
+    (NFS, a GPU's driver), so that takes HELD_SECONDS.
     """
     patience = dt.timedelta(seconds=settings.lost_node_seconds)
     if nodes is not None:
@@ -302,7 +304,8 @@ def _unreachable(
         node = (seen.nodes or {}).get(pod.node)
         since = pod.silent_since if seen.nodes is None else node.since if node is not None and not node.ready else None
         if pod.live and pod.uid not in lost and since is not None:
-            yield Unreachable(pod, since, lost_at(pod, seen.nodes, settings))
+            gone = node is not None and node.gone
+            yield Unreachable(pod, since, lost_at(pod, seen.nodes, settings), gone)
 
 
 def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:

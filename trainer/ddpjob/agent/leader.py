@@ -133,8 +133,8 @@ class Leader:
         if order.preflight:
             say("pre-flight: the nodes measure each other first")
         elif order.generation > 0:
-            why = self._lead.said or "the pod of node 0 is new"
-            say(f"restart {order.generation}: {why}{self._from_where()}")
+            why = f": {self._lead.said}" if self._lead.said else ""
+            say(f"restart {order.generation}{why}{self._from_where()}")
         elif self._lead.said:
             say(self._lead.said)
         try:

@@ -128,7 +128,7 @@ class LeaderState:
         self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation has lost first
         self._uncharged: Failure | None = None  # a lost node; who is charged is known when it comes again
         self._failures: list[Failure] = []  # as they came: clocks of nodes differ, and jump
-        self.said = ""  # what the last failure was, and what it cost
+        self.said = ""  # why the next ranks start: what the last failure was, and what it cost
         self._since = now  # of this state
         self._ran_seconds = 0.0  # the last generation
         self.deadline: float | None = now + join_seconds  # when `tick` has something to do
@@ -165,7 +165,8 @@ class LeaderState:
         self._wants_preflight |= preflight
         if grant is not None:
             self._budget = self._budget.renewed(grant, self._replacements[self.members.leader])
-        self.generation = max(self.generation, generation)  # a leader that replaces another one goes on from there
+        if generation > self.generation:  # a leader that replaces another one goes on from there
+            self.generation, self.said = generation, "the pod of node 0 is new"
         self._go_on_if_all_are_here(now)
 
     def lost(self, node: int, now: float) -> None:
@@ -318,7 +319,8 @@ class LeaderState:
         return self._start(now) if len(self._here) == len(self.members) else None
 
     def _go_on_after_check(self, said: str, now: float) -> None:
-        self.said, self._checking, self._wants_preflight = said, False, False
+        self.said = "; ".join(sentence for sentence in (self.said, said) if sentence)
+        self._checking = self._wants_preflight = False
         if self._terminations.include_leader:
             return self._leave(now)
         self._enter("gathering", now, self._join_seconds)
