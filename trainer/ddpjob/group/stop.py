@@ -71,9 +71,16 @@ def ignore_sigterm(_worker_id: int = 0) -> None:
     """For processes that a rank needs until it stops: `DataLoader(..., worker_init_fn=ddpjob.ignore_sigterm)`.
 
     torchrun sends SIGTERM to a rank and to all that the rank has started. A DataLoader whose worker ends by it raises
-    in the training, which then cannot save. The workers end with their rank in any case.
+    in the training, which then cannot save. Once the rank has ended, SIGTERM ends its workers.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def end_without_rank(number: int, _frame: Any) -> None:
+        if os.getppid() != parent:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end_without_rank)
+    signal.siginterrupt(signal.SIGTERM, False)  # system calls of libraries that know no EINTR go on
 
 
 def must_leave_now() -> bool:
