@@ -112,11 +112,20 @@ class LocalRanks:
 
     @property
     def exit_code(self) -> int | None:
-        """What its ranks together ended with: 0 only if all did; None where none has trained."""
+        """What its ranks together ended with: 0 only if all did; 75 if one has stopped, unless another one says that
+        nothing was saved; None where none has trained."""
         if not self._codes or (self._life is not None and self._life.preflight):
             return None
         codes = [as_exit_code(code) for code in self._codes.values()]
-        return RESUMABLE if RESUMABLE in codes else next((code for code in codes if code), 0)
+        others = [code for code in codes if code not in (0, RESUMABLE)]
+        if RESUMABLE in codes and not (others and self._is_unsaved()):
+            return RESUMABLE
+        return next(iter(others), 0)
+
+    def _is_unsaved(self) -> bool:
+        from ddpjob.core import rules
+
+        return any(rules.is_unsaved(failure.exception) for failure in self.failures)
 
     def start(self, life: Life) -> None:
         """Start all ranks; at once, or as soon as the fork server has its imports."""
