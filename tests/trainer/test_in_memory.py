@@ -1178,7 +1178,7 @@ def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> 
         os.fsync = full
         snapshot.save(until, **objects)
         with pytest.raises(ddpjob.SnapshotError, match="No space left"):
-            snapshot.wait()
+            snapshot.close()
         rescue()
         return step
 

@@ -39,6 +39,10 @@ class Process:
         self.stopped_at: int | None = None
         """The step at which `should_stop` has returned True."""
         self.stopped_raised = False
+        self.marked: int | None = None
+        """The step that `should_stop` was called with last."""
+        self.fails_at_exit = False
+        """Whether the last state could not be saved, which is known too late to be raised."""
 
         # reporting/progress.py
         self.latest: tuple[int, int | None, int | None, dict[str, Any], float] | None = None
@@ -62,6 +66,8 @@ class Process:
         """The writer numbers that it has taken in each folder."""
         self.saved_step: int | None = None
         """Of the newest checkpoint that this process has saved or loaded."""
+        self.save_failed = ""
+        """Why the last save has failed."""
         self.resumed_step: int | None = None
         """Of the state that it has loaded."""
         self.resumed_from = ""

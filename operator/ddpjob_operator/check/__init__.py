@@ -22,6 +22,7 @@ from ddpjob_operator.check import (
     schedulers,
     starting,
     steps,
+    stops,
     wrapping,
 )
 from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule
@@ -37,6 +38,7 @@ _MODULES = (
     steps,
     gradients,
     data,
+    stops,
     checkpoints,
     groups,
     names,

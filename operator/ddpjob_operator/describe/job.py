@@ -51,6 +51,8 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
     if status.gang is not None:
         lines.append(labelled("Gang", f"{status.gang.kind}: {status.gang.why}"))
     lines += _progress(status, now)
+    if status.save_failed:
+        lines.append(labelled("Saves", f"fail: {status.save_failed}"))
     if status.not_kept:
         lines.append(labelled("In memory", f"no: {status.not_kept}"))
     lines += _restarts(job)

@@ -188,6 +188,9 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     not_kept: Annotated[str, Meta(max_length=bounds.ADVICE_MAX)] = ""
     """Why the state is not kept in memory, in which pods, and what to do; a restart goes on from the last save.
     Unset where it is kept, or where nobody has tried."""
+    save_failed: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
+    """Why the last save of ddpjob.Snapshot has failed; unset once a later one is in the folder. progress.savedStep is
+    the step of the last one that is."""
     furthest_step: Count | None = None
     """The furthest step of all ranks before those that train now; unset while none has reported a step."""
     last_failure: JobFailure | None = None
@@ -201,7 +204,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     display: Display | None = None
     """The texts that `kubectl get` shows."""
     conditions: list[Condition] = []
-    """Accepted, Running, Suspended, FailureTarget, Complete and Failed, as in batch/v1 Job."""
+    """Accepted, Running, Suspended, FailureTarget, Complete and Failed, as in batch/v1 Job; and SaveFailed."""
 
 
 class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

@@ -211,6 +211,13 @@ NOT_KEPT_IN_MEMORY = Reason(
     "Read the message; where the memory limit is too small, it says which field to raise and to what.",
 )
 
+SAVE_FAILED = _warning(
+    "SaveFailed",
+    "Event and condition only: a checkpoint could not be written. The training goes on, and the next save tries again.",
+    "Read the message: make room, or make the folder writable, before the job ends; a job whose last state is not in "
+    "its folder fails.",
+)
+
 ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinstance(r, Reason)}
 
 

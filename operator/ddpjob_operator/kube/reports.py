@@ -68,6 +68,7 @@ class Reports:
         if known is not None and report.attempt < known.attempt:
             return None
         begins = known is None or report.attempt > known.attempt or (report.step > 0 and not known.step)
+        is_alarm = bool(report.save_failed) and (known is None or not known.save_failed)
         is_news = self._track(state, report)
         if known is None or msgspec.structs.replace(report, received_at=known.received_at) != known:
             state.reports[report.rank] = report
@@ -75,7 +76,7 @@ class Reports:
         if not is_news:
             return None
         # The status shows by rank 0's first step how long the start took, and which steps are made twice.
-        if begins and report.rank == 0:
+        if (begins or is_alarm) and report.rank == 0:
             return FIRST_REPORT_SECONDS
         turn = self._turns.comes_in(key, self._runtime.clock())
         return max(self._progress_write_seconds, min(turn, WAITING_SECONDS_MAX))

@@ -43,6 +43,7 @@ from ddpjob_operator.local import (
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod, RefusedError
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
+from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.observed.reports import BadReportError, Report
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.plan import plan
@@ -212,6 +213,7 @@ class Runner:
         self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
         self._stop_reasons: list[str] = []
+        self._stopped: dict[str, Container] = {}  # by pod: how the trainers ended that were told to stop
         self._pause_asked = False
         self._noted: set[str] = set()
         self._total_steps: int | None = None
@@ -288,6 +290,8 @@ class Runner:
         while True:
             now = dt.datetime.now(dt.timezone.utc)
             seen = self.cluster.observe()
+            if self._stop_reasons:
+                self._stopped |= {pod.name: pod.trainer for pod in seen.pods if pod.trainer.state == "ended"}
             todo = plan(self.job, seen, now, settings=SETTINGS)
             if todo.status is not None:
                 self._record(todo.status)
@@ -440,7 +444,7 @@ class Runner:
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # what was to be tested was not
         if status.state == "Suspended":
-            self.screen.note(told.stopped(name, status, took))
+            self.screen.note(told.stopped(name, status, took, self._stopped.values()))
             return INTERRUPTED
         self.screen.note(ending.failed(name, status, took))
         return FAILED

@@ -33,7 +33,7 @@ _CONDITION_OF = {
 # The condition that has the message, beside status.message; the others that hold would only repeat it.
 _HAS_MESSAGE = {"Suspended": "Suspended", "Failing": "FailureTarget", "Failed": "Failed", "Succeeded": "Complete"}
 _ALWAYS_SHOWN = ("Accepted", "Running")
-_CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed")
+_CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed", "SaveFailed")
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
 # Steps on the way back have no event, because there is one when the job restarts and one when it runs again.
 _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.WAITING_FOR_OLD_PODS.name)
@@ -114,6 +114,7 @@ def _display(status: api.Status, *, silent: bool) -> api.Display:
 
 def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime) -> list[api.Condition]:
     true = _CONDITION_OF.get(new.state or "", set()) | (set() if invalid else {"Accepted"})
+    true = true | ({"SaveFailed"} if new.save_failed else set())
     if new.reason in _STILL_STOPPING:
         true = true - {"Suspended"}  # a user who waits for it needs the GPUs or the volume, which the pods still hold
     before = {c.type: c for c in old.conditions}
@@ -128,6 +129,8 @@ def _condition(
     message = new.message if kind == _HAS_MESSAGE.get(new.state or "", "Running") else ""
     if kind == "Accepted":
         reason, message = (reasons.INVALID_SPEC.name, invalid) if invalid else ("Valid", "")
+    elif kind == "SaveFailed" and true:
+        reason, message = reasons.SAVE_FAILED.name, new.save_failed
     elif kind != "Running" and not true and kind != new.state:
         reason, message = f"Not{kind}", ""
     value: Literal["True", "False"] = "True" if true else "False"
@@ -148,6 +151,8 @@ def _events(view: View, old: api.Status, new: api.Status, message: str) -> Itera
     yield from _of_agent_restarts(view, old, new)
     if new.not_kept and new.not_kept != old.not_kept:
         yield _event(reasons.NOT_KEPT_IN_MEMORY, f"the state is not kept in memory: {new.not_kept}")
+    if new.save_failed and not old.save_failed:
+        yield _event(reasons.SAVE_FAILED, new.save_failed)
     if new.attempt and not old.attempt:
         yield from _advisories(view.job)
 

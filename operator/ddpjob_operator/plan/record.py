@@ -7,7 +7,7 @@ import datetime as dt
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api, launcher, ranges, reasons, topology
+from ddpjob_operator.job import api, ranges, reasons, topology
 from ddpjob_operator.observed import stall
 from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View

@@ -28,6 +28,7 @@ def status(new: api.Status) -> api.Status:
         message=shown(new.message, MESSAGE_MAX),
         resumed_from=shown(new.resumed_from, bounds.SENTENCE_MAX),
         not_kept=shown(new.not_kept, bounds.ADVICE_MAX),
+        save_failed=shown(new.save_failed, bounds.SENTENCE_MAX),
         progress=_progress(new.progress),
         last_failure=_failure(new.last_failure),
         failures=[_line(line) for line in new.failures],

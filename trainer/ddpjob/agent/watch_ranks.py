@@ -84,7 +84,8 @@ class Watching:
 
     def _read_notification(self) -> None:
         assert self._beats is not None, "only an open pipe is read"
-        os.read(self._beats.notify_read, 4096)
+        if not self._beats.announced:
+            return
         if self._look_at is None and self.timeout != 0:
             self._looked_at = self._look_at = time.monotonic()
 

@@ -19,5 +19,6 @@ PHASES: tuple[Literal["", "start", "train", "save", "evaluate"], ...] = ("", "st
 PID, PHASE, STEP, COLLECTIVES, ASKED, ANSWERED, LENGTH, OVER, SAVED, WAITED_IN = range(10)
 CELLS_BYTES = 80
 PAGE_BYTES = 4096
+NOTICE = "=q"  # what a process writes into the notify pipe when it begins to train: its number
 # SIGRTMIN + 11: real-time, so that no script and no library has another use for it; sent only to who handles it.
 STACKS_SIGNAL = 45

@@ -101,6 +101,8 @@ _OF_DEVICES = re.compile(
     r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
+# The library's, of a folder that a new process finds as it was: EACCES, ENOSPC, EROFS, EDQUOT (checkpoint/reasons.py).
+CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:13|28|30|122)\)")
 # What argparse and click say, with exit code 2, of options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
@@ -154,7 +156,7 @@ def classify(failure: Failure) -> Class:
         return "infrastructure"
     if f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN:
         return "infrastructure" if DEVICE.search(f.exception) else "permanent"
-    if NO_SUCH_BACKEND.search(f.exception) or f.exception == OUTPUT_UNREAD:
+    if NO_SUCH_BACKEND.search(f.exception) or f.exception == OUTPUT_UNREAD or CANNOT_SAVE.match(f.exception):
         return "permanent"
     if OUT_OF_MEMORY.search(f.exception):
         return "outOfMemory"
@@ -181,6 +183,11 @@ def is_symptom(exception: str) -> bool:
     if ADDRESS_IN_USE.search(exception):
         return False
     return FROM_TORCH.match(exception) is not None and SYMPTOMS.search(exception) is not None
+
+
+def is_unsaved(exception: str) -> bool:
+    """Whether a rank ended because its last state is not in its folder: what other ranks have stopped for is lost."""
+    return exception.startswith("ddpjob.errors.SnapshotError: ")
 
 
 def cannot_start(f: Failure) -> bool:

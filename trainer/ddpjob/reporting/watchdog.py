@@ -16,6 +16,7 @@ import faulthandler
 import json
 import mmap
 import os
+import struct
 import sys
 import threading
 import time
@@ -70,22 +71,24 @@ def _share(where: str) -> None:
     with open(f"/proc/{agent}/fd/{memory}", "r+b", buffering=0) as file:
         page = memoryview(mmap.mmap(file.fileno(), 0))[page_number * PAGE_BYTES :][:PAGE_BYTES]
     cells = page[:CELLS_BYTES].cast("q")
+    pipe = f"/proc/{agent}/fd/{notify}"
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
+        _notify(pipe)
         return  # the script has started processes of its own, and another one reports for the rank
     cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = cells[WAITED_IN] = 0
     cells[SAVED] = process.current.saved_step or 0
     cells[PID] = os.getpid()
     faulthandler.register(heartbeat.STACKS_SIGNAL, file=2, all_threads=True)
     threading.Thread(target=_serve, args=(page, cells), name="ddpjob-watchdog", daemon=True).start()
-    _notify(f"/proc/{agent}/fd/{notify}")
+    _notify(pipe)
     process.current.cells = cells
 
 
 def _notify(pipe: str) -> None:
-    """Wake the agent, which reads no heartbeat before the first one."""
+    """Tell the agent that this process trains: it reads no heartbeat before the first one, and signals each of them."""
     descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        os.write(descriptor, b".")
+        os.write(descriptor, struct.pack(heartbeat.NOTICE, os.getpid()))
     finally:
         os.close(descriptor)
 
