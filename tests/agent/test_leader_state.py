@@ -332,7 +332,7 @@ def test_a_script_that_one_node_does_not_have_is_looked_for_on_another() -> None
     stop(found, [failure(code=2, exception=NO_SCRIPT)])
     (order,) = taken(found)
     assert (order.code, order.failure.failure_class) == (2, "infrastructure")
-    assert order.why.endswith("infrastructure: another node may have it")
+    assert order.why.endswith("; another node may have it")
 
 
 def test_a_script_that_no_node_has_is_not_tried_again_also_where_ranks_were_stopped_before_they_looked_for_it() -> None:

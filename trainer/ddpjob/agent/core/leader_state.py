@@ -21,7 +21,17 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ddpjob.agent.core.stall_rules import Position, Standstill, TimeoutQuestion, only_waited
-from ddpjob.core.budget import TRAINED_SECONDS, Attempt, Budget, Grant, History, Limits
+from ddpjob.core.budget import (
+    INFRASTRUCTURE_IN_A_ROW_MAX,
+    NO_PROGRESS_MAX,
+    STALLS_MAX,
+    TRAINED_SECONDS,
+    Attempt,
+    Budget,
+    Grant,
+    History,
+    Limits,
+)
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import BRIEF_MAX, Failure, Precedence, root_cause
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
@@ -83,6 +93,13 @@ class Leave(NamedTuple):
     why: str
 
 
+REPEATS = "the same error would come again: not restarted"
+# What is not listed is a budget that is spent.
+NOT_RESTARTED: dict[str, str] = {
+    "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
+    "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
+    "TooManyInfrastructureFailures": f"{INFRASTRUCTURE_IN_A_ROW_MAX} restarts in a row for lost nodes: not restarted",
+}
 CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # for what takes an agent one
 SAME_MISTAKE_SECONDS = 3.0  # ranks that start together come to the same line within a second
@@ -469,12 +486,17 @@ class LeaderState:
         self._furthest_before = self.furthest_step
         verdict = rules.judge(found, history, attempt, limits, moment)
         if is_elsewhere and found == "infrastructure":
-            return failure, "infrastructure: another node may have it"
-        if not verdict.restart:
-            return failure, f"{found}: {verdict.stop}"
-        if verdict.charged_to is None or not self._budget.allows(verdict.charged_to, verdict.history):
-            return failure, f"{found}: no restart in place is left"
-        return failure, verdict
+            return failure, "another node may have it"
+        if verdict.charged_to is None:
+            by_policy = any(rule.matches(failure.exit_code) for rule in self._policy)
+            return failure, "not restarted, by failurePolicy" if by_policy else REPEATS
+        if verdict.restart and self._budget.allows(verdict.charged_to, verdict.history):
+            return failure, verdict
+        return failure, NOT_RESTARTED.get(verdict.stop) or self._spent()
+
+    def _spent(self) -> str:
+        most = self._budget.max_restarts
+        return "no restarts left in place" if most is None else f"no restarts left (--max-restarts {most})"
 
     def _class_of(self, failure: Failure, history: History, attempt: Attempt) -> tuple[rules.Class, bool]:
         """Its class after the user's failurePolicy, and whether only another node may have the program."""
@@ -584,13 +606,13 @@ def _compared(failure: Failure) -> str:
 
 
 def describe(failure: Failure) -> str:
-    """rank 3 ended with exit code 7 (ValueError: no such shard: 7), or with SIGSEGV in train.py:41"""
+    """Return `rank 3 ended with exit code 7 in train.py:41 (ValueError: none)`, or `rank 3 was killed by SIGKILL`."""
     if failure.early:
         return f"rank {failure.rank} {failure.exception}"
     if failure.vanished:
         return f"node {failure.node_rank} is lost"
     if failure.stalled:
         return f"the group {failure.exception}"
-    how = failure.signal or f"exit code {failure.exit_code}"
-    how += f" in {failure.where}" if failure.where and not failure.exception else ""
-    return f"rank {failure.rank} ended with {how}" + (f" ({failure.exception})" if failure.exception else "")
+    how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
+    how += f" in {failure.where}" if failure.where else ""
+    return f"rank {failure.rank} {how}" + (f" ({failure.exception})" if failure.exception else "")
