@@ -142,7 +142,7 @@ def test_steps_reset_the_back_off_and_their_absence_stops_the_job() -> None:
     found.tick(T0 + 1)
     assert fail(8) == "charged to application, waiting 2 s"
     found.tick(T0 + 3)
-    assert fail(9) == "application: NoProgress"
+    assert fail(9) == "3 restarts in a row brought no new step: not restarted"
     assert found.furthest_step == 9
 
 
@@ -271,7 +271,7 @@ def test_a_rank_that_has_failed_by_itself_or_ended_early_is_the_cause_all_the_sa
     taken(found)
     found.stopped(1, [], AT + 1.1, (4, 40) if cause == "early" else None)
     found.stopped(2, [failure(2, 139, signal="SIGSEGV")] if cause == "crash" else [], AT + 1.2)
-    who = "rank 2 ended with SIGSEGV" if cause == "crash" else "rank 4 ended with exit code 0 after step 40"
+    who = "rank 2 was killed by SIGSEGV" if cause == "crash" else "rank 4 ended with exit code 0 after step 40"
     assert found.said.startswith(who)
 
 

@@ -522,7 +522,7 @@ def _repeats(cause: End, ends: Sequence[End], nodes: int | None) -> bool:
         return False
     alike = {e.failure.node_rank for e in ends if exception in (e.failure.exception, *e.raised)}
     all_nodes = len({e.failure.node_rank for e in ends}) if nodes is None else nodes
-    return cause.everywhere or len(alike) >= all_nodes
+    return cause.everywhere or rules.is_refused_by_launcher(exception, code) or len(alike) >= all_nodes
 
 
 def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:

@@ -20,8 +20,8 @@ from msgspec.structs import replace
 from ddpjob.agent import ports, processes
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import grace_seconds
+from ddpjob_operator.local import faults, pod_process, run_folder
 from ddpjob_operator.local import node as nodes
-from ddpjob_operator.local import pod_process
 from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
@@ -216,6 +216,10 @@ class LocalCluster:
         termination_log.parent.mkdir(parents=True, exist_ok=True)
         termination_log.touch()
         process.env[environment.TERMINATION_LOG] = str(termination_log)
+        if faults.VARIABLE in process.env:
+            records = self.folder / run_folder.FAULTS
+            records.mkdir(exist_ok=True)
+            process.env[faults.HAPPENED] = str(records)
         node = nodes.NodeProcess(action.place)
         node.start(process.argv, process.env, process.cwd, grace_seconds(job.spec.template))
         log = Log(self.folder / f"{name}.log")

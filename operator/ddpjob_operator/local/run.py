@@ -437,7 +437,7 @@ class Runner:
         failed = status.state in ("Failing", "Failed")
         self.teller.explain(status.last_failure if failed else None)
         self.screen.close()
-        missed = [fault for fault in self.options.faults if not faults.happened(fault, status)]
+        missed = faults.missed(self.options.faults, self._node_faults, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
         if status.state == "Succeeded":

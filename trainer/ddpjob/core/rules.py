@@ -105,6 +105,8 @@ _OF_DEVICES = re.compile(
 CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:13|28|30|122)\)")
 # What argparse and click say, with exit code 2, of options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
+# The launcher's own options: the same command is refused on every node, and before a rank starts.
+_LAUNCHER_REFUSED = re.compile(r"^(?:ddprun|torchrun): error: \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # The kubelet's and the node controller's reasons for a pod that was ended because of its node, or that the kubelet did
@@ -209,6 +211,11 @@ def is_mistake(exception: str, exit_code: int | None) -> bool:
     if exit_code != 1 or _MISTAKE.match(exception) is None:
         return False
     return _MAY_PASS.match(exception) is None or _OF_DEVICES.match(exception) is not None
+
+
+def is_refused_by_launcher(exception: str, exit_code: int | None) -> bool:
+    """True if the launcher itself has refused its options: every node has the same command, so one node is enough."""
+    return exit_code == 2 and _LAUNCHER_REFUSED.match(exception) is not None
 
 
 def port_in_use(exception: str) -> int | None:

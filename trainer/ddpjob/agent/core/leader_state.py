@@ -6,7 +6,8 @@ like any other, and a job of one node follows the same rules.
     gathering   until every node is connected and nothing of the last generation runs anywhere
     running     until a rank fails, a node is lost, or all nodes have finished
     stopping    until every connected node has reported that its ranks are gone; after the timeout of a rank that waited
-                for another one, ranks are asked where they are before they are stopped
+                for another one, ranks are asked where they are before they are stopped; after a mistake of the script,
+                the ranks of the other nodes have a moment to make it as well
     pausing     the back-off
     over
 
@@ -20,7 +21,17 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ddpjob.agent.core.stall_rules import Position, Standstill, TimeoutQuestion, only_waited
-from ddpjob.core.budget import TRAINED_SECONDS, Attempt, Budget, Grant, History, Limits
+from ddpjob.core.budget import (
+    INFRASTRUCTURE_IN_A_ROW_MAX,
+    NO_PROGRESS_MAX,
+    STALLS_MAX,
+    TRAINED_SECONDS,
+    Attempt,
+    Budget,
+    Grant,
+    History,
+    Limits,
+)
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import BRIEF_MAX, Failure, Precedence, abridged, root_cause
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
@@ -82,8 +93,16 @@ class Leave(NamedTuple):
     why: str
 
 
+REPEATS = "the same error would come again: not restarted"
+# What is not listed is a budget that is spent.
+NOT_RESTARTED: dict[str, str] = {
+    "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
+    "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
+    "TooManyInfrastructureFailures": f"{INFRASTRUCTURE_IN_A_ROW_MAX} restarts in a row for lost nodes: not restarted",
+}
 CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # for what takes an agent one
+SAME_MISTAKE_SECONDS = 3.0  # ranks that start together come to the same line within a second
 PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
 Order = Start | Stop | Ask | Over | End | Leave
 
@@ -121,6 +140,7 @@ class LeaderState:
         self._ended: list[Ended] = []  # in this generation
         self._unable: set[int] = set()  # nodes that have no such program, in this generation
         self._raised: dict[str, set[int]] = {}  # the nodes that raised an exception, in this generation
+        self._awaited: str | None = None  # the exception that the other nodes have a moment to raise as well
         self._has_trained = False  # or ran as long as only a script does that can
         self._stopping: set[int] = set()  # nodes whose ranks are not gone yet
         self._terminations = Terminations(members.leader, has_operator)
@@ -182,6 +202,7 @@ class LeaderState:
         elif self.state == "stopping":
             self._failures.append(vanished)
             self._ask_no_more()
+            self._await_no_more()
             self._settle_if_all_have_stopped(now)
 
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
@@ -189,8 +210,11 @@ class LeaderState:
         if self.state == "running" and node in self._here:
             self._note_raised(node, failures)
             self._stop(failures, now, asks=True)
-        elif not all(failure.waited_in or failure.symptom for failure in failures):
+            return
+        if not all(failure.waited_in or failure.symptom for failure in failures):
             self._ask_no_more()  # it is the cause, and its node reports it again when its ranks are gone
+        self._note_raised(node, failures)
+        self._await_no_more(unless_others_may_raise_it=True)
 
     def stopped(
         self,
@@ -210,6 +234,7 @@ class LeaderState:
             self._note_raised(node, failures)
             self._failures = _merged(self._failures, failures)
             self._ask_no_more(answered=True)
+            self._await_no_more(unless_others_may_raise_it=True)
             self._settle_if_all_have_stopped(now)
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
@@ -228,6 +253,7 @@ class LeaderState:
                 self.orders.append(Over(self.generation))
         else:
             self._ask_no_more()  # it has no rank that could answer
+            self._await_no_more()
 
     def reached(self, step: int) -> None:
         """A rank of this generation has made this step."""
@@ -260,6 +286,7 @@ class LeaderState:
                 self._here.discard(node)
         elif self.state == "stopping":
             self._ask_no_more()
+            self._await_no_more()
             self._settle_if_all_have_stopped(now)
         elif node == self.members.leader and node in self._finished:
             self._stop([self._lose(node)], now)  # it must go, and the others have something to save
@@ -280,6 +307,7 @@ class LeaderState:
             self._end(RESUMABLE, None, why, now)
         elif self.state == "stopping":
             self._ask_no_more()
+            self._await_no_more()
         elif self._standstill.asked:
             self._settle_standstill(now)
         elif self._standstill.stalled:
@@ -331,7 +359,7 @@ class LeaderState:
         if not self._checking:
             self.generation += 1
         self._finished, self._failures = set(), []
-        self._ended, self._unable, self._raised = [], set(), {}
+        self._ended, self._unable, self._raised, self._awaited = [], set(), {}, None
         self._lost_pods = {}
         self._terminations.begin_generation()
         self._standstill, self._question, self._waited_for = Standstill(), TimeoutQuestion(), None
@@ -353,8 +381,27 @@ class LeaderState:
             self._question.ask()
             self.deadline = now + ANSWER_SECONDS
             self.orders.append(Ask(self.generation, next(f.rank for f in failures if f.waited_in)))
+        elif asks and not (patient or self._finished or self._checking) and self._others_may_make(failures[0]):
+            self._awaited = _compared(failures[0])
+            self.deadline = now + SAME_MISTAKE_SECONDS
         else:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
+
+    def _others_may_make(self, failure: Failure) -> bool:
+        """True for a mistake of the script before its first step. The ranks of other nodes would be killed before they
+        come to it, and a mistake that all make is not worth a restart."""
+        return len(self.members) > 1 and not self._has_trained and _is_wrong(failure) and not failure.lacks_program
+
+    def _await_no_more(self, *, unless_others_may_raise_it: bool = False) -> None:
+        """Stop the ranks that had a moment to make the same mistake."""
+        if self._awaited is None or self.state != "stopping":
+            return
+        still = self._stopping - self._raised.get(self._awaited, set())
+        if unless_others_may_raise_it and still and set(self._raised) == {self._awaited}:
+            return
+        self._awaited = self.deadline = None
+        if self._stopping:
+            self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _ask_no_more(self, *, answered: bool = False) -> None:
         """Stop the ranks that were asked first where they are. answered: only if all have said it, or have ended."""
@@ -441,12 +488,17 @@ class LeaderState:
         self._furthest_before = self.furthest_step
         verdict = rules.judge(found, history, attempt, limits, moment)
         if is_elsewhere and found == "infrastructure":
-            return failure, "infrastructure: another node may have it"
-        if not verdict.restart:
-            return failure, f"{found}: {verdict.stop}"
-        if verdict.charged_to is None or not self._budget.allows(verdict.charged_to, verdict.history):
-            return failure, f"{found}: no restart in place is left"
-        return failure, verdict
+            return failure, "another node may have it"
+        if verdict.charged_to is None:
+            by_policy = any(rule.matches(failure.exit_code) for rule in self._policy)
+            return failure, "not restarted, by failurePolicy" if by_policy else REPEATS
+        if verdict.restart and self._budget.allows(verdict.charged_to, verdict.history):
+            return failure, verdict
+        return failure, NOT_RESTARTED.get(verdict.stop) or self._spent()
+
+    def _spent(self) -> str:
+        most = self._budget.max_restarts
+        return "no restarts left in place" if most is None else f"no restarts left (--max-restarts {most})"
 
     def _class_of(self, failure: Failure, history: History, attempt: Attempt) -> tuple[rules.Class, bool]:
         """Its class after the user's failurePolicy, and whether only another node may have the program."""
@@ -466,14 +518,11 @@ class LeaderState:
 
     def _repeats(self, failure: Failure) -> bool:
         """As the operator's: a mistake of the script that was made on all nodes before the first step, or twice in a
-        row, because a rank is stopped within milliseconds of the first failure, before it comes to its own. Also a
-        script or a module that is not there: what starts the ranks raises for it."""
-        from ddpjob.core import rules
-
-        wrong = rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
+        row, because another rank may come to it too late. Also a script or a module that is not there: what starts the
+        ranks raises for it."""
         on_all_nodes = len(self._raised.get(_compared(failure), ())) == len(self.members)
         again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)
-        return wrong and (on_all_nodes or again) and not self._has_trained
+        return _is_wrong(failure) and (on_all_nodes or again) and not self._has_trained
 
     def _class_of_no_start(self) -> rules.Class:
         """As the operator's: for good only where the job has never trained, and no node has the program."""
@@ -546,19 +595,26 @@ def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
     return failure._replace(rank=rank, exit_code=0, signal="", exception=text, step=step, symptom=False, early=True)
 
 
+def _is_wrong(failure: Failure) -> bool:
+    """True if the same lines would fail again, or there are none to run."""
+    from ddpjob.core import rules
+
+    return rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
+
+
 def _compared(failure: Failure) -> str:
     """As much of its exception as another node's report holds."""
     return abridged(failure.exception, BRIEF_MAX)
 
 
 def describe(failure: Failure) -> str:
-    """rank 3 ended with exit code 7 (ValueError: no such shard: 7), or with SIGSEGV in train.py:41"""
+    """Return `rank 3 ended with exit code 7 in train.py:41 (ValueError: none)`, or `rank 3 was killed by SIGKILL`."""
     if failure.early:
         return f"rank {failure.rank} {failure.exception}"
     if failure.vanished:
         return f"node {failure.node_rank} is lost"
     if failure.stalled:
         return f"the group {failure.exception}"
-    how = failure.signal or f"exit code {failure.exit_code}"
-    how += f" in {failure.where}" if failure.where and not failure.exception else ""
-    return f"rank {failure.rank} ended with {how}" + (f" ({failure.exception})" if failure.exception else "")
+    how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
+    how += f" in {failure.where}" if failure.where else ""
+    return f"rank {failure.rank} {how}" + (f" ({failure.exception})" if failure.exception else "")
