@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of, words_of
+from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
 from ddpjob_operator.check.otherwise import is_otherwise
 from ddpjob_operator.check.ranks import at
+from ddpjob_operator.check.reached import goes_on
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.job.launcher import NO_RENDEZVOUS_HOST
@@ -200,7 +201,7 @@ def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
     for call in script.inits:
         given = script.argument(call, "backend", 0)
         asked = any(_asks_for_gpu(test) for test in script.enclosing_tests(call))
-        asked = asked or any(isinstance(p, ast.Try) and any(map(_goes_on, p.handlers)) for _, p in script.above(call))
+        asked = asked or any(isinstance(p, ast.Try) and any(map(goes_on, p.handlers)) for _, p in script.above(call))
         certain = given and [t.lower() for t in script.texts(given)] == ["nccl"]
         if given and certain and not asked and not is_otherwise(script, call):
             yield at(
@@ -208,13 +209,6 @@ def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
                 'backend "nccl" needs a GPU in each process, and the job has none; add nvidia.com/gpu to '
                 'resources.limits, or use "gloo"',
             )
-
-
-def _goes_on(handler: ast.ExceptHandler) -> bool:
-    """Whether a script may train without nccl after its error: `except RuntimeError: init_process_group("gloo")`."""
-    last = handler.body[-1]
-    ends = leaves(handler.body) and not isinstance(last, ast.Return | ast.Continue | ast.Break)
-    return not ends and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
 
 
 # --backend=gloo, --dist_backend gloo, and as configurations are overridden: backend=gloo, +trainer.backend=gloo.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
-import operator
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpjob_operator.check.nodes import before, bindings_in, is_main_guard, is_true, leaves, name_of, text_in
+from ddpjob_operator.check.nodes import bindings_in, is_main_guard, is_true, name_of, text_in
+from ddpjob_operator.check.options import UNKNOWN
 from ddpjob_operator.check.ranks import at
+from ddpjob_operator.check.reached import Paths
 from ddpjob_operator.check.rule import Found, Job, Severity, command_line, rule
 from ddpjob_operator.check.script import INIT, Script
 
@@ -175,7 +176,7 @@ def default_means_alone(script: Script) -> ast.Call | None:
     default = None if option is None else _default(script, option)
     if default not in (None, -1):
         return None
-    alone = _Alone(script, default)
+    alone = Paths(script, lambda node: default if _is_local_rank(script, node) else UNKNOWN)
     return None if any(alone.reaches(call) for call in script.calls_to(INIT)) else option
 
 
@@ -231,56 +232,3 @@ def _is_set(script: Script) -> bool:
     bound = [(t, value) for n in script.nodes for target, value in bindings_in(n) for t in ast.walk(target)
              if name_of(t) == "local_rank"]  # fmt: skip
     return any(not isinstance(value, ast.AST) or name_of(value) != "local_rank" for _, value in (*given, *bound))
-
-
-class _Alone:
-    """Which lines run where --local_rank is not given: what its default decides, and None where more than it does."""
-
-    def __init__(self, script: Script, default: int | None) -> None:
-        self._script, self._default = script, default
-
-    def reaches(self, node: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
-        """Whether a node may run, or what comes in its place is an error."""
-        for child, parent in self._script.above(node):
-            if isinstance(parent, ast.If) and child is not parent.test:
-                holds = self.holds(parent.test)
-                if holds is not None and holds != (child in parent.body):
-                    return any(isinstance(s, ast.Raise) for s in (parent.body if holds else parent.orelse))
-            for earlier in before(parent, child):
-                if isinstance(earlier, ast.If) and leaves(earlier.body) and self.holds(earlier.test):
-                    return isinstance(earlier.body[-1], ast.Raise)
-        function = self._script.function(node)
-        callers = [] if function is None or function in seen else self._script.callers(function)
-        return not callers or any(self.reaches(c.call, seen | {function}) for c in callers if function)
-
-    def holds(self, test: ast.expr, depth: int = 0) -> bool | None:
-        """Whether a condition is true; None where the default alone does not decide it."""
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            inner = self.holds(test.operand, depth)
-            return None if inner is None else not inner
-        if isinstance(test, ast.BoolOp):
-            values, decisive = [self.holds(value, depth) for value in test.values], isinstance(test.op, ast.Or)
-            return decisive if decisive in values else None if None in values else not decisive
-        if isinstance(test, ast.Compare):
-            return self._compares(test)
-        origins = self._script.origins(test)
-        if depth > _DEPTH_MAX or origins == [test]:
-            return None
-        said = {self.holds(o, depth + 1) if isinstance(o, ast.expr) else None for o in origins}
-        return said.pop() if len(said) == 1 else None
-
-    def _compares(self, test: ast.Compare) -> bool | None:
-        compare = _COMPARISONS.get(type(test.ops[0]))
-        if len(test.ops) != 1 or compare is None or not _is_local_rank(self._script, test.left):
-            return None
-        try:
-            return bool(compare(self._default, ast.literal_eval(test.comparators[0])))
-        except (ValueError, TypeError):
-            return None
-
-
-_DEPTH_MAX = 3
-_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.eq, ast.IsNot: operator.ne, ast.Lt: operator.lt,
-    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-}  # fmt: skip

@@ -24,7 +24,7 @@ _GROUP_POSITION = {"barrier": 0, "monitored_barrier": 0, "broadcast": 2, "all_re
 
 def at(node: ast.AST, message: str, severity: Severity | None = None) -> Found:
     """A finding at a node of the script. severity: where it differs from the rule's own."""
-    return Found(getattr(node, "lineno", 1), message, severity, getattr(node, "col_offset", 0) + 1)
+    return Found(getattr(node, "lineno", 1), message, severity, getattr(node, "col_offset", 0) + 1, node)
 
 
 @rule(
