@@ -144,6 +144,68 @@ def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
     assert {f.severity for f in check.check("t.py", text, Job(nodes=nodes))} == ({severity} if severity else set())
 
 
+ON_SOME = """
+import torch.distributed as dist
+def evaluate(t):
+    dist.all_reduce(t)
+def train(args):
+    rank = dist.get_rank()
+BODY
+def options():
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--evaluate", action="store_true")
+    return parser.parse_args()
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    train(options())
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "severity", "where"),
+    [
+        ("if rank == 0:\n  dist.barrier()", "", "error", "barrier() only where `rank == 0`"),
+        ("if rank == 0:\n  pass\nelse:\n  dist.barrier()", "", "error", "barrier() only where not `rank == 0`"),
+        ("if rank != 0:\n  return\ndist.barrier()", "", "error", "barrier() only where not `rank != 0`"),
+        ("if rank == 0:\n  pass\nelif rank > 1:\n  dist.barrier()", "", "error", "only where `rank > 1`"),
+        ("if rank == 0:\n  evaluate(1)", "", "error", "evaluate() calls all_reduce() (line 4) only where `rank == 0`"),
+        ("for i in range(9):\n  if i % 3 == 0 and rank == 0:\n    evaluate(1)", "", "error", "only where"),
+        ("if args.evaluate:\n  if rank == 0:\n    evaluate(1)", "", "warning", "only where"),
+        ("if args.evaluate:\n  if rank == 0:\n    evaluate(1)", "--evaluate", "error", "only where"),
+        ("if args.evaluate:\n  return\nif rank == 0:\n  evaluate(1)", "", "error", "only where"),
+        ("if args.evaluate:\n  return\nif rank == 0:\n  evaluate(1)", "--eval", "warning", "only where"),
+        ("if rank == 0 and found():\n  return\ndist.barrier()", "", "warning", "only where not"),
+        ("if found():\n  if rank == 0:\n    dist.barrier()", "", "warning", "only where"),
+    ],
+)
+def test_an_error_is_about_a_line_that_the_run_certainly_executes(
+    body: str, words: str, severity: str, where: str
+) -> None:
+    """An error refuses the run; and of the ranks in the `else` it said that they are those of the `if`."""
+    text = ON_SOME.replace("BODY", "\n".join(f"    {line}" for line in body.splitlines()))
+    (finding,) = check.check("t.py", text, Job(nodes=2, nproc=2, words=tuple(words.split())))
+    assert (finding.rule, finding.severity) == ("collective-on-one-rank", severity)
+    assert where in finding.message
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    """`ddpjob run --nodes 1` refused to start what is right with one process."""
+    for name in ("collective-on-one-rank", "uneven-steps", "gradients-not-averaged", "partitioner-unseeded"):
+        text = (FIXTURES / f"mistakes/{name}.py").read_text()
+        assert name not in rules_in(text, Job(nodes=1, nproc=1))
+
+
+def test_the_first_rank_of_each_node_is_every_rank_where_nodes_have_one_process() -> None:
+    text = (FIXTURES / "mistakes/collective-on-one-rank.py").read_text()
+    text = text.replace("dist.get_rank()", "int(os.environ['LOCAL_RANK'])").replace(
+        "import torch\n", "import os, torch\n"
+    )
+    given = [(Job(nodes=2, nproc=1), []), (Job(nodes=2), ["warning"]), (Job(nodes=2, nproc=2), ["error"])]
+    for job, severities in given:
+        assert [f.severity for f in check.check("t.py", text, job)] == severities
+
+
 HEAD = """
 import os
 import torch, torch.distributed as dist, torch.multiprocessing as mp

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from ddpjob_operator.check import (
     checkpoints,
+    collectives,
     data,
     elastic,
     gradients,
@@ -35,6 +36,7 @@ _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
 _MODULES = (
     ranks,
+    collectives,
     wrapping,
     steps,
     gradients,

@@ -19,7 +19,7 @@ from ddpjob_operator.check.script import Script
 def gradients_not_averaged(script: Script, job: Job) -> Iterator[Found]:
     """model.parameters() yields torch.nn.Parameter, so `type(param) is torch.Tensor` is never true: no gradient is
     averaged, every rank trains a model of its own, and no error is raised."""
-    if not any(script.called(c) in COLLECTIVES for c in script.calls):
+    if job.has_one_rank or not any(script.called(c) in COLLECTIVES for c in script.calls):
         return
     for node in script.nodes:
         if isinstance(node, ast.If) and _averages_nothing(script, node):

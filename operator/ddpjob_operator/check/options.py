@@ -32,7 +32,9 @@ class Options:
         if not self._script.mentions(*_OTHER_SOURCES):
             for call in self._script.methods_called("add_argument"):
                 calls.setdefault(destination(call), []).append(call)
-        return {name: found[0] for name, found in calls.items() if name and len(found) == 1 and self._is_plain(found[0])}
+        return {
+            name: found[0] for name, found in calls.items() if name and len(found) == 1 and self._is_plain(found[0])
+        }
 
     def _is_plain(self, call: ast.Call) -> bool:
         return all(is_main_guard(test) for test in self._script.enclosing_tests(call))

@@ -196,7 +196,11 @@ class Certainty:
         for node in self._script.nodes:
             if isinstance(node, ast.For | ast.AugAssign):
                 target = node.target
-                if isinstance(node, ast.For) and isinstance(target, ast.Tuple) and name_of_call(node.iter) == "enumerate":
+                if (
+                    isinstance(node, ast.For)
+                    and isinstance(target, ast.Tuple)
+                    and name_of_call(node.iter) == "enumerate"
+                ):
                     target = target.elts[0]
                 elif isinstance(node, ast.For) and name_of_call(node.iter) not in ("range", "trange", "tqdm", "count"):
                     continue

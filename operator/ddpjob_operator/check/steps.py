@@ -164,7 +164,7 @@ def _leaves_on_some(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterat
             continue
         last = statement.body[-1]
         later = [s for s in loop.body[i + 1 :] if isinstance(s, ast.If) and leaves(s.body)]
-        leaves_loop = leaves(statement.body) and not isinstance(last, ast.Continue | ast.Raise)
+        leaves_loop = isinstance(last, ast.Return | ast.Break)
         if leaves_loop and not later and not _joined_inside(script, statement, steps):
             yield statement
 

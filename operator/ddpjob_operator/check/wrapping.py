@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 from ddpjob_operator.check.checkpoints import is_module
-from ddpjob_operator.check.nodes import Function, Marker, is_main_guard, is_method, name_of, words_of
+from ddpjob_operator.check.nodes import Function, is_main_guard, is_method, name_of, words_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Script
@@ -138,11 +138,7 @@ def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
         inner = call.func.value if is_method(call, "forward") and isinstance(call.func, ast.Attribute) else call.func
         if not isinstance(inner, ast.Attribute) or inner.attr != "module":
             continue
-        if (
-            _is_wrapped(script, inner.value)
-            and not _goes_through_ddp(script, call)
-            and _leads_to_backward(script, call)
-        ):
+        if script.is_wrapped(inner.value) and not _goes_through_ddp(script, call) and _leads_to_backward(script, call):
             name = script.text_of(inner.value)
             yield at(
                 call,
@@ -151,17 +147,9 @@ def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
-def _is_wrapped(script: Script, model: ast.expr) -> bool:
-    """Whether a value with `.module` is DDP's: it is what it was before at most, self.model = model.to(device)."""
-    origins = script.origins(model)
-    before = [o for o in origins if script.called(o) != DDP]
-    moved = [o for o in before if not isinstance(o, Marker) and (is_method(o, "to") or is_method(o, "cuda"))]
-    return len(before) < len(origins) and moved == before
-
-
 def _goes_through_ddp(script: Script, call: ast.Call) -> bool:
     """Whether a wrapped model is called in the same function too: this one, or a student beside its teacher."""
-    return any(_is_wrapped(script, c.func) for c in script.calls_in(script.function(call)))
+    return any(script.is_wrapped(c.func) for c in script.calls_in(script.function(call)))
 
 
 def _leads_to_backward(script: Script, call: ast.Call) -> bool:
