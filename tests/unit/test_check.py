@@ -140,8 +140,29 @@ def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_more() -> None:
 def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
     nodes: int | None, severity: str | None
 ) -> None:
-    text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
+    text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
     assert {f.severity for f in check.check("t.py", text, Job(nodes=nodes))} == ({severity} if severity else set())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nproc", "severity"), [(None, 2, "warning"), (2, 2, "error"), (8, 1, "warning"), (0, 2, "error")]
+)
+def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_the_job_ranks(
+    gpus: int | None, nproc: int, severity: str
+) -> None:
+    """Two nodes of eight GPUs with one process on each do run."""
+    text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
+    found = [f for f in check.check("t.py", text, Job(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
+    assert {f.severity for f in found} == {severity}
+
+
+@pytest.mark.parametrize("name", ["file-not-shared", "master-overwritten"])
+def test_what_only_matters_in_a_cluster_is_a_warning_before_a_local_run(name: str) -> None:
+    """A run was refused that works: all nodes of a local run see the same files, and each other by localhost."""
+    text = (FIXTURES / f"mistakes/{name}.py").read_text()
+    for local, severity in ((False, "error"), (True, "warning")):
+        found = check.check("t.py", text, Job(nodes=2, nproc=1, known=True, local=local))
+        assert [f.severity for f in found if f.rule == name] == [severity]
 
 
 ON_SOME = """

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from ddpjob_operator.check import (
+    alone,
     checkpoints,
     collectives,
     data,
     elastic,
+    folders,
     gradients,
     groups,
     local_rank,
@@ -41,11 +43,13 @@ _MODULES = (
     steps,
     gradients,
     data,
+    folders,
     checkpoints,
     groups,
     names,
     starting,
     local_rank,
+    alone,
     schedulers,
     elastic,
 )

@@ -45,6 +45,11 @@ class Options:
             return None
         return self.declared[node.attr] if self._is_parsed(node.value) else None
 
+    def declaration(self, node: ast.expr) -> ast.Call | None:
+        """The option that a name or attribute was made of, through the names of the file."""
+        found = [self.option(o) for o in (node, *self._script.origins(node)) if isinstance(o, ast.expr)]
+        return next((option for option in found if option is not None), None)
+
     def value(self, node: ast.expr, depth: int = 0) -> Any:
         """What an expression is worth in this job; UNKNOWN if the options alone do not decide it."""
         if depth > _DEPTH_MAX:
@@ -60,7 +65,7 @@ class Options:
         if isinstance(origin, ast.Constant):
             return origin.value
         if option is not None and (origin is node or origin is Marker.BROUGHT):
-            return self._given(option)
+            return self.given(option)
         return self.value(origin, depth + 1) if isinstance(origin, ast.Attribute) and origin is not node else UNKNOWN
 
     def _is_parsed(self, base: ast.expr) -> bool:
@@ -77,7 +82,8 @@ class Options:
         results = [o for r in self._script.results(value) for o in self._script.origins(r)]
         return bool(results) and all(isinstance(o, ast.expr) and self._gives_options(o, depth + 1) for o in results)
 
-    def _given(self, option: ast.Call) -> Any:
+    def given(self, option: ast.Call) -> Any:
+        """What an option is worth, by the words of the command or by its default."""
         names = [text for a in option.args if (text := text_in(a))]
         action = text_in(self._script.argument(option, "action") or ast.Constant(None))
         if not all(name.startswith("-") for name in names) or (action and action not in _FLAGS):

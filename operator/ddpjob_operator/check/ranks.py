@@ -65,6 +65,8 @@ def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:
     if several is None:
         return
     severity, where = several
+    if job.gpus is None or (job.world_size or 0) <= job.gpus:
+        severity = "warning"  # there may be a GPU of that number
     for call, device in _devices(script):
         if script.kinds(device) == {Kind.GLOBAL}:
             yield at(

@@ -78,6 +78,11 @@ class Job:
         return self.nodes == 1 and self.nproc == 1 and not self.is_elastic
 
     @property
+    def world_size(self) -> int | None:
+        """The number of ranks; None if it is not known, or may change."""
+        return None if self.is_elastic or self.nodes is None or self.nproc is None else self.nodes * self.nproc
+
+    @property
     def is_elastic(self) -> bool:
         """Whether the number of ranks may change while the job trains."""
         return self.min_nodes is not None
