@@ -1257,6 +1257,65 @@ def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
     assert f"{path}:cell {int(cell) + 1}:{line}: error[collective-on-one-rank]: " in result.stdout
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ls -l text.txt",
+        "ls -l",
+        "ls data/*.py",
+        "cat x.json",
+        "cd data",
+        "cd ..",
+        "cd data/",
+        "cd ~/data",
+        "pwd",
+        "mkdir -p a/b",
+        "rm -rf out",
+        "cp a.py b.py",
+        "mv a.py b.py",
+        "pip install torch==2.1",
+        "pip install -q 'torch>2'",
+        "conda install -y numpy",
+        "run train.py --lr 1",
+        "matplotlib inline",
+        "load_ext autoreload",
+        "cat it's.txt",
+        "?model",
+        "model??",
+        "model.train?",
+        "*.ipynb?",
+        "!nvidia-smi",
+        "!!ls",
+        "x = !ls",
+        "x.y = !ls -l",
+        "x[0] = %timeit f(1)",
+        "x = %time f(1)",
+        "%%bash\ncd data\nls | wc -l",
+        "%%writefile a.txt\nno python",
+        "/print 1",
+        ",print a b",
+        ";print a b",
+        ">>> x = 1\n>>> for i in range(2):\n...     print(i)",
+        "In [3]: x = 1",
+    ],
+)
+def test_a_line_that_ipython_takes_is_no_syntax_error(tmp_path: Path, line: str) -> None:
+    """The notebook was refused, and it runs."""
+    path = tmp_path / "train.ipynb"
+    path.write_text(notebook(line))
+    assert (ran(path).return_value, ran(path).stdout) == (0, "")
+    if not line.startswith(("%%", ">>>", "In [")):
+        path.write_text(notebook(f"x = 1\n{line}\nprint('%d'\n      % 1)\n" + "".join(ON_ONE_RANK)))
+        assert "cell 1:7: error[collective-on-one-rank]: " in ran(path).stdout, "lines before and after it are read"
+
+
+@pytest.mark.parametrize("line", ["lss -l x", "cat = = 1", "print 'a'", "x = 1 +", "ls = [1,\ny = 2", "if x\n    pass"])
+def test_what_ipython_does_not_take_either_is_one(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "train.ipynb"
+    path.write_text(notebook("x = 1", line))
+    assert re.search(r"cell 2:\d: error\[syntax\]", ran(path).stdout), ran(path).stdout
+
+
 @pytest.mark.parametrize("text", ["[]", "{", "", "[" * 100_000, '{"cells": 3}'])
 def test_what_is_no_notebook_ends_with_2(tmp_path: Path, text: str) -> None:
     (tmp_path / "x.ipynb").write_text(text)

@@ -224,7 +224,7 @@ def _level_given(script: Script, function: Function, name: str, depth: int) -> s
 def _level_elsewhere(
     script: Script, model: ast.expr, function: Function | None, sets: list[ast.Assign], depth: int
 ) -> str:
-    """By the one function that sets self.model, or the module: what it is where that calls this one, else at its end."""
+    """By the one function that sets self.model, or the module: as it is where that calls this one, else at its end."""
     setting = {script.function(n) for n in sets}
     if len(setting) != 1 or function is None:
         return "wrapped" if all(script.called(o) == DDP for o in script.origins(model)) else ""

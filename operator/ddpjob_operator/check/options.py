@@ -84,7 +84,7 @@ class Options:
 
     def given(self, option: ast.Call) -> Any:
         """What an option is worth, by the words of the command or by its default."""
-        names = [text for a in option.args if (text := text_in(a))]
+        names = [word for a in option.args if (word := text_in(a))]
         action = text_in(self._script.argument(option, "action") or ast.Constant(None))
         if not all(name.startswith("-") for name in names) or (action and action not in _FLAGS):
             return UNKNOWN

@@ -129,7 +129,8 @@ def before_run(
     A script that is not found is not checked: the run itself says what is not there. cpu: no GPU is used.
     read_instead: the notebook of which the script was made, because people know its cells.
     """
-    context = replace(known(job), local=local, **({"gpus": 0} if cpu else {}))
+    context = replace(known(job), local=local)
+    context = replace(context, gpus=0) if cpu else context
     own = _script_of(document.source, job) if read_instead is None else [read_instead]
     of_job = [f for f in _of_job(document, job) if f.rule not in CLUSTER_ONLY]
     findings = sorted({*of_job, *(f for s in own for f in _of_script(s, context))})
