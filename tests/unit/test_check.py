@@ -140,8 +140,91 @@ def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_more() -> None:
 def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
     nodes: int | None, severity: str | None
 ) -> None:
-    text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
+    text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
     assert {f.severity for f in check.check("t.py", text, Job(nodes=nodes))} == ({severity} if severity else set())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nproc", "severity"), [(None, 2, "warning"), (2, 2, "error"), (8, 1, "warning"), (0, 2, "error")]
+)
+def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_the_job_ranks(
+    gpus: int | None, nproc: int, severity: str
+) -> None:
+    """Two nodes of eight GPUs with one process on each do run."""
+    text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
+    found = [f for f in check.check("t.py", text, Job(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
+    assert {f.severity for f in found} == {severity}
+
+
+@pytest.mark.parametrize("name", ["file-not-shared", "master-overwritten"])
+def test_what_only_matters_in_a_cluster_is_a_warning_before_a_local_run(name: str) -> None:
+    """A run was refused that works: all nodes of a local run see the same files, and each other by localhost."""
+    text = (FIXTURES / f"mistakes/{name}.py").read_text()
+    for local, severity in ((False, "error"), (True, "warning")):
+        found = check.check("t.py", text, Job(nodes=2, nproc=1, known=True, local=local))
+        assert [f.severity for f in found if f.rule == name] == [severity]
+
+
+ON_SOME = """
+import torch.distributed as dist
+def evaluate(t):
+    dist.all_reduce(t)
+def train(args):
+    rank = dist.get_rank()
+BODY
+def options():
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--evaluate", action="store_true")
+    return parser.parse_args()
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    train(options())
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "severity", "where"),
+    [
+        ("if rank == 0:\n  dist.barrier()", "", "error", "barrier() only where `rank == 0`"),
+        ("if rank == 0:\n  pass\nelse:\n  dist.barrier()", "", "error", "barrier() only where not `rank == 0`"),
+        ("if rank != 0:\n  return\ndist.barrier()", "", "error", "barrier() only where not `rank != 0`"),
+        ("if rank == 0:\n  pass\nelif rank > 1:\n  dist.barrier()", "", "error", "only where `rank > 1`"),
+        ("if rank == 0:\n  evaluate(1)", "", "error", "evaluate() calls all_reduce() (line 4) only where `rank == 0`"),
+        ("for i in range(9):\n  if i % 3 == 0 and rank == 0:\n    evaluate(1)", "", "error", "only where"),
+        ("if args.evaluate:\n  if rank == 0:\n    evaluate(1)", "", "warning", "only where"),
+        ("if args.evaluate:\n  if rank == 0:\n    evaluate(1)", "--evaluate", "error", "only where"),
+        ("if args.evaluate:\n  return\nif rank == 0:\n  evaluate(1)", "", "error", "only where"),
+        ("if args.evaluate:\n  return\nif rank == 0:\n  evaluate(1)", "--eval", "warning", "only where"),
+        ("if rank == 0 and found():\n  return\ndist.barrier()", "", "warning", "only where not"),
+        ("if found():\n  if rank == 0:\n    dist.barrier()", "", "warning", "only where"),
+    ],
+)
+def test_an_error_is_about_a_line_that_the_run_certainly_executes(
+    body: str, words: str, severity: str, where: str
+) -> None:
+    """An error refuses the run; and of the ranks in the `else` it said that they are those of the `if`."""
+    text = ON_SOME.replace("BODY", "\n".join(f"    {line}" for line in body.splitlines()))
+    (finding,) = check.check("t.py", text, Job(nodes=2, nproc=2, words=tuple(words.split())))
+    assert (finding.rule, finding.severity) == ("collective-on-one-rank", severity)
+    assert where in finding.message
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    """`ddpjob run --nodes 1` refused to start what is right with one process."""
+    for name in ("collective-on-one-rank", "uneven-steps", "gradients-not-averaged", "partitioner-unseeded"):
+        text = (FIXTURES / f"mistakes/{name}.py").read_text()
+        assert name not in rules_in(text, Job(nodes=1, nproc=1))
+
+
+def test_the_first_rank_of_each_node_is_every_rank_where_nodes_have_one_process() -> None:
+    text = (FIXTURES / "mistakes/collective-on-one-rank.py").read_text()
+    text = text.replace("dist.get_rank()", "int(os.environ['LOCAL_RANK'])").replace(
+        "import torch\n", "import os, torch\n"
+    )
+    given = [(Job(nodes=2, nproc=1), []), (Job(nodes=2), ["warning"]), (Job(nodes=2, nproc=2), ["error"])]
+    for job, severities in given:
+        assert [f.severity for f in check.check("t.py", text, job)] == severities
 
 
 HEAD = """
@@ -1172,6 +1255,65 @@ def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
     result = ran(path)
     assert result.return_value == 1
     assert f"{path}:cell {int(cell) + 1}:{line}: error[collective-on-one-rank]: " in result.stdout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ls -l text.txt",
+        "ls -l",
+        "ls data/*.py",
+        "cat x.json",
+        "cd data",
+        "cd ..",
+        "cd data/",
+        "cd ~/data",
+        "pwd",
+        "mkdir -p a/b",
+        "rm -rf out",
+        "cp a.py b.py",
+        "mv a.py b.py",
+        "pip install torch==2.1",
+        "pip install -q 'torch>2'",
+        "conda install -y numpy",
+        "run train.py --lr 1",
+        "matplotlib inline",
+        "load_ext autoreload",
+        "cat it's.txt",
+        "?model",
+        "model??",
+        "model.train?",
+        "*.ipynb?",
+        "!nvidia-smi",
+        "!!ls",
+        "x = !ls",
+        "x.y = !ls -l",
+        "x[0] = %timeit f(1)",
+        "x = %time f(1)",
+        "%%bash\ncd data\nls | wc -l",
+        "%%writefile a.txt\nno python",
+        "/print 1",
+        ",print a b",
+        ";print a b",
+        ">>> x = 1\n>>> for i in range(2):\n...     print(i)",
+        "In [3]: x = 1",
+    ],
+)
+def test_a_line_that_ipython_takes_is_no_syntax_error(tmp_path: Path, line: str) -> None:
+    """The notebook was refused, and it runs."""
+    path = tmp_path / "train.ipynb"
+    path.write_text(notebook(line))
+    assert (ran(path).return_value, ran(path).stdout) == (0, "")
+    if not line.startswith(("%%", ">>>", "In [")):
+        path.write_text(notebook(f"x = 1\n{line}\nprint('%d'\n      % 1)\n" + "".join(ON_ONE_RANK)))
+        assert "cell 1:7: error[collective-on-one-rank]: " in ran(path).stdout, "lines before and after it are read"
+
+
+@pytest.mark.parametrize("line", ["lss -l x", "cat = = 1", "print 'a'", "x = 1 +", "ls = [1,\ny = 2", "if x\n    pass"])
+def test_what_ipython_does_not_take_either_is_one(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "train.ipynb"
+    path.write_text(notebook("x = 1", line))
+    assert re.search(r"cell 2:\d: error\[syntax\]", ran(path).stdout), ran(path).stdout
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "", "[" * 100_000, '{"cells": 3}'])

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ddpjob_operator.check import (
+    alone,
     checkpoints,
+    collectives,
     data,
     elastic,
+    folders,
     gradients,
     groups,
     local_rank,
@@ -25,6 +29,7 @@ from ddpjob_operator.check import (
     stops,
     wrapping,
 )
+from ddpjob_operator.check.reached import Certainty
 from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule
 from ddpjob_operator.check.script import Script
 
@@ -34,16 +39,19 @@ _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
 _MODULES = (
     ranks,
+    collectives,
     wrapping,
     steps,
     gradients,
     data,
     stops,
+    folders,
     checkpoints,
     groups,
     names,
     starting,
     local_rank,
+    alone,
     schedulers,
     elastic,
 )
@@ -57,11 +65,7 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a text is no mistake of DDP
             script = Script(text)
-        findings = [
-            Finding(file, f.line, f.column, rule.name, f.severity or rule.severity, f.message)
-            for rule in RULES
-            for f in rule.find(script, job)
-        ]
+        findings = list(_findings(file, script, job if job.script else replace(job, script=(file,))))
     except SyntaxError as error:
         line = error.lineno or 1
         return [Finding(file, line, error.offset or 1, SYNTAX, "error", f"not valid Python: {error.msg}")]
@@ -70,6 +74,16 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:
     except (RecursionError, MemoryError):
         return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
     return kept(findings, text)
+
+
+def _findings(file: str, script: Script, job: Job) -> Iterator[Finding]:
+    certainty = Certainty(script, job)
+    for rule in RULES:
+        for found in rule.find(script, job):
+            severity = found.severity or rule.severity
+            if severity == "error" and found.node is not None and not certainty.runs(found.node):
+                severity = "warning"
+            yield Finding(file, found.line, found.column, rule.name, severity, found.message)
 
 
 def kept(findings: Iterable[Finding], text: str) -> list[Finding]:

@@ -242,7 +242,7 @@ def _total_name(script: Script, size: ast.expr) -> str:
 def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
     """Each rank divides the data by itself. Without a common seed each divides it differently: some samples are in two
     parts, others in none, and no error is raised."""
-    for call in script.calls if script.uses_torch else ():
+    for call in script.calls if script.uses_torch and not job.has_one_rank else ():
         if _draws_unseeded(script, call) and _is_in_partitioner(script, call) and not _is_the_same(script, call):
             yield at(
                 call,

@@ -87,7 +87,7 @@ def known(job: api.DDPJob) -> Job:
         launcher=by.name if by else started.launcher,
         launcher_options=dict(by.options) if by else {},
         words=started.words,
-        script=started.named or Job.script,
+        script=started.named,
         variables=_variables(template),
         mounts=mounts(template),
         name=job.metadata.name,

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from ddpjob_operator.check.local_values import LocalValues, leavings
 from ddpjob_operator.check.nodes import Function, is_method, leaves, name_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at, guard, has_group, is_for_some, is_rank
 from ddpjob_operator.check.rule import Found, Job, rule
@@ -46,6 +47,7 @@ def uneven_steps(script: Script, job: Job) -> Iterator[Found]:
                 f"if {script.text_of(leaving.test)}: only some ranks leave this loop here, and the others wait for "
                 f"them in {script.text_of(steps[0].func)}(…); broadcast the decision, so that all ranks leave together",
             )
+        yield from _leaves_by_itself(script, loop, steps)
 
 
 def _steps(script: Script, loop: Loop) -> list[ast.Call]:
@@ -164,9 +166,27 @@ def _leaves_on_some(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterat
             continue
         last = statement.body[-1]
         later = [s for s in loop.body[i + 1 :] if isinstance(s, ast.If) and leaves(s.body)]
-        leaves_loop = leaves(statement.body) and not isinstance(last, ast.Continue | ast.Raise)
+        leaves_loop = isinstance(last, ast.Return | ast.Break)
         if leaves_loop and not later and not _joined_inside(script, statement, steps):
             yield statement
+
+
+def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterator[Found]:
+    """A loop that each rank leaves by a value of its own: the loss of its batch, its clock."""
+    values = LocalValues(script, script.function(loop))
+    waits = f"the others wait for it in {script.text_of(steps[0].func)}(…)"
+    fix = "average or broadcast it first, so that all ranks leave together"
+    if isinstance(loop, ast.While) and values.decide(loop.test):
+        test = script.text_of(loop.test)
+        yield at(
+            loop,
+            f"while {test}: each rank has a value of its own here, and where one leaves, {waits}; {fix}",
+            "warning",
+        )
+    for branch in leavings(loop):
+        if values.decide(branch.test) and not _joined_inside(script, branch, steps):
+            text = f"if {script.text_of(branch.test)}: each rank has a value of its own here"
+            yield at(branch, f"{text}, and where one leaves the loop, {waits}; {fix}", "warning")
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:

@@ -122,14 +122,15 @@ def parameters(text: str | None) -> int:
 
 
 def before_run(
-    document: Document, job: api.DDPJob, *, cpu: bool = False, read_instead: str | None = None
+    document: Document, job: api.DDPJob, *, local: bool = True, cpu: bool = False, read_instead: str | None = None
 ) -> tuple[list[str], bool]:
-    """The lines to show before a local run, and whether an error forbids it.
+    """The lines to show before a run, local or in a cluster, and whether an error forbids it.
 
     A script that is not found is not checked: the run itself says what is not there. cpu: no GPU is used.
     read_instead: the notebook of which the script was made, because people know its cells.
     """
-    context = replace(known(job), gpus=0) if cpu else known(job)
+    context = replace(known(job), local=local)
+    context = replace(context, gpus=0) if cpu else context
     own = _script_of(document.source, job) if read_instead is None else [read_instead]
     of_job = [f for f in _of_job(document, job) if f.rule not in CLUSTER_ONLY]
     findings = sorted({*of_job, *(f for s in own for f in _of_script(s, context))})

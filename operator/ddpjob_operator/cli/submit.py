@@ -257,7 +257,8 @@ def _check(document: Document, notebook: str | None) -> None:
     from ddpjob_operator.job import validation
     from ddpjob_operator.manifest.yamlfile import InputError
 
-    lines, is_refused = check_files.before_run(document, validation.parse(document.data)[0], read_instead=notebook)
+    parsed, _ = validation.parse(document.data)
+    lines, is_refused = check_files.before_run(document, parsed, local=False, read_instead=notebook)
     if is_refused:
         raise InputError("\n".join(lines))
     for line in lines:
