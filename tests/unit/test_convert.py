@@ -449,6 +449,56 @@ def test_the_port_of_the_masters_service_is_named_and_is_no_difference_of_the_wo
     assert "pytorchjob-port: not needed: the job sets MASTER_PORT" in "".join(named.values())
 
 
+@pytest.mark.parametrize(
+    ("spec", "made"),
+    [
+        (
+            {"cleanPodPolicy": "None", "backoffLimit": 2, "activeDeadlineSeconds": 3600, "ttlSecondsAfterFinished": 0},
+            {"cleanPodPolicy": "None", "backoffLimit": 2, "activeDeadlineSeconds": 3600, "ttlSecondsAfterFinished": 0},
+        ),
+        (
+            {"schedulingPolicy": {"scheduleTimeoutSeconds": 90}, "suspend": True},
+            {"startDeadlineSeconds": 90, "suspend": True},
+        ),
+        ({"backoffLimit": 2, "runPolicy": {"cleanPodPolicy": "All"}}, {"backoffLimit": 2, "cleanPodPolicy": "All"}),
+        ({"backoffLimit": 2, "runPolicy": {"backoffLimit": 4}}, {"backoffLimit": 4}),
+    ],
+)
+def test_fields_of_run_policy_are_read_where_the_first_operator_had_them(
+    spec: dict[str, Any], made: dict[str, Any]
+) -> None:
+    """`kubectl get -o yaml` of an old cluster prints them in spec: they were lost, and called fields that a DDPJob
+    does not have."""
+    result = converted(**spec)
+    assert {k: v for k, v in result.spec.items() if k not in ("nodes", "nprocPerNode", "template")} == made
+    assert not [text for text in remarks(result).values() if "has no such field" in text]
+
+
+def in_list(kind: str, count: int, key: str = "replicaType", **container: Any) -> dict[str, Any]:
+    group = copy.deepcopy(replicas(**container)["Master"])
+    group["template"]["spec"]["restartPolicy"] = group.pop("restartPolicy", "Never")
+    return {**group, "replicas": count, key: kind}
+
+
+@pytest.mark.parametrize("key", ["replicaType", "pytorchReplicaType", "tfReplicaType"])
+def test_a_list_of_replicas_is_read_as_their_mapping(key: str) -> None:
+    """v1alpha1 had a list: `spec.pytorchReplicaSpecs: is empty` was said of a job with a Master and its Workers."""
+    body = pytorchjob(replicaSpecs=[in_list("WORKER", 3, key), in_list("MASTER", 1, key)], masterPort="23456")
+    del body["spec"]["pytorchReplicaSpecs"]
+    result = checked(room.convert(body, []))
+    assert (result.spec["nodes"], result.comments["nodes"]) == (4, "1 Master + 3 Worker; the Master is node 0")
+    assert remarks(result)["spec.masterPort"] == "not needed: the job sets the rendezvous of each node"
+    assert "spec.replicaSpecs" not in remarks(result)
+
+
+def test_replicas_are_read_in_any_case_and_each_kind_once() -> None:
+    given = replicas()
+    assert converted(pytorchReplicaSpecs={"MASTER": given["Master"], "worker": given["Worker"]}).spec["nodes"] == 4
+    for twice in ({"Master": given["Master"], "MASTER": given["Master"]}, {"chief": given["Master"]}):
+        with pytest.raises(ConvertError, match=r"a second group of the kind Master|the replicas Master and Worker"):
+            converted(pytorchReplicaSpecs=twice)
+
+
 # ---- the address of rank 0
 
 

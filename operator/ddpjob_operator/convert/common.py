@@ -29,7 +29,8 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
 _OF_THE_OBJECT = dict.fromkeys(
-    ("finalizers", "ownerReferences"), "is of the object in the cluster; a new one has its own; dropped"
+    ("clusterName", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "ownerReferences"),
+    "is of the object in the cluster; a new one has its own; dropped",
 )
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
 ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
