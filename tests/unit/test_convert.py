@@ -173,12 +173,15 @@ def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_o
     """Kubeflow sets both by pods. With several processes a node a DDPJob has neither: torchrun got empty texts."""
     script = (
         'cd /app\ntorchrun --nnodes=$WORLD_SIZE --node_rank "${RANK}" --nproc_per_node=4 \\\n'
-        "  --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT train.py --rank $RANK"
+        "  --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT train.py --rank $RANK | tee log_$RANK"
     )
     result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c"], args=[script]))
-    made = script.replace("$WORLD_SIZE", "$NNODES").replace("${RANK}", "${NODE_RANK}")
+    made = script.replace("$WORLD_SIZE", "$NNODES").replace("${RANK}", "${NODE_RANK}").replace("$RANK", "$NODE_RANK")
     assert (trainer(result)["command"], trainer(result)["args"]) == (["bash", "-c"], [made])
-    assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
+    assert any(
+        "WORLD_SIZE is now NNODES, RANK is now NODE_RANK: the old names count ranks" in text
+        for text in remarks(result).values()
+    )
     for reference in ("$((WORLD_SIZE))", "$(( $WORLD_SIZE / 2 ))", '"$(( ${WORLD_SIZE} ))"'):
         summed = script.replace("$WORLD_SIZE", reference)
         result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", summed]))
@@ -189,7 +192,72 @@ def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_o
     made = named.replace("$WORLD_SIZE", "$NNODES").replace("${RANK", "${NODE_RANK")
     result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", named]))
     assert trainer(result)["command"][2] == made, "else NNODES, which the job has set, would be empty"
-    assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
+    assert any(
+        "WORLD_SIZE is now NNODES, RANK is now NODE_RANK: the old names count ranks" in text
+        for text in remarks(result).values()
+    )
+
+
+SPELLINGS = [
+    ("tee log_$RANK.txt", "tee log_$NODE_RANK.txt"),
+    ('tee "log_${RANK:-0}" ${WORLD_SIZE%x}', 'tee "log_${NODE_RANK:-0}" ${NNODES%x}'),
+    ("cat <<EOF > c\n${RANK} of $WORLD_SIZE\nEOF", "cat <<EOF > c\n${NODE_RANK} of $NNODES\nEOF"),
+    ("bash -c 'echo $RANK'", "bash -c 'echo $NODE_RANK'"),
+    ('sh -c "echo \\$RANK $WORLD_SIZE"', 'sh -c "echo \\$NODE_RANK $NNODES"'),
+    ("bash <<'X'\necho $RANK\nX", "bash <<'X'\necho $NODE_RANK\nX"),
+    ("if (( RANK == 0 )); then x=$((WORLD_SIZE*8)); fi", "if (( NODE_RANK == 0 )); then x=$((NNODES*8)); fi"),
+    ("cd $(dirname a_$RANK/b) `echo $RANK`", "cd $(dirname a_$NODE_RANK/b) `echo $NODE_RANK`"),
+    ("export RANK=${RANK:-0}; echo $RANK", "export RANK=${NODE_RANK:-0}; echo $RANK"),
+    ("WORLD_SIZE=$((WORLD_SIZE * 8)) python x.py", "WORLD_SIZE=$((NNODES * 8)) python x.py"),
+    ("echo $(RANK) '$(RANK)' $$(RANK)", "echo $(NODE_RANK) '$(NODE_RANK)' $$(RANK)"),
+    ("torchrun --no-python sh -c 'echo $RANK' > $RANK", "torchrun --no-python sh -c 'echo $RANK' > $NODE_RANK"),
+]  # fmt: skip
+TEXTS = ["echo '$RANK' \\$RANK $RANKS $MY_RANK # $RANK", "awk '{print $RANK}' f", "RANK=$NODE_RANK; echo $RANK"]
+
+
+@pytest.mark.parametrize(("before", "after"), [*SPELLINGS, *((text, text) for text in TEXTS)])
+def test_a_shell_that_reads_rank_and_world_size_anywhere_reads_those_of_the_nodes(before: str, after: str) -> None:
+    """All nodes wrote their logs into one file of the shared volume: only options of torchrun had been changed."""
+    script = f"{before}\ntorchrun --nnodes 4 train.py"
+    result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-xc", script]), nprocPerNode="auto")
+    assert trainer(result)["command"][2].partition("\ntorchrun --nnodes")[0] == after
+    assert any("the old names count ranks" in remark.text for remark in result.remarks) == (before != after)
+    assert not any("left as it is" in remark.text for remark in result.remarks)
+    of_line = command.convert(["bash", "-c", script], image="i")
+    assert trainer(of_line)["command"][2].partition("\ntorchrun --nnodes")[0] == after
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        '[ -z "$RANK" ] && RANK=0; echo $RANK',
+        ": ${RANK:=0}; echo $RANK",
+        "cat > run.sh <<'EOF'\necho $RANK\nEOF",
+        "python -c 'import os; print(os.environ[\"RANK\"])'",
+        "printenv RANK",
+    ],
+)
+def test_a_rank_that_cannot_be_changed_is_named(script: str) -> None:
+    given = f"{script}; torchrun t.py"
+    result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", given]))
+    assert trainer(result)["command"][2] == given
+    (told,) = [remark.text for remark in result.remarks if remark.text.startswith("RANK: left as it is")]
+    assert told.endswith("not set before the launcher has started them; NODE_RANK is meant")
+
+
+def test_what_kubernetes_replaces_counts_nodes_in_words_and_variables_too() -> None:
+    container = {"command": ["python", "t.py", "--rank=$(RANK)"], "env": [{"name": "LOG", "value": "$(RANK).log"}]}
+    result = converted(pytorchReplicaSpecs=replicas(**container))
+    assert trainer(result)["command"][2] == "--rank=$(NODE_RANK)"
+    assert trainer(result)["env"] == [{"name": "LOG", "value": "$(NODE_RANK).log"}]
+
+
+def test_a_world_size_that_counts_processes_there_counts_them_here() -> None:
+    """The Training Operator multiplies it by a number in nprocPerNode, and by nothing for auto."""
+    script = "torchrun --nnodes=$WORLD_SIZE t.py --ranks $WORLD_SIZE"
+    for nproc, name in (("8", "DDPJOB_WORLD_SIZE"), ("auto", "NNODES"), (None, "NNODES")):
+        result = converted(nprocPerNode=nproc, pytorchReplicaSpecs=replicas(command=["sh", "-c", script]))
+        assert trainer(result)["command"][2] == f"torchrun --nnodes=$NNODES t.py --ranks ${name}"
 
 
 @pytest.mark.parametrize("value", [5, True, "torchrun train.py", {"a": 1}])

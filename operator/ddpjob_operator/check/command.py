@@ -132,9 +132,10 @@ def _of_torchrun(name: str, words: list[str]) -> Command:
         return replace(read(rest), launcher=name)
     if not rest or "no_python" in options:
         return replace(_behind(name, rest), launcher=name) if rest else Command(name)
+    given = tuple(rest[2:] if rest[1:2] == ["--"] else rest[1:])  # the launcher takes it away
     if "module" in options:
-        return Command(name, module=rest[0], words=tuple(rest[1:]))
-    return Command(name, rest[0] if rest[0].endswith(".py") else None, words=tuple(rest[1:]))
+        return Command(name, module=rest[0], words=given)
+    return Command(name, rest[0] if rest[0].endswith(".py") else None, words=given)
 
 
 def _of_framework(program: str, words: list[str]) -> Command:

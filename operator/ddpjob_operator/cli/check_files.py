@@ -185,7 +185,7 @@ def _of_job(document: Document, job: api.DDPJob, parameters: int = 0) -> list[Fi
     path = document.source
     findings = [
         Finding(path, document.line(field), 1, rule, severities[rule], text)
-        for field, rule, text in mistakes(job, parameters)
+        for field, rule, text in mistakes(job, parameters, _script_text(path, job))
     ]
     return check.kept(findings, _text_of(path)) if findings else []
 
@@ -194,6 +194,14 @@ def _text_of(path: str) -> str:
     """Nothing for a job that comes from no file."""
     try:
         return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _script_text(path: str, job: api.DDPJob) -> str:
+    """The text of the job's script; "" where it is not here, or cannot be read."""
+    try:
+        return "".join(read_script(script).decode(errors="replace") for script in _script_of(path, job))
     except OSError:
         return ""
 

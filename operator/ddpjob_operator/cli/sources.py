@@ -18,6 +18,7 @@ from ddpjob_operator.check import command, notebook
 from ddpjob_operator.cli.from_script import Start, job_yaml
 from ddpjob_operator.cli.options import applied, range_of, refuse_other_bytes
 from ddpjob_operator.job import api, launcher, topology, validation, wording
+from ddpjob_operator.job.arguments import behind_script
 from ddpjob_operator.job.podspec import command_path, trainer_container
 from ddpjob_operator.local import similar
 from ddpjob_operator.local.files import read_script
@@ -59,10 +60,11 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
     _refuse_two_values(source)
     document, is_made = _document(source)
     _give_name(document)
+    made_command = _command(document) if is_made else None
     if source.nproc is not None and not is_made:
         override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
     document, parsed = applied(document, source.nodes, source.settings, source.variables)
-    if source.arguments and not is_made:
+    if source.arguments and made_command != _command(document):  # of a YAML, or set by --set
         _replace_arguments(document, parsed, source.arguments)
         parsed, _ = validation.parse(document.data)
     return document, parsed
@@ -141,6 +143,13 @@ def _give_name(document: Document) -> None:
         metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
 
 
+def _command(document: Document) -> Any:
+    """The trainer's command as it stands; None where there is none."""
+    spec = document.data.get("spec")
+    template = spec.get("template") if isinstance(spec, dict) else None
+    return ((trainer_container(template) if isinstance(template, dict) else None) or {}).get("command")
+
+
 def _made(name: str, source: Source) -> Document:
     return yamlfile.read_job(name, None, to_yaml(source).encode())
 
@@ -168,7 +177,9 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
         raise InputError(
             f"{place}: the command names no script that is plain to see, so -- ARGS cannot be its arguments"
         )
-    trainer["command"] = [*head, *arguments]
+    # Behind a launcher's `--` all words are the script's.
+    has_dashes = head[-1:] == ["--"] or launcher.options_begin(words) is None
+    trainer["command"] = [*head, *(arguments if has_dashes else behind_script(arguments))]
     trainer.pop("args", None)
 
 

@@ -59,10 +59,12 @@ def convert(document: Mapping[str, Any]) -> Converted:
     result, spec = common.begin(document)
     groups = _groups(spec)
     _nodes(groups, result)
-    template, nnodes = _template(groups, result)
+    nproc = spec.take("nprocPerNode")
+    # The Training Operator multiplies WORLD_SIZE by a number of processes, and by nothing for auto, cpu and gpu.
+    counts_ranks = str(nproc).isdecimal() and int(nproc) > 1
+    template, nnodes = _template(groups, "DDPJOB_WORLD_SIZE" if counts_ranks else "NNODES", result)
     policy, elastic = _policy(spec), spec.fields("elasticPolicy")
     _elastic(elastic, groups, nnodes, launcher.command_of(template), result)
-    nproc = spec.take("nprocPerNode")
     where = (*spec.path, "nprocPerNode")
     if nproc is None and (nproc := elastic.take("nProcPerNode")) is not None:
         where = (*elastic.path, "nProcPerNode")
@@ -156,7 +158,7 @@ def _elastic(elastic: Fields, groups: list[_Replicas], nnodes: str, command: lis
         result.remark(where, f"torchrun takes in {nodes} of the {replicas} replicas, so the job has {nodes} nodes")
 
 
-def _template(groups: list[_Replicas], result: Converted) -> tuple[dict[str, Any], str]:
+def _template(groups: list[_Replicas], world_size: str, result: Converted) -> tuple[dict[str, Any], str]:
     """The first group's template, with a remark on what the other has otherwise, and the --nnodes of its command."""
     first, *others = groups
     given = [copy.deepcopy(dict(group.fields("template").given)) for group in groups]
@@ -167,7 +169,7 @@ def _template(groups: list[_Replicas], result: Converted) -> tuple[dict[str, Any
             result.remark(where, f"differs from {first.kind}, whose value all nodes get: a DDPJob has one template")
     template = given[0]
     trainer = common.name_trainer(template, _CONTAINER, path)
-    nnodes = common.strip_launcher(trainer, (*path, "spec", "containers"), result)
+    nnodes = common.strip_launcher(trainer, (*path, "spec", "containers"), result, world_size)
     _address(template, first.kind, path, result)
     if not trainer.get("command") and not trainer.get("args"):
         result.remark((*path, "spec", "containers"), f"{TRAINER} has no command: the image's own entrypoint is run")
