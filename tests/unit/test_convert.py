@@ -993,8 +993,67 @@ def test_a_file_of_the_shell_is_refused_with_what_to_give_instead(line: str) -> 
 
 
 def test_the_job_is_named_after_the_script() -> None:
-    names = {"torchrun my/Train_GPT.py": "train-gpt", "torchrun -m pack.train_it": "train-it", "torchrun 1.py": "job-1"}
+    names = {
+        "torchrun my/Train_GPT.py": "train-gpt",
+        "torchrun -m pack.train_it": "train-it",
+        "torchrun 1.py": "job-1",
+        "torchrun --standalone -m scripts.base_train -- --depth=24 --run=d24": "base-train",
+        "torchrun --nproc_per_node 8 -m open_clip.main -- --lr 1e-3": "main",
+        "python -u -m pkg.fit --lr 1e-3": "fit",
+        "./Go.py 3": "go",
+        "uv run python src/fit.py 1e-4": "fit",
+        "accelerate launch -m a.b --x 5": "b",
+        "torchrun /opt/bin/fairseq-train /data --lr 1": "fairseq-train",
+        "torchrun --no-python python -m a.c --lr 1": "c",
+        "python": "train",
+    }
     assert {line: of_command(line).metadata["name"] for line in names} == names
+    scripts = {
+        "cd x && torchrun --nnodes 2 -m pkg.tr -- --run=d24; echo done.py": "tr",
+        "pip install x; python prepare.py; exec torchrun fit.py a.py": "fit",
+        "torchrun $SCRIPT --lr 1e-3": "train",
+    }
+    assert {text: command.convert(["bash", "-c", text]).metadata["name"] for text in scripts} == scripts
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "python m.py --dist-url tcp://10.0.0.1:23456 --world-size 4 --rank 0 --lr 1",
+            "--dist-url tcp://10.0.0.1:23456 --world-size 4 --rank 0: one machine's own, and all nodes would get "
+            "it; write --dist-url tcp://$(MASTER_ADDR):$(MASTER_PORT) --world-size $(NNODES) --rank $(NODE_RANK), and "
+            "set spec.nodes to the number of machines",
+        ),
+        (
+            "python t.py --num-machines=2 --machine-rank 1 --dist-url=tcp://node0:1",
+            "--num-machines=2 --machine-rank 1 --dist-url=tcp://node0:1: one machine's own, and all nodes would get "
+            "it; write --num-machines=$(NNODES) --machine-rank $(NODE_RANK) "
+            "--dist-url=tcp://$(MASTER_ADDR):$(MASTER_PORT), and set spec.nodes: 2",
+        ),
+        ("torchrun t.py --init_method tcp://10.1.1.1:9", "--init_method tcp://10.1.1.1:9: one machine's own"),
+        ("python t.py --nodes-file x --node_rank 0 --num_nodes 3", "--node_rank 0 --num_nodes 3: one machine's own"),
+    ],
+)
+def test_options_of_one_of_several_machines_are_named(line: str, told: str) -> None:
+    """They were kept in a job of one node without a word: it waits for the others at an address of another cluster."""
+    for result in (of_command(line), command.convert(["bash", "-c", f"cd /w; {line}; true"])):
+        assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python m.py --multiprocessing-distributed --dist-url tcp://localhost:10001 --world-size 1 --rank 0",
+        "python m.py --dist-url env:// --world-size -1 --rank -1",
+        "python m.py --rank 16",
+        "python m.py --world_size 4",
+        "python m.py --rank $(NODE_RANK) --world-size $(NNODES) --dist-url tcp://$(MASTER_ADDR):$(MASTER_PORT)",
+        "torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 t.py --lr 1",
+    ],
+)
+def test_options_of_a_single_machine_are_kept(line: str) -> None:
+    assert not [remark for remark in of_command(line).remarks if "one machine's own" in remark.text]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpjob_operator.convert import common, ranks, shell
+from ddpjob_operator.convert import common, ranks, shell, started
 from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.job import bounds, launcher, programs
@@ -75,18 +75,18 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
         inner = ["accelerate", "launch", *inner[3:]]
     if launcher.shell_script(inner) is not None:
         inner = _by_job(inner, result)
-        script = _of_shell(inner, result)
+        _of_shell(inner, result)
     elif programs.name(inner[0]) == "accelerate":
         inner, more = _accelerate(inner, result)
         variables |= more
-        script = launcher.script(inner) or inner[-1]
     else:
         inner = _torchrun(inner, result)
-        script = launcher.script(inner) or inner[-1]
+    if own := started.of_one_machine(launcher.shell_words(launcher.shell_script(inner) or "") or inner):
+        result.remark(("command",), own)
     command = [*command[:begin], *inner]
     if unset := shell.of_others(" ".join(command)):
         result.remark(("command",), f"{', '.join(unset)}: {_UNSET}")
-    result.metadata["name"] = name or name_of(script)
+    result.metadata["name"] = name or name_of(started.name_giver(inner) or "train")
     container: dict[str, Any] = {"name": TRAINER, "image": image or IMAGE, "command": command}
     if variables:
         container["env"] = [{"name": key, "value": value} for key, value in variables.items()]
@@ -177,8 +177,8 @@ def _by_job(words: list[str], result: Converted) -> list[str]:
     return list(container["command"])
 
 
-def _of_shell(words: list[str], result: Converted) -> str:
-    """nodes and nprocPerNode of what a shell's script starts. Returns the Python file, or what the job is named by."""
+def _of_shell(words: list[str], result: Converted) -> None:
+    """nodes and nprocPerNode of what a shell's script starts."""
     text = launcher.shell_script(words) or ""
     try:
         inner = launcher.shell_words(text)
@@ -193,7 +193,6 @@ def _of_shell(words: list[str], result: Converted) -> str:
         result.set("nodes", 1, "no launcher says how many")
     else:
         raise _refusal(words)
-    return next((word for word in inner if word.endswith(".py")), "train")
 
 
 def _torchrun(words: list[str], result: Converted) -> list[str]:
