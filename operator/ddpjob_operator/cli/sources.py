@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_operator.check import command, notebook
+from ddpjob_operator.cli import kinds
 from ddpjob_operator.cli.from_script import Start, job_yaml
 from ddpjob_operator.cli.options import applied, range_of, refuse_other_bytes
 from ddpjob_operator.job import api, launcher, topology, validation, wording
@@ -27,14 +28,12 @@ from ddpjob_operator.manifest.yamlfile import Document, InputError
 
 PROCESSES_MAX = 512
 STDIN = "-"
-NOTEBOOK = ".ipynb"
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those of the API server: no vowels, no words
-_YAML_SIGNS = ("apiVersion:", "kind:", "{", "---")
 
 
 def is_notebook(file: str | None) -> bool:
     """Whether a file is a notebook, by its name."""
-    return (file or "").endswith(NOTEBOOK)
+    return (file or "").endswith(kinds.NOTEBOOK)
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def to_yaml(source: Source) -> str:
     if source.module is not None:
         return job_yaml(replace(start, script=source.module, module=True), None)
     if is_notebook(start.script):
-        stem = start.script.removesuffix(NOTEBOOK)
+        stem = start.script.removesuffix(kinds.NOTEBOOK)
         raise InputError(
             f"{start.script}: a command cannot start a notebook: jupyter nbconvert --to script {start.script}, "
             f"then ddpjob init {stem}.py"
@@ -92,7 +91,7 @@ def as_file(source: Source) -> Iterator[Source]:
     code, name = "", "stdin.py"
     if source.file == STDIN:
         text = _typed()
-        if _is_yaml(text):
+        if not kinds.is_python(text.encode()):
             yield replace(source, text=text)
             return
         code = text
@@ -131,7 +130,13 @@ def _document(source: Source) -> tuple[Document, bool]:
         return _made(f"-m {source.module}", source), True
     if source.text is not None:
         return yamlfile.read_job("stdin", source.job, source.text.encode()), False
-    if file.endswith(".py"):
+    kind = kinds.of(file)
+    if kind == "program":
+        raise InputError(
+            f"{file}: neither a Python script nor a DDPJob: give the command in it that starts the training, as "
+            "ddpjob convert -- torchrun train.py does, or a YAML whose command starts it"
+        )
+    if kind != "job":
         return _made(file, source), True
     return yamlfile.read_job(file, source.job), False
 
@@ -190,11 +195,6 @@ def _typed() -> str:
     except UnicodeError:
         raise InputError("stdin:1: it is not UTF-8") from None
     return text
-
-
-def _is_yaml(text: str) -> bool:
-    """A script has none of these at the beginning of a line."""
-    return any(line.startswith(_YAML_SIGNS) for line in text.splitlines()) or not text.strip()
 
 
 def _text(path: str) -> str:
