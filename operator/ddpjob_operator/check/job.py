@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.check import command, names, room
+from ddpjob_operator.check import command, in_command, names, room
 from ddpjob_operator.check.rule import Job, Severity
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology, variables
@@ -59,6 +59,26 @@ YAML_RULES = (
         "variables of the ranks, and not set before torchrun has started them. `$NNODES` and `$NODE_RANK` are meant.",
     ),
     YamlRule(
+        "variable-unset",
+        "warning",
+        "A shell reads `$RANK` with several processes a node, and only the ranks have it, so `tee log_$RANK` is "
+        "one file for all nodes; or it reads a variable that Slurm or MPI would set. Where the launcher's own options "
+        "need it the job cannot start: that is `variable-of-ranks` and `variable-of-other-launcher`.",
+    ),
+    YamlRule(
+        "not-expanded",
+        "warning",
+        "`$DATA`, `~/data`, `*.csv`, `>` or `&&` in a command that no shell reads: the program gets that text. "
+        "Kubernetes replaces `$(DATA)` by a value of `env`; `[sh, -c, …]` starts a shell.",
+    ),
+    YamlRule(
+        "argument-taken-by-launcher",
+        "warning",
+        "`torchrun train.py --log 5`: argparse before Python 3.12.8 takes `--log` for an abbreviation of torchrun's "
+        "`--log-dir` and `--logs-specs`, and ends with “ambiguous option”. What follows `--` is the script's: "
+        "`torchrun train.py -- --log 5`.",
+    ),
+    YamlRule(
         "rendezvous-overridden",
         "warning",
         "Another variable of the rendezvous in `env`: it counts in place of the job's. The job has an Event of it.",
@@ -69,7 +89,8 @@ YAML_RULES = (
         "The launcher, or an option of it, has a consequence. The job has an Event of it.",
     ),
 )
-CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning")
+_EVERYWHERE = {"argument-taken-by-launcher", "not-expanded", "variable-unset"}
+CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning") - _EVERYWHERE
 """What is of no account to a local run, and what it says itself, as Events."""
 
 
@@ -106,9 +127,9 @@ def _variables(template: dict[str, Any]) -> frozenset[str] | None:
     return frozenset(named | set(re.findall(r"\b(\w+)=", " ".join(words))))
 
 
-def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, str, str]]:
+def mistakes(job: api.DDPJob, parameters: int = 0, script: str = "") -> Iterator[tuple[FieldPath, str, str]]:
     """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. parameters: of the model; 0: not
-    known."""
+    known. script: the text of the job's script; "": not known."""
     template = job.spec.template
     by = launcher.in_template(template)
     if not (trainer_container(template) or {}).get("image"):
@@ -121,6 +142,7 @@ def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, 
         if deviation.kind == "unknown":
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
     yield from _of_launch(job)
+    yield from _of_command(job, script)
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
     if parameters and (said := room.too_small(job, parameters, _gpus(template))):
@@ -157,6 +179,15 @@ def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
         yield env, "rendezvous-overridden", variables.remark(template)
     yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
+
+
+def _of_command(job: api.DDPJob, script: str) -> Iterator[tuple[FieldPath, str, str]]:
+    """What the command does otherwise than it looks."""
+    path = command_path(job.spec.template)
+    yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
+    yield from ((path, "not-expanded", text) for text in in_command.unexpanded(job, script))
+    for text, is_certain in in_command.unset_variables(job):
+        yield path, "variable-of-other-launcher" if is_certain else "variable-unset", text
 
 
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:

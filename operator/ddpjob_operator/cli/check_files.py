@@ -15,6 +15,7 @@ from ddpjob_operator import check
 from ddpjob_operator.check import Finding, Job, command, notebook
 from ddpjob_operator.check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
+from ddpjob_operator.cli import kinds
 from ddpjob_operator.cli.options import NODES_WANTED, range_of
 from ddpjob_operator.job import api, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
@@ -24,7 +25,6 @@ from ddpjob_operator.local.files import read_script
 from ddpjob_operator.local.script import find
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
-YAML_SUFFIXES = (".yaml", ".yml", ".json")
 _NOTHING_KNOWN = Job()
 WARNINGS_SHOWN = 3  # before a run, whose own lines matter more
 
@@ -65,7 +65,7 @@ class CheckResult:
 
 def is_job(path: str) -> bool:
     """Whether a path names a DDPJob's YAML; all others are scripts."""
-    return path.endswith(YAML_SUFFIXES)
+    return kinds.of(path, "script") == "job"
 
 
 def context(nodes: str | None, nproc: int | None) -> Job:
@@ -159,7 +159,7 @@ def _of_script(path: str, context: Job) -> list[Finding]:
         text = raw.decode(encoding)
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
-    return _of_notebook(path, text, context) if path.endswith(".ipynb") else check.check(path, text, context)
+    return _of_notebook(path, text, context) if path.endswith(kinds.NOTEBOOK) else check.check(path, text, context)
 
 
 def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
@@ -186,7 +186,7 @@ def _of_job(document: Document, job: api.DDPJob, parameters: int = 0) -> list[Fi
     path = document.source
     findings = [
         Finding(path, document.line(field), 1, rule, severities[rule], text)
-        for field, rule, text in mistakes(job, parameters)
+        for field, rule, text in mistakes(job, parameters, _script_text(path, job))
     ]
     return check.kept(findings, _text_of(path)) if findings else []
 
@@ -195,6 +195,14 @@ def _text_of(path: str) -> str:
     """Nothing for a job that comes from no file."""
     try:
         return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _script_text(path: str, job: api.DDPJob) -> str:
+    """The text of the job's script; "" where it is not here, or cannot be read."""
+    try:
+        return "".join(read_script(script).decode(errors="replace") for script in _script_of(path, job))
     except OSError:
         return ""
 

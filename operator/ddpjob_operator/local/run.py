@@ -38,6 +38,7 @@ from ddpjob_operator.local import (
     screen,
     script,
     table,
+    threads,
     told,
 )
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod, RefusedError
@@ -119,7 +120,7 @@ def on_this_machine(job: api.DDPJob, options: Options) -> tuple[api.DDPJob, list
     if job.spec.gang not in ("auto", "none") or job.spec.topology_key:
         notes.append("without effect on local processes: spec.gang, spec.topologyKey")
         job = replace(job, spec=replace(job.spec, gang="none", topology_key=""))
-    return on_cpu(job) if options.cpu else job, notes
+    return threads.set_threads(on_cpu(job) if options.cpu else job, os.environ), notes
 
 
 def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.Slot], list[str]]:
