@@ -82,6 +82,10 @@ class Process:
         self.watched = False
         self.in_torch = threading.Lock()  # held by the thread while it is in torch's C++, and from the exit on
 
+        # reporting/rank_end.py
+        self.end: Any = None
+        """What the agent is given at the end of this process: of a rank that was forked by the fork server."""
+
         # reporting/termination.py
         self.reports_failure = False
         self.previous_hook: Any = parent.previous_hook if parent else None

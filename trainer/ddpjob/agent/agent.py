@@ -24,6 +24,7 @@ from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
+from ddpjob.core.findings import Finding
 
 if TYPE_CHECKING:
     from ddpjob.agent.core.stall_monitor import StallReport
@@ -224,18 +225,26 @@ class Agent:
             self.group.stopped([], now)
 
     def end(
-        self, code: int, failure: Failure | None, *, ended: bool = False, account: dict[str, Any] | None = None
+        self,
+        code: int,
+        failure: Failure | None,
+        *,
+        ended: bool = False,
+        account: dict[str, Any] | None = None,
+        findings: Sequence[Finding] = (),
     ) -> None:
         """It is over: the termination message is left, and `run` returns.
 
         ended: whether the whole group is at its end, by its leader's order; who goes alone is replaced alone.
-        account: of the restarts that node 0 has led.
+        account: of the restarts that node 0 has led. findings: what makes an exit code of 0 suspicious.
         """
         known = self.node.termination_message() if code != 0 else None
         if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
             known = failure._replace(traceback=self.node.traceback_of(failure.rank))
-        group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
-        if known is not None or (group and (code != 0 or account)):
+        group: dict[str, Any] = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
+        if findings:
+            group["findings"] = [finding.as_dict() for finding in findings]
+        if known is not None or (group and (code != 0 or account or findings)):
             message = ({} if known is None else known.as_dict()) | group
             leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), message)
         self.code = code

@@ -74,8 +74,11 @@ class Follower:
         self._send({**self._event("stopped"), "failures": _encoded(failures), **about})
 
     def finished(self, _now: float) -> None:
-        self._done = not self._checking
-        self._send({**self._event("finished"), "ended": self._agent.node.ended_well})
+        from ddpjob.agent.core import rank_ends
+
+        self._done, node = not self._checking, self._agent.node
+        left = {} if self._checking else rank_ends.as_message(node.end_of_ranks())
+        self._send({**self._event("finished"), "ended": node.ended_well, "left": left})
 
     def stood(self, report: StallReport, _now: float) -> None:
         self._send({**self._event("stood"), "word": report})

@@ -18,9 +18,11 @@ from ddpjob.agent.posting import Posting
 from ddpjob.core.budget import Grant
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
+from ddpjob.core.findings import Finding
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
+    from ddpjob.agent.core.rank_ends import NodeEnd
     from ddpjob.agent.wire import Link
 
 HEARTBEAT_SECONDS = 5.0
@@ -58,6 +60,7 @@ class Leader:
         self._step_in_memory = 0  # that a node has whole, written by the ranks that were stopped last; 0: none
         self._furthest = 0  # the clock of a rank on a node where one has failed, in this generation
         self._started_from = 0  # of those, what the last generation was started with
+        self._left: dict[int, NodeEnd] = {}  # by node: what the ranks of this generation have left that all ended well
 
     @property
     def deadline(self) -> float | None:
@@ -90,6 +93,7 @@ class Leader:
         self._lead.stopped(self._options.place, failures, now, node.ended_well, lacks_program=node.lacks_program)
 
     def finished(self, now: float) -> None:
+        self._left[self._options.place] = self._agent.node.end_of_ranks()
         self._lead.finished(self._options.place, now, self._agent.node.ended_well)
 
     def stood(self, report: StallReport, now: float) -> None:
@@ -143,6 +147,7 @@ class Leader:
             say(f"no port for rank 0: {error}; this node is given up")
             return self.abandon()
         life, self._furthest = Life(order.generation, order.members, port, order.preflight), 0
+        self._left.clear()
         self._late_start = life
         self._start_others()
         return self._agent.start(life)
@@ -186,8 +191,16 @@ class Leader:
         self._send(list(self._links), {"end": {"code": order.code, "failure": failure}})
         self._drain()
         account = self._account() if order.code != 0 or self._lead.restarts else None
-        self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account)
+        findings = self._findings() if order.code == 0 else []
+        for finding in findings:
+            say(finding.message)
+        self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account, findings=findings)
         self._posting.finish(self._post())
+
+    def _findings(self) -> list[Finding]:
+        from ddpjob.agent.core import rank_ends
+
+        return rank_ends.findings(self._left.values(), self._lead.members.world_size(self._options.nproc))
 
     def abandon(self) -> None:
         self._go(RESUMABLE)
@@ -311,6 +324,9 @@ class Leader:
             lacks = message.get("lacksProgram") is True
             self._lead.stopped(node, failures, now, self._ended(node, message), lacks_program=lacks)
         elif event == "finished":
+            from ddpjob.agent.core import rank_ends
+
+            self._left[node] = rank_ends.of_message(message.get("left"))
             self._lead.finished(node, now, self._ended(node, message))
         elif event == "stood":
             self._lead.stood(node, stall_report_of(message["word"]), now)

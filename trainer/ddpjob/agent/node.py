@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import environment, missing_script, processes
 from ddpjob.agent.core import crash
@@ -34,11 +34,15 @@ from ddpjob.core.failures import (
 )
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
+if TYPE_CHECKING:
+    from ddpjob.agent.core.rank_ends import NodeEnd
+
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
 KILL_AGAIN_SECONDS = 0.05
 SPARES_AFTER_SECONDS = 5.0  # not while the ranks begin, which need the processors themselves
 FILE_BYTES_MAX = 1 << 16
+END_BYTES_MAX = 1 << 22  # 20,000 parameters
 STDERR = 2
 _OF_PIPE = "BrokenPipeError"
 _UNFLUSHED = 120  # Python's, where it cannot write the rest of its output at its end
@@ -146,7 +150,7 @@ class LocalRanks:
             if self.memory is not None and not life.preflight:
                 self.memory.begin(life.generation)
         except OSError as error:  # no descriptor, a full disk, or somebody has emptied /tmp
-            self._files = [Files("", "", "", "")] * self._options.nproc
+            self._files = [Files("", "", "", "", "")] * self._options.nproc
             self._has_not_started(0, error)
             return
         self._waiting = True
@@ -312,6 +316,13 @@ class LocalRanks:
             return None if written is None else Failure.from_dict(written)
         return None
 
+    def end_of_ranks(self) -> NodeEnd:
+        """What its ranks have left behind that have all ended with 0."""
+        from ddpjob.agent.core import rank_ends
+
+        files = zip(self._ranks, self._files, strict=True)
+        return rank_ends.node_end({rank: _document(of_rank.end, END_BYTES_MAX) for rank, of_rank in files})
+
     def traceback_of(self, rank: int) -> str:
         """Of a rank of this node, as far as it was recorded."""
         known = [*self.failures, *([message] if (message := self.termination_message()) is not None else [])]
@@ -355,6 +366,7 @@ class LocalRanks:
                 "argv": [self._options.script, *words],
                 "environ": own,
                 "crash": files.crash,
+                "end": files.end,
             }
             if self._life.preflight:
                 run |= {"run": "module", "argv": [environment.PREFLIGHT]}
@@ -513,10 +525,10 @@ def _text(path: str) -> str:
     return ""
 
 
-def _document(path: str) -> dict[str, Any] | None:
+def _document(path: str, bytes_max: int = FILE_BYTES_MAX) -> dict[str, Any] | None:
     try:
         with open(path, "rb") as file:
-            read = json.loads(file.read(FILE_BYTES_MAX))
+            read = json.loads(file.read(bytes_max))
     except (OSError, ValueError):
         return None
     return read if isinstance(read, dict) else None
