@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ddpjob_operator.kube.client import ApiError, Client, collection
+from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Client, collection
 from ddpjob_operator.kube.listing import Careful, Sink, take
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.store import number
@@ -35,9 +35,11 @@ class Reflector:
         path: str = "",
         runtime: Runtime = SYSTEM,
         sleep: Callable[[float], Any] = asyncio.sleep,
+        away: Callable[[], bool] = lambda: False,
         restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
     ) -> None:
         """sleep: True if it was cut short because the server answers again (Reach.wait).
+        away: True while the server answers nobody, which is logged elsewhere (Reach).
         restarted: called with the resource and the cause, end or error, each time a watch has ended."""
         self.what = f"{plural} in {namespace or 'all namespaces'}"
         self.namespace = namespace
@@ -53,6 +55,7 @@ class Reflector:
         self._sink = sink
         self._runtime = runtime
         self._sleep = sleep
+        self._away = away
         self._restarted = partial(restarted, plural)
         self._version = self._newest = ""
         self._failures = 0
@@ -134,6 +137,8 @@ class Reflector:
         if error.gone:
             return
         self._asked_for = min(BACK_OFF_SECONDS_MAX, error.retry_after_seconds or 0.0)
+        if error.status == NO_ANSWER and (not self._failures or self._away()):
+            return  # a connection that breaks alone is opened again at once
         text, at = str(error), self._runtime.clock()
         if text != self._logged[0] or at - self._logged[1] >= LOG_AGAIN_SECONDS:
             self._logged = (text, at)
