@@ -218,7 +218,13 @@ def test_a_pod_that_completed_before_its_peers_were_made_is_not_run_again(
 ) -> None:
     """The operator was killed while it made the pods of a small job, and its finished work began again."""
     first = operators(namespace.name).watches()
-    fault = namespace.api.break_("create pods", 500, times=float("inf"), where=lambda _: len(namespace.pods()) > 0)
+    names: list[str] = []
+
+    def second(seen: Seen) -> bool:
+        names.append(seen.name)
+        return len(names) > 1
+
+    fault = namespace.api.break_("create pods", 500, times=float("inf"), where=second)
     namespace.apply(job(backoffLimit=0))
     namespace.has_pods("digits-1-0")
     until(lambda: fault.happened, "it tries to make the second pod")

@@ -704,6 +704,14 @@ def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
         assert f"extraEnv: {name} is set by the chart" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["DDPJOB_LEASE_SECONDS", "DDPJOB_LEASE_RENEW_SECONDS", "DDPJOB_LEASE_RETRY_SECONDS"])
+def test_a_duration_that_is_no_number_is_refused_before_a_pod_fails_with_it(name: str) -> None:
+    """Its pods restarted again and again, and the reason was in their logs alone."""
+    done = template(f"extraEnv[0].name={name}", "extraEnv[0].value=abc")
+    assert done.returncode != 0
+    assert f'extraEnv: {name} must be seconds above 0 and below a day, is "abc"' in done.stderr
+
+
 def test_an_autoscaler_may_remove_a_node_with_an_operator_unless_the_values_say_otherwise() -> None:
     """A volume of the pod's own, which /tmp is, keeps the cluster autoscaler from it by default."""
     key = "cluster-autoscaler.kubernetes.io/safe-to-evict"

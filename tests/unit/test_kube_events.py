@@ -84,6 +84,25 @@ def test_a_state_that_passes_at_once_is_not_told() -> None:
     assert play((0, CREATING), (1, RUN)) == ["AllNodesRun"]
 
 
+def test_of_a_job_that_is_gone_only_warnings_are_still_sent() -> None:
+    """An Event came 20 s after the job had been deleted and all was at rest."""
+
+    async def run() -> list[str]:
+        server = Server()
+        events = Events(server, Runtime(clock=lambda: server.now), busy=lambda _namespace: True)  # type: ignore[arg-type]
+        events.send(JOB, (CREATING, RUN, Event("Warning", "RankFailed", "rank 1 failed")), AT)
+        events.gone(JOB.uid)
+        running = asyncio.create_task(events.run())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert len(events) == 0
+        return server.got
+
+    assert asyncio.run(run()) == ["RankFailed"]
+
+
 def test_a_state_that_lasts_is_told() -> None:
     assert play((0, CREATING), (PASSING_SECONDS, None), (1, RUN)) == ["CreatingPods", "AllNodesRun"]
 

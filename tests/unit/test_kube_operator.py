@@ -19,7 +19,7 @@ from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.login import LoginError
 from ddpjob_operator.kube.lookup import is_absent
-from ddpjob_operator.kube.operator import LAPSED_SECONDS, Operator
+from ddpjob_operator.kube.operator import BROKEN_END_SECONDS, LAPSED_SECONDS, Operator
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.tokens import BoundPod
@@ -236,6 +236,37 @@ def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -
         assert made.stop_flag.is_set(), "and then the process ends"
 
     asyncio.run(run())
+
+
+def test_the_probe_fails_when_a_watch_has_not_been_tried_again_for_a_minute() -> None:
+    """One that is open may be quiet for as long: nothing happens in a cluster at night."""
+
+    async def run() -> None:
+        made = Operator(OperatorSettings(namespaces=("team",)), Client())
+        watch = made.watches()[1]
+        watch.tried_at -= 61
+        assert made.unhealthy() == "the watch of services in team has done nothing for 61 s"
+        watch.waits = False
+        assert made.unhealthy() == ""
+
+    asyncio.run(run())
+
+
+def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() -> None:
+    """kopf may wait for ever for the end of a task that is dead."""
+    limits: list[float] = []
+
+    async def run() -> Operator:
+        made = Operator(OperatorSettings(), Client(), end_within=limits.append)
+        made.run("first", asyncio.sleep(0))
+        made.run("second", asyncio.sleep(0))
+        await asyncio.sleep(0.01)
+        made.end()
+        return made
+
+    made = asyncio.run(run())
+    assert limits == [BROKEN_END_SECONDS]
+    assert (made.exit_code, made.unhealthy()) == (1, "first has ended")
 
 
 def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_one_that_is_gone() -> None:

@@ -132,6 +132,17 @@ def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_wi
     assert sum(waits[8:]) < 5
 
 
+def test_a_watch_that_fails_for_some_seconds_is_logged_and_a_right_that_is_missing_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A dozen lines of each short outage hid the one of a watch that stays refused."""
+    busy, forbidden = ApiError(429, "TooManyRequests", "busy"), ApiError(403, "Forbidden", "no right")
+    follow([([], 10)], [[busy], [busy]])
+    assert caplog.messages == []
+    follow([([], 10)], [[forbidden]])
+    assert caplog.messages == ["pods in team cannot be watched, trying again: 403 Forbidden: no right"]
+
+
 def test_it_waits_longer_each_time_for_a_server_that_is_away_and_never_too_long() -> None:
     _, _, waits = follow([*[AWAY] * 12, ([], 10)], [])
     assert waits[:6] == sorted(waits[:6])

@@ -87,6 +87,11 @@ class Events:
                 if not wait:
                     self._tell(job)
 
+    def gone(self, uid: str) -> None:
+        """A job is gone. What waits of it makes way, unless it is a warning: nobody reads that its pods are created."""
+        for waiting in [w for w in self._waiting.get(uid, ()) if w.event.type != "Warning"]:
+            self._remove(waiting)
+
     def _is_wanted(self, job: api.Metadata, event: Event) -> bool:
         """A job that has had an Event gets the routine ones too: its last would else be that it starts."""
         if self._level == "Warning":

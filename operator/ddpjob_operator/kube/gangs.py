@@ -160,6 +160,7 @@ class Gang:
                 path=self.path(namespace),
                 runtime=self._runtime,
                 sleep=self._client.reach.wait,
+                away=lambda: self._client.reach.lost,
                 restarted=self._restarted,
             )
             for namespace in self._namespaces

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -76,7 +77,7 @@ def _end_now() -> None:
 
 
 def _operator(settings: OperatorSettings, end_within: Callable[[float], object]) -> Operator:
-    meter = Meter()
+    meter = Meter(threading.Lock())
     prometheus_client.ProcessCollector(registry=meter.registry)
     answered, reach = Requests(meter), Reach()
     if not settings.lease_namespace:

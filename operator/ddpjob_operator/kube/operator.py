@@ -101,6 +101,7 @@ class Operator:
         )
         self._prepare_to_lead()
         told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "restarted": restarted}
+        told["away"] = lambda: client.reach.lost
         self.reflectors = [
             Reflector(client, plural, namespace, naming.LABEL_JOB, sink, **told)
             for namespace in settings.watched
@@ -402,6 +403,7 @@ class Operator:
         now = self._runtime.now()
         if old is not None and (new is None or new["metadata"]["uid"] != old["metadata"]["uid"]):
             self.meter.gone(exposition.job(old), now)
+            self._events.gone(old["metadata"]["uid"])
         if new is not None:
             self.meter.spends(exposition.job(new), now)
 

@@ -1,8 +1,8 @@
 """JSON of the API server as Python objects, bounded in depth and size, because users write it.
 
-Seen on Kubernetes 1.36: a DDPJob whose template is nested 9,900 levels deep is stored, and Python's and kopf's JSON
-readers give up at about 1,000. A reader that gives up on one object would read none of its list, nor what follows it
-in a watch. So what is nested too deep is cut off, and what is too large is left out, each in its own object alone.
+Seen on Kubernetes 1.36: a DDPJob whose template is nested 9,900 levels deep is stored, and Python's JSON readers give
+up at about 1,000. A reader that gives up on one object would read none of its list, nor what follows it in a watch. So
+what is nested too deep is cut off, and what is too large is left out, each in its own object alone.
 """
 
 from __future__ import annotations

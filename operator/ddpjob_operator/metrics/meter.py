@@ -8,8 +8,8 @@ answer: prometheus-client has a lock for each value.
 from __future__ import annotations
 
 import datetime as dt
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import prometheus_client
@@ -71,7 +71,8 @@ class Moment(NamedTuple):
 class Meter:
     """Counts from its making on: one for a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: AbstractContextManager[object] | None = None) -> None:
+        """lock: needed where a scrape is written in another thread than the one that reports changes."""
         self.registry = prometheus_client.CollectorRegistry()
         self._metrics: dict[str, MetricWrapperBase] = {}
         self._children: dict[tuple[str, tuple[str, ...]], MetricWrapperBase] = {}
@@ -82,7 +83,7 @@ class Meter:
         self._newly: set[str] = set()
         self._ended: set[str] = set()
         """The jobs, by uid, that were counted first, or for the last time, after the snapshot of the last scrape."""
-        self._lock = threading.Lock()
+        self._lock = lock or nullcontext()
         self._elsewhere: set[str] = set()
         """The jobs, by uid, that count from when they are shown: others may have counted what they spent before."""
         self._since: dt.datetime | None = None
