@@ -79,7 +79,7 @@ def failure_lines(status: api.Status, now: dt.datetime) -> Iterator[str]:
     yield f"Last failure, of attempt {failure.attempt}, {_ago(failure.time, now)}:"
     yield f"  {sentences.sentence(failure)}"
     if failure.failure_class:
-        paid = f", charged to {failure.charged_to}" if failure.charged_to else ", not charged"
+        paid = f", charged to {failure.charged_to}" if failure.charged_to else "; no restart followed"
         yield f"  class {failure.failure_class}{paid}"
     yield from (f"  | {line}" for line in root_cause.own_lines(failure.log_tail)[-TAIL_LINES:])
     earlier = status.failures[:-1]

@@ -14,7 +14,6 @@ from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.local.cluster import LocalPod
 from ddpjob_operator.local.fold import Fold, Trace
 from ddpjob_operator.plan.actions import Event
-from ddpjob_operator.plan.finish import shortened
 
 # A failure is told once, with what follows from it; where the other nodes take longer to stop, that is told before.
 PATIENCE_SECONDS = 3.0
@@ -112,7 +111,7 @@ def stopped(name: str, status: api.Status, took: float) -> str:
 def local(text: str, failure: api.JobFailure) -> str:
     """A message as a local run shows it: there is no pod, and one machine."""
     whole, short = sentences.sentence(failure), sentences.local(failure)
-    return text.replace(whole, short).replace(shortened(whole), shortened(short))
+    return text.replace(whole, short).replace(sentences.shortened(whole), sentences.shortened(short))
 
 
 def local_status(status: api.Status) -> api.Status:
