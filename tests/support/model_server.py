@@ -18,6 +18,7 @@ from model_api import KINDS, ModelApi, Raw, event_of, matching, parse, stamp
 from ddpjob_operator.job import api
 
 T = TypeVar("T")
+NODE = "node-0"
 DDPJOBS = f"/apis/{api.GROUP}/{api.VERSION}"
 
 
@@ -37,6 +38,7 @@ class ModelServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._api = ModelApi(time.monotonic, lambda: dt.datetime.now(dt.timezone.utc))
+        self._api.request("POST", "/api/v1/nodes", None, {"metadata": {"name": NODE}}, "kubelet")
 
     def __enter__(self) -> ModelServer:
         self._thread.start()
@@ -97,7 +99,7 @@ class ModelServer:
             for name in names:
                 raw = self._api.find("pods", name)
                 assert raw is not None, name
-                self._api.change("pods", raw, "kubelet", spec={**raw["spec"], "nodeName": "node-0"}, status=status)
+                self._api.change("pods", raw, "kubelet", spec={**raw["spec"], "nodeName": NODE}, status=status)
 
         self._call(set_all)
 

@@ -65,6 +65,31 @@ def play(
     return asyncio.run(run())
 
 
+def test_events_of_one_second_are_listed_in_the_order_in_which_they_happened() -> None:
+    """`kubectl describe` had PermanentFailure above the RankFailed that it followed from."""
+    failed, over = Event("Warning", "RankFailed", "rank 1 ended"), Event("Warning", "PermanentFailure", "no retry")
+    names: dict[str, str] = {}
+
+    class Named:
+        async def create(self, path: str, body: dict[str, Any]) -> None:
+            names[body["metadata"]["name"]] = body["reason"]
+
+    async def run() -> None:
+        events = Events(Named(), Runtime(utc=lambda: AT))  # type: ignore[arg-type]
+        events.send(JOB, (failed,), AT)
+        events.send(JOB, (over,), AT)
+        running = asyncio.create_task(events.run())
+        while len(names) < 2:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    for _ in range(5):
+        names.clear()
+        asyncio.run(run())
+        assert [names[name] for name in sorted(names)] == ["RankFailed", "PermanentFailure"]
+
+
 def test_the_same_words_about_the_same_job_are_sent_once_in_a_while() -> None:
     assert play((0, RUN), (1, RUN), (REPEAT_SECONDS - 2, RUN)) == ["AllNodesRun"]
     assert play((0, RUN), (REPEAT_SECONDS, RUN)) == ["AllNodesRun", "AllNodesRun"]

@@ -41,6 +41,20 @@ def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_an
     assert warnings(world) == ["CannotStart"], "one Warning is enough"
 
 
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_container_that_is_not_created_for_ten_minutes_is_one_warning_whenever_it_got_its_node(after: int) -> None:
+    """WaitsLong and CannotStart came in one second for one fact."""
+    world = digits().started().settle().after(after).waits(0, "ContainerCreating").waits(1, "ContainerCreating")
+    lives_on(world, 700)
+    assert warnings(world) == ["CannotStart"]
+
+
+def test_a_pod_of_which_the_scheduler_says_nothing_for_ten_minutes_is_a_warning_too() -> None:
+    world = digits().started().runs(0)
+    lives_on(world, 700)
+    assert warnings(world) == ["WaitsLong"]
+
+
 def test_a_rank_that_hangs_silently_beside_one_that_completed_is_said_after_ten_minutes() -> None:
     """The job stayed Running for ever, and `2 of 2 nodes are running` was all that its message had."""
     world = digits().running().exits(0).settle()

@@ -71,6 +71,17 @@ def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
 # ---------------------------------------------------------------- success
 
 
+def test_a_node_that_completed_is_not_missing_from_the_nodes_column() -> None:
+    """`Running 0/2` was the last thing that a script saw before `Succeeded 2/2`, and it took it for a loss."""
+    world = digits(nodes=3).running()
+    for place, ready in ((0, 2), (2, 1)):
+        world.exits(place).settle()
+        assert world.status.state == "Running"
+        assert world.status.display is not None
+        assert world.status.nodes is not None
+        assert (world.status.display.nodes, world.status.nodes.ready) == ("3/3", ready)
+
+
 def test_the_job_succeeds_when_all_trainers_end_with_0() -> None:
     world = digits().running().after(60).exits(0).settle()
     assert world.status.state == "Running"

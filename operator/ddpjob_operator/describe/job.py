@@ -78,10 +78,11 @@ def failure_lines(status: api.Status, now: dt.datetime) -> Iterator[str]:
     if failure is None:
         return
     yield ""
+    text = sentences.sentence(failure)
     yield f"Last failure, of attempt {failure.attempt}, {_ago(failure.time, now)}:"
-    yield f"  {sentences.sentence(failure)}"
+    yield "  the one that the state names" if text in status.message else f"  {text}"
     if failure.failure_class:
-        paid = f", charged to {failure.charged_to}" if failure.charged_to else ", not charged"
+        paid = f", charged to {failure.charged_to}" if failure.charged_to else "; no restart followed"
         yield f"  class {failure.failure_class}{paid}"
     yield from (f"  | {line}" for line in root_cause.own_lines(failure.log_tail)[-TAIL_LINES:])
     earlier = status.failures[:-1]

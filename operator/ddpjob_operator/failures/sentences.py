@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from ddpjob.core import rules
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, wording
 from ddpjob_operator.observed.cluster import THIS_MACHINE
 
 _SIGKILL = 137
+# [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
+_BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
+_PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
+_SPACES = re.compile(r" {2,}")
 
 
 def sentence(failure: api.JobFailure) -> str:
@@ -24,8 +30,9 @@ def sentence(failure: api.JobFailure) -> str:
 
 def short(failure: api.JobFailure) -> str:
     """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
+    where = f"node {failure.node or failure.node_rank}"
     by_reason = {
-        root_cause.NODE_LOST: f"node {failure.node or failure.node_rank} lost",
+        root_cause.NODE_LOST: f"{where} lost",
         root_cause.GONE: f"{failure.pod} vanished",
         root_cause.UNFIT: "a pre-flight that found a bad node",
         root_cause.CONNECTION_LOST: f"a lost connection to node {failure.node_rank}",
@@ -40,6 +47,12 @@ def short(failure: api.JobFailure) -> str:
         "PreemptionByScheduler": f"preemption of {failure.pod}",
         "Evicted": f"eviction of {failure.pod}",
         "EvictionByEvictionAPI": f"eviction of {failure.pod}",
+        "DeletionByTaintManager": f"a taint on {where}",
+        "DeletionByPodGC": f"{where} lost",
+        "TerminationByKubelet": f"the kubelet of {where} ended {failure.pod}",
+        **dict.fromkeys(rules.LOST_CONTAINER, f"a restart of {where}"),
+        rules.POD_DEADLINE: f"the activeDeadlineSeconds of {failure.pod}",
+        root_cause.CONFIG_ERROR: f"a missing ConfigMap or Secret of {failure.pod}",
     }
     if failure.reason in by_reason:
         return by_reason[failure.reason]
@@ -47,6 +60,11 @@ def short(failure: api.JobFailure) -> str:
         return f"{failure.reason or 'a failure'} on {root_cause.who(failure)}"
     of = "of" if failure.init_container else "on"
     return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {root_cause.who(failure)}"
+
+
+def shortened(text: str) -> str:
+    """Without paths of gloo's sources and emojis, which `lastFailure` keeps."""
+    return _SPACES.sub(" ", _PICTURES.sub("", _BUILD_PATH.sub("", text))).strip()
 
 
 def avoided(node: api.AvoidedNode) -> str:
@@ -106,7 +124,7 @@ def _at(failure: api.JobFailure) -> str:
 
 
 def _why(failure: api.JobFailure) -> str:
-    return f" ({failure.exception})" if failure.exception else ""
+    return f" ({shortened(failure.exception)})" if failure.exception else ""
 
 
 def _code(failure: api.JobFailure) -> str:

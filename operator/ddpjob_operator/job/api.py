@@ -401,7 +401,7 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     """All nodes ran and steps were made, or one was under way and took no longer than is expected."""
     idle_seconds: Count = 0
     """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started again
-    in place made one."""
+    in place made one, or until a node was given up."""
     unreported_seconds: Count = 0
     """All nodes ran, and no step was ever reported: whether they trained is not known."""
     starting_seconds: Count = 0

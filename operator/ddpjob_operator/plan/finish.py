@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import re
 from collections.abc import Iterator
 from dataclasses import replace as replaced
 from typing import Literal
@@ -41,10 +40,6 @@ _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reaso
 _STILL_STOPPING = tuple(
     r.name for r in (reasons.SUSPENDING, reasons.EVICTED, reasons.WAITING_FOR_OLD_PODS, reasons.WAITS_LONG)
 )
-# [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
-_BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
-_PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
-_SPACES = re.compile(r" {2,}")
 # A job that has run longer has an Event of its end in any case: two requests matter where many jobs are short.
 SHORT_JOB = dt.timedelta(minutes=10)
 
@@ -53,7 +48,7 @@ def finish(view: View, decision: Decision) -> Plan:
     """The plan: of the status only what differs from the stored one."""
     # The remark on an invalid spec is not part of what is recorded, but it is of what is compared.
     old = replace(view.recorded, message=view.stored.message)
-    status, long_wait_at = pending.with_long_wait(invalid_spec.with_remark(decision.status, view.problems), view.now)
+    status, long_wait_at = pending.with_long_wait(view, invalid_spec.with_remark(decision.status, view.problems))
     new = _document(view, old, status)
     if new != view.stored:
         new = redacted.status(new)
@@ -94,13 +89,14 @@ def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
 
 
 def _display(status: api.Status, *, silent: bool) -> api.Display:
-    """The texts of the printer columns. Of a job that is over its nodes are those that completed.
+    """The texts of the printer columns. Nodes that completed count as well: a job that is about to end has lost none.
 
     silent: whether rank 0 has not reported for so long that the time left is out of date.
     """
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
-    ready = len(ranges.parse(status.completed_nodes)) if over else nodes.ready
+    completed = len(ranges.parse(status.completed_nodes)) if over or status.state == "Running" else 0
+    ready = completed if over else min(nodes.total, nodes.ready + completed)
     shown = api.Display(nodes=f"{ready}/{nodes.total}", restarts=budgets.by_class(status.restarts or api.Restarts()))
     if progress is None or not (over or is_of_this_attempt(status, progress)):
         return shown
@@ -192,7 +188,8 @@ def _of_acceptance(view: View, old: api.Status, new: api.Status) -> Iterator[Eve
 
 
 def _is_news(old: api.Status, new: api.Status) -> bool:
-    return (old.state, old.reason) != (new.state, new.reason)
+    is_told = old.state == "Failing" and new.state == "Failed"  # why it fails was news when its pods began to stop
+    return (old.state, old.reason) != (new.state, new.reason) and not (is_told and old.reason == new.reason)
 
 
 def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator[Event]:
@@ -243,9 +240,4 @@ def _not_counted(spec: api.Spec) -> str:
 
 
 def _event(reason: Reason, message: str) -> Event:
-    return Event("Warning" if reason.warning else "Normal", reason.name, shortened(message))
-
-
-def shortened(text: str) -> str:
-    """For a line of `kubectl describe`: without paths of gloo's sources and emojis, which the status keeps."""
-    return _SPACES.sub(" ", _PICTURES.sub("", _BUILD_PATH.sub("", text))).strip()
+    return Event("Warning" if reason.warning else "Normal", reason.name, sentences.shortened(message))

@@ -26,11 +26,13 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import kept_log, pending
 from ddpjob_operator.plan.actions import Decision, restart_grace_seconds
 from ddpjob_operator.plan.settlement import Settled, context, failure_of, settle, with_last_step, with_limit
-from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure
+from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure, with_idle
 from ddpjob_operator.plan.view import View, name_pods
 
 # An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
 AGENT_FIRST = dt.timedelta(seconds=60)
+# A node that has failed is called not ready, or its object is deleted, within this time.
+UNHEARD = dt.timedelta(seconds=60)
 # Who complains sooner has not waited in vain: a script that fails at once would be started again and again for free.
 GIVES_UP_AFTER_SECONDS = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
@@ -55,7 +57,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
         return None
     reason, failure = trigger
     text = sentences.sentence(failure)
-    status = with_failure(status, failure, text)
+    status = with_failure(with_idle(status, _idle_since(view, status, failure)), failure, text)
     agents_wait = launcher.restarts_in_place(view.spec)
     if not view.active and not agents_wait:
         # Nothing is left to stop or to wait for, so the trigger is all the evidence there will be: one reconcile, and
@@ -65,6 +67,19 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     # Where agents wait in the other pods, the next reconcile decides whether these stop (pod_replacement.py).
     message = text + _open_question(failure) if agents_wait else _ending(view, text, failure)
     return Decision(enter(status, "Restarting", reason, message, view.now))
+
+
+def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.datetime | None:
+    """Since when a group whose node is lost has not trained: its ranks wait in a collective. From the last report of a
+    step on, and not from before its node can have failed, because a step may take long."""
+    progress, place = status.progress, view.members.place(failure.node_rank)
+    pod = None if place is None else view.known_pods.get(place)
+    if failure.reason not in (root_cause.NODE_LOST, "DeletionByPodGC") or progress is None or pod is None:
+        return None
+    node = (view.seen.nodes or {}).get(pod.node)
+    unheard = (node.since if node is not None else pod.silent_since) or view.now
+    stepped = progress.updated if progress.attempt == status.attempt else unheard
+    return min(view.now, max(stepped, unheard - UNHEARD))
 
 
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
@@ -146,7 +161,8 @@ def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFai
         # The operator has requested no deletion in this attempt: who else did may explain what failed.
         pods = [*failed, *(p for p in view.active if p.deletion_requested_at is not None)]
         failure = root_cause.root_cause(context(view, status), pods)
-        yield reasons.RANK_FAILED, with_limit(view, with_last_step(status, failure))
+        reason = reasons.NODE_LOST if failure.reason == "DeletionByPodGC" else reasons.RANK_FAILED
+        yield reason, with_limit(view, with_last_step(status, failure))
 
 
 def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:

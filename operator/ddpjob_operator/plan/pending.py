@@ -28,12 +28,16 @@ SENTENCES_MAX, SENTENCE_LENGTH_MAX = 3, 300
 UNREACHABLE_MAX = 3
 
 
-def with_long_wait(status: api.Status, now: dt.datetime) -> tuple[api.Status, dt.datetime | None]:
+def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
     """The status, with a reason that is a Warning where a state that only waits has lasted long without one; else
     when that will be."""
+    now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
         return status, None
+    waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
+    if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
+        return status, None  # it becomes CannotStart a second later or earlier: that is one fact, and one Warning
     # The wait of each attempt is counted from its own time; one that is in the future has not begun to wait.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)
