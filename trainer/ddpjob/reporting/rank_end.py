@@ -5,7 +5,7 @@ ends, or hangs, is not changed by them. A rank that was forked by the fork serve
 of a rank, writes nothing.
 
 The parameters of a module are summed when the DDP object is released, or at the end of the process; and, over their
-first 64 KiB each, at 20 of the first 1,024 backward passes. After those no hook is left: a step costs nothing.
+first 32 KiB each, at 20 of the first 1,024 backward passes. After those no hook is left: a step costs nothing.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from ddpjob.core.members import Members
 
 MODULES_MAX = 64  # a search over hyperparameters makes one after the other
 PASSES = sorted({1 << n for n in range(11)} | {3 << n for n in range(9)})  # 1, 2, 3, 4, 6, 8, 12, … 768, 1024
-PREFIX_WORDS = 8192  # of each parameter, in a backward pass
+PREFIX_WORDS = 4096  # of each parameter, in a backward pass
 ROW = 1021  # words that are summed without their positions; a prime, so that no axis of a tensor is a multiple of it
+WORDS_WEIGHTED = 8192  # at most, with a weight for each
 # Their ranks talk to each other without torch.distributed, or it is not known how.
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
-# What keeps replicas in step; those of a script may do anything, and a local SGD lets them differ for some steps.
+# Communication hooks after which all ranks have the same parameters before a backward pass. A script's own may do
+# anything, a local SGD lets replicas differ for some steps, and ZeRO may send parameters while the next pass begins.
 HOOKS = "torch.distributed.algorithms."
-LOCAL_SGD = ("post_localSGD_hook", "averag")
+OUT_OF_STEP = ("post_localSGD_hook", "ddp_zero_hook")
 
 
 class RankEnd:
@@ -216,9 +218,9 @@ def is_comparable(parameter: Any) -> bool:
 
 
 def keeps_in_step(hook: Any) -> bool:
-    """True for a communication hook of torch after which all ranks have the same gradients."""
+    """True for a communication hook of torch that keeps replicas the same at each step."""
     module = str(getattr(hook, "__module__", ""))
-    return module.startswith(HOOKS) and not any(name in module for name in LOCAL_SGD)
+    return module.startswith(HOOKS) and not any(name in module for name in OUT_OF_STEP)
 
 
 def collectives_begun(group: Any) -> int:
@@ -231,36 +233,46 @@ def collectives_begun(group: Any) -> int:
 
 def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = None) -> list[int]:
     """Sum the bits of each parameter, so that NaN is equal to itself; words_max: of the first words alone."""
-    sums = [checksum(torch, parameter, words_max) for parameter in parameters]
+    weights: dict[Any, Any] = {}  # by device: 1, 3, 5, …: odd, so that no bit gets lost
+    sums = [checksum(torch, parameter, weights, words_max) for parameter in parameters]
     if len({one.device for one in sums}) == 1:
         return list(torch.stack(sums).tolist())  # one copy from a GPU
     return [int(one) for one in sums]
 
 
-def checksum(torch: Any, parameter: Any, words_max: int | None = None) -> Any:
-    """Return a sum over 64-bit words as a tensor, modulo 2**64. A row of words has a weight of its own, and so has each
-    word behind the rows: rows of a matrix that have changed places are found, two words of one row are not."""
+def checksum(torch: Any, parameter: Any, weights: dict[Any, Any], words_max: int | None) -> Any:
+    """Return a sum over 64-bit words as a tensor, modulo 2**64. In a small tensor each word has a weight of its own, in
+    a large one each row of words: parts that have changed places are found, two words of one row are not."""
+    words, rest = words_of(torch, parameter, words_max)
+    length = words.numel()
+    rows = length // ROW if length > WORDS_WEIGHTED else 0
+    known = weights.get(words.device)
+    if known is None or len(known) < max(rows, WORDS_WEIGHTED):
+        known = weights[words.device] = torch.arange(1, 2 * max(rows, WORDS_WEIGHTED), 2, device=words.device)
+    if rows:
+        total = (words[: rows * ROW].view(rows, ROW).sum(1) * known[:rows]).sum()
+        words, length = words[rows * ROW :], length - rows * ROW
+        total += 3 * (words * known[:length]).sum()
+    else:
+        total = (words * known[:length]).sum()
+    return total if rest is None else total + 5 * (rest * known[: len(rest)]).sum()
+
+
+def words_of(torch: Any, parameter: Any, words_max: int | None) -> tuple[Any, Any]:
+    """Its memory as 64-bit words, and what is less than a word."""
     flat = parameter.detach()
     if flat.is_complex():
         flat = torch.view_as_real(flat.resolve_conj())
-    octets = flat.contiguous().view(-1).view(torch.uint8)
-    if words_max is not None:
-        octets = octets[: 8 * words_max]
-    if octets.storage_offset() % 8:
-        octets = octets.clone()
-    length = octets.numel() // 8
-    words, rows = octets[: 8 * length].view(torch.int64), length // ROW
-    return (
-        weighted(torch, words[: rows * ROW].view(rows, ROW).sum(1))
-        + 3 * weighted(torch, words[rows * ROW :])
-        + 5 * weighted(torch, octets[8 * length :].to(torch.int64))
-    )
-
-
-def weighted(torch: Any, numbers: Any) -> Any:
-    """The sum of numbers, with 1, 3, 5, … as their weights: odd, so that no bit gets lost."""
-    weights = 2 * torch.arange(len(numbers), device=numbers.device) + 1
-    return (numbers * weights).sum()
+    flat = flat.reshape(-1)  # a copy only if it is not contiguous
+    size = flat.element_size()
+    if words_max is not None and flat.numel() * size > 8 * words_max:
+        flat = flat[: 8 * words_max // size]
+    if flat.numel() * size % 8 == 0 and flat.storage_offset() * size % 8 == 0:
+        return flat.view(torch.int64), None
+    octets = flat.view(torch.uint8)
+    octets = octets.clone() if octets.storage_offset() % 8 else octets
+    length = octets.numel() // 8 * 8
+    return octets[:length].view(torch.int64), octets[length:].to(torch.int64)
 
 
 def hardware(torch: Any, parameter: Any) -> str:
