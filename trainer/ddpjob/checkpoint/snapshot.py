@@ -634,9 +634,10 @@ class Snapshot:
         buffer = io.BytesIO()
         torch.save(random_states.current(), buffer)
         self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
-        store.set(self._offered[-1], buffer.getvalue())
-        if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
-            store.delete_key(self._offered.pop(0))
+        with contextlib.suppress(RuntimeError):  # rank 0 serves the store and is gone: the next collective says so
+            store.set(self._offered[-1], buffer.getvalue())
+            if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
+                store.delete_key(self._offered.pop(0))
 
     def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
         """The random states of the ranks that save too. One that came too late for the save before is waited for again
@@ -720,8 +721,10 @@ class _Ending:
             return
         try:
             snapshot.wait()
-        except Exception as problem:
+        except SnapshotError as problem:
             stop.fail_at_exit(problem)
+        except Exception as problem:  # nobody is left to raise it to
+            process.log(str(problem))
 
 
 def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:
