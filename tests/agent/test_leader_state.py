@@ -883,3 +883,22 @@ def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:
     found.stopped(3, [failure(code=143)], T0)
     found.stopped(1, [], T0)
     assert isinstance(taken(found)[-1], Leave)
+
+
+def test_a_stop_whose_save_failed_does_not_end_as_one_that_saved() -> None:
+    """The ranks of the other nodes end with 75, and so did the job: "stopped and saved"."""
+    found = running(2)
+    found.termination_requested(1, T0)
+    stopped_well = failures.Failure(1, exit_code=RESUMABLE, resumable=True)
+    unsaved = failures.Failure(
+        0, exit_code=1, exception="ddpjob.errors.SnapshotError: the state of step 7 was not saved"
+    )
+    found.failed(1, [stopped_well], T0)
+    (order,) = taken(found)
+    assert isinstance(order, Stop)
+    assert order.patient
+    found.stopped(1, [stopped_well], T0)
+    found.stopped(0, [unsaved], T0)
+    (end,) = taken(found)
+    assert (end.code, end.failure) == (1, unsaved)
+    assert end.why.startswith("told to stop; rank 0 ended with exit code 1 (ddpjob.errors.SnapshotError: the state")

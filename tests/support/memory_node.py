@@ -58,9 +58,11 @@ class Node:
 
 
 def rescue() -> None:
-    """What a rank does when another one has failed."""
+    """What a rank does when another one has failed. It is killed then, and writes nothing into the folder."""
     if process.current.keeper is not None:
         process.current.keeper.save()
+    process.current.before_leaving.clear()
+    process.current.unsaved.clear()
 
 
 def settle() -> None:

@@ -13,6 +13,7 @@ from worlds import START, World, digits
 from ddpjob.core.failures import Failure
 from ddpjob_operator.describe import ending
 from ddpjob_operator.describe.job import describe
+from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api
 from ddpjob_operator.job.status import find_condition
 from ddpjob_operator.local import told
@@ -333,3 +334,10 @@ def test_what_a_stop_itself_does_to_a_script_is_no_reason(exit_code: int, log: s
 def test_a_stop_whose_save_failed_says_so_where_no_rank_raised() -> None:
     status = api.Status(progress=api.Progress(step=281, saved_step=100, updated=START), save_failed=FULL)
     assert told.stopped("d", status, 12).endswith(f"last saved at step 100; {FULL}")
+
+
+@pytest.mark.parametrize("said", ["[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "No room"])
+def test_a_write_of_torch_that_was_cut_short_is_named_as_what_it_mostly_is(said: str) -> None:
+    """The words say nothing of a disk."""
+    failure = api.JobFailure(attempt=1, rank=0, node_rank=0, time=START, exit_code=1, exception=f"RuntimeError: {said}")
+    assert ("most likely a full disk: RuntimeError" in sentences.local(failure)) is ("pos" in said)

@@ -66,6 +66,8 @@ class Process:
         """The writer numbers that it has taken in each folder."""
         self.saved_step: int | None = None
         """Of the newest checkpoint that this process has saved or loaded."""
+        self.unsaved: set[Any] = set()
+        """The Snapshots whose last state is not in their folder: a script may forget them before its end."""
         self.save_failed = ""
         """Why the last save has failed."""
         self.resumed_step: int | None = None

@@ -31,7 +31,7 @@ def workers_get_sigterm(script: Script, job: Job) -> Iterator[Found]:
         return
     for call in script.calls_to(LOADER):
         workers = script.argument(call, "num_workers", 5)
-        if _is_some(script, workers) and _lets_workers_end(script, call):
+        if workers is not None and _is_some(script, workers) and _lets_workers_end(script, call):
             yield at(
                 call,
                 f"DataLoader(…, num_workers={script.text_of(workers)}) under torchrun: at a stop torchrun sends "
@@ -40,7 +40,7 @@ def workers_get_sigterm(script: Script, job: Job) -> Iterator[Found]:
             )
     for call in script.calls:
         workers = script.argument(call, "dataloader_num_workers")
-        if _is_some(script, workers):
+        if workers is not None and _is_some(script, workers):
             yield at(
                 call,
                 f"dataloader_num_workers={script.text_of(workers)} under torchrun: at a stop torchrun sends SIGTERM to "
@@ -53,20 +53,22 @@ def _saves_at_a_stop(script: Script) -> bool:
     """By the library, or by a handler of its own."""
     if script.calls_to(*_SAVES_AT_A_STOP):
         return True
-    handlers = [
-        script.argument(call, "handler", 1)
-        for call in script.calls_to("signal.signal")
-        if "SIGTERM" in name_of(script.argument(call, "signalnum", 0))
-    ]
+    handlers = [_handler_of_sigterm(script, call) for call in script.calls_to("signal.signal")]
     return any(h is not None and name_of(h) not in ("SIG_IGN", "SIG_DFL") for h in handlers)
 
 
-def _is_some(script: Script, workers: ast.expr | None) -> bool:
+def _handler_of_sigterm(script: Script, call: ast.Call) -> ast.expr | None:
+    number = script.argument(call, "signalnum", 0)
+    is_sigterm = number is not None and name_of(number) == "SIGTERM"
+    return script.argument(call, "handler", 1) if is_sigterm else None
+
+
+def _is_some(script: Script, workers: ast.expr) -> bool:
     """Whether it is certainly a number above 0."""
-    origins = [] if workers is None else script.origins(workers)
+    origins = script.origins(workers)
     numbers = [o.value for o in origins if isinstance(o, ast.Constant) and isinstance(o.value, int)]
     counts = [o for o in origins if script.called(o) in ("os.cpu_count", "multiprocessing.cpu_count")]
-    return bool(origins) and len(numbers) + len(counts) == len(origins) and all(number > 0 for number in numbers)
+    return len(numbers) + len(counts) == len(origins) and all(number > 0 for number in numbers)
 
 
 def _lets_workers_end(script: Script, call: ast.Call) -> bool:

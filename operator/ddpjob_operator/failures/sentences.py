@@ -124,7 +124,8 @@ def _at(failure: api.JobFailure) -> str:
 
 
 def _why(failure: api.JobFailure) -> str:
-    return f" ({shortened(failure.exception)})" if failure.exception else ""
+    full = "most likely a full disk: " if rules.WRITE_CUT_SHORT.search(failure.exception) else ""
+    return f" ({full}{shortened(failure.exception)})" if failure.exception else ""
 
 
 def _code(failure: api.JobFailure) -> str:

@@ -462,7 +462,10 @@ class LocalRanks:
         if known is not None:
             self.failures[known] = _with_message(self.failures[known], message)
             return
-        is_late = self.stopped and message.time > self._stopped_at
+        from ddpjob.core import rules
+
+        # That the state of a stop is not saved is no mere effect of the signal: the others end with 75.
+        is_late = self.stopped and message.time > self._stopped_at and not rules.is_unsaved(message.exception)
         if message.preflight or not (message.symptom or message.resumable or is_late):
             self.failures.append(message)
 

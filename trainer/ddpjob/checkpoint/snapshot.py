@@ -192,6 +192,7 @@ class Snapshot:
             self._offer_rng(step)
             return
         self._join()
+        process.current.unsaved.add(self)
         self._log_reading_ahead(state)
         self._unwritten = None  # or there would be three of this state in memory
         document = {
@@ -227,9 +228,11 @@ class Snapshot:
         return writer
 
     def _owe(self, owed: "_Owed | None") -> None:
-        if self._owed is not None and self._owed is not owed:
+        if self._owed is not None:
             self._owed.close()
         self._owed = owed
+        if owed is not None:
+            process.current.unsaved.add(self)
 
     def _log_reading_ahead(self, state: Mapping[str, Any]) -> None:
         """Once, of a sampler that says of itself where the workers of a DataLoader are, and not the training."""
@@ -256,6 +259,7 @@ class Snapshot:
         """Wait for what `save` was given, and write it again if that has failed."""
         self._join()
         unwritten, self._unwritten = self._unwritten, None
+        process.current.unsaved.discard(self)
         if unwritten is not None and unwritten.pid == os.getpid():
             with pause("save"):
                 self._write_again(unwritten)
@@ -302,6 +306,7 @@ class Snapshot:
             document["rng"] = self._collected_rng(document["step"], unwritten.repeat, document["rng"])
         self._remove_left(writer)  # first: a process that was killed may have left what fills the disk
         self._publish(writer, document)
+        process.current.unsaved.discard(self)
         report_saved(document["step"])
         try:
             self._prune(writer)
@@ -629,9 +634,10 @@ class Snapshot:
         buffer = io.BytesIO()
         torch.save(random_states.current(), buffer)
         self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
-        store.set(self._offered[-1], buffer.getvalue())
-        if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
-            store.delete_key(self._offered.pop(0))
+        with contextlib.suppress(RuntimeError):  # rank 0 serves the store and is gone: the next collective says so
+            store.set(self._offered[-1], buffer.getvalue())
+            if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
+                store.delete_key(self._offered.pop(0))
 
     def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
         """The random states of the ranks that save too. One that came too late for the save before is waited for again
@@ -715,8 +721,10 @@ class _Ending:
             return
         try:
             snapshot.wait()
-        except Exception as problem:
+        except SnapshotError as problem:
             stop.fail_at_exit(problem)
+        except Exception as problem:  # nobody is left to raise it to
+            process.log(str(problem))
 
 
 def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:

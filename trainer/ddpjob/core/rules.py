@@ -96,6 +96,8 @@ _MAY_PASS = re.compile(
     r"|inline_container\.cc|PytorchStream(?:Writer|Reader))",
     re.IGNORECASE,
 )
+# What torch.save raises when its file takes no more bytes: it does not name the reason.
+WRITE_CUT_SHORT = re.compile(r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing")
 # Mistakes whose text names a GPU. An AcceleratorError, which torch 2.9 and later raise for CUDA's errors, is none.
 _OF_DEVICES = re.compile(
     r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"

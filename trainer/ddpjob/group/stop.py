@@ -261,6 +261,8 @@ def end_as_it_must() -> None:
     """End with 1 where the last state is not saved, and with 75 after a stop, however the script ends: a training that
     stopped before its end must not look completed."""
     if process.current.fails_at_exit:
+        if (agreement := process.current.agreement) is not None and process.current.stopped_at is not None:
+            agreement.wait_for_others()  # in a group that the script has made, this rank may serve the store
         _end_now(1)
     _end_as_resumable()
 

@@ -463,6 +463,11 @@ class LeaderState:
     def _leave(self, now: float) -> None:
         """This agent ends because of a termination: where no operator replaces the node, all nodes do."""
         if not self._has_operator:
+            from ddpjob.core import rules
+
+            unsaved = next((f for f in self._failures if rules.is_unsaved(f.exception)), None)
+            if unsaved is not None:  # with 75 it would look as if all were saved
+                return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
         others = "; the other nodes wait for a new node 0" if len(self.members) > 1 else ""
