@@ -651,6 +651,32 @@ def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("torchrun --nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID train.py", ["SLURM_NNODES", "SLURM_NODEID"]),
+        ("torchrun --nproc_per_node ${SLURM_GPUS_ON_NODE} train.py", ["SLURM_GPUS_ON_NODE"]),
+        ("exec ddprun train.py --rank $OMPI_COMM_WORLD_RANK", ["OMPI_COMM_WORLD_RANK"]),
+        ("python train.py --rank=$SLURM_PROCID", ["SLURM_PROCID"]),
+        ("export NODES=$SLURM_NNODES; torchrun --nnodes=$NODES train.py", ["SLURM_NNODES"]),
+        ("echo $SLURM_JOB_ID; torchrun --rdzv_id=$SLURM_JOB_ID train.py", []),
+        ("torchrun --nnodes=${SLURM_NNODES:-2} train.py", []),
+        ("export SLURM_NNODES=$NNODES; torchrun --nnodes=$SLURM_NNODES train.py", []),
+    ],
+)
+def test_variables_of_slurm_in_the_shell_of_a_job_are_named(job_file, script: str, said: list[str]) -> None:
+    """They are empty there, and torchrun ended with its usage; only `ddpjob convert` named them."""
+    stdout = ran(job_file("", "sh", "-c", script, nodes=2, nprocPerNode=1)).stdout
+    assert re.findall(r"error\[variable-of-other-launcher\]: \$(\w+)", stdout) == said, stdout
+
+
+def test_the_advice_names_the_script_that_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said `python train.py` of every script."""
+    monkeypatch.chdir(tmp_path)
+    Path("main_pretrain.py").write_text("import torch.distributed as dist\n" + P + OLD + "dist.init_process_group()\n")
+    assert "exec python main_pretrain.py --local_rank=$LOCAL_RANK" in ran("main_pretrain.py").stdout
+
+
 def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
     def said(*names: str) -> list[str]:
         env = {"env": [{"name": name, "value": "1"} for name in names]}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.check import command, names, room
+from ddpjob_operator.check import command, names, room, schedulers
 from ddpjob_operator.check.rule import Job, Severity
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology, variables
@@ -154,9 +154,35 @@ def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
             yield command_path(template), "variable-of-ranks", said
+    yield from ((command_path(template), "variable-of-other-launcher", said) for said in _of_schedulers(template))
     if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
         yield env, "rendezvous-overridden", variables.remark(template)
     yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
+
+
+# ${SLURM_NNODES:-1} has a value in any case, which may be right.
+_OF_SCHEDULERS = re.compile(r"\$\{?((?:SLURM|OMPI|PMI|PMIX|PBS|LSB)_\w+)\b\}?(?!:?[-=+])")
+
+
+def _of_schedulers(template: dict[str, Any]) -> Iterator[str]:
+    """Variables of Slurm and of MPI that the command makes options of, for its launcher or its script."""
+    by, started = launcher.in_template(template), command.read(launcher.command_of(template))
+    of_launcher = [value for name, value in by.options.items() if name not in _ONLY_NAMES] if by else []
+    text = " ".join(launcher.command_of(template))
+    own = {str(entry.get("name")) for entry in mappings(trainer_container(template) or {}, "env")}
+    used = (*of_launcher, *started.words)
+    through = [
+        v for word in used for name in re.findall(r"\$\{?(\w+)", word) for v in re.findall(rf"\b{name}=(\S+)", text)
+    ]
+    read = dict.fromkeys(name for word in (*used, *through) for name in _OF_SCHEDULERS.findall(word))
+    for name in read if not (trainer_container(template) or {}).get("envFrom") else ():
+        if name not in own and not re.search(rf"\b{name}=", text):
+            meant = schedulers.COUNTERPARTS.get(name)
+            fix = f"use ${meant}" if meant else "write the number"
+            yield f"${name}: no Slurm and no MPI sets it here, so it is empty; {fix}"
+
+
+_ONLY_NAMES = ("rdzv_id", "log_dir", "role")
 
 
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
