@@ -117,14 +117,14 @@ def world_size_differs(script: Script, job: Job) -> Iterator[Found]:
         size = script.argument(call, "world_size", 3)
         number = UNKNOWN if size is None else options.value(size)
         if size is not None and type(number) is int and number not in (-1, world) and not is_otherwise(script, call):
-            is_fixed = isinstance(size, ast.Constant) or all(isinstance(o, ast.Constant) for o in script.origins(size))
+            is_fixed = all(isinstance(o, ast.Constant) for o in script.origins(size))
+            text = f"world_size={script.text_of(size)}" + ("" if isinstance(size, ast.Constant) else f" is {number}")
+            nodes = f"{job.nodes} node{'s' if job.nodes != 1 else ''} with {job.nproc}"
             wait = "the group waits for more ranks than there are" if number > world else "ranks beyond it are refused"
             yield at(
                 size,
-                f"world_size={script.text_of(size)} is {number}, and the job has {world} ranks ({job.nodes} nodes with "
-                f'{job.nproc}): {wait}; leave it out, or use int(os.environ["WORLD_SIZE"])'.replace(
-                    "1 nodes", "1 node"
-                ),
+                f"{text}, and the job has {world} ranks ({nodes}): {wait}; leave it out, or use "
+                'int(os.environ["WORLD_SIZE"])',
                 "error" if is_fixed or job.known else "warning",
             )
 
