@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -651,6 +652,32 @@ def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("torchrun --nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID train.py", ["SLURM_NNODES", "SLURM_NODEID"]),
+        ("torchrun --nproc_per_node ${SLURM_GPUS_ON_NODE} train.py", ["SLURM_GPUS_ON_NODE"]),
+        ("exec ddprun train.py --rank $OMPI_COMM_WORLD_RANK", ["OMPI_COMM_WORLD_RANK"]),
+        ("python train.py --rank=$SLURM_PROCID", ["SLURM_PROCID"]),
+        ("export NODES=$SLURM_NNODES; torchrun --nnodes=$NODES train.py", ["SLURM_NNODES"]),
+        ("echo $SLURM_JOB_ID; torchrun --rdzv_id=$SLURM_JOB_ID train.py", []),
+        ("torchrun --nnodes=${SLURM_NNODES:-2} train.py", []),
+        ("export SLURM_NNODES=$NNODES; torchrun --nnodes=$SLURM_NNODES train.py", []),
+    ],
+)
+def test_variables_of_slurm_in_the_shell_of_a_job_are_named(job_file, script: str, said: list[str]) -> None:
+    """They are empty there, and torchrun ended with its usage; only `ddpjob convert` named them."""
+    stdout = ran(job_file("", "sh", "-c", script, nodes=2, nprocPerNode=1)).stdout
+    assert re.findall(r"error\[variable-of-other-launcher\]: \$(\w+)", stdout) == said, stdout
+
+
+def test_the_advice_names_the_script_that_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said `python train.py` of every script."""
+    monkeypatch.chdir(tmp_path)
+    Path("main_pretrain.py").write_text("import torch.distributed as dist\n" + P + OLD + "dist.init_process_group()\n")
+    assert "exec python main_pretrain.py --local_rank=$LOCAL_RANK" in ran("main_pretrain.py").stdout
+
+
 def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
     def said(*names: str) -> list[str]:
         env = {"env": [{"name": name, "value": "1"} for name in names]}
@@ -757,6 +784,102 @@ def test_a_script_that_needs_a_launcher_is_named_with_its_arguments(job_file, tm
     (tmp_path / "bert.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     said = ran(job_file("", "python", "bert.py", "--lr", "1", "a: b", nprocPerNode=2)).stdout
     assert 'start it with torchrun: command: [torchrun, bert.py, --lr, "1", "a: b"]' in said
+
+
+WORLD = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=N)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "nodes", "nproc", "launcher", "found"),
+    [
+        ("8", 2, 2, "torchrun", True),
+        ("2", 2, 2, "ddprun", True),
+        ("8", 2, 1, "", True),
+        ("4", 2, 2, "torchrun", False),
+        ("8", 2, None, "torchrun", False),
+        ("8", None, 2, "torchrun", False),
+        ("8", 2, 2, "mpirun", False),
+        ("-1", 2, 2, "torchrun", False),
+        ("int(os.environ['WORLD_SIZE'])", 2, 2, "torchrun", False),
+        ("int(os.environ.get('WORLD_SIZE', 8))", 2, 2, "torchrun", False),
+    ],
+)
+def test_a_world_size_that_is_not_the_jobs_is_found_where_both_are_known(
+    number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
+) -> None:
+    """The group waited for ranks that nobody starts, for torch's 30 minutes, and nothing was found."""
+    job = Job(nodes=nodes, nproc=nproc, launcher=launcher)
+    findings = check.check("t.py", WORLD.replace("N)", f"{number})"), job)
+    assert [(f.rule, f.severity) for f in findings] == ([("world-size-differs", "error")] if found else [])
+
+
+BY_OPTION = (FIXTURES / "mistakes/group-needs-option.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words", "found"),
+    [
+        ("", "", "", True),
+        ("", "", "--launcher none", True),
+        ("", "", "--launcher pytorch", False),
+        ("", "", "--launcher=pytorch", False),
+        ("", "", "cfg.py --launch pytorch", False),
+        ('default="none"', 'default="pytorch"', "", False),
+        ('args.launcher != "none"', 'args.launcher != "none" or "RANK" in os.environ', "", False),
+        ("    dist.init_process_group", "    pass\nelse:\n    dist.init_process_group", "", False),
+        ('dist.init_process_group("gloo")', "setup_distributed(args)", "", True),
+        ("args = ", 'parser.add_argument("--ddp", action="store_true")\nargs = ', "--ddp", True),
+        ("if args.launcher", "args.launcher = guess()\nif args.launcher", "", False),
+        ("if args.launcher", 'if args.launcher == "none":\n    raise ValueError\nif args.launcher', "", False),
+    ],
+)
+def test_a_group_that_only_an_option_forms_is_found_where_the_option_is_not_given(
+    right: str, wrong: str, words: str, found: bool
+) -> None:
+    """Each rank trained a model of its own, and the job was Succeeded."""
+    text = BY_OPTION.replace(right, wrong) if right else BY_OPTION
+    job = Job(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
+    assert ("group-needs-option" in rules_in(text, job)) == found
+    flag = text.replace(
+        '"--launcher", choices=["none", "pytorch"], default="none"', '"--launcher", action="store_true"'
+    )
+    if not right and not words:
+        flag = flag.replace('args.launcher != "none"', "args.launcher")
+        assert "group-needs-option" in rules_in(flag, job)
+        given = dataclasses.replace(job, words=("--launcher",))
+        assert "group-needs-option" not in rules_in(flag, given)
+    assert "group-needs-option" not in rules_in(text, dataclasses.replace(job, nodes=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "default", "said"),
+    [
+        ('"--local-rank", "--local_rank", type=int', "", "set_device(None) raises an error"),
+        ('"--local_rank", type=int', ", default=-1", "all 2 ranks of a node use its first GPU"),
+        ('"--local-rank", type=int', ", default=0", "all 2 ranks of a node use its first GPU"),
+    ],
+)
+def test_the_local_rank_as_an_option_is_found_in_all_documented_spellings(
+    job_file, options: str, default: str, said: str
+) -> None:
+    """torchrun's own documented script: nothing was found, and set_device(None) raised on every rank."""
+    text = FIRST_GPU.replace('"--local_rank", type=int, default=0', options + default)
+    container = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
+    stdout = ran(job_file(text, "torchrun", "train.py", nodes=2, nprocPerNode=2, container=container)).stdout
+    assert "error[local-rank-not-passed]" in stdout
+    assert said in stdout
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python reads it")
+@pytest.mark.parametrize("line", ["def f[T](x: T) -> T: ...", "type X = int", "x = f'{d['a']}'"])
+def test_the_syntax_of_a_newer_python_is_a_warning(tmp_path: Path, line: str) -> None:
+    """The image may have that Python: a healthy job was refused."""
+    (tmp_path / "train.py").write_text(f"{line}\n")
+    result = ran(tmp_path / "train.py")
+    assert (result.return_value, "warning[syntax]: not valid Python 3" in result.stdout) == (0, True)
 
 
 # ---------------------------------------------------------------- what is left alone

@@ -7,6 +7,7 @@ A script is parsed once (script.py), and each rule is a function of it and of wh
 from __future__ import annotations
 
 import re
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -30,7 +31,7 @@ from ddpjob_operator.check import (
     wrapping,
 )
 from ddpjob_operator.check.reached import Certainty
-from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule
+from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule, Severity
 from ddpjob_operator.check.script import Script
 
 __all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
@@ -67,13 +68,26 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:
             script = Script(text)
         findings = list(_findings(file, script, job if job.script else replace(job, script=(file,))))
     except SyntaxError as error:
-        line = error.lineno or 1
-        return [Finding(file, line, error.offset or 1, SYNTAX, "error", f"not valid Python: {error.msg}")]
+        return [_of_syntax(file, text, error)]
     except ValueError as error:  # a null byte
         return [Finding(file, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     except (RecursionError, MemoryError):
         return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
     return kept(findings, text)
+
+
+# Type parameters and type aliases, and quotes within the braces of an f-string: Python 3.12.
+_NEWER = re.compile(r"\s*(?:(?:async\s+)?def|class)\s+\w+\s*\[|\s*type\s+\w+\s*(?:\[.*\]\s*)?=")
+
+
+def _of_syntax(file: str, text: str, error: SyntaxError) -> Finding:
+    """An error, or a warning if the Python that runs the script may be newer than the one that reads it."""
+    number, lines = error.lineno or 1, text.splitlines()
+    line = lines[number - 1] if number <= len(lines) else ""
+    newer = sys.version_info < (3, 12) and (_NEWER.match(line) or "f-string" in error.msg)
+    said = f"not valid Python {sys.version_info[0]}.{sys.version_info[1]}" if newer else "not valid Python"
+    severity: Severity = "warning" if newer else "error"
+    return Finding(file, number, error.offset or 1, SYNTAX, severity, f"{said}: {error.msg}")
 
 
 def _findings(file: str, script: Script, job: Job) -> Iterator[Finding]:

@@ -108,11 +108,12 @@ def state_of_wrapper(script: Script, job: Job) -> Iterator[Found]:
         return
     if any("module." in text_in(node) for node in script.nodes) or not script.calls_to(DDP):
         return
-    saved = [(state, place) for call in script.calls_to("torch.save") for state, place in _states_saved(script, call)]
+    saves = [(state, place) for call in script.calls_to("torch.save") for state, place in _states_saved(script, call)]
+    saved = [(state, place) for state, place in saves if not _is_asked_for(script, state)]
     for load in script.methods_called("load_state_dict"):
         into = load.func.value if isinstance(load.func, ast.Attribute) else None
         value = script.argument(load, "state_dict", 0)
-        of, loaded = _level(script, into, load), _loaded(script, value)
+        of, loaded = "" if _is_asked_for(script, load) else _level(script, into, load), _loaded(script, value)
         for state, place in saved if of and loaded else ():
             level = _level(script, state.func.value, state) if isinstance(state.func, ast.Attribute) else ""
             if loaded and level and level != of and _is_the_same_file(script, place, loaded):
@@ -124,6 +125,15 @@ def state_of_wrapper(script: Script, job: Job) -> Iterator[Found]:
                     f"line {plain.lineno} of the network without it; use {model}.module.{name_of(wrapped.func)}(…)",
                 )
                 break
+
+
+def _is_asked_for(script: Script, call: ast.Call) -> bool:
+    """True for `model.module.state_dict() if isinstance(model, DDP) else model.state_dict()`."""
+    words = (words_of(name_of(n)) for test in script.enclosing_tests(call) for n in ast.walk(test))
+    return any(w & _ASKS for w in words)
+
+
+_ASKS = {"ddp", "distributed", "gpus", "hasattr", "isinstance", "module", "multi", "parallel", "world"}
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ def folder_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _has_ranks(script: Script, job: Job) -> bool:
-    by_job = script.uses_torch and (job.nodes or 1) * (job.nproc or 1) > 1
+    by_job = job.known and script.uses_torch and (job.by_torchrun or job.launcher == "ddprun")
     return bool(script.inits or script.calls_to(DDP) or (by_job and not script.uses_a_framework))
 
 

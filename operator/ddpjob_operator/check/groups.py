@@ -26,12 +26,12 @@ _TORCHRUN_STORE = "torchrun's own store listens on the port that the job gave it
 def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
     """The job sets MASTER_ADDR and MASTER_PORT to the address of rank 0. A node with another address waits for itself,
     and under torchrun nothing listens on another port."""
-    several = job.several_nodes(script)
+    several, is_used = job.several_nodes(script), _meets_by_environment(script)
     for name, value, node in script.variables_set:
         texts = fixed_texts(script, value, node)
         if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
-            if job.local or not all(map(_ONLY_HERE.match, texts)):  # it may be the address of a node
+            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # it may be the address of a node
                 severity = "warning"
             message = (
                 f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each node looks for rank 0 at a wrong address; '
@@ -40,7 +40,7 @@ def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
         elif name == "MASTER_PORT" and texts and _port_hurts(job):
             because = _TORCHRUN_STORE if job.by_torchrun else "the operator has chosen a free port"
             message = f'os.environ["MASTER_PORT"] = "{texts[0]}": {because}; remove it: the job sets MASTER_PORT'
-            yield at(node, message, "error" if job.by_torchrun else "warning")
+            yield at(node, message, "error" if job.by_torchrun and is_used else "warning")
 
 
 @rule("error", wrong='os.environ["RANK"] = "0"', right='os.environ.setdefault("RANK", "0")')
@@ -82,8 +82,13 @@ def _reads_the_environment(script: Script) -> bool:
     """True if the group is formed by these variables: no rank is given, or one that is read from them."""
     ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
     read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
-    methods = [script.texts(script.argument(c, "init_method", 1)) for c in script.calls_to(INIT)]
-    return any(read) and all(m in ([], ["env://"]) for m in methods)
+    return any(read) and _meets_by_environment(script)
+
+
+def _meets_by_environment(script: Script) -> bool:
+    """False if a call forms the group by a URL other than env://, so that no variable is read."""
+    methods = [script.argument(c, "init_method", 1) for c in script.calls_to(INIT)]
+    return not any(texts and texts != ["env://"] for texts in map(script.texts, methods))
 
 
 def _within(script: Script, value: ast.expr) -> Iterator[ast.AST]:
@@ -112,14 +117,14 @@ def world_size_differs(script: Script, job: Job) -> Iterator[Found]:
         size = script.argument(call, "world_size", 3)
         number = UNKNOWN if size is None else options.value(size)
         if size is not None and type(number) is int and number not in (-1, world) and not is_otherwise(script, call):
-            is_fixed = isinstance(size, ast.Constant) or all(isinstance(o, ast.Constant) for o in script.origins(size))
+            is_fixed = all(isinstance(o, ast.Constant) for o in script.origins(size))
+            text = f"world_size={script.text_of(size)}" + ("" if isinstance(size, ast.Constant) else f" is {number}")
+            nodes = f"{job.nodes} node{'s' if job.nodes != 1 else ''} with {job.nproc}"
             wait = "the group waits for more ranks than there are" if number > world else "ranks beyond it are refused"
             yield at(
                 size,
-                f"world_size={script.text_of(size)} is {number}, and the job has {world} ranks ({job.nodes} nodes with "
-                f'{job.nproc}): {wait}; leave it out, or use int(os.environ["WORLD_SIZE"])'.replace(
-                    "1 nodes", "1 node"
-                ),
+                f"{text}, and the job has {world} ranks ({nodes}): {wait}; leave it out, or use "
+                'int(os.environ["WORLD_SIZE"])',
                 "error" if is_fixed or job.known else "warning",
             )
 
@@ -273,7 +278,11 @@ def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
                 given,
                 'backend "mpi" needs a PyTorch built with MPI, which no published wheel is; use "gloo" (CPU) or "nccl" '
                 "(GPU)",
+                "warning" if job.launcher in _OF_MPI else "error",
             )
+
+
+_OF_MPI = ("mpirun", "mpiexec", "horovodrun")
 
 
 @rule(

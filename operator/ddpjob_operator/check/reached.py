@@ -40,6 +40,8 @@ class Paths:
 
     def reaches(self, node: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
         """True if a node may run, or if an error is raised in its place."""
+        if self._ends_before(node):
+            return True
         for child, parent in self._script.above(node):
             if isinstance(parent, ast.If) and child is not parent.test:
                 holds = self.holds(parent.test)
@@ -47,10 +49,21 @@ class Paths:
                     return any(isinstance(s, ast.Raise) for s in (parent.body if holds else parent.orelse))
             for earlier in before(parent, child):
                 if isinstance(earlier, ast.If) and leaves(earlier.body) and self.holds(earlier.test):
-                    return isinstance(earlier.body[-1], ast.Raise)
+                    return False
         function = self._script.function(node)
         callers = [] if function is None or function in seen else self._script.callers(function)
         return not callers or any(self.reaches(c.call, seen | {function}) for c in callers if function)
+
+    def _ends_before(self, node: ast.AST) -> bool:
+        """True for `if args.launcher == "none": raise …` before a node: the run ends there."""
+        return any(
+            isinstance(earlier, ast.If)
+            and leaves(earlier.body)
+            and not isinstance(earlier.body[-1], ast.Return | ast.Continue | ast.Break)
+            and self.holds(earlier.test) is True
+            for child, parent in self._script.above(node)
+            for earlier in before(parent, child)
+        )
 
     def holds(self, test: ast.expr, depth: int = 0) -> bool | None:
         """True if a condition is true; None if the known values do not decide it."""
@@ -137,6 +150,8 @@ class Certainty:
     def _uses(self) -> dict[str, list[ast.AST]]:
         uses: dict[str, list[ast.AST]] = {}
         for node in self._script.nodes:
+            if isinstance(self._script.parent(node), ast.ClassDef):
+                continue  # a class that is made of another one runs nothing
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
                 uses.setdefault(name_of(node), []).append(node)
         return uses

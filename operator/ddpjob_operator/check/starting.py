@@ -211,6 +211,8 @@ def launcher_missing(script: Script, job: Job) -> Iterator[Found]:
     which has no RANK, and init_process_group raises a ValueError."""
     if job.launcher != "python" or (job.nproc or 1) == 1 or script.starts or script.mentions(*_STARTS_OTHERWISE):
         return
+    if job.variables is not None and "RANK" in job.variables:
+        return
     if script.uses_a_framework or any(name == "RANK" for name, _, _ in script.variables_set):
         return
     for call in script.inits:
@@ -219,11 +221,11 @@ def launcher_missing(script: Script, job: Job) -> Iterator[Found]:
         asks = any(not is_main_guard(test) for test in script.enclosing_tests(call))
         hidden = has_hidden_arguments(call) or len(call.args) > 2
         if methods == ["env://"] and not (own or asks or hidden) and script.on_every_rank(call):
-            words = ("torchrun", *job.script, *behind_script(job.words))
             yield at(
                 call,
                 f"{script.text_of(call.func)}(…): the job has {job.nproc} processes per node, and its command starts "
-                f"one, without RANK; start it with torchrun: {command_line(words)}",
+                f"one, without RANK; start it with torchrun: {command_line(('torchrun', *job.script, *job.words))}",
+                "warning" if job.known and job.variables is None else "error",  # a shell may set it
             )
             return
 

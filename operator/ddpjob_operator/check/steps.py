@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from ddpjob_operator.check.local_values import LocalValues, leavings
-from ddpjob_operator.check.nodes import Function, is_method, leaves, name_of
+from ddpjob_operator.check.nodes import Function, dotted, is_method, leaves, name_of, words_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at, guard, has_group, is_for_some, is_rank
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
@@ -120,6 +120,8 @@ def _is_certain_rank(script: Script, value: ast.expr) -> bool:
 def _name_varies(script: Script, name: ast.Name | ast.Attribute, depth: int) -> bool:
     if _is_certain_rank(script, name):
         return True
+    if _is_sent(script, name):
+        return False
     origins = [o for o in script.origins(name) if isinstance(o, ast.expr)]
     if origins == [name] or not origins:
         return is_rank(script, name) and not _is_counted(script, name)
@@ -127,6 +129,17 @@ def _name_varies(script: Script, name: ast.Name | ast.Attribute, depth: int) -> 
         return _varies(script, origins[0], depth + 1)
     decided = [o for o in origins if any(is_for_some(script, t) for t in script.enclosing_tests(o))]
     return bool(decided) and len({ast.dump(o) for o in origins}) > 1
+
+
+def _is_sent(script: Script, name: ast.expr) -> bool:
+    """True if a collective gets the number, or may give it: all ranks may have the same."""
+    text = dotted(name)
+    given = (a for c in script.calls if script.called(c) in COLLECTIVES for a in c.args)
+    may_agree = any(
+        isinstance(o, ast.Call) and words_of(name_of(o.func)) & {"broadcast", "reduce", "sync", "gather"}
+        for o in script.origins(name)
+    )
+    return may_agree or any(dotted(n) == text for a in given for n in ast.walk(a))
 
 
 def _is_counted(script: Script, name: ast.expr) -> bool:

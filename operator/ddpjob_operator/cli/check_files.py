@@ -45,7 +45,8 @@ class CheckResult:
     @property
     def exit_code(self) -> int:
         """2 for a file that is not valid Python, 1 for errors, 0 for warnings or nothing."""
-        return 2 if any(f.rule == SYNTAX for f in self.findings) else int(self.errors > 0)
+        broken = any(f.rule == SYNTAX and f.severity == "error" for f in self.findings)
+        return 2 if broken else int(self.errors > 0)
 
     def to_text(self) -> str:
         """A line for each finding."""
