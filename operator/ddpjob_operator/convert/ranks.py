@@ -16,6 +16,7 @@ from ddpjob_operator.job.podspec import mappings
 
 _BY_KUBERNETES = re.compile(r"(?<!\$)((?:\$\$)*\$\()(RANK|WORLD_SIZE)(?=\))")
 _OF_NNODES = re.compile(r"(?:--nnodes[=\s]+|\bNNODES=)[\"']?\$(?:\(\([^)]*|\S*)$")
+_BEFORE_MAX = 200  # characters that are looked at for the option or the variable that gets a value
 _UNSET = "not set before the launcher has started them"
 
 
@@ -59,11 +60,12 @@ class _Moved:
         """The script of a shell."""
         text = self.word(text)
         made, position = "", 0
+        first_set = {name: shell_text.set_at(text, name) for name in self.meant}
         for reference in shell_text.references(text):
-            name, before = reference.name, text[: reference.begin]
+            name, before = reference.name, text[max(0, reference.begin - _BEFORE_MAX) : reference.begin]
             if name not in self.meant:
                 continue
-            set_at = shell_text.set_at(text, name)
+            set_at = first_set[name]
             is_own_default = re.search(rf"(?<![\w$-]){name}=(?:[^\s;&|]*|\"?\$\(\([^)\n]*)$", before) is not None
             if reference.by_shell and (set_at is None or is_own_default):
                 meant = "NNODES" if _OF_NNODES.search(before) else self.meant[name]

@@ -5,6 +5,7 @@ A shell that a launcher starts runs in each rank, with the variables of the rank
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -108,14 +109,16 @@ def scripts(words: Sequence[str]) -> Iterator[tuple[int, bool]]:
         command.end_word()
 
 
-def references(script: str) -> list[Reference]:
+@functools.lru_cache(maxsize=16)
+def references(script: str) -> tuple[Reference, ...]:
     """The variables that the pod's own shell reads when it runs the script, in their order."""
+    # Kept, because each rule about variables asks for it.
     reader = _Reader(script)
     reader.commands(0, len(script))
     found = {ref.begin: ref for ref in reader.found}
     for match in _BY_NAME.finditer(script):
         found.setdefault(match.start(1), Reference(match.start(1), match.end(1), match[1], by_shell=False))
-    return sorted(found.values())
+    return tuple(sorted(found.values()))
 
 
 def set_at(script: str, name: str) -> int | None:
@@ -229,9 +232,11 @@ class _Reader:
         if match:
             self._add(match.start(1), match[1], match[2] or "")
         i = match.end() if match else i + 1
-        while i < end and self.text[i] != "}":
+        self.depth += 1
+        while i < end and self.depth <= _DEPTH_MAX and self.text[i] != "}":
             c = self.text[i]
             i = self._double(i, end, is_code=False) if c == '"' else self._quoted(i, end, is_code=False)
+        self.depth -= 1
         return min(i + 1, end)
 
     def _numbers(self, i: int, end: int) -> int:
