@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from ddpjob_operator.check.schedulers import COUNTERPARTS
@@ -57,8 +57,9 @@ def taken_arguments(job: api.DDPJob) -> Iterator[str]:
             )
 
 
-def unset_variables(job: api.DDPJob) -> Iterator[tuple[str, bool]]:
-    """(sentence, whether the launcher certainly fails) for variables that the command reads and nothing has set."""
+def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[str, str]]:
+    """(rule, sentence) for variables that the command reads and nothing has set. given: those that are set outside of
+    the job, as the caller's are in a local run."""
     template = job.spec.template
     trainer = trainer_container(template) or {}
     if trainer.get("envFrom"):
@@ -72,19 +73,22 @@ def unset_variables(job: api.DDPJob) -> Iterator[tuple[str, bool]]:
         if name in own or name in named:
             continue
         if how := _how_read(name, [*words, *own.values()], scripts, default_counts=job.spec.nodes == 1):
-            yield f"{how}: not set before the launcher has started the ranks; {_OF_RANKS[name]}", False
-    yield from _of_other_launchers(own, words, scripts)
+            text = f"{how}: not set before the launcher has started the ranks; {_OF_RANKS[name]}"
+            yield "variable-of-ranks-unset", text
+    yield from _of_other_launchers({*own, *given}, words, scripts)
 
 
-def _of_other_launchers(own: dict[Any, str], words: list[str], scripts: list[str]) -> Iterator[tuple[str, bool]]:
+def _of_other_launchers(own: set[Any], words: list[str], scripts: list[str]) -> Iterator[tuple[str, str]]:
     found = [ref.name for text in scripts for ref in shell_text.references(text) if ref.by_shell]
     names = dict.fromkeys(n for n in found if variables.OF_OTHER_LAUNCHERS.fullmatch(n) and n not in own)
     by = launcher.find(words)
     options = " ".join(by.options.values()) if by else ""
     for name in names:
         if how := _how_read(name, words, scripts, default_counts=True):
+            # The launcher ends with its usage where the option is empty.
             is_option = re.search(rf"\$\{{?{name}\b(?!:?[-=+])", options) is not None
-            yield f"{how}: no Slurm and no MPI starts the job, so nothing sets it; {_counterpart(name)}", is_option
+            text = f"{how}: no Slurm and no MPI starts the job, so nothing sets it; {_counterpart(name)}"
+            yield "variable-of-other-launcher" if is_option else "variable-of-other-launcher-unset", text
 
 
 def _counterpart(name: str) -> str:
@@ -112,25 +116,40 @@ def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts
     return ""
 
 
-def unexpanded(job: api.DDPJob, script: str) -> Iterator[str]:
-    """What looks as if a shell expanded it, in a command that no shell reads. script: the text of the job's script,
-    which may expand ~ and * itself."""
+def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """(path in the trainer, sentence) of what looks as if a shell expanded it, where no shell does. script: the text of
+    the job's script, which may expand $NAME, ~ and * itself."""
+    yield from _in_env(job, script)
     template = job.spec.template
     words = launcher.command_of(template)
     env = {str(entry.get("name")) for entry in mappings(trainer_container(template) or {}, "env")}
     by_shell = {place for place, _ in shell_text.scripts(words)}
     for i, word in enumerate(words):
         before = words[i - 1] if i else ""
-        if i in by_shell or (before == "-c" and "python" in words[i - 2]):
+        if i in by_shell or (before == "-c" and any("python" in earlier for earlier in words[:i])):
             continue
-        if said := _variable(word, env):
-            yield f"{word}: {_NO_SHELL}; {said}"
+        if "expandvars" not in script and (said := _variable(word, env)):
+            yield ("command",), f"{word}: {_NO_SHELL}; {said}"
         elif _TILDE.search(word) and "expanduser" not in script:
-            yield f"{word}: {_NO_SHELL}, and unless it expands ~ there is no such path; write the whole path"
+            text = f"{word}: {_NO_SHELL}, and unless it expands ~ there is no such path; write the whole path"
+            yield ("command",), text
         elif i and _is_glob(word, before) and not any(name in script for name in _EXPANDS_PATTERNS):
-            yield f"{word}: {_NO_SHELL}, and must expand the pattern itself; or list the files, or {_BY_SHELL}"
+            text = f"{word}: {_NO_SHELL}, and must expand the pattern itself; or list the files, or {_BY_SHELL}"
+            yield ("command",), text
         elif i and _is_operator(word, before, words[i + 1 : i + 2]):
-            yield f"{word}: {_NO_SHELL}; {_BY_SHELL}"
+            yield ("command",), f"{word}: {_NO_SHELL}; {_BY_SHELL}"
+
+
+def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """PATH: /opt/bin:$PATH. Only names that are certainly variables, because a value may be a password."""
+    entries = mappings(trainer_container(job.spec.template) or {}, "env")
+    known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
+    for number, entry in enumerate(entries):
+        value = str(entry.get("value", ""))
+        names = [found["braced"] or found["plain"] for found in _SHELL_NAME.finditer(value)]
+        if (name := next((name for name in names if name in known), "")) and "expandvars" not in script:
+            why = f"Kubernetes replaces only $({name}), by an earlier entry of env"
+            yield ("env", number), f"{entry.get('name')}={value}: no shell reads it, so the value is this text; {why}"
 
 
 def _variable(word: str, env: set[str]) -> str:
@@ -141,6 +160,8 @@ def _variable(word: str, env: set[str]) -> str:
             continue
         if found["operator"] not in (None, "}"):
             return _BY_SHELL
+        if name in _OF_RANKS and name not in env:
+            return _OF_RANKS[name]
         if name in env or name in variables.BREAKS_RENDEZVOUS:
             return f"write $({name}), which Kubernetes replaces"
         return f"set {name} in env and write $({name}), which Kubernetes replaces; or {_BY_SHELL}"
