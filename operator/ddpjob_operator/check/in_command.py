@@ -1,5 +1,5 @@
-"""What the trainer's command does otherwise than it looks: variables that are not set, or that nothing expands, and
-arguments of the script that its launcher takes for options of its own.
+"""Commands that do something else than they look like: variables that are not set or that nothing expands, and
+arguments of the script that its launcher takes for its own options.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _BY_SHELL = "start it with a shell: [sh, -c, …]"
 
 
 def taken_arguments(job: api.DDPJob) -> Iterator[str]:
-    """Arguments of the script that abbreviate options of torchrun."""
+    """Yield a sentence for each argument of the script that abbreviates options of torchrun."""
     words = launcher.command_of(job.spec.template)
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
     commands = [one for text in scripts for one in launcher.shell_commands(text)] if scripts else [words]
@@ -58,8 +58,8 @@ def taken_arguments(job: api.DDPJob) -> Iterator[str]:
 
 
 def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(rule, sentence) for variables that the command reads and nothing has set. given: those that are set outside of
-    the job, as the caller's are in a local run."""
+    """Yield (rule, sentence) for each variable that the command reads and nothing sets. given: variables from outside
+    the job, such as the caller's in a local run."""
     template = job.spec.template
     trainer = trainer_container(template) or {}
     if trainer.get("envFrom"):
@@ -99,7 +99,7 @@ def _counterpart(name: str) -> str:
 
 
 def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts: bool) -> str:
-    """The reference as it is written; "" if the command reads no such variable, sets it itself, or asks for it first.
+    """Return the reference as it is written; "" if the command does not read the variable, sets it, or tests it first.
 
     default_counts: ${NAME:-0} has a value that may be right.
     """
@@ -117,8 +117,8 @@ def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts
 
 
 def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """(path in the trainer, sentence) of what looks as if a shell expanded it, where no shell does. script: the text of
-    the job's script, which may expand $NAME, ~ and * itself."""
+    """Yield (path in the trainer, sentence) for each word that only a shell would expand, if no shell reads it. script:
+    the text of the job's script, which may expand $NAME, ~ and * itself."""
     yield from _in_env(job, script)
     template = job.spec.template
     words = launcher.command_of(template)
@@ -141,7 +141,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
 
 
 def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
-    """PATH: /opt/bin:$PATH. Only names that are certainly variables, because a value may be a password."""
+    """Yield values such as PATH: /opt/bin:$PATH. A value may be a password, so only names of known variables count."""
     entries = mappings(trainer_container(job.spec.template) or {}, "env")
     known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
     for number, entry in enumerate(entries):
@@ -169,7 +169,7 @@ def _variable(word: str, env: set[str]) -> str:
 
 
 def _looks_like_a_variable(word: str, found: re.Match[str]) -> bool:
-    """Whether a name that the job does not know is no part of a pattern, a formula or another tool's ${name}."""
+    """True if a name that the job does not set is no part of a pattern, a formula or another tool's ${name}."""
     name = found["braced"] or found["plain"]
     if not name.isupper() or len(name) < 2:
         return False
@@ -178,13 +178,13 @@ def _looks_like_a_variable(word: str, found: re.Match[str]) -> bool:
 
 
 def _is_glob(word: str, before: str) -> bool:
-    """A pattern of paths; without a folder in it, it may be the value of an option: --include *.py."""
+    """True for a pattern of paths. Without a folder it may be the value of an option: --include *.py."""
     is_pattern = _GLOB.fullmatch(word) is not None and ("/" in word or re.search(r"\*\.\w+$", word) is not None)
     return is_pattern and "://" not in word and ("/" in word or not before.startswith("-"))
 
 
 def _is_operator(word: str, before: str, following: list[str]) -> bool:
-    """What only a shell takes for more than a word; some may be values of options: --delimiter ";", --op ">"."""
+    """True for an operator of a shell, unless it may be the value of an option: --delimiter ";", --op ">"."""
     if word in _NO_VALUES or _REDIRECTION.fullmatch(word):
         return True
     if not before.startswith("-") or "=" in before:
