@@ -111,6 +111,21 @@ def test_options_of_the_launcher_from_variables_of_slurm_are_an_error_and_others
 
 
 @pytest.mark.parametrize(
+    ("text", "errors"),
+    [
+        ("torchrun --nproc_per_node ${SLURM_GPUS_ON_NODE} t.py", ["$SLURM_GPUS_ON_NODE"]),
+        ("export NODES=$SLURM_NNODES; torchrun --nnodes=$NODES t.py", ["$SLURM_NNODES"]),
+        ("python t.py --rank=$SLURM_PROCID", ["$SLURM_PROCID"]),
+        ("exec ddprun t.py --rank $OMPI_COMM_WORLD_RANK", ["$OMPI_COMM_WORLD_RANK"]),
+        ("torchrun --rdzv_id=$SLURM_JOB_ID t.py --name=run-$SLURM_PROCID", []),
+    ],
+)
+def test_a_variable_of_slurm_for_a_number_or_an_address_is_an_error(text: str, errors: list[str]) -> None:
+    found = [sentence.partition(":")[0] for rule, sentence in said(shell(text)) if rule == "variable-of-other-launcher"]
+    assert found == errors
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "SLURM_NNODES=2; torchrun --nnodes=$SLURM_NNODES t.py",

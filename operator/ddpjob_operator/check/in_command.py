@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from ddpjob_operator.check import command
 from ddpjob_operator.check.schedulers import COUNTERPARTS
 from ddpjob_operator.job import api, arguments, launcher, programs, shell_text, topology, variables
 from ddpjob_operator.job.podspec import mappings, trainer_container
@@ -34,6 +35,8 @@ _FILTERS = set("awk cat cut grep head less sed sort tail tee tr ts uniq wc xargs
 _EXPANDS_PATTERNS = ("glob", "braceexpand", "load_dataset", "WebDataset")
 _REDIRECTION = re.compile(r"(?:[12]|&)>{1,2}(?:&[12]|[\w./-]+)|>{1,2}[\w.-]*/[\w./-]+")
 _OPTIONS_SHOWN = 3
+# Options of a launcher that may not be empty; others only name something: --rdzv_id, --log_dir.
+_NEEDED = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "max_restarts"}
 _NO_SHELL = "no shell reads the command, so the program gets this text"
 _BY_SHELL = "start it with a shell: [sh, -c, …]"
 
@@ -81,14 +84,24 @@ def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[s
 def _of_other_launchers(own: set[Any], words: list[str], scripts: list[str]) -> Iterator[tuple[str, str]]:
     found = [ref.name for text in scripts for ref in shell_text.references(text) if ref.by_shell]
     names = dict.fromkeys(n for n in found if variables.OF_OTHER_LAUNCHERS.fullmatch(n) and n not in own)
-    by = launcher.find(words)
-    options = " ".join(by.options.values()) if by else ""
     for name in names:
         if how := _how_read(name, words, scripts, default_counts=True):
-            # The launcher ends with its usage where the option is empty.
-            is_option = re.search(rf"\$\{{?{name}\b(?!:?[-=+])", options) is not None
             text = f"{how}: no Slurm and no MPI starts the job, so nothing sets it; {_counterpart(name)}"
-            yield "variable-of-other-launcher" if is_option else "variable-of-other-launcher-unset", text
+            is_certain = _ends_the_start(name, words, scripts)
+            yield "variable-of-other-launcher" if is_certain else "variable-of-other-launcher-unset", text
+
+
+def _ends_the_start(name: str, words: list[str], scripts: list[str]) -> bool:
+    """True if the launcher, or the script, gets the variable for a number or an address, and ends if it is empty."""
+    by = launcher.find(words)
+    options = " ".join(value for option, value in by.options.items() if option in _NEEDED) if by else ""
+    through = [other for text in scripts for other in re.findall(rf"\b(\w+)=\S*\$\{{?{name}\b", text)]
+    if any(re.search(rf"\$\{{?{one}\b(?!:?[-=+])", options) for one in (name, *through)):
+        return True
+    values = [
+        word.partition("=")[2] if word.startswith("--") and "=" in word else word for word in command.read(words).words
+    ]
+    return name in COUNTERPARTS and any(value in (f"${name}", f"${{{name}}}") for value in values)
 
 
 def _counterpart(name: str) -> str:

@@ -68,7 +68,7 @@ YAML_RULES = (
         "variable-of-other-launcher-unset",
         "warning",
         "A shell reads `$SLURM_JOB_ID` or another variable of Slurm or MPI, which is empty. In an option of a launcher "
-        "it is `variable-of-other-launcher`, because the launcher cannot start.",
+        "that must have a value, or as a rank of the script, it is `variable-of-other-launcher`.",
     ),
     YamlRule(
         "not-expanded",
