@@ -190,15 +190,6 @@ def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
 
 
-def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:
-    """What the command does otherwise than it looks."""
-    path = command_path(job.spec.template)
-    yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
-    for place, text in in_command.unexpanded(job, script):
-        yield path if place == ("command",) else (*trainer_path(job.spec.template), *place), "not-expanded", text
-    yield from ((path, rule, text) for rule, text in in_command.unset_variables(job, given))
-
-
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
     """What the trainer's command, arguments and variables say."""
     trainer, path = trainer_container(template) or {}, trainer_path(template)
@@ -214,3 +205,12 @@ def _gpus(template: Mapping[str, Any]) -> int | None:
     resources = (trainer_container(template) or {}).get("resources")
     claimed = isinstance(resources, Mapping) and resources.get("claims")
     return None if claimed else gpus(template)
+
+
+def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:
+    """What the command does otherwise than it looks."""
+    path = command_path(job.spec.template)
+    yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
+    for place, text in in_command.unexpanded(job, script):
+        yield path if place == ("command",) else (*trainer_path(job.spec.template), *place), "not-expanded", text
+    yield from ((path, rule, text) for rule, text in in_command.unset_variables(job, given))
