@@ -10,7 +10,6 @@ from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, command_line, rule
 from ddpjob_operator.check.script import Script
 from ddpjob_operator.check.values import STARTERS
-from ddpjob_operator.job.arguments import behind_script
 
 _LAUNCH = "torch.distributed.launch"
 
@@ -148,11 +147,10 @@ def launcher_missing(script: Script, job: Job) -> Iterator[Found]:
         asks = any(not is_main_guard(test) for test in script.enclosing_tests(call))
         hidden = has_hidden_arguments(call) or len(call.args) > 2
         if methods == ["env://"] and not (own or asks or hidden) and script.on_every_rank(call):
-            words = ("torchrun", *job.script, *behind_script(job.words))
             yield at(
                 call,
                 f"{script.text_of(call.func)}(…): the job has {job.nproc} processes per node, and its command starts "
-                f"one, without RANK; start it with torchrun: {command_line(words)}",
+                f"one, without RANK; start it with torchrun: {command_line(('torchrun', *job.script, *job.words))}",
             )
             return
 
