@@ -10,7 +10,7 @@ from ddpjob_operator.check.job import mistakes
 from ddpjob_operator.job import api, validation
 
 NEW = (
-    "variable-unset",
+    "variable-of-ranks-unset",
     "not-expanded",
     "argument-taken-by-launcher",
     "variable-of-ranks",
@@ -28,8 +28,9 @@ def job(*words: str, env: dict[str, str] | None = None, nodes: int = 2, nproc: i
     return parsed
 
 
-def said(what: api.DDPJob, script: str = "") -> list[tuple[str, str]]:
-    return [(rule, text) for _, rule, text in mistakes(what, script=script) if rule in NEW]
+def said(what: api.DDPJob, script: str = "", given: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    found = mistakes(what, script=script, given=given)
+    return [(rule, text) for _, rule, text in found if rule in NEW or rule.startswith("variable-of-")]
 
 
 def shell(text: str) -> api.DDPJob:
@@ -55,7 +56,7 @@ def shell(text: str) -> api.DDPJob:
 def test_a_shell_that_reads_the_rank_before_there_are_ranks_is_named(text: str) -> None:
     """All nodes of a job wrote their logs into one file of the shared volume, and each overwrote the others'."""
     ((rule, sentence),) = said(shell(text))
-    assert rule == "variable-unset"
+    assert rule == "variable-of-ranks-unset"
     assert sentence.endswith("not set before the launcher has started the ranks; NODE_RANK is the node's")
 
 
@@ -90,7 +91,7 @@ def test_a_variable_of_the_ranks_that_kubernetes_is_to_replace_is_named() -> Non
     """The script gets the text $(RANK): Kubernetes knows only what is in env."""
     for what in (job("torchrun", "t.py", "--rank=$(RANK)"), job("torchrun", "t.py", env={"LOG": "log_$(RANK)"})):
         ((rule, text),) = said(what)
-        assert (rule, text.partition(":")[0]) == ("variable-unset", "$(RANK)")
+        assert (rule, text.partition(":")[0]) == ("variable-of-ranks-unset", "$(RANK)")
     assert said(job("torchrun", "t.py", "--rank=$(RANK)", nproc=1)) == []
     assert said(job("torchrun", "t.py", "--rank=$$(RANK)")) == []
 
@@ -101,10 +102,27 @@ def test_options_of_the_launcher_from_variables_of_slurm_are_an_error_and_others
     assert [(rule, sentence.partition(":")[0]) for rule, sentence in said(shell(text))] == [
         ("variable-of-other-launcher", "$SLURM_NNODES"),
         ("variable-of-other-launcher", "$SLURM_NODEID"),
-        ("variable-unset", "$SLURM_JOB_ID"),
-        ("variable-unset", "$LSB_JOBID"),
+        ("variable-of-other-launcher-unset", "$SLURM_JOB_ID"),
+        ("variable-of-other-launcher-unset", "$LSB_JOBID"),
     ]
     assert "NNODES is meant" in said(shell(text))[0][1]
+    given = ("SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID", "LSB_JOBID")
+    assert said(shell(text), given=given) == [], "a local run within an allocation has them"
+
+
+@pytest.mark.parametrize(
+    ("text", "errors"),
+    [
+        ("torchrun --nproc_per_node ${SLURM_GPUS_ON_NODE} t.py", ["$SLURM_GPUS_ON_NODE"]),
+        ("export NODES=$SLURM_NNODES; torchrun --nnodes=$NODES t.py", ["$SLURM_NNODES"]),
+        ("python t.py --rank=$SLURM_PROCID", ["$SLURM_PROCID"]),
+        ("exec ddprun t.py --rank $OMPI_COMM_WORLD_RANK", ["$OMPI_COMM_WORLD_RANK"]),
+        ("torchrun --rdzv_id=$SLURM_JOB_ID t.py --name=run-$SLURM_PROCID", []),
+    ],
+)
+def test_a_variable_of_slurm_for_a_number_or_an_address_is_an_error(text: str, errors: list[str]) -> None:
+    found = [sentence.partition(":")[0] for rule, sentence in said(shell(text)) if rule == "variable-of-other-launcher"]
+    assert found == errors
 
 
 @pytest.mark.parametrize(
@@ -168,9 +186,18 @@ def test_patterns_formulas_and_other_tools_signs_are_left_alone(words: list[str]
 
 
 def test_a_script_that_expands_such_words_itself_may_have_them() -> None:
-    words = ["torchrun", "t.py", "--data", "~/data", "data/*.csv"]
-    assert len(said(job(*words))) == 2
-    assert said(job(*words), "path = os.path.expanduser(args.data); files = glob.glob(args.files)") == []
+    words = ["torchrun", "t.py", "--data", "~/data", "data/*.csv", "$HOME/x"]
+    assert len(said(job(*words))) == 3
+    script = "os.path.expandvars(x); os.path.expanduser(args.data); glob.glob(args.files)"
+    assert said(job(*words), script) == []
+
+
+def test_a_value_of_env_that_only_a_shell_would_expand_is_named_at_its_entry() -> None:
+    """PATH: /opt/bin:$PATH made a PATH without /usr/bin: the job's python was not found."""
+    env = {"A": "1", "PATH": "/opt/bin:$PATH", "B": "${A}/x", "C": "$(A)/x", "TOKEN": "pa$WORD$", "D": "$$PATH"}
+    found = [(path[-2:], text) for path, rule, text in mistakes(job("torchrun", "t.py", env=env)) if rule in NEW]
+    assert [path for path, _ in found] == [("env", 1), ("env", 2)]
+    assert found[0][1].endswith("Kubernetes replaces only $(PATH), by an earlier entry of env")
 
 
 @pytest.mark.parametrize(

@@ -1041,6 +1041,19 @@ def test_options_of_one_of_several_machines_are_named(line: str, told: str) -> N
         assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
 
 
+@pytest.mark.parametrize("before", ["", "env ", "nohup env "])
+def test_variables_of_one_of_several_machines_are_removed_and_named(before: str) -> None:
+    """RANK=0 was in env of all nodes: they wait for each other, or for a machine of another cluster."""
+    own = "RANK=0 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1"
+    result = of_command(f"{before}{own} LR=1 python m.py")
+    words = [*before.split(), *(["LR=1"] if before else []), "python", "m.py"]
+    assert trainer(result)["command"] == words
+    assert trainer(result).get("env", []) == ([] if before else [{"name": "LR", "value": "1"}])
+    told = [remark.text for remark in result.remarks]
+    assert f"{own}: not needed: the job sets the rendezvous of each node" in told
+    assert "WORLD_SIZE or NNODES of several machines: set spec.nodes to their number" in told
+
+
 @pytest.mark.parametrize(
     "line",
     [

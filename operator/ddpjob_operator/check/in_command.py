@@ -1,14 +1,15 @@
-"""What the trainer's command does otherwise than it looks: variables that are not set, or that nothing expands, and
-arguments of the script that its launcher takes for options of its own.
+"""Commands that do something else than they look like: variables that are not set or that nothing expands, and
+arguments of the script that its launcher takes for its own options.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
+from ddpjob_operator.check import command
 from ddpjob_operator.check.schedulers import COUNTERPARTS
 from ddpjob_operator.job import api, arguments, launcher, programs, shell_text, topology, variables
 from ddpjob_operator.job.podspec import mappings, trainer_container
@@ -34,12 +35,14 @@ _FILTERS = set("awk cat cut grep head less sed sort tail tee tr ts uniq wc xargs
 _EXPANDS_PATTERNS = ("glob", "braceexpand", "load_dataset", "WebDataset")
 _REDIRECTION = re.compile(r"(?:[12]|&)>{1,2}(?:&[12]|[\w./-]+)|>{1,2}[\w.-]*/[\w./-]+")
 _OPTIONS_SHOWN = 3
+# Options of a launcher that may not be empty; others only name something: --rdzv_id, --log_dir.
+_NEEDED = {"nnodes", "nproc_per_node", "node_rank", "master_addr", "master_port", "rdzv_endpoint", "max_restarts"}
 _NO_SHELL = "no shell reads the command, so the program gets this text"
 _BY_SHELL = "start it with a shell: [sh, -c, …]"
 
 
 def taken_arguments(job: api.DDPJob) -> Iterator[str]:
-    """Arguments of the script that abbreviate options of torchrun."""
+    """Yield a sentence for each argument of the script that abbreviates options of torchrun."""
     words = launcher.command_of(job.spec.template)
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
     commands = [one for text in scripts for one in launcher.shell_commands(text)] if scripts else [words]
@@ -57,8 +60,9 @@ def taken_arguments(job: api.DDPJob) -> Iterator[str]:
             )
 
 
-def unset_variables(job: api.DDPJob) -> Iterator[tuple[str, bool]]:
-    """(sentence, whether the launcher certainly fails) for variables that the command reads and nothing has set."""
+def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield (rule, sentence) for each variable that the command reads and nothing sets. given: variables from outside
+    the job, such as the caller's in a local run."""
     template = job.spec.template
     trainer = trainer_container(template) or {}
     if trainer.get("envFrom"):
@@ -72,19 +76,32 @@ def unset_variables(job: api.DDPJob) -> Iterator[tuple[str, bool]]:
         if name in own or name in named:
             continue
         if how := _how_read(name, [*words, *own.values()], scripts, default_counts=job.spec.nodes == 1):
-            yield f"{how}: not set before the launcher has started the ranks; {_OF_RANKS[name]}", False
-    yield from _of_other_launchers(own, words, scripts)
+            text = f"{how}: not set before the launcher has started the ranks; {_OF_RANKS[name]}"
+            yield "variable-of-ranks-unset", text
+    yield from _of_other_launchers({*own, *given}, words, scripts)
 
 
-def _of_other_launchers(own: dict[Any, str], words: list[str], scripts: list[str]) -> Iterator[tuple[str, bool]]:
+def _of_other_launchers(own: set[Any], words: list[str], scripts: list[str]) -> Iterator[tuple[str, str]]:
     found = [ref.name for text in scripts for ref in shell_text.references(text) if ref.by_shell]
     names = dict.fromkeys(n for n in found if variables.OF_OTHER_LAUNCHERS.fullmatch(n) and n not in own)
-    by = launcher.find(words)
-    options = " ".join(by.options.values()) if by else ""
     for name in names:
         if how := _how_read(name, words, scripts, default_counts=True):
-            is_option = re.search(rf"\$\{{?{name}\b(?!:?[-=+])", options) is not None
-            yield f"{how}: no Slurm and no MPI starts the job, so nothing sets it; {_counterpart(name)}", is_option
+            text = f"{how}: no Slurm and no MPI starts the job, so nothing sets it; {_counterpart(name)}"
+            is_certain = _ends_the_start(name, words, scripts)
+            yield "variable-of-other-launcher" if is_certain else "variable-of-other-launcher-unset", text
+
+
+def _ends_the_start(name: str, words: list[str], scripts: list[str]) -> bool:
+    """True if the launcher, or the script, gets the variable for a number or an address, and ends if it is empty."""
+    by = launcher.find(words)
+    options = " ".join(value for option, value in by.options.items() if option in _NEEDED) if by else ""
+    through = [other for text in scripts for other in re.findall(rf"\b(\w+)=\S*\$\{{?{name}\b", text)]
+    if any(re.search(rf"\$\{{?{one}\b(?!:?[-=+])", options) for one in (name, *through)):
+        return True
+    values = [
+        word.partition("=")[2] if word.startswith("--") and "=" in word else word for word in command.read(words).words
+    ]
+    return name in COUNTERPARTS and any(value in (f"${name}", f"${{{name}}}") for value in values)
 
 
 def _counterpart(name: str) -> str:
@@ -95,7 +112,7 @@ def _counterpart(name: str) -> str:
 
 
 def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts: bool) -> str:
-    """The reference as it is written; "" if the command reads no such variable, sets it itself, or asks for it first.
+    """Return the reference as it is written; "" if the command does not read the variable, sets it, or tests it first.
 
     default_counts: ${NAME:-0} has a value that may be right.
     """
@@ -112,25 +129,40 @@ def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts
     return ""
 
 
-def unexpanded(job: api.DDPJob, script: str) -> Iterator[str]:
-    """What looks as if a shell expanded it, in a command that no shell reads. script: the text of the job's script,
-    which may expand ~ and * itself."""
+def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield (path in the trainer, sentence) for each word that only a shell would expand, if no shell reads it. script:
+    the text of the job's script, which may expand $NAME, ~ and * itself."""
+    yield from _in_env(job, script)
     template = job.spec.template
     words = launcher.command_of(template)
     env = {str(entry.get("name")) for entry in mappings(trainer_container(template) or {}, "env")}
     by_shell = {place for place, _ in shell_text.scripts(words)}
     for i, word in enumerate(words):
         before = words[i - 1] if i else ""
-        if i in by_shell or (before == "-c" and "python" in words[i - 2]):
+        if i in by_shell or (before == "-c" and any("python" in earlier for earlier in words[:i])):
             continue
-        if said := _variable(word, env):
-            yield f"{word}: {_NO_SHELL}; {said}"
+        if "expandvars" not in script and (said := _variable(word, env)):
+            yield ("command",), f"{word}: {_NO_SHELL}; {said}"
         elif _TILDE.search(word) and "expanduser" not in script:
-            yield f"{word}: {_NO_SHELL}, and unless it expands ~ there is no such path; write the whole path"
+            text = f"{word}: {_NO_SHELL}, and unless it expands ~ there is no such path; write the whole path"
+            yield ("command",), text
         elif i and _is_glob(word, before) and not any(name in script for name in _EXPANDS_PATTERNS):
-            yield f"{word}: {_NO_SHELL}, and must expand the pattern itself; or list the files, or {_BY_SHELL}"
+            text = f"{word}: {_NO_SHELL}, and must expand the pattern itself; or list the files, or {_BY_SHELL}"
+            yield ("command",), text
         elif i and _is_operator(word, before, words[i + 1 : i + 2]):
-            yield f"{word}: {_NO_SHELL}; {_BY_SHELL}"
+            yield ("command",), f"{word}: {_NO_SHELL}; {_BY_SHELL}"
+
+
+def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
+    """Yield values such as PATH: /opt/bin:$PATH. A value may be a password, so only names of known variables count."""
+    entries = mappings(trainer_container(job.spec.template) or {}, "env")
+    known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
+    for number, entry in enumerate(entries):
+        value = str(entry.get("value", ""))
+        names = [found["braced"] or found["plain"] for found in _SHELL_NAME.finditer(value)]
+        if (name := next((name for name in names if name in known), "")) and "expandvars" not in script:
+            why = f"Kubernetes replaces only $({name}), by an earlier entry of env"
+            yield ("env", number), f"{entry.get('name')}={value}: no shell reads it, so the value is this text; {why}"
 
 
 def _variable(word: str, env: set[str]) -> str:
@@ -141,6 +173,8 @@ def _variable(word: str, env: set[str]) -> str:
             continue
         if found["operator"] not in (None, "}"):
             return _BY_SHELL
+        if name in _OF_RANKS and name not in env:
+            return _OF_RANKS[name]
         if name in env or name in variables.BREAKS_RENDEZVOUS:
             return f"write $({name}), which Kubernetes replaces"
         return f"set {name} in env and write $({name}), which Kubernetes replaces; or {_BY_SHELL}"
@@ -148,7 +182,7 @@ def _variable(word: str, env: set[str]) -> str:
 
 
 def _looks_like_a_variable(word: str, found: re.Match[str]) -> bool:
-    """Whether a name that the job does not know is no part of a pattern, a formula or another tool's ${name}."""
+    """True if a name that the job does not set is no part of a pattern, a formula or another tool's ${name}."""
     name = found["braced"] or found["plain"]
     if not name.isupper() or len(name) < 2:
         return False
@@ -157,13 +191,13 @@ def _looks_like_a_variable(word: str, found: re.Match[str]) -> bool:
 
 
 def _is_glob(word: str, before: str) -> bool:
-    """A pattern of paths; without a folder in it, it may be the value of an option: --include *.py."""
+    """True for a pattern of paths. Without a folder it may be the value of an option: --include *.py."""
     is_pattern = _GLOB.fullmatch(word) is not None and ("/" in word or re.search(r"\*\.\w+$", word) is not None)
     return is_pattern and "://" not in word and ("/" in word or not before.startswith("-"))
 
 
 def _is_operator(word: str, before: str, following: list[str]) -> bool:
-    """What only a shell takes for more than a word; some may be values of options: --delimiter ";", --op ">"."""
+    """True for an operator of a shell, unless it may be the value of an option: --delimiter ";", --op ">"."""
     if word in _NO_VALUES or _REDIRECTION.fullmatch(word):
         return True
     if not before.startswith("-") or "=" in before:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,16 @@ YAML_RULES = (
         "variables of the ranks, and not set before torchrun has started them. `$NNODES` and `$NODE_RANK` are meant.",
     ),
     YamlRule(
-        "variable-unset",
+        "variable-of-ranks-unset",
         "warning",
         "A shell reads `$RANK` with several processes a node, and only the ranks have it, so `tee log_$RANK` is "
-        "one file for all nodes; or it reads a variable that Slurm or MPI would set. Where the launcher's own options "
-        "need it the job cannot start: that is `variable-of-ranks` and `variable-of-other-launcher`.",
+        "one file for all nodes. In an option of the launcher it is `variable-of-ranks`.",
+    ),
+    YamlRule(
+        "variable-of-other-launcher-unset",
+        "warning",
+        "A shell reads `$SLURM_JOB_ID` or another variable of Slurm or MPI, which is empty. In an option of a launcher "
+        "that must have a value, or as a rank of the script, it is `variable-of-other-launcher`.",
     ),
     YamlRule(
         "not-expanded",
@@ -89,7 +94,9 @@ YAML_RULES = (
         "The launcher, or an option of it, has a consequence. The job has an Event of it.",
     ),
 )
-_EVERYWHERE = {"argument-taken-by-launcher", "not-expanded", "variable-unset"}
+_EVERYWHERE = {
+    "argument-taken-by-launcher", "not-expanded", "variable-of-ranks-unset", "variable-of-other-launcher-unset",
+}  # fmt: skip
 CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning") - _EVERYWHERE
 """What is of no account to a local run, and what it says itself, as Events."""
 
@@ -127,9 +134,11 @@ def _variables(template: dict[str, Any]) -> frozenset[str] | None:
     return frozenset(named | set(re.findall(r"\b(\w+)=", " ".join(words))))
 
 
-def mistakes(job: api.DDPJob, parameters: int = 0, script: str = "") -> Iterator[tuple[FieldPath, str, str]]:
+def mistakes(
+    job: api.DDPJob, parameters: int = 0, script: str = "", given: Collection[str] = ()
+) -> Iterator[tuple[FieldPath, str, str]]:
     """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. parameters: of the model; 0: not
-    known. script: the text of the job's script; "": not known."""
+    known. script: the text of the job's script; "": not known. given: variables that the trainer has from outside."""
     template = job.spec.template
     by = launcher.in_template(template)
     if not (trainer_container(template) or {}).get("image"):
@@ -142,7 +151,7 @@ def mistakes(job: api.DDPJob, parameters: int = 0, script: str = "") -> Iterator
         if deviation.kind == "unknown":
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
     yield from _of_launch(job)
-    yield from _of_command(job, script)
+    yield from _of_command(job, script, given)
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
     if parameters and (said := room.too_small(job, parameters, _gpus(template))):
@@ -181,15 +190,6 @@ def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
     yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
 
 
-def _of_command(job: api.DDPJob, script: str) -> Iterator[tuple[FieldPath, str, str]]:
-    """What the command does otherwise than it looks."""
-    path = command_path(job.spec.template)
-    yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
-    yield from ((path, "not-expanded", text) for text in in_command.unexpanded(job, script))
-    for text, is_certain in in_command.unset_variables(job):
-        yield path, "variable-of-other-launcher" if is_certain else "variable-unset", text
-
-
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
     """What the trainer's command, arguments and variables say."""
     trainer, path = trainer_container(template) or {}, trainer_path(template)
@@ -205,3 +205,12 @@ def _gpus(template: Mapping[str, Any]) -> int | None:
     resources = (trainer_container(template) or {}).get("resources")
     claimed = isinstance(resources, Mapping) and resources.get("claims")
     return None if claimed else gpus(template)
+
+
+def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:
+    """What the command does otherwise than it looks."""
+    path = command_path(job.spec.template)
+    yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
+    for place, text in in_command.unexpanded(job, script):
+        yield path if place == ("command",) else (*trainer_path(job.spec.template), *place), "not-expanded", text
+    yield from ((path, rule, text) for rule, text in in_command.unset_variables(job, given))

@@ -12,7 +12,6 @@ from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, command_line, rule
 from ddpjob_operator.check.script import Script
 from ddpjob_operator.check.values import STARTERS
-from ddpjob_operator.job.arguments import behind_script
 
 _LAUNCH = "torch.distributed.launch"
 

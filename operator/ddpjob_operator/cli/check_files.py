@@ -7,7 +7,7 @@ import io
 import json
 import os
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -123,17 +123,24 @@ def parameters(text: str | None) -> int:
 
 
 def before_run(
-    document: Document, job: api.DDPJob, *, local: bool = True, cpu: bool = False, read_instead: str | None = None
+    document: Document,
+    job: api.DDPJob,
+    *,
+    local: bool = True,
+    cpu: bool = False,
+    read_instead: str | None = None,
+    given: Collection[str] = (),
 ) -> tuple[list[str], bool]:
     """The lines to show before a run, local or in a cluster, and whether an error forbids it.
 
     A script that is not found is not checked: the run itself says what is not there. cpu: no GPU is used.
-    read_instead: the notebook of which the script was made, because people know its cells.
+    read_instead: the notebook of which the script was made, because people know its cells. given: variables that the
+    trainer has from outside of the job: those of the caller, in a local run.
     """
     context = replace(known(job), local=local)
     context = replace(context, gpus=0) if cpu else context
     own = _script_of(document.source, job) if read_instead is None else [read_instead]
-    of_job = [f for f in _of_job(document, job) if f.rule not in CLUSTER_ONLY]
+    of_job = [f for f in _of_job(document, job, given=given) if f.rule not in CLUSTER_ONLY]
     findings = sorted({*of_job, *(f for s in own for f in _of_script(s, context))})
     errors = [f for f in findings if f.severity == "error"]
     warnings = [f for f in findings if f.severity != "error"]
@@ -182,12 +189,12 @@ def _of_notebook(path: str, text: str, context: Job) -> list[Finding]:
     return [f for f in findings if f.rule != "spawn-without-main-guard"]  # a notebook is not imported
 
 
-def _of_job(document: Document, job: api.DDPJob, parameters: int = 0) -> list[Finding]:
+def _of_job(document: Document, job: api.DDPJob, parameters: int = 0, given: Collection[str] = ()) -> list[Finding]:
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
     path = document.source
     findings = [
         Finding(path, document.line(field), 1, rule, severities[rule], text)
-        for field, rule, text in mistakes(job, parameters, _script_text(path, job))
+        for field, rule, text in mistakes(job, parameters, _script_text(path, job), given)
     ]
     return check.kept(findings, _text_of(path)) if findings else []
 

@@ -1,4 +1,4 @@
-"""What a file is, for every command: its suffix says it, else its content does.
+"""The kind of a file, for every command: its suffix decides, else its content.
 
 Scripts without a suffix are installed by pip (`$(which fairseq-train)`), and carry a shebang.
 """
@@ -25,7 +25,7 @@ _YAML = re.compile(rb"^(?:apiVersion:|kind:|metadata:|spec:|\{|---)", re.MULTILI
 
 
 def of(path: str, unreadable: Kind = "job") -> Kind:
-    """The kind of a file. unreadable: of what is no regular file, because a pipe can be read only once."""
+    """Return the kind of a file. unreadable: the answer for a pipe, which can be read only once, and a missing file."""
     if path.endswith(".py"):
         return "script"
     if path.endswith(NOTEBOOK):
@@ -44,7 +44,7 @@ def of(path: str, unreadable: Kind = "job") -> Kind:
 
 
 def is_python(data: bytes) -> bool:
-    """Whether a text is a script, also one with a mistake, and no YAML. A short YAML may parse as Python."""
+    """True if a text is a script, also one with a syntax error, and no YAML. A short YAML may parse as Python."""
     shebang = _SHEBANG.match(data)
     by_python = shebang is not None and _PYTHON_RUNS_IT.search(shebang[0]) is not None
     try:
@@ -59,7 +59,7 @@ def is_python(data: bytes) -> bool:
 
 
 def _is_yaml_too(statement: ast.stmt) -> bool:
-    """`kind: DDPJob` is an annotation, JSON an expression; neither does anything in a script."""
+    """True for `kind: DDPJob`, which Python reads as an annotation, and for JSON, which is an expression."""
     if isinstance(statement, ast.AnnAssign):
         return statement.value is None
     return isinstance(statement, ast.Expr) and not any(

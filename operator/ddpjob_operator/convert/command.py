@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddpjob_operator.convert import common, ranks, shell, started
+from ddpjob_operator.convert.address import VARIABLES
 from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.job import bounds, launcher, programs
@@ -83,7 +84,7 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
         inner = _torchrun(inner, result)
     if own := started.of_one_machine(launcher.shell_words(launcher.shell_script(inner) or "") or inner):
         result.remark(("command",), own)
-    command = [*command[:begin], *inner]
+    command = [*_of_the_job(command[:begin], variables, result), *inner]
     if unset := shell.of_others(" ".join(command)):
         result.remark(("command",), f"{', '.join(unset)}: {_UNSET}")
     result.metadata["name"] = name or name_of(started.name_giver(inner) or "train")
@@ -103,6 +104,16 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
         found[match[1]] = match[2]
         del words[0]
     return found, words
+
+
+def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted) -> list[str]:
+    """Drop what the job sets from the variables before the program and from the words of `env`; return the latter."""
+    dropped = [f"{name}={variables.pop(name)}" for name in list(variables) if name in VARIABLES]
+    own = [word for word in wrapper if (match := _ASSIGNMENT.fullmatch(word)) and match[1] in VARIABLES]
+    _say_dropped(iter([*dropped, *own]), result)
+    if any(re.fullmatch(r"(?:WORLD_SIZE|(?:PET_)?NNODES)=(?!1$).*", word) for word in (*dropped, *own)):
+        result.remark(("command",), "WORLD_SIZE or NNODES of several machines: set spec.nodes to their number")
+    return [word for word in wrapper if word not in own]
 
 
 def _without_shell(words: list[str]) -> list[str]:

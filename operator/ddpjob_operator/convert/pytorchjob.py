@@ -40,6 +40,7 @@ _RUN_POLICY = (
 _SPEC = {
     "backend": "not taken over: auto is nccl with GPUs and gloo without; set spec.backend for another",
     "masterPort": common.SET_BY_THE_JOB,
+    "pytorchImage": "set image in the template",
     "runtimeId": "is of the object in the cluster; dropped",
     "schedulerName": "set it in the template's spec",
     "terminationPolicy": "a DDPJob succeeds when the trainers of all its nodes have ended with 0",

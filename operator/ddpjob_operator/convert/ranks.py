@@ -16,14 +16,15 @@ from ddpjob_operator.job.podspec import mappings
 
 _BY_KUBERNETES = re.compile(r"(?<!\$)((?:\$\$)*\$\()(RANK|WORLD_SIZE)(?=\))")
 _OF_NNODES = re.compile(r"(?:--nnodes[=\s]+|\bNNODES=)[\"']?\$(?:\(\([^)]*|\S*)$")
+_BEFORE_MAX = 200  # characters that are looked at for the option or the variable that gets a value
 _UNSET = "not set before the launcher has started them"
 
 
 def move(trainer: dict[str, Any], path: Path, result: Converted, world_size: str = "NNODES") -> None:
-    """Writes the variables of the nodes into a container's command, its args and its variables, and says so.
+    """Write the variables of the nodes into a container's command, args and env, with a remark.
 
-    world_size: what has the value of the source's WORLD_SIZE. A name that stays is named: the script sets it itself,
-    or hands the text to another program.
+    world_size: the variable that has the value of the source's WORLD_SIZE. A name that stays gets a remark as well: the
+    script sets it itself, or hands the text to another program.
     """
     moved = _Moved({"RANK": "NODE_RANK", "WORLD_SIZE": world_size})
     parts = {part: trainer.get(part) or [] for part in ("command", "args")}
@@ -45,25 +46,26 @@ def move(trainer: dict[str, Any], path: Path, result: Converted, world_size: str
 
 @dataclass
 class _Moved:
-    """The variables that are meant, and what became of each name."""
+    """The variable that is meant by each name, and what became of it."""
 
     meant: dict[str, str]
     changed: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
 
     def word(self, text: str) -> str:
-        """A text in which Kubernetes alone replaces variables."""
+        """Return a text with $(RANK) replaced, as Kubernetes reads it."""
         return _BY_KUBERNETES.sub(lambda found: found[1] + self._change(found[2], self.meant[found[2]]), text)
 
     def script(self, text: str) -> str:
-        """The script of a shell."""
+        """Return the script of a shell with all references replaced."""
         text = self.word(text)
         made, position = "", 0
+        first_set = {name: shell_text.set_at(text, name) for name in self.meant}
         for reference in shell_text.references(text):
-            name, before = reference.name, text[: reference.begin]
+            name, before = reference.name, text[max(0, reference.begin - _BEFORE_MAX) : reference.begin]
             if name not in self.meant:
                 continue
-            set_at = shell_text.set_at(text, name)
+            set_at = first_set[name]
             is_own_default = re.search(rf"(?<![\w$-]){name}=(?:[^\s;&|]*|\"?\$\(\([^)\n]*)$", before) is not None
             if reference.by_shell and (set_at is None or is_own_default):
                 meant = "NNODES" if _OF_NNODES.search(before) else self.meant[name]

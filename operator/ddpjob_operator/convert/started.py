@@ -1,4 +1,4 @@
-"""What a command line starts: the script or module by which a job is named, and options that are of one machine."""
+"""The script or module that a command line starts, which names the job, and options of a single machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HERE = re.compile(
 
 
 def name_giver(words: Sequence[str]) -> str:
-    """The script, or the module behind -m; "" where it is not plain to see. Never an argument of it."""
+    """Return the script, or the module after -m; "" if the command does not show it. Never one of its arguments."""
     script = launcher.shell_script(list(words))
     commands = [list(words)] if script is None else list(launcher.shell_commands(script))
     by_launcher = [found for one in commands if (found := _behind_launcher(one))]
@@ -66,9 +66,9 @@ def _behind_python(words: list[str]) -> str:
 
 
 def of_one_machine(words: Sequence[str]) -> str:
-    """What to say of options that one of several machines gave to its script: all nodes would get them; "" if none.
+    """Return a sentence about options that identify one of several machines, which all nodes would get; "" if none.
 
-    A count alone may be one of processes on a single machine, and a rank alone is one of LoRA's.
+    A count alone may count processes of a single machine, and a rank alone may be LoRA's.
     """
     given = list(_given(words))
     values = {name: value for name, _, value in given}
@@ -90,7 +90,7 @@ def _with(option: str, value: str, variable: str) -> str:
 
 
 def _given(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:
-    """(name, option with its value, value) of the options that are literals; -1 is no value to these scripts."""
+    """Yield (name, option with its value, value) for literal values; -1 means unset in such scripts."""
     for word, following in pairwise([*words, ""]):
         option, has_value, own = word.partition("=")
         name, value = option.lstrip("-").replace("-", "_"), (own if has_value else following).rstrip(";")

@@ -1,4 +1,4 @@
-"""The arguments of a script in a command line of torchrun, whose parser may take them for options of its own.
+"""Arguments of a script in a command line of torchrun, whose parser may take them for its own options.
 
 argparse matches every word that begins with -- with the options, also those behind the script. One that abbreviates
 several options ends torchrun with `ambiguous option`, unless its Python is new enough (3.12.8, 3.13.1: gh-58573).
@@ -17,16 +17,16 @@ _OF_LAUNCH = {"use_env"}
 
 
 def behind_script(arguments: Sequence[str]) -> list[str]:
-    """The words that follow the script, so that it gets exactly these arguments: with `--` before them if needed.
+    """Return the words that follow the script, so that it gets exactly these arguments: with `--` first if needed.
 
-    One option that is abbreviated is enough for it, because another version of torch may have a second.
+    An abbreviation of a single option gets `--` as well, because another version of torch may have a second one.
     """
     is_taken = list(arguments[:1]) == ["--"] or any(_matches(word, "torchrun") for word in _before_dashes(arguments))
     return [*(["--"] if is_taken else []), *arguments]
 
 
 def abbreviations(arguments: Sequence[str], by: str) -> Iterator[tuple[str, list[str]]]:
-    """(argument, options) of each that abbreviates several options of the launcher `by`, as it ends with an error."""
+    """Yield (argument, options) for each that abbreviates several options of the launcher `by`, which is an error."""
     for word in _before_dashes(arguments):
         matches = _matches(word, by)
         if len(matches) > 1:
@@ -38,7 +38,7 @@ def _before_dashes(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _matches(word: str, by: str) -> list[str]:
-    """The options that a word abbreviates, in both spellings; none for one that is written out."""
+    """Return the options that a word abbreviates, in both spellings; none if the option is written out."""
     prefix = word.partition("=")[0]
     other = _OF_DDPRUN if by.endswith("launch") else _OF_DDPRUN | _OF_LAUNCH
     names = [name for name in launcher.OPTIONS if name not in other]

@@ -1,10 +1,11 @@
-"""Where a shell of the pod reads variables: in the script of `sh -c`, with quotes, here-documents and nested shells.
+"""Find the variables that a pod's own shell reads in a script of `sh -c`: quotes, here-documents, nested shells.
 
 A shell that a launcher starts runs in each rank, with the variables of the ranks, so its script is not read here.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,24 +27,24 @@ _DEPTH_MAX = 50  # of commands in commands: what is deeper is not read
 
 @dataclass(frozen=True, order=True)
 class Reference:
-    """A variable that is read; `begin` and `end` are those of its name in the text."""
+    """One variable that is read; `begin` and `end` delimit its name in the text."""
 
     begin: int
     end: int
     name: str
     operator: str = ""
-    """That of ${NAME:-0}."""
+    """The `:-` of ${NAME:-0}."""
     by_shell: bool = True
     """False for a text that another program may read: a quoted here-document, Python's os.environ["NAME"]."""
 
 
 @dataclass
 class _Command:
-    """The command whose words are being read, as far as it decides what its words are."""
+    """State of the command that is being read: it decides which of its words are scripts."""
 
     word: str | None = None
     is_code: bool = False
-    """Whether the present word is a script."""
+    """True if the present word is a script."""
     is_launched: bool = False
     has_shell: bool = False
     is_first: bool = True
@@ -52,18 +53,18 @@ class _Command:
 
     @property
     def is_read(self) -> bool:
-        """Whether a shell of the pod reads the present word as a script."""
+        """True if a shell of the pod reads the present word as a script."""
         return self.is_code and not self.is_launched
 
     def add(self, text: str) -> None:
         self.word = (self.word or "") + text
 
     def reset(self) -> None:
-        """The next command begins."""
+        """Begin the next command."""
         vars(self).update(vars(_Command()))
 
     def end_word(self) -> None:
-        """The next word begins."""
+        """Begin the next word."""
         word, self.word = self.word, None
         if word is None:
             return
@@ -99,7 +100,7 @@ def _starts_ranks(word: str) -> bool:
 
 
 def scripts(words: Sequence[str]) -> Iterator[tuple[int, bool]]:
-    """(place, whether a shell of the pod reads it) of each word that is a script of a shell."""
+    """Yield the index of each word that is a shell's script, and True if a shell of the pod reads it."""
     command = _Command()
     for place, word in enumerate(words):
         if command.is_code:
@@ -108,18 +109,20 @@ def scripts(words: Sequence[str]) -> Iterator[tuple[int, bool]]:
         command.end_word()
 
 
-def references(script: str) -> list[Reference]:
-    """The variables that the pod's own shell reads when it runs the script, in their order."""
+@functools.lru_cache(maxsize=16)
+def references(script: str) -> tuple[Reference, ...]:
+    """Return the variables that the pod's own shell reads when it runs the script, in their order."""
+    # Cached, because each rule about variables needs it.
     reader = _Reader(script)
     reader.commands(0, len(script))
     found = {ref.begin: ref for ref in reader.found}
     for match in _BY_NAME.finditer(script):
         found.setdefault(match.start(1), Reference(match.start(1), match.end(1), match[1], by_shell=False))
-    return sorted(found.values())
+    return tuple(sorted(found.values()))
 
 
 def set_at(script: str, name: str) -> int | None:
-    """Where a script first gives a variable a value of its own, on any way through it; None if it does not."""
+    """Return the position at which a script first sets a variable, on any path through it; None if it never does."""
     given = rf"(?<![\w$-]){name}=|\bfor\s+{name}\s|\bread\s[^;&|\n]*\b{name}\b|\$\{{{name}:?="
     found = re.search(given, script)
     return None if found is None else found.start()
@@ -127,7 +130,7 @@ def set_at(script: str, name: str) -> int | None:
 
 @dataclass
 class _Reader:
-    """Reads a shell's script from left to right; each method gets a position and returns where to go on."""
+    """Reader of a shell's script from left to right; each method gets a position and returns the next one."""
 
     text: str
     found: list[Reference] = field(default_factory=list)
@@ -136,7 +139,7 @@ class _Reader:
     depth: int = 0
 
     def commands(self, i: int, end: int, closing: str = "") -> int:
-        """Commands, up to the end or behind `closing`."""
+        """Read commands up to `end`, or to `closing`."""
         command = _Command()
         self.depth += 1
         while i < end and self.depth <= _DEPTH_MAX and self.text[i] != closing:
@@ -197,7 +200,7 @@ class _Reader:
         return min(i + 1, end)
 
     def _quoted(self, i: int, end: int, is_code: bool) -> int:
-        r"""One step in double quotes or a here-document. is_code: a nested shell reads it again, and takes \$NAME."""
+        r"""Read one step in double quotes or a here-document. is_code: a nested shell expands \$NAME later."""
         c = self.text[i]
         if c == "\\":
             if is_code and self.text.startswith("$", i + 1):
@@ -224,18 +227,20 @@ class _Reader:
         return after
 
     def _braces(self, i: int, end: int) -> int:
-        """${NAME…}, with what its default reads."""
+        """Read ${NAME…}, and the variables in its default."""
         match = _BRACED.match(self.text, i, end)
         if match:
             self._add(match.start(1), match[1], match[2] or "")
         i = match.end() if match else i + 1
-        while i < end and self.text[i] != "}":
+        self.depth += 1
+        while i < end and self.depth <= _DEPTH_MAX and self.text[i] != "}":
             c = self.text[i]
             i = self._double(i, end, is_code=False) if c == '"' else self._quoted(i, end, is_code=False)
+        self.depth -= 1
         return min(i + 1, end)
 
     def _numbers(self, i: int, end: int) -> int:
-        """((…)), in which names need no $."""
+        """Read ((…)), in which names need no $."""
         close = self.text.find("))", i, end)
         close = end if close < 0 else close
         for match in _IN_NUMBERS.finditer(self.text, i, close):

@@ -13,7 +13,7 @@ _NAME = "OMP_NUM_THREADS"
 
 
 def set_threads(job: api.DDPJob, environ: Mapping[str, str]) -> api.DDPJob:
-    """The job with the number of threads in its template. It stays unset for a single rank, as torchrun leaves it.
+    """Return the job with OMP_NUM_THREADS in its template. It stays unset for a single rank, as under torchrun.
 
     Locally the nodes share the machine: with one rank on each of two nodes, two ranks would use all cores each.
     """
