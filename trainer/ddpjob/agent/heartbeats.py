@@ -13,7 +13,7 @@ import json
 import mmap
 import os
 import struct
-from typing import Any
+from typing import Any, Literal
 
 from ddpjob.agent.core.stall_monitor import Heartbeat
 from ddpjob.agent.memory import create
@@ -21,15 +21,19 @@ from ddpjob.core.heartbeat import (
     ANSWERED,
     ASKED,
     CELLS_BYTES,
+    COLLECTIVES,
+    COMPLETED,
     LENGTH,
     NOTICE,
     OVER,
     PAGE_BYTES,
     PHASES,
     PID,
+    QUIET,
     SAVED,
     WAITED_IN,
 )
+from ddpjob.core.stall_limits import Phase
 
 READ_BYTES = 4096  # whole notices, which are written in one piece each
 REFUSED = (errno.EACCES, errno.EPERM, errno.ENOSYS)
@@ -62,7 +66,8 @@ class Heartbeats:
         """This rank's heartbeat now."""
         cells = self._cells[local_rank]
         pid, phase, step, collectives = cells[:4]  # PID, PHASE, STEP, COLLECTIVES
-        return Heartbeat(pid, PHASES[phase] if 0 <= phase < len(PHASES) else "", step, collectives, cells[OVER] == 1)
+        known: Phase | Literal[""] = PHASES[phase] if 0 <= phase < len(PHASES) else ""
+        return Heartbeat(pid, known, step, collectives, cells[OVER] == 1, cells[COMPLETED] == 1)
 
     @property
     def furthest_step(self) -> int:
@@ -87,11 +92,17 @@ class Heartbeats:
         """The collective in which a rank that has ended waited until its timeout; 0: none, or it is not known."""
         return max(0, self._cells[local_rank][WAITED_IN])
 
-    def ask(self) -> None:
-        """Ask every rank where it is; it answers within half a second."""
+    def ask(self, *, quiet: bool = False) -> None:
+        """Ask every rank where it is; it answers within half a second. quiet: only what it waits in."""
         self._asked += 1
         for cells in self._cells:
+            cells[QUIET] = int(quiet)
             cells[ASKED] = self._asked
+
+    def begun_by(self, local_rank: int) -> int:
+        """The operations of the default group that a rank had begun when it left it; -1: it has not left it."""
+        cells = self._cells[local_rank]
+        return cells[COLLECTIVES] if cells[OVER] == 1 else -1
 
     def answer(self, local_rank: int) -> dict[str, Any] | None:
         """To the last question; None: it has not answered."""

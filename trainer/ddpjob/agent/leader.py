@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import ports
+from ddpjob.agent.core import deadlock
 from ddpjob.agent.core.leader_state import Ask, End, Ended, LeaderState, Over, Start, Stop
 from ddpjob.agent.core.stall_monitor import StallReport
 from ddpjob.agent.core.stall_rules import Position
@@ -180,9 +181,10 @@ class Leader:
     def _ask(self, order: Ask, now: float) -> None:
         timed_out = order.timed_out
         why = "no rank makes progress" if timed_out is None else f"rank {timed_out} waited until its timeout"
-        say(f"{why}: each is asked for its position")
-        self._send(self._lead.members, {"ask": {"generation": order.generation}})
-        self._agent.watching.ask(now)
+        if not order.quiet:
+            say(f"{why}: each is asked for its position")
+        self._send(self._lead.members, {"ask": {"generation": order.generation, "quiet": order.quiet}})
+        self._agent.watching.ask(now, quiet=order.quiet)
 
     def _end(self, order: End) -> None:
         if order.code != 0:
@@ -403,12 +405,20 @@ def of_rank(written: Any) -> Failure:
 
 def stall_report_of(written: Any) -> StallReport:
     """How another node's ranks get on, as it tells it. Raises TypeError, ValueError."""
-    level, stalled, seconds, phase = written
-    return StallReport(int(level), stalled is True, float(seconds), str(phase)[:16])  # type: ignore[arg-type]  # shown, no more
+    level, stalled, seconds, phase, still = written
+    return StallReport(int(level), stalled is True, float(seconds), str(phase)[:16], still is True)  # type: ignore[arg-type]  # shown, no more
 
 
 def position_of(said: Any) -> Position:
     """Where another node's rank stands. Raises KeyError, TypeError, ValueError."""
-    rank, step, sequence, op, done, where, answers, idle, apart = said
+    rank, step, sequence, op, done, where, answers, idle, apart, shape, waits, ended_after = said
     flags = (answers is True, idle is True, apart is True)
-    return Position(int(rank), int(step), int(sequence), str(op), done is True, str(where), *flags)
+    waits_in = deadlock.waits_of(waits), int(ended_after)
+    return Position(
+        int(rank), int(step), int(sequence), str(op), done is True, str(where), *flags, str(shape), *waits_in
+    )
+
+
+def line_of(position: Position) -> list[Any]:
+    """The inverse, as JSON has it."""
+    return [*position._replace(waits=None)[:-2], deadlock.written(position.waits), position.ended_after]

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ddpjob.agent.core.stall_rules import Position, Standstill, TimeoutQuestion, only_waited
+from ddpjob.agent.core.stall_rules import DeadlockSearch, Position, Standstill, TimeoutQuestion, only_waited
 from ddpjob.core.budget import (
     INFRASTRUCTURE_IN_A_ROW_MAX,
     NO_PROGRESS_MAX,
@@ -70,6 +70,8 @@ class Ask(NamedTuple):
     generation: int
     timed_out: int | None = None
     """The rank that has ended because it waited for another one until its timeout, where that is why."""
+    quiet: bool = False
+    """Whether each rank reports what it waits in, and writes nothing: none may hang at all."""
 
 
 class Over(NamedTuple):
@@ -128,7 +130,7 @@ class LeaderState:
         self.furthest_step = furthest_step  # of all ranks, in all generations, and before
         self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
         self._furthest_before = furthest_step  # the last failure that was charged here
-        self._standstill, self._question = Standstill(), TimeoutQuestion()
+        self._standstill, self._question, self._search = Standstill(), TimeoutQuestion(), DeadlockSearch()
         self._waited_for: Failure | None = None  # the rank that others have waited for until their timeouts
         self.members, self._budget, self._policy = members, budget, policy
         self._has_operator = has_operator
@@ -243,6 +245,7 @@ class LeaderState:
             self._finished.add(node)
             self._ended += [ended] if ended is not None else []
             wait = self._standstill.forget(node)
+            self._search.forget(node)
             if wait is not None and not self._standstill.asked:
                 self.deadline = now + wait
             if len(self._finished) == len(self.members) and self._checking:
@@ -263,14 +266,22 @@ class LeaderState:
         """The ranks of this node get on, or stand still, from now on."""
         if self.state == "running" and node in self._here:
             stalled = self._standstill.heard(node, report)
+            self._search.heard(node, still=report.still)
             if stalled and self.deadline is None:
                 self._ask(now)
+            elif self.deadline is None and self._search.is_due(self._here - self._finished):
+                self._search.ask()
+                self.deadline = now + ANSWER_SECONDS
+                self.orders.append(Ask(self.generation, quiet=True))
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
         """Where the ranks of this node are."""
         if self.state == "running" and node in self._here:
             running = self._here - self._finished
-            if self._standstill.answered(node, report, positions, running):
+            self._search.heard(node, still=report.still)
+            if self._search.answered(node, positions, running):
+                self._settle_search(now)
+            elif self._standstill.answered(node, report, positions, running):
                 self._settle_standstill(now)
         elif self._question.asked and node in self._stopping:
             self._question.answered(node, positions)
@@ -308,6 +319,8 @@ class LeaderState:
         elif self.state == "stopping":
             self._ask_no_more()
             self._await_no_more()
+        elif self._search.asked:
+            self._settle_search(now)
         elif self._standstill.asked:
             self._settle_standstill(now)
         elif self._standstill.stalled:
@@ -333,6 +346,14 @@ class LeaderState:
         found = self._standstill.settle()
         if found is not None:
             self._stop([found], now)
+
+    def _settle_search(self, now: float) -> None:
+        self.deadline = None
+        found = self._search.settle(self._here - self._finished)
+        if found is not None:
+            self._stop([found], now)
+        elif self._standstill.stalled:
+            self._ask(now)
 
     def _go_on_if_all_are_here(self, now: float) -> None:
         if self.state != "gathering":
@@ -363,6 +384,7 @@ class LeaderState:
         self._lost_pods = {}
         self._terminations.begin_generation()
         self._standstill, self._question, self._waited_for = Standstill(), TimeoutQuestion(), None
+        self._search = DeadlockSearch()
         self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
         self.orders.append(Start(self.generation, self.members, self._checking))
 
