@@ -51,6 +51,7 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
     if status.gang is not None:
         lines.append(labelled("Gang", f"{status.gang.kind}: {status.gang.why}"))
     lines += _progress(status, now)
+    lines += [labelled("Suspicious", found.message) for found in status.findings]
     if status.not_kept:
         lines.append(labelled("In memory", f"no: {status.not_kept}"))
     lines += _restarts(job)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # They end a process that does not handle them.
 _FATAL = "SIGHUP SIGINT SIGQUIT SIGTERM SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGIO SIGPWR SIGXCPU".split()
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
+MESSAGE_BEGINS = b'{"ddpjob"'
 
 
 class Group(Protocol):
@@ -234,9 +235,13 @@ class Agent:
         known = self.node.termination_message() if code != 0 else None
         if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
             known = failure._replace(traceback=self.node.traceback_of(failure.rank))
-        group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
-        if known is not None or (group and (code != 0 or account)):
-            message = ({} if known is None else known.as_dict()) | group
+        group: dict[str, Any] = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
+        message = group if account else {}
+        if code != 0 and (known is not None or group or not self.termination_signal):
+            # A shell around us may end with 0 nevertheless: `ddprun train.py | tee log`.
+            own = {"exitCode": code} if known is None else known.as_dict()
+            message = own | group | {"failed": not self.termination_signal}
+        if message:
             leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), message)
         self.code = code
 
@@ -282,3 +287,12 @@ def leave_message(path: str | None, message: dict[str, Any]) -> None:
             write_over(descriptor, message)
         finally:
             os.close(descriptor)
+
+
+def forget_message(path: str | None) -> None:
+    """Remove what a launcher before this one has left in the same container: `ddprun a.py || ddprun b.py`."""
+    with contextlib.suppress(OSError):
+        if path and os.path.getsize(path):
+            with open(path, "r+b") as file:
+                if file.read(len(MESSAGE_BEGINS)) == MESSAGE_BEGINS:
+                    file.truncate(0)
