@@ -32,6 +32,8 @@ _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exc
 # "ValueError: no such shard": what an exception looks like where its traceback is not seen.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?::.*)?$")
 _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
+# What multiprocessing prints above the traceback of a child: Process SpawnProcess-1:
+_PROCESS = re.compile(r"^Process \S+:$")
 # How torchrun reports a failure.
 REPORTS_FAILURE = "ChildFailedError"
 # With which a program ends that was told to.
@@ -163,8 +165,9 @@ def _ends_with_traceback(log: str) -> bool:
     if not begins or PREFIX.match(before.rpartition("\n")[2]) or _ENDS_NOTHING.match(above):
         return False
     lines = (line for line in rest.splitlines()[1:] if line.strip() and not line[0].isspace())
-    exception, *more = [line for line in lines if not is_of_no_rank(line)] or [""]
-    return bool(_TRACEBACK_END.match(exception)) and not exception.startswith(_NO_FAILURE) and not more
+    exception, *more = [line for line in lines if not (is_of_no_rank(line) or _PROCESS.match(line))] or [""]
+    ends = bool(_TRACEBACK_END.match(exception)) and not exception.startswith(_NO_FAILURE)
+    return ends and all(map(_EXCEPTION.match, more))  # processes write into each other's tracebacks
 
 
 def raised(log: str) -> list[Failure]:

@@ -218,11 +218,11 @@ def _forget_earlier() -> None:
 
 
 def _started_at() -> float:
-    """When this process was started or forked, in seconds since 1970. Not when it has imported this, because a peer may
-    have failed by then."""
+    """When this process was started or forked at the latest, in seconds since 1970. Not when it has imported this,
+    because a peer may have failed by then."""
     with open("/proc/self/stat", "rb") as file:
-        ticks = int(file.read().rpartition(b")")[2].split()[19])
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        ticks = int(file.read().rpartition(b")")[2].split()[19])  # complete ones
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
     return time.time() - age
 
 
