@@ -389,3 +389,59 @@ def test_without_a_file_the_hook_of_the_script_is_never_touched(start_script):
     script = "import sys, ddpjob\nhook = sys.excepthook\nddpjob.progress(1)\nassert sys.excepthook is hook\n"
     process = start_script(script)
     assert process.communicate(timeout=30) == ("", "")
+
+
+# ---- which launcher of a container counts --------------------------------------------------------------------------
+
+FAILS = "import ddpjob\nddpjob.progress(1)\nraise ValueError('boom')\n"
+WORKS = "import ddpjob\nddpjob.progress(1)\n"
+
+
+def ends(start_script: Any, script: str, **environ: Any) -> int:
+    process = start_script(script, **environ)
+    process.communicate(timeout=30)
+    return int(process.returncode)
+
+
+def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log, start_script):
+    """`torchrun a.py || torchrun b.py` would fail although b has trained."""
+    assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
+    assert message(log)["rank"] == 1
+    assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2) == 0
+    assert log.read_bytes() == b""
+
+
+def test_a_rank_that_started_with_the_one_that_failed_leaves_its_failure(log, start_script, tmp_path):
+    """A slow import of one rank would hide why the other has failed."""
+    go = tmp_path / "go"
+    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    slow = start_script(waits + WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2)
+    assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
+    go.touch()
+    slow.communicate(timeout=30)
+    assert (slow.returncode, message(log)["rank"]) == (0, 1)
+
+
+def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, start_script):
+    """A parent that starts its ranks again has handled their failure."""
+    script = (
+        "import multiprocessing, ddpjob\n"
+        "def rank(fails):\n"
+        "    ddpjob.progress(1)\n"
+        "    if fails: raise ValueError('boom')\n"
+        "if __name__ == '__main__':\n"
+        "    for fails in (True, FAILS_AGAIN):\n"
+        "        child = multiprocessing.get_context('fork').Process(target=rank, args=(fails,))\n"
+        "        child.start()\n"
+        "        child.join()\n"
+    )
+    assert ends(start_script, script.replace("FAILS_AGAIN", "False"), DDPJOB_TERMINATION_LOG=log) == 0
+    assert log.read_bytes() == b""
+    assert ends(start_script, script.replace("FAILS_AGAIN", "True"), DDPJOB_TERMINATION_LOG=log) == 0
+    assert message(log)["exception"] == "ValueError: boom"
+
+
+def test_what_the_script_itself_has_written_stays(log, start_script):
+    log.write_text("my own words")
+    assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log) == 0
+    assert log.read_text() == "my own words"

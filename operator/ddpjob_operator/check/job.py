@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.check import command, in_command, names, room
+from ddpjob_operator.check import command, in_command, names, room, shells
 from ddpjob_operator.check.rule import Job, Severity
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology, variables
@@ -89,6 +89,24 @@ YAML_RULES = (
         "Another variable of the rendezvous in `env`: it counts in place of the job's. The job has an Event of it.",
     ),
     YamlRule(
+        "exit-code-lost",
+        "warning",
+        "A shell's script ends with 0 although its launcher has failed: `torchrun train.py | tee log`, `|| true`, "
+        "`; echo done`, `&`, `trap 'exit 0' EXIT` ([failures.md](failures.md#when-the-exit-code-is-lost)).",
+    ),
+    YamlRule(
+        "pipefail-in-sh",
+        "warning",
+        "`sh -c 'set -o pipefail; …'`: where sh is dash, as in Debian and Ubuntu, it has no such option, and ends at "
+        "once.",
+    ),
+    YamlRule(
+        "shell-keeps-signals",
+        "warning",
+        "A shell that waits for its launcher does not hand SIGTERM over to it, so a drain or a stop saves nothing: "
+        "`torchrun train.py; echo done`. `exec torchrun train.py` gets it.",
+    ),
+    YamlRule(
         "launcher-option",
         "warning",
         "The launcher, or an option of it, has a consequence. The job has an Event of it.",
@@ -96,6 +114,7 @@ YAML_RULES = (
 )
 _EVERYWHERE = {
     "argument-taken-by-launcher", "not-expanded", "variable-of-ranks-unset", "variable-of-other-launcher-unset",
+    "exit-code-lost", "pipefail-in-sh",
 }  # fmt: skip
 CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning") - _EVERYWHERE
 """What is of no account to a local run, and what it says itself, as Events."""
@@ -187,7 +206,17 @@ def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
             yield command_path(template), "variable-of-ranks", said
     if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
         yield env, "rendezvous-overridden", variables.remark(template)
+    yield from ((command_path(template), rule, text) for rule, text in _of_shell(words))
     yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
+
+
+def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
+    """What the shell around the launcher keeps to itself."""
+    yield from (("exit-code-lost", text) for text in shells.lost_exit_codes(words))
+    if shells.pipefail_in_sh(words):
+        yield "pipefail-in-sh", shells.PIPEFAIL_IN_SH
+    if by := shells.keeps_signals(words):
+        yield "shell-keeps-signals", shells.KEEPS_SIGNALS.format(launcher=by)
 
 
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:

@@ -53,6 +53,7 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
     lines += _progress(status, now)
     if status.save_failed:
         lines.append(labelled("Saves", f"fail: {status.save_failed}"))
+    lines += [labelled("Suspicious", found.message) for found in status.findings]
     if status.not_kept:
         lines.append(labelled("In memory", f"no: {status.not_kept}"))
     lines += _restarts(job)

@@ -242,7 +242,7 @@ def precedence_of(failure: api.JobFailure) -> Precedence:
 def _with_evidence(failure: api.JobFailure) -> Failure:
     """What its class follows from, as the rules take it."""
     fields = msgspec.structs.asdict(evidence_of(failure))
-    del fields["precedence"], fields["silent_node"]
+    del fields["precedence"], fields["silent_node"], fields["hidden"]
     exception = failure.exception if fields.pop("raised") else ""
     return Failure(exit_code=failure.exit_code, exception=exception, **fields)
 
@@ -378,6 +378,7 @@ def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> ap
     starts = pod.trainer.reason in rules.START_REASONS
     evidence = api.Evidence(
         precedence=precedence.name,
+        hidden=pod.trainer.hides_a_failure,
         raised=starts or bool(own.exception),
         container_reason=shown(pod.trainer.reason, WORD_MAX),
         stalled=own.stalled,
@@ -536,7 +537,7 @@ def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
         return pod.disruption or pod.reason
     if precedence in (Precedence.NODE, Precedence.NODE_LATE) and not pod.trainer.is_lost:
         return UNFIT
-    reason = "Error" if _runtime_reason(pod) else pod.trainer.reason
+    reason = "Error" if _runtime_reason(pod) or pod.trainer.hides_a_failure else pod.trainer.reason
     was_deleted = precedence in (Precedence.DELETED, Precedence.STOPPED)
     return STOPPED if was_deleted and reason in ("", "Completed", "Error") else reason
 

@@ -116,7 +116,8 @@ def _how_it_ended(failure: api.JobFailure) -> str:
         return f"could not be started: {failure.exception or failure.reason}"
     how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
     unreported = " (no out-of-memory kill was reported)" if failure.exit_code == _SIGKILL else ""
-    return how + at + (f" in {failure.where}" if failure.where else "") + unreported + why
+    hidden = ", although the command ended with 0" if root_cause.evidence_of(failure).hidden else ""
+    return how + at + (f" in {failure.where}" if failure.where else "") + unreported + why + hidden
 
 
 def _at(failure: api.JobFailure) -> str:

@@ -197,6 +197,8 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """The root cause of the last failure."""
     failures: list[FailureLine] = []
     """The last 10 failures, short, the newest last."""
+    findings: Annotated[list[Finding], Meta(max_length=bounds.FINDINGS_MAX)] = []
+    """What makes a success of this attempt suspicious, as its pods that completed tell it."""
     avoided_nodes: list[AvoidedNode] = []
     """Nodes that failed this job repeatedly, and that its next pods stay away from until a given time."""
     goodput: Goodput | None = None
@@ -204,7 +206,8 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     display: Display | None = None
     """The texts that `kubectl get` shows."""
     conditions: list[Condition] = []
-    """Accepted, Running, Suspended, FailureTarget, Complete and Failed, as in batch/v1 Job; and SaveFailed."""
+    """Accepted, Running, Suspended, FailureTarget, Complete and Failed, as in batch/v1 Job. SaveFailed: the newest save
+    has failed. Suspicious: there are findings."""
 
 
 class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -319,6 +322,8 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """Whether its pod, or its node, is gone without a report."""
     stalled: bool = False
     """Whether it was stopped because it made no step."""
+    hidden: bool = False
+    """Whether its container ended with 0 all the same, because of a shell or a program around the ranks."""
     silent_node: Annotated[str, Meta(max_length=128)] = ""
     """Where ranks only complained of lost peers: a node of the attempt that had not reported for a while."""
 
@@ -381,6 +386,15 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """When."""
 
 
+class Finding(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """A fact about ranks that ended with 0, and that a training that went well does not show."""
+
+    reason: Annotated[str, Meta(max_length=64)]
+    """What, as one CamelCase word: NoProcessGroup, ReplicasDiffer, FailureInLog."""
+    message: Annotated[str, Meta(max_length=300)]
+    """What, as a sentence."""
+
+
 class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """A node that failed this job repeatedly."""
 
@@ -437,7 +451,7 @@ class Condition(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only
     """metav1.Condition."""
 
     type: str
-    """Accepted, Running, Suspended, FailureTarget, Complete or Failed."""
+    """Accepted, Running, Suspended, FailureTarget, Complete, Failed or Suspicious."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: str

@@ -199,10 +199,32 @@ LAUNCHER_OPTION = _warning(
     "Read the message; it names it, and what to write in its place.",
 )
 
+EXIT_CODE_LOST = _warning(
+    "ExitCodeLost",
+    "Event only: the shell of the command ends with 0 although its launcher fails, as in a pipe to tee.",
+    "Do what the message says of the command.",
+)
+
 DEVICES_NOT_COUNTED = _warning(
     "DevicesNotCounted",
     "Event only: the template claims devices (resourceClaims), of which the job does not know whether they are GPUs.",
     "Set the fields that the message names.",
+)
+
+NO_PROCESS_GROUP = _warning(
+    "NoProcessGroup",
+    "Condition Suspicious and event: several ranks ended with 0, and none has formed a process group.",
+    "Each rank has trained alone: call `init_process_group`, or give the script the option with which it does.",
+)
+REPLICAS_DIFFER = _warning(
+    "ReplicasDiffer",
+    "Condition Suspicious and event: the parameters of a DDP module were not the same on all ranks at the end.",
+    "Find what changes parameters without DDP: an optimizer step or a load on some ranks, a backward in `no_sync`.",
+)
+FAILURE_IN_LOG = _warning(
+    "FailureInLog",
+    "Condition Suspicious and event, of local runs: the log ends with the failure of a rank, and the exit code is 0.",
+    "See [When the exit code is lost](failures.md#when-the-exit-code-is-lost). With ddprun it would be certain.",
 )
 
 NOT_KEPT_IN_MEMORY = Reason(

@@ -329,8 +329,7 @@ def _termination_message(path: Path) -> str:
 
 
 def _ended(code: int | None, reason: str, at: dt.datetime, message: str) -> Container:
-    # As with FallbackToLogsOnError: exit 0 has no message.
-    return Container("ended", reason, "" if code == 0 else message, exit_code=code, ended_at=at)
+    return Container("ended", reason, message, exit_code=code, ended_at=at)
 
 
 def _time(seconds: float) -> dt.datetime:

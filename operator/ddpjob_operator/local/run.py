@@ -299,8 +299,10 @@ class Runner:
             self.cluster.execute(self.job, todo.actions)
             # The summary says how it ended.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
-                is_stop = self._stop_reasons and event.reason in _STOPS  # said where it began
-                if not is_stop and not self.teller.event(event, self.job.status):
+                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # by the check before the run
+                is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)  # where it began
+                is_said = is_said or event.reason in {found.reason for found in self.job.status.findings}  # at the end
+                if not is_said and not self.teller.event(event, self.job.status):
                     self.screen.event(event)
             if todo.status is None and not todo.actions and not self.cluster.ended_pods():
                 return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
@@ -436,7 +438,7 @@ class Runner:
         self._write_report()
         status, name = self.job.status, self.job.metadata.name
         failed = status.state in ("Failing", "Failed")
-        self.teller.explain(status.last_failure if failed else None)
+        self.teller.explain(status.last_failure if failed else None, doubtful=bool(status.findings) and not failed)
         self.screen.close()
         missed = faults.missed(self.options.faults, self._node_faults, self.folder.path / run_folder.FAULTS)
         for fault in missed:

@@ -72,11 +72,16 @@ class Teller:
             if late := fold.overdue(now):
                 self._log(pod, late)
 
-    def explain(self, failure: api.JobFailure | None) -> None:
-        """The culprit's traceback, and how many lines were folded. None: nothing failed."""
+    def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
+        """The culprit's traceback, and how many lines were folded. None: nothing failed.
+
+        doubtful: of a success that is suspicious; then the first traceback that was held back matters after all.
+        """
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
         culprit = None if failure is None else _of_culprit(failure, held)
+        if doubtful:
+            culprit = next((trace for traces in held.values() for trace in traces if trace.exception), None)
         for name, traces in held.items():
             pod, fold = self._folds[name]
             for trace in traces:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
+from ddpjob_operator.check import shells
 from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, variables
 from ddpjob_operator.job.reasons import Reason
@@ -32,7 +33,7 @@ _CONDITION_OF = {
 # The condition that has the message, beside status.message; the others that hold would only repeat it.
 _HAS_MESSAGE = {"Suspended": "Suspended", "Failing": "FailureTarget", "Failed": "Failed", "Succeeded": "Complete"}
 _ALWAYS_SHOWN = ("Accepted", "Running")
-_CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed", "SaveFailed")
+_CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed", "SaveFailed", "Suspicious")
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
 # Steps on the way back have no event, because there is one when the job restarts and one when it runs again.
 _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.WAITING_FOR_OLD_PODS.name)
@@ -111,6 +112,7 @@ def _display(status: api.Status, *, silent: bool) -> api.Display:
 def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime) -> list[api.Condition]:
     true = _CONDITION_OF.get(new.state or "", set()) | (set() if invalid else {"Accepted"})
     true = true | ({"SaveFailed"} if new.save_failed else set())
+    true = true | ({"Suspicious"} if new.findings else set())
     if new.reason in _STILL_STOPPING:
         true = true - {"Suspended"}  # a user who waits for it needs the GPUs or the volume, which the pods still hold
     before = {c.type: c for c in old.conditions}
@@ -123,7 +125,9 @@ def _condition(
 ) -> api.Condition:
     reason = new.reason or "Unknown"
     message = new.message if kind == _HAS_MESSAGE.get(new.state or "", "Running") else ""
-    if kind == "Accepted":
+    if kind == "Suspicious" and true:
+        reason, message = new.findings[0].reason, "; ".join(one.message for one in new.findings)
+    elif kind == "Accepted":
         reason, message = (reasons.INVALID_SPEC.name, invalid) if invalid else ("Valid", "")
     elif kind == "SaveFailed" and true:
         reason, message = reasons.SAVE_FAILED.name, new.save_failed
@@ -145,6 +149,9 @@ def _events(view: View, old: api.Status, new: api.Status, message: str) -> Itera
     yield from _of_state(view, old, new, message)
     yield from _of_acceptance(view, old, new)
     yield from _of_agent_restarts(view, old, new)
+    for found in new.findings if new.findings != old.findings else ():
+        if found not in old.findings:
+            yield _event(replaced(reasons.named(found.reason), warning=True), found.message)
     if new.not_kept and new.not_kept != old.not_kept:
         yield _event(reasons.NOT_KEPT_IN_MEMORY, f"the state is not kept in memory: {new.not_kept}")
     if new.save_failed and not old.save_failed:
@@ -225,6 +232,8 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
         yield _event(reasons.DEVICES_NOT_COUNTED, text)
     for text in launcher.warnings(job.spec):
         yield _event(reasons.LAUNCHER_OPTION, text)
+    for text in shells.lost_exit_codes(launcher.command_of(job.spec.template)):
+        yield _event(reasons.EXIT_CODE_LOST, text)
 
 
 def _not_counted(spec: api.Spec) -> str:

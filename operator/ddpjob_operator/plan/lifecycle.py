@@ -56,6 +56,8 @@ def completed(view: View, status: api.Status) -> Decision | None:
         return None
     text = f"all {len(nodes)} nodes completed" if view.spec.nodes > 1 else "the node completed"
     text = f"{len(nodes)} of {view.spec.nodes} nodes trained, and completed" if len(nodes) < view.spec.nodes else text
+    if status.findings:
+        text = f"{text}, but suspicious: {'; '.join(found.message for found in status.findings)}"
     succeeded = enter(status, "Succeeded", reasons.ALL_NODES_COMPLETED, text, view.now)
     return Decision(replace(succeeded, completion_time=view.now))
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, ranges, reasons, topology
 from ddpjob_operator.observed import stall
-from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
+from ddpjob_operator.plan import agent_restarts, findings, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
@@ -28,7 +28,8 @@ _ALL_PODS_WERE_MADE = (
 def record(view: View, status: api.Status) -> api.Status:
     """The status with which nodes have started and completed, progress, and the restarts that agents have charged."""
     report = view.seen.reports.get(0)
-    status = transitions.with_progress(_with_nodes(view, status), report, state_in_memory.why_not(view, status))
+    status = findings.with_findings(_with_nodes(view, status), view)
+    status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
     status = replace(status, unconfigured_since=_unconfigured_since(view, status))
     # An attempt that begins in this reconcile has no agent yet: the reports are of the one before, and counted there.

@@ -32,6 +32,7 @@ def status(new: api.Status) -> api.Status:
         progress=_progress(new.progress),
         last_failure=_failure(new.last_failure),
         failures=[_line(line) for line in new.failures],
+        findings=[replace(one, message=shown(one.message, EXCEPTION_MAX)) for one in new.findings],
         avoided_nodes=[replace(node, message=shown(node.message, EXCEPTION_MAX)) for node in new.avoided_nodes],
         conditions=[replace(one, message=shown(one.message, CONDITION_MAX)) for one in new.conditions],
     )

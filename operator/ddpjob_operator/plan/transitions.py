@@ -39,6 +39,7 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
         completed_nodes="",
         replacements={},
         in_place=None,
+        findings=[],
         not_kept="",
         save_failed="",
     )

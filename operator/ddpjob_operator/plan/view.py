@@ -10,6 +10,7 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from ddpjob.core.members import Members
+from ddpjob_operator.check import exit_codes
 from ddpjob_operator.job import api, launcher, podspec, ranges, times, topology
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
@@ -119,6 +120,11 @@ class View:
         return [p for p in failed if not self.comes_too_late(status, p.place)]
 
     @cached_property
+    def hands_over_exit_code(self) -> bool:
+        """Whether exit code 0 proves that the last launcher of the command has ended with 0."""
+        return exit_codes.is_handed_over(launcher.command_of(self.spec.template))
+
+    @cached_property
     def is_elastic(self) -> bool:
         """Whether the group trains with fewer nodes than all."""
         return launcher.min_nodes(self.spec) is not None
@@ -212,7 +218,7 @@ def _sorted(
 ) -> View:
     wanted_nodes = _wanted_nodes(job, seen)
     job = _as_it_began(job, status, wanted_nodes)
-    own = [replace(p, outlived=True) if is_past(outlived_at(p, job.spec), now) else p for p in owned(job, seen)]
+    own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
     proven = frozenset(p.uid for p in on_lost_nodes if seen.nodes is not None or p.silent_since is not None)
@@ -232,7 +238,9 @@ def _sorted(
         settings=settings,
         pods=pods,
         deleted_pods={
-            p.place: p for p in seen.deleted_pods if is_own(p, job) and is_present(p, status) and p.place in places
+            p.place: _as_it_counts(p, job.spec, now)
+            for p in seen.deleted_pods
+            if is_own(p, job) and is_present(p, status) and p.place in places
         },
         older=tuple(p for p in others if p.live and p.uid not in lost),
         garbage=tuple(p for p in garbage if p.uid not in seen.undeletable),
@@ -243,6 +251,15 @@ def _sorted(
         trackers={rank: t for rank, t in seen.trackers.items() if t.attempt in (0, status.attempt)},
         unreachable=tuple(_unreachable(pods, seen, settings, lost)),
     )
+
+
+def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
+    """The pod with what follows from the time and from its command."""
+    if is_past(outlived_at(pod, spec), now):
+        pod = replace(pod, outlived=True)
+    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.command_of(spec.template)):
+        pod = replace(pod, overcome=True)
+    return pod
 
 
 def is_present(pod: Pod, status: api.Status) -> bool:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # They end a process that does not handle them.
 _FATAL = "SIGHUP SIGINT SIGQUIT SIGTERM SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGIO SIGPWR SIGXCPU".split()
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
+MESSAGE_BEGINS = b'{"ddpjob"'
 
 
 class Group(Protocol):
@@ -244,8 +245,12 @@ class Agent:
         group: dict[str, Any] = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
         if findings:
             group["findings"] = [finding.as_dict() for finding in findings]
-        if known is not None or (group and (code != 0 or account or findings)):
-            message = ({} if known is None else known.as_dict()) | group
+        message = group if account or findings else {}
+        if code != 0 and (known is not None or group or not self.termination_signal):
+            # A shell around us may end with 0 nevertheless: `ddprun train.py | tee log`.
+            own = {"exitCode": code} if known is None else known.as_dict()
+            message = own | group | {"failed": not self.termination_signal}
+        if message:
             leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), message)
         self.code = code
 
@@ -291,3 +296,12 @@ def leave_message(path: str | None, message: dict[str, Any]) -> None:
             write_over(descriptor, message)
         finally:
             os.close(descriptor)
+
+
+def forget_message(path: str | None) -> None:
+    """Remove what a launcher before this one has left in the same container: `ddprun a.py || ddprun b.py`."""
+    with contextlib.suppress(OSError):
+        if path and os.path.getsize(path):
+            with open(path, "r+b") as file:
+                if file.read(len(MESSAGE_BEGINS)) == MESSAGE_BEGINS:
+                    file.truncate(0)
