@@ -1203,7 +1203,7 @@ def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in
         return step, packed.total(packed.tensors_of(objects["model"].state_dict()))
 
     assert node.run(0, lambda: train(6), ranks=ranks)[0] == 0
-    step, total = node.run(1, lambda: train(6 + more), ranks=ranks)
+    step, total = node.run(1, lambda: train(6 + more), ranks=ranks, ends=True)
     assert step == 6
     for number in range(2):
         node.lose(0)
@@ -1223,7 +1223,7 @@ def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, en
 
     assert node.run(0, lambda: train(6)) == 0
     node.run_ranks = lambda body, ranks: [outcome.error for outcome in end_ranks(body, ranks)]
-    assert "the state of step 6 was not saved: disk full" in node.run(1, lambda: train(6))
+    assert "the state of step 6 was not saved: disk full" in node.run(1, lambda: train(6), ends=True)
 
 
 def test_a_folder_that_takes_no_claim_does_not_cost_what_memory_has(
