@@ -28,7 +28,7 @@ def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
         return
     for call in script.calls:
         guarding = guard(script, call) if _is_worth_a_look(script, call) else None
-        if guarding is None or (job.nproc == 1 and is_local(script, guarding.branch.test)):
+        if guarding is None or (job.nproc == 1 and is_local(script, guarding.test)):
             continue
         waits = _wait_of(script, call)
         if waits is not None and not _others_join(script, call, guarding, waits):
@@ -47,7 +47,7 @@ def _calls_a_value(call: ast.Call) -> bool:
 
 
 def _severity(script: Script, job: Job, guarding: Guard) -> Severity:
-    certain = guarding.is_certain and (job.nproc is not None or not is_local(script, guarding.branch.test))
+    certain = guarding.is_certain and (job.nproc is not None or not is_local(script, guarding.test))
     return "error" if certain else "warning"
 
 
@@ -209,9 +209,8 @@ def _others_join(script: Script, call: ast.Call, guarding: Guard, waits: ast.Cal
     name = script.called(waits)
     if _has_counterpart(script, call, guarding, lambda other: _leads_to(script, other, name)):
         return True
-    after_return = not any(call is n for s in (*guarding.branch.body, *guarding.branch.orelse) for n in ast.walk(s))
-    others = _of_the_others(guarding)
-    if after_return:  # before it, the others log and clean up
+    others = [c for statement in guarding.others for c in ast.walk(statement) if isinstance(c, ast.Call)]
+    if not guarding.ours:  # before a return, the others log and clean up
         others = [c for c in others if script.functions_called(c) or not words_of(name_of(c.func)).isdisjoint(_JOINS)]
     return any(_may_call(script, c, name) for c in others)
 
@@ -222,7 +221,7 @@ _JOINS = {"barrier", "broadcast", "gather", "join", "reduce", "sync", "synchroni
 def _has_counterpart(script: Script, call: ast.Call, guarding: Guard, meets: Callable[[ast.Call], bool]) -> bool:
     return any(
         other is not call
-        and not _same_branch(guarding.branch, call, other)
+        and not _is_ours(guarding, other)
         and any(script.depends_on_rank(test) for test in script.enclosing_tests(other))
         and meets(other)
         for other in script.calls_in(script.function(call))
@@ -235,17 +234,8 @@ def _others_run(script: Script, call: ast.Call, guarding: Guard) -> bool:
     return _has_counterpart(script, call, guarding, lambda other: ast.dump(other.func) == what)
 
 
-def _of_the_others(guarding: Guard) -> list[ast.Call]:
-    """The calls in the branch of the ranks that do not pass."""
-    branch = guarding.branch.orelse if guarding.holds else guarding.branch.body
-    return [c for statement in branch for c in ast.walk(statement) if isinstance(c, ast.Call)]
-
-
-def _same_branch(guard: ast.If, one: ast.AST, two: ast.AST) -> bool:
-    return any(
-        any(n is one for s in branch for n in ast.walk(s)) and any(n is two for s in branch for n in ast.walk(s))
-        for branch in (guard.body, guard.orelse)
-    )
+def _is_ours(guarding: Guard, call: ast.Call) -> bool:
+    return any(n is call for branch in guarding.ours for n in ast.walk(branch))
 
 
 def _leads_to(script: Script, call: ast.Call, name: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddpjob_operator.check.nodes import Function, bindings_in, dotted, is_method, name_of, words_of
 from ddpjob_operator.check.ranks import COLLECTIVES
-from ddpjob_operator.check.script import DDP, Script
+from ddpjob_operator.check.script import Script
 
 # A call that is named so may make one value of those of all ranks.
 _AGREES = {
@@ -84,7 +84,7 @@ class LocalValues:
             name
             for node in self._nodes
             for target, value in bindings_in(node)
-            if isinstance(value, ast.Call) and self._script.calls_to(DDP) and self._script.is_wrapped(value.func)
+            if isinstance(value, ast.Call) and (self._script.is_wrapped(value.func) or self._evaluates(value))
             for name in names_of(target)
         }
         clocks = {
@@ -95,6 +95,14 @@ class LocalValues:
             for name in names_of(target)
         }
         return (losses | outputs | clocks) - {""}
+
+    def _evaluates(self, call: ast.Call) -> bool:
+        """True for a function of the file that runs the wrapped model on this rank's part of the samples, and sends
+        nothing."""
+        gets_model = any(self._script.is_wrapped(a) for a in call.args if isinstance(a, ast.Name | ast.Attribute))
+        functions = self._script.functions_called(call)
+        parts = self._script.mentions("DistributedSampler")
+        return gets_model and bool(functions) and parts and not self._may_agree(call)
 
     def _made_of(self) -> set[str]:
         """The names that get a value of such names, or get theirs under a condition with one, or keep one."""
@@ -118,12 +126,12 @@ class LocalValues:
 
 
 def leavings(loop: ast.For | ast.AsyncFor | ast.While) -> Iterator[ast.If]:
-    """The ifs of a loop, not of a loop in it, whose branch leaves it."""
+    """The ifs of a loop, not of a loop in it, whose branch leaves it, or leaves out the rest of this turn."""
     todo: list[ast.stmt] = list(loop.body)
     while todo:
         statement = todo.pop(0)
         if isinstance(statement, ast.If):
-            if statement.body and isinstance(statement.body[-1], ast.Break | ast.Return):
+            if statement.body and isinstance(statement.body[-1], ast.Break | ast.Return | ast.Continue):
                 yield statement
             todo += [*statement.body, *statement.orelse]
         elif isinstance(statement, ast.With | ast.AsyncWith | ast.Try):

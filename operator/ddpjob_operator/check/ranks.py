@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ddpjob_operator.check.nodes import before, has_hidden_arguments, means_one_process, name_of
 from ddpjob_operator.check.otherwise import is_otherwise
@@ -153,40 +153,54 @@ def has_group(script: Script, call: ast.Call) -> bool:
 
 @dataclass(frozen=True)
 class Guard:
-    """The `if` that lets some ranks pass to a line, and not all."""
+    """A condition that lets some ranks pass to a line, and not all."""
 
-    branch: ast.If
+    test: ast.expr
     holds: bool
-    """True if those pass for which its condition holds."""
+    """True if those pass for which the condition holds."""
+    ours: Sequence[ast.AST] = ()
+    """The branch of those that pass; empty if the others have left before."""
+    others: Sequence[ast.AST] = ()
+    """What the other ranks run instead."""
     is_certain: bool = True
     """False for `if rank == 0 and not found: return`: perhaps all pass."""
 
     def to_text(self, script: Script) -> str:
         """For a message: only where `rank == 0`, only where not `rank != 0`."""
-        return f"only where {'' if self.holds else 'not '}`{script.text_of(self.branch.test)}`"
+        return f"only where {'' if self.holds else 'not '}`{script.text_of(self.test)}`"
 
 
 def guard(script: Script, call: ast.Call) -> Guard | None:
     """The innermost guard of a call. A rank that raises or exits ends the job: nobody waits for it."""
     for child, parent in script.above(call):
-        if isinstance(parent, ast.If) and child is not parent.test:
-            found = _guard(script, parent, child in parent.body)
-            if found is not None:
-                return found
-        for sibling in before(parent, child):
-            for block, holds in ((sibling.body, False), (sibling.orelse, True)) if isinstance(sibling, ast.If) else ():
-                found = _guard(script, sibling, holds) if _goes_around(block) else None  # type: ignore[arg-type]
-                if found is not None:
-                    return found
+        for possible in (*_around(parent, child), *_returned_before(parent, child)):
+            if is_for_some(script, possible.test, holds=possible.holds):
+                return possible
+            test = possible.test
+            may_be = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and not possible.holds
+            if may_be and is_for_some(script, test):
+                return replace(possible, is_certain=False)
     return None
 
 
-def _guard(script: Script, branch: ast.If, holds: bool) -> Guard | None:
-    if is_for_some(script, branch.test, holds=holds):
-        return Guard(branch, holds)
-    test = branch.test
-    may_be = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and not holds
-    return Guard(branch, holds, is_certain=False) if may_be and is_for_some(script, test) else None
+def _around(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
+    if isinstance(parent, ast.If) and child is not parent.test:
+        holds = child in parent.body
+        yield Guard(parent.test, holds, *((parent.body, parent.orelse) if holds else (parent.orelse, parent.body)))
+    elif isinstance(parent, ast.IfExp) and child is not parent.test:
+        holds = child is parent.body
+        yield Guard(parent.test, holds, [child], [parent.orelse if holds else parent.body])
+    elif isinstance(parent, ast.BoolOp) and child in parent.values:
+        holds = isinstance(parent.op, ast.And)
+        yield from (Guard(value, holds, [child]) for value in parent.values[: parent.values.index(child)])
+
+
+def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
+    for sibling in before(parent, child):
+        if isinstance(sibling, ast.If) and _goes_around(sibling.body):
+            yield Guard(sibling.test, False, (), sibling.body)
+        if isinstance(sibling, ast.If) and _goes_around(sibling.orelse):
+            yield Guard(sibling.test, True, (), sibling.orelse)
 
 
 def _goes_around(block: list[ast.stmt]) -> bool:

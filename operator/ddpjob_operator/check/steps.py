@@ -188,7 +188,7 @@ def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iter
     """A loop that each rank leaves by a value of its own: the loss of its batch, its clock."""
     values = LocalValues(script, script.function(loop))
     waits = f"the others wait for it in {script.text_of(steps[0].func)}(…)"
-    fix = "average or broadcast it first, so that all ranks leave together"
+    fix = "average or broadcast it first, so that all ranks do the same"
     if isinstance(loop, ast.While) and values.decide(loop.test):
         test = script.text_of(loop.test)
         yield at(
@@ -197,9 +197,13 @@ def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iter
             "warning",
         )
     for branch in leavings(loop):
-        if values.decide(branch.test) and not _joined_inside(script, branch, steps):
+        if not values.decide(branch.test) or _joined_inside(script, branch, steps):
+            continue
+        skips = isinstance(branch.body[-1], ast.Continue)
+        if not skips or any(step.lineno > branch.lineno for step in steps):
+            leaves_it = "skips the rest of the turn" if skips else "leaves the loop"
             text = f"if {script.text_of(branch.test)}: each rank has a value of its own here"
-            yield at(branch, f"{text}, and where one leaves the loop, {waits}; {fix}", "warning")
+            yield at(branch, f"{text}, and where one {leaves_it}, {waits}; {fix}", "warning")
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:
