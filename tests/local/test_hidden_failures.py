@@ -48,7 +48,8 @@ def test_a_traceback_at_the_end_of_a_success_is_shown_and_makes_it_suspicious(cl
 
 
 def test_a_traceback_after_which_the_script_goes_on_is_none_of_a_failure(cli: Cli) -> None:
-    script = "import logging\ntry:\n    raise RuntimeError('boom')\nexcept RuntimeError:\n    logging.exception('x')\nprint('on')"
+    handles = "except RuntimeError:\n    logging.exception('x')\nprint('on')"
+    script = f"import logging\ntry:\n    raise RuntimeError('boom')\n{handles}"
     code, text, status = ran(cli, script, "python train.py")
     assert (code, status["state"], status.get("findings")) == (0, "Succeeded", None)
     assert "suspicious" not in text

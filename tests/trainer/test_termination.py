@@ -59,6 +59,7 @@ def test_an_exception_is_told_with_rank_step_and_trace_and_nothing_else_changes(
     told = message(log)
     assert "in read_shard" in told.pop("traceback")
     assert began < told.pop("time") < time.time()
+    assert told.pop("parent") == os.getpid()
     assert told == {
         "ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": "ValueError: no such shard: 7", "step": 41,
         "resumable": False,
@@ -439,6 +440,23 @@ def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, sta
     assert log.read_bytes() == b""
     assert ends(start_script, script.replace("FAILS_AGAIN", "True"), DDPJOB_TERMINATION_LOG=log) == 0
     assert message(log)["exception"] == "ValueError: boom"
+
+
+def test_a_parent_that_goes_on_by_itself_removes_the_failure_of_its_children(log, start_script):
+    """`except ProcessRaisedException: train_alone()` has handled it."""
+    script = (
+        "import multiprocessing, ddpjob\n"
+        "def rank():\n"
+        "    ddpjob.progress(1)\n"
+        "    raise ValueError('boom')\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('fork').Process(target=rank)\n"
+        "    child.start()\n"
+        "    child.join()\n"
+        "    ddpjob.progress(1)\n"
+    )
+    assert ends(start_script, script, DDPJOB_TERMINATION_LOG=log) == 0
+    assert log.read_bytes() == b""
 
 
 def test_what_the_script_itself_has_written_stays(log, start_script):

@@ -3,7 +3,7 @@
 In a pod that is the container's termination message: the operator reads it in the pod's status when the pod is gone.
 
     {"ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": "ValueError: no such shard: 7", "step": 41,
-     "time": 1796000000.123, "resumable": false, "traceback": "the last lines, as many as fit"}
+     "time": 1796000000.123, "resumable": false, "parent": 77, "traceback": "the last lines, as many as fit"}
 
 All ranks of a pod share the file. The earliest failure stays; a rank that stopped in order gives way to it, and one
 that only says that a peer is gone writes nothing. `init` and the first `progress` install it. A process that is
@@ -204,16 +204,19 @@ def _whole(error: BaseException) -> str:
 def _leave(message: Failure) -> None:
     with _opened() as descriptor:
         if not _stays(os.pread(descriptor, BYTES_MAX, 0), message):
-            write_over(descriptor, message.as_dict())
+            write_over(descriptor, message.as_dict() | {"parent": os.getppid()})
 
 
 def _forget_earlier() -> None:
-    """Remove a failure that was written before this process was started. Its peers started with it."""
+    """Remove a failure that was written before this process was started, because its peers started with it; and that
+    of a child, when the parent goes on by itself: `except ProcessRaisedException: train_alone()`."""
     if not os.path.getsize(os.environ["DDPJOB_TERMINATION_LOG"]):
         return
     with _opened() as descriptor:
         written = os.pread(descriptor, BYTES_MAX, 0)
-        if written.startswith(_BEGINS) and 0 < Failure.from_dict(json.loads(written)).time < _started_at():
+        document = json.loads(written) if written.startswith(_BEGINS) else {}
+        is_earlier = 0 < Failure.from_dict(document).time < _started_at()
+        if is_earlier or document.get("parent") == os.getpid():
             os.ftruncate(descriptor, 0)
 
 
