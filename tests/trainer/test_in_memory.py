@@ -1226,6 +1226,21 @@ def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, en
     assert "the state of step 6 was not saved: disk full" in node.run(1, lambda: train(6), ends=True)
 
 
+@pytest.mark.parametrize("save_failed", ["", "the state of step 6 was not saved: disk full"])
+def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_failed: str, end_ranks: Any) -> None:
+    """A node that is drained while the folder is full: the other pods stay, and have the step of the stop."""
+
+    def train() -> None:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        steps(step, 6, **objects)
+        process.current.save_failed, process.current.stopped_at = save_failed, 6
+
+    node.run_ranks = lambda body, ranks: [outcome.exit_code for outcome in end_ranks(body, ranks)]
+    assert node.run(0, train) == 75
+    assert node.step == (6 if save_failed else None)
+
+
 def test_a_folder_that_takes_no_claim_does_not_cost_what_memory_has(
     node: Node, capfd: pytest.CaptureFixture[str]
 ) -> None:
