@@ -41,9 +41,9 @@ context; without these, a mistake that matters on several nodes only is a warnin
 the address of its rendezvous counts as one for one node, as the tutorials are.
 
 **An error is certain**: this run will fail, hang, or train something else. A finding of a rule with the severity error
-is a warning in a line that may not run: behind an option that is not given, in a function that nothing calls. Options of
-argparse have the values of the job's command, else their defaults. What only matters in a cluster is a warning before
-`ddpjob run`.
+is a warning in a line that may not run: behind an option that is not given, in a function that nothing calls. Options
+of argparse have the values of the job's command, else their defaults. What only matters in a cluster is a warning
+before `ddpjob run`.
 
 The rules `elastic-…` are for jobs whose number of nodes may change, by `minNodes` or `torchrun --nnodes=MIN:MAX`
 ([elastic.md](elastic.md)), and for a script with `--nodes MIN:MAX`; of all others they say nothing.
@@ -67,8 +67,8 @@ Fields of the wrong type, misspelled fields, and quantities that are none (`cpu:
 TAIL = """\
 ## What it does not read
 
-Other files that the script imports; values that come from click or a configuration file, or that `exec`, `globals()`, a star
-import or `setattr` may have changed; what a shell script does before it starts Python. The official tutorial
+Other files that the script imports; values that come from click or a configuration file, or that `exec`, `globals()`,
+a star import or `setattr` may have changed; what a shell script does before it starts Python. The official tutorial
 "Writing distributed applications" has two of these mistakes in some of its versions, `batch_size=128 / float(size)`
 and `download=True` on every rank: both findings are correct.
 """
