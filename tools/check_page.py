@@ -67,8 +67,8 @@ Fields of the wrong type, misspelled fields, and quantities that are none (`cpu:
 TAIL = """\
 ## What it does not read
 
-Other files that the script imports; values that come from click or a configuration file, or that `exec`, `globals()`, a
-star import or `setattr` may have changed; what a shell script does before it starts Python. The official tutorial
+Other files that the script imports; values that come from click or a configuration file, or that `exec`, `globals()`,
+a star import or `setattr` may have changed; what a shell script does before it starts Python. The official tutorial
 "Writing distributed applications" has two of these mistakes in some of its versions, `batch_size=128 / float(size)`
 and `download=True` on every rank: both findings are correct.
 """

@@ -340,4 +340,4 @@ def test_a_stop_whose_save_failed_says_so_where_no_rank_raised() -> None:
 def test_a_write_of_torch_that_was_cut_short_is_named_as_what_it_mostly_is(said: str) -> None:
     """The words say nothing of a disk."""
     failure = api.JobFailure(attempt=1, rank=0, node_rank=0, time=START, exit_code=1, exception=f"RuntimeError: {said}")
-    assert ("most likely a full disk: RuntimeError" in sentences.local(failure)) is ("pos" in said)
+    assert ("most likely a full disk: RuntimeError" in sentences.sentence(failure)) is ("pos" in said)

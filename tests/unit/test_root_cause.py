@@ -492,7 +492,7 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
         (
             recorded(1, "CreateContainerConfigError", exception='configmap "x" not found'),
             "rank 1 (pod bert-1-1, node gpu-01) failed (CreateContainerConfigError): configmap \"x\" not found",
-            "CreateContainerConfigError on rank 1",
+            "a missing ConfigMap or Secret of bert-1-1",
         ),
         (
             recorded(1, "StartError", exit_code=128, exception='exec: "trochrun": executable file not found in $PATH'),

@@ -150,11 +150,10 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     start_retries: Count = 0
     """How often in a row the pods were released because not all ran by startDeadlineSeconds."""
     starting_since: Time | None = None
-    """Since when attempts follow each other because pods gave up waiting for those that found no node, or had not
-    started for another reason, or because they may go to a node that was avoided: startDeadlineSeconds counts from
-    here. Unset: from attemptTime."""
+    """Since when attempts follow each other without all pods having started: startDeadlineSeconds counts from here.
+    Unset: from attemptTime."""
     unconfigured_since: Time | None = None
-    """Since when a ConfigMap or a Secret is missing that a container needs, over all starts that took too long."""
+    """Since when a ConfigMap or Secret that a container needs is missing."""
     restarts: Restarts | None = None
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None
@@ -189,8 +188,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Why the state is not kept in memory, in which pods, and what to do; a restart goes on from the last save.
     Unset where it is kept, or where nobody has tried."""
     save_failed: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
-    """Why the last save of ddpjob.Snapshot has failed; unset once a later one is in the folder. progress.savedStep is
-    the step of the last one that is."""
+    """Why the last save of ddpjob.Snapshot failed; unset after one that succeeds. progress.savedStep: the last one."""
     furthest_step: Count | None = None
     """The furthest step of all ranks before those that train now; unset while none has reported a step."""
     last_failure: JobFailure | None = None
@@ -198,7 +196,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     failures: list[FailureLine] = []
     """The last 10 failures, short, the newest last."""
     findings: Annotated[list[Finding], Meta(max_length=bounds.FINDINGS_MAX)] = []
-    """What makes a success of this attempt suspicious, as its pods that completed tell it."""
+    """Facts that make a success of this attempt suspicious."""
     avoided_nodes: list[AvoidedNode] = []
     """Nodes that failed this job repeatedly, and that its next pods stay away from until a given time."""
     goodput: Goodput | None = None
@@ -206,8 +204,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     display: Display | None = None
     """The texts that `kubectl get` shows."""
     conditions: list[Condition] = []
-    """Accepted, Running, Suspended, FailureTarget, Complete and Failed, as in batch/v1 Job. SaveFailed: the newest save
-    has failed. Suspicious: there are findings."""
+    """Accepted, Running, Suspended, FailureTarget, Complete, Failed, as in batch/v1 Job; SaveFailed, Suspicious."""
 
 
 class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -323,7 +320,7 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     stalled: bool = False
     """Whether it was stopped because it made no step."""
     hidden: bool = False
-    """Whether its container ended with 0 all the same, because of a shell or a program around the ranks."""
+    """Whether its container ended with 0 all the same."""
     silent_node: Annotated[str, Meta(max_length=128)] = ""
     """Where ranks only complained of lost peers: a node of the attempt that had not reported for a while."""
 
@@ -387,12 +384,12 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
 
 
 class Finding(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
-    """A fact about ranks that ended with 0, and that a training that went well does not show."""
+    """A fact that a training that went well does not show."""
 
     reason: Annotated[str, Meta(max_length=64)]
-    """What, as one CamelCase word: NoProcessGroup, ReplicasDiffer, FailureInLog."""
+    """NoProcessGroup, ReplicasDiffer, FailureInLog."""
     message: Annotated[str, Meta(max_length=300)]
-    """What, as a sentence."""
+    """A sentence."""
 
 
 class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -405,7 +402,7 @@ class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     message: Annotated[str, Meta(max_length=300)] = ""
     """Why."""
     lifted: bool = False
-    """Whether new pods may go there before, because they fit on no other node."""
+    """Whether new pods may go there before, because they fit nowhere else."""
 
 
 class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -451,7 +448,7 @@ class Condition(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only
     """metav1.Condition."""
 
     type: str
-    """Accepted, Running, Suspended, FailureTarget, Complete, Failed or Suspicious."""
+    """Which one."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: str
