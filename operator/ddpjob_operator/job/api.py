@@ -153,7 +153,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Since when attempts follow each other without all pods having started: startDeadlineSeconds counts from here.
     Unset: from attemptTime."""
     unconfigured_since: Time | None = None
-    """Since when a ConfigMap or Secret that a container needs is missing."""
+    """Since when a ConfigMap or Secret is missing."""
     restarts: Restarts | None = None
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None
@@ -188,7 +188,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Why the state is not kept in memory, in which pods, and what to do; a restart goes on from the last save.
     Unset where it is kept, or where nobody has tried."""
     save_failed: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
-    """Why the last save of ddpjob.Snapshot failed; unset after one that succeeds. progress.savedStep: the last one."""
+    """Why the last save of ddpjob.Snapshot failed; unset after one that succeeds."""
     furthest_step: Count | None = None
     """The furthest step of all ranks before those that train now; unset while none has reported a step."""
     last_failure: JobFailure | None = None
@@ -196,7 +196,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     failures: list[FailureLine] = []
     """The last 10 failures, short, the newest last."""
     findings: Annotated[list[Finding], Meta(max_length=bounds.FINDINGS_MAX)] = []
-    """Facts that make a success of this attempt suspicious."""
+    """Facts that make a success suspicious."""
     avoided_nodes: list[AvoidedNode] = []
     """Nodes that failed this job repeatedly, and that its next pods stay away from until a given time."""
     goodput: Goodput | None = None
@@ -320,7 +320,7 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     stalled: bool = False
     """Whether it was stopped because it made no step."""
     hidden: bool = False
-    """Whether its container ended with 0 all the same."""
+    """Whether its container ended with 0."""
     silent_node: Annotated[str, Meta(max_length=128)] = ""
     """Where ranks only complained of lost peers: a node of the attempt that had not reported for a while."""
 
