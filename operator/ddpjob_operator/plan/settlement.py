@@ -168,12 +168,14 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
 
 
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
-    """Whether a pod was made when another had ended: by what was seen first, or by clocks that differ by more than
-    those of nodes do."""
+    """True if a pod was made when another had ended: by what was seen first, else by when both got their nodes and how
+    long the other ran. Clocks of nodes differ by more than a short run takes."""
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
-    at, end = pod.scheduled_at, ended.trainer.ended_at
-    return at is not None and end is not None and at > end + root_cause.NODE_CLOCKS_DIFFER
+    at, before, ran = pod.scheduled_at, ended.scheduled_at, ended.trainer
+    if at is None or before is None or ran.started_at is None or ran.ended_at is None:
+        return False
+    return at > before + (ran.ended_at - ran.started_at)
 
 
 def _has_trained_before(status: api.Status) -> bool:
