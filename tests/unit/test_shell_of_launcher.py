@@ -88,6 +88,7 @@ def test_pipefail_in_sh_is_warned_of(words: list[str], is_said: bool) -> None:
         (["torchrun", "t.py", "|", "tee", "log"], False),  # words of the script
         (["bash", "run.sh"], False),
         (["bash", "-c", "torchrun 't.py | tee"], False),  # cannot be read
+        (["(("], False),  # words of a list, which no shell reads
         ([], False),
     ],
 )

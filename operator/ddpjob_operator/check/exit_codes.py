@@ -616,7 +616,7 @@ def _value(text: str, state: _State) -> str | None:
 
 def _tested(words: list[str], state: _State) -> str:
     """The status of a test: of exit codes it is known, else nobody can know it."""
-    if words[0] == "((":
+    if words[0] == "((" and len(words) > 1:
         found = _ARITHMETIC.match(words[1])
         if found is None:
             return "" if re.search(r"[=!<>]=|[<>&|]", words[1]) else "0"
