@@ -333,6 +333,7 @@ class Cluster:
             self._loop.call_later(self._faults.number("kubelet", 2, 90), self._try_again, node, uid)
             return
         process = node.processes[uid] = Process.of(raw, node.name)
+        process.started = stamp(self._loop.now() + node.skew)
         process.told_after = node.losses
         if uid in self._api.late:
             process.excused = LATE
@@ -377,7 +378,8 @@ class Cluster:
             return
         process.alive = False
         node = self.nodes[process.node]
-        process.terminated = terminated(code, reason, message, stamp(self._loop.now() + node.skew))
+        at = stamp(self._loop.now() + node.skew)
+        process.terminated = terminated(code, reason, message, at, process.started)
         process.phase_reason = phase_reason or process.phase_reason
         self._training.left(process, code)
         # Whom the kubelet itself has ended it tells of at once, but for a success: of that the phase may come later.
