@@ -62,7 +62,8 @@ class RankEnd:
         for module in self._modules:
             module.end()
         modules = [module.ended for module in self._modules if module.ended is not None]
-        alone = self.group_size <= 1 and not knows_others() and has_run_backward(torch)
+        alone = process.number("WORLD_SIZE", 1) > 1 >= self.group_size
+        alone = alone and not knows_others() and has_run_backward(torch)
         with open(self._path, "w") as file:
             json.dump({"alone": alone, "modules": modules}, file)
 
@@ -95,7 +96,8 @@ def formed(group: Any) -> None:
 
 def _write(end: RankEnd) -> None:
     with contextlib.suppress(Exception):
-        if process.current.end is end:  # not in a fork of the rank
+        # Not in a fork of the rank, and not where an exception ends it: the others wait for the restart.
+        if process.current.end is end and getattr(sys, "last_value", None) is None:
             end.write()
 
 
