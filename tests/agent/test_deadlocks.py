@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
 
 import pytest
 from agents import Launcher, finish
+from shell import eventually
+
+from ddpjob.threads import times_run
 
 # In its first life each rank makes a mistake of its own; in the second all do the same.
 SCRIPT = """
@@ -96,3 +102,18 @@ def test_a_deadlock_over_two_nodes_is_named_by_node_0(launcher: Launcher) -> Non
     done = [finish(agent, 150) for agent in started]
     assert [d.returncode for d in done] == [0, 0], done[0].stderr
     assert f"restart 1: the group is deadlocked: {told}; charged to stall" in done[0].stderr
+
+
+def test_a_process_that_is_stopped_does_not_sleep_and_one_that_is_continued_has_run() -> None:
+    """A rank that a debugger holds would be taken for one that waits."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            eventually(lambda: times_run(process.pid) != "")
+            before = times_run(process.pid)
+            os.kill(process.pid, signal.SIGSTOP)
+            eventually(lambda: times_run(process.pid) == "")
+            os.kill(process.pid, signal.SIGCONT)
+            eventually(lambda: times_run(process.pid) not in ("", before))
+        finally:
+            process.kill()
+    assert times_run(process.pid) == ""

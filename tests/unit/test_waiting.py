@@ -71,7 +71,14 @@ def test_a_thread_of_the_users_may_begin_a_collective_and_an_idle_one_of_a_libra
 
 def entry(number: int, **known: Any) -> dict[str, Any]:
     made = {"collective_seq_id": number, "op_id": number, "pg_id": 0, "process_group": ["0", "default_pg"]}
-    return {**made, "profiling_name": "gloo:all_reduce", "thread_id": "7", "retired": False, **known}
+    return {
+        **made,
+        "profiling_name": "gloo:all_reduce",
+        "thread_id": "7",
+        "retired": False,
+        "timeout_ms": 60_000,
+        **known,
+    }
 
 
 @pytest.mark.parametrize(
@@ -96,6 +103,7 @@ def test_the_newest_collective_of_a_group_is_known_only_if_it_is_the_last_that_w
     [
         ({}, True),
         ({"retired": True}, False),
+        ({"timeout_ms": 5_000}, False),
         ({"thread_id": "8"}, False),
         ({"profiling_name": "nccl:all_reduce"}, False),
     ],

@@ -26,6 +26,7 @@ _COLLECTIVES = frozenset(
 )
 # Those in C++ that wait for each of their collectives before they return: DDP's constructor and its forward pass.
 _IN_C = frozenset(("_broadcast_coalesced", "_verify_params_across_processes", "_rebuild_buckets"))
+TIMEOUT_MS_MIN = 10_000  # a shorter one of the group ends the wait by itself, and a script may expect that
 GROUPS_MAX, RECENT, RANKS_MAX = 12, 6, 64
 # By torch's names in the recorder: what users write, and its bytes.
 _DTYPES = {
@@ -35,8 +36,10 @@ _DTYPES = {
 }  # fmt: skip
 # Threads that begin no collectives, by the file of their outermost call, of which they never come out.
 _HARMLESS = (
-    "/torch/utils/data/", "/torch/_inductor/", "/torch/utils/tensorboard/", "/tensorboard/", "/tensorboardX/",
-    "/tqdm/_monitor.py", "/wandb/", "/multiprocessing/queues.py", "/multiprocessing/resource_sharer.py",
+    "-packages/torch/utils/data/", "-packages/torch/_inductor/", "-packages/torch/utils/tensorboard/",
+    "-packages/tensorboard/", "-packages/tensorboardX/", "-packages/tqdm/_monitor.py", "-packages/wandb/",
+    os.path.join(os.path.dirname(os.__file__), "multiprocessing", "queues.py"),
+    os.path.join(os.path.dirname(os.__file__), "multiprocessing", "resource_sharer.py"),
 )  # fmt: skip
 _IDLE_WORKER = "/concurrent/futures/thread.py"
 _BEFORE_THREADS = ("/threading.py", os.path.join("agent", "forkserver.py"))
@@ -107,8 +110,9 @@ def is_known(main: int, recorded: list[dict[str, Any]]) -> bool:
     newest = recorded[-1]
     cuda = sys.modules.get("torch.cuda")
     of_main = {entry.get("thread_id") for entry in recorded} == {str(main)}
+    is_patient = int(newest.get("timeout_ms") or 0) >= TIMEOUT_MS_MIN
     of_gloo = all(str(entry.get("profiling_name", "")).startswith("gloo:") for entry in recorded)
-    return of_main and of_gloo and not newest.get("retired") and not getattr(cuda, "_initialized", False)
+    return of_main and of_gloo and is_patient and not newest.get("retired") and not getattr(cuda, "_initialized", False)
 
 
 def world_size() -> int | None:
