@@ -281,7 +281,7 @@ def test_what_is_no_mistake_of_the_script_stops_the_others_at_once(what: Failure
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
     """DDP says in 500 characters and more that a parameter is unused: such a job was tried as often as it may be."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
-    found, told = running(2), [long[: failures.EXCEPTION_MAX], long[: failures.BRIEF_MAX]]
+    found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
     for rank, then in enumerate((Start, End)):
         found.failed(rank, [failure(rank, exception=told[rank])], T0)
         found.tick(T0 + SAME_MISTAKE_SECONDS)

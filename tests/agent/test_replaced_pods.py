@@ -240,4 +240,4 @@ def test_the_users_failure_policy_ends_a_job_without_a_restart(launcher: Launche
     script = launcher.script("raise SystemExit(3)")
     done = launcher.done("--no-preload", script, DDPJOB_RESTARTS_LEFT=LEFT, DDPJOB_FAILURE_POLICY=policy)
     assert done.returncode == 3
-    assert re.search(r"rank 0 ended with exit code 3.*permanent", done.stderr)
+    assert re.search(r"rank 0 ended with exit code 3; not restarted, by failurePolicy", done.stderr)

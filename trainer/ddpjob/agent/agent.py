@@ -245,8 +245,8 @@ class Agent:
         group: dict[str, Any] = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
         if findings:
             group["findings"] = [finding.as_dict() for finding in findings]
-        message = group if account or findings else {}
-        if code != 0 and (known is not None or group or not self.termination_signal):
+        message = group if code != 0 or account or findings else {}
+        if known is not None or (code != 0 and not self.termination_signal):
             # A shell around us may end with 0 nevertheless: `ddprun train.py | tee log`.
             own = {"exitCode": code} if known is None else known.as_dict()
             message = own | group | {"failed": not self.termination_signal}
