@@ -89,6 +89,8 @@ class Teller:
                     self._log(pod, trace.lines)
                 else:
                     fold.hidden += len(trace.lines)
+        if failure is None and not any(held.values()):
+            return  # what torch logs at the end of a training that went well is nothing to look at
         self._tell_folded("" if failure is None else failure.pod)
 
     def _tell_folded(self, culprit: str) -> None:
