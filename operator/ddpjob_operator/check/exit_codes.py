@@ -21,6 +21,7 @@ FAILED = "failed"
 """The text of an exit code that is some number but 0."""
 _TEXT_MAX = 40
 _TESTS = frozenset("[ [[ (( test grep egrep fgrep zgrep cmp diff pgrep mountpoint expr let read".split())
+_FILTERS = frozenset("grep egrep fgrep zgrep".split())
 _DECLARES = frozenset("local export declare readonly typeset".split())
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\}|(\?)|\{(\?)\}|(!)|\{(!)\})")
 _PIPESTATUS = re.compile(r"^\$\{?PIPESTATUS(?:\[(\d)\])?\}?$")
@@ -237,6 +238,7 @@ class _Run:
             now = [(end, (*codes, end.status)) for before, codes in now for end in self._apart(part, before, True)]
         ends: _Ends = []
         for end, codes in now:
+            codes = (*codes[:-1], "0") if _is_filter(node.parts[-1]) else codes
             status = next((code for code in codes if code != "0"), "0") if end.pipefail else codes[-1]
             if status == "0" and FAILED in codes[:-1]:
                 rest = [part.text for part in node.parts[codes.index(FAILED) + 1 :]]
@@ -531,6 +533,14 @@ class _Run:
         if hands_over:
             return ends
         return [(replace(end.lost("program", "script"), status="0"), flow) for end, flow in ends]
+
+
+def _is_filter(part: shell.Node) -> bool:
+    """True for `grep -v warning` at the end of a pipe: it shows the output of the ranks, and ends with 0 if there is
+    any. `grep -q done` is a test."""
+    words = [word.value for word in part.words] if isinstance(part, shell.Simple) else []
+    is_quiet = any(re.match(r"-[a-zA-Z]*[qcl]|--(?:quiet|silent|count)", word) for word in words)
+    return words[:1] != [] and words[0] in _FILTERS and not is_quiet
 
 
 def _merged(outside: _State, end: _State) -> _State:

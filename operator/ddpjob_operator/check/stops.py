@@ -34,8 +34,8 @@ def workers_get_sigterm(script: Script, job: Job) -> Iterator[Found]:
         if workers is not None and _is_some(script, workers) and _lets_workers_end(script, call):
             yield at(
                 call,
-                f"DataLoader(…, num_workers={script.text_of(workers)}) under torchrun: at a stop torchrun sends "
-                "SIGTERM to the workers as well, the loader raises, and nothing is saved; pass "
+                f"DataLoader(…, num_workers={script.text_of(workers)}) under torchrun: at a stop torchrun "
+                "signals the workers as well, the loader raises, and nothing is saved; pass "
                 "worker_init_fn=ddpjob.ignore_sigterm, or start the script with ddprun",
             )
     for call in script.calls:
