@@ -693,8 +693,8 @@ def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> N
 
 def test_variables_of_ones_own_reach_the_operator() -> None:
     """The durations of the Lease could not be set by Helm, although the documents name them."""
-    own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60s", "extraEnv[1].name=A")
-    assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60s"}, {"name": "A"}]
+    own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60.0", "extraEnv[1].name=A")
+    assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60.0"}, {"name": "A"}]
 
 
 def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
