@@ -38,6 +38,7 @@ from ddpjob_operator.pods import build  # noqa: E402
 
 Raw = dict[str, Any]
 PAGE = RequestLimits().page
+CLUSTER_NODES = 2_000
 # Kubernetes' own fields of a pod: its token, tolerations and conditions; a pod that runs has 4.7 kB with managedFields.
 CONDITIONS = [
     {"type": kind, "status": "True", "lastProbeTime": None, "lastTransitionTime": "2026-11-23T00:00:00Z"}
@@ -90,9 +91,15 @@ def pods_of(raw: Raw, number: int, nodes: int) -> list[Raw]:
             "resourceVersion": str(1_000_000 + serial),
             "managedFields": MANAGED_FIELDS,
         }
-        body["spec"]["nodeName"] = f"node-{serial % 2_000:04}"
+        body["spec"]["nodeName"] = f"node-{serial % CLUSTER_NODES:04}"
         pods.append({**body, "status": RUNNING})
     return pods
+
+
+def node_of(number: int) -> Raw:
+    """A cluster node that is ready."""
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    return {"metadata": {"name": f"node-{number:04}", "uid": f"n{number}", "resourceVersion": "1"}, "status": ready}
 
 
 def service_of(raw: Raw, number: int) -> Raw:
@@ -148,7 +155,9 @@ async def measure(jobs: int, nodes: int) -> Raw:
         operator.job_seen(None, reading.job(orjson.loads(orjson.dumps(settled(operator, job_of(number, nodes))))))
     for reflector in operator.reflectors:
         reflector.synced.set()
-    operator.caches.nodes.retain(set(), 1)
+    for number in range(min(CLUSTER_NODES, jobs * nodes)):
+        operator.caches.nodes.put(node_of(number))
+    operator.caches.nodes.retain({("", f"node-{n:04}") for n in range(CLUSTER_NODES)}, 1)
     assert (len(operator.caches.jobs), len(operator.caches.pods)) == (jobs, jobs * nodes)
     began = time.process_time()
     for key in operator.caches.jobs:

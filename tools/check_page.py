@@ -31,7 +31,7 @@ $ ddpjob check train.ipynb              # code cells: train.ipynb:cell 3:2: erro
 $ ddpjob check train.py --format json   # findings (file, line, column, rule, severity, message), errors, warnings
 ```
 
-The script is read, never run or imported, and torch need not be installed. Values are followed through names,
+The script is read, never run or imported, and torch need not be installed. Values and calls are followed through names,
 attributes and the functions of the file, not into other files. **A rule that is not sure reports nothing**, so "nothing
 found" is no proof. What Lightning, Accelerate, Transformers and similar frameworks do by themselves is not expected of
 a script that imports them.
@@ -39,6 +39,11 @@ a script that imports them.
 A job gives its nodes, processes, GPUs, backend, volumes and launcher. Without a job, `--nodes` and `--nproc` give the
 context; without these, a mistake that matters on several nodes only is a warning, and a script that sets `localhost` as
 the address of its rendezvous counts as one for one node, as the tutorials are.
+
+**An error is certain**: this run will fail, hang, or train something else. A finding of a rule with the severity error
+is a warning in a line that may not run: behind an option that is not given, in a function that nothing calls. Options
+of argparse have the values of the job's command, else their defaults. What only matters in a cluster is a warning
+before `ddpjob run`.
 
 The rules `elastic-…` are for jobs whose number of nodes may change, by `minNodes` or `torchrun --nnodes=MIN:MAX`
 ([elastic.md](elastic.md)), and for a script with `--nodes MIN:MAX`; of all others they say nothing.
@@ -62,8 +67,8 @@ Fields of the wrong type, misspelled fields, and quantities that are none (`cpu:
 TAIL = """\
 ## What it does not read
 
-Other files that the script imports; values that come from the command line, or that `exec`, `globals()`, a star
-import or `setattr` may have changed; what a shell script does before it starts Python. The official tutorial
+Other files that the script imports; values that come from click or a configuration file, or that `exec`, `globals()`,
+a star import or `setattr` may have changed; what a shell script does before it starts Python. The official tutorial
 "Writing distributed applications" has two of these mistakes in some of its versions, `batch_size=128 / float(size)`
 and `download=True` on every rank: both findings are correct.
 """

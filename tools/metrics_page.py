@@ -55,6 +55,8 @@ A local run keeps the same names in a file for node-exporter's textfile collecto
 - No label is a pod, a node, a uid or a message. Values of labels are Kubernetes names, of at most {names.LABEL_MAX}
   characters, or words of a fixed list.
 - Counters and histograms without `_job_` count from the start of the process that leads: use `increase` and `rate`.
+  The seconds of all jobs are counted when a job changes or is deleted and at each scrape, so a job that begins and ends
+  between two scrapes is in them. What passes between the end of one leader and the begin of the next is not.
 - The name of a job is `job_name`, because Prometheus itself sets `job` on every series.
 - A scraper that does not read its answer within {ANSWER_SECONDS:.0f} s is cut off. Whoever asks more often than once a
   second gets the same answer again.

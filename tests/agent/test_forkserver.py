@@ -13,6 +13,8 @@ import pytest
 from agents import Launcher
 from script_facts import FACTS, differences
 
+from ddpjob.agent.core.leader_state import REPEATS
+
 
 def facts(launcher: Launcher, *words: object, **env: str) -> Any:
     path = launcher.folder / "facts.json"
@@ -81,7 +83,8 @@ def test_an_exception_is_printed_as_by_a_new_process_and_runs_what_was_to_run_at
     assert fresh.stdout == "at exit\n"
     traces = [done.stderr.partition("ddprun: ") for done in (forked, fresh)]
     assert (forked.returncode, forked.stdout, traces[0][0]) == (fresh.returncode, fresh.stdout, traces[1][0])
-    assert "rank 0 ended with exit code 1 (ValueError: mine)" in traces[0][2], "without the library, without @record"
+    said = f"rank 0 ended with exit code 1 in train.py:4 (ValueError: mine); {REPEATS}"
+    assert said in traces[0][2], "without the library, without @record"
 
 
 @pytest.mark.parametrize(
@@ -255,4 +258,4 @@ def test_a_rank_that_is_killed_as_soon_as_it_was_forked_is_seen_to_have_ended(la
         "hurried.py",
     )
     done = launcher.done("--preload=hurried", "--max-restarts", 0, launcher.script(""))
-    assert "rank 0 ended with SIGKILL;" in done.stderr, done.stderr
+    assert "rank 0 was killed by SIGKILL;" in done.stderr, done.stderr

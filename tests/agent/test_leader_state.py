@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import End, LeaderState, Leave, Start, Stop
+from ddpjob.agent.core.leader_state import SAME_MISTAKE_SECONDS, End, LeaderState, Leave, Start, Stop
 from ddpjob.core import budget, failures
 from ddpjob.core.budget import Budget, Grant, History, Known, Spent
 from ddpjob.core.failure_policy import PolicyRule
@@ -225,18 +225,66 @@ def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None
     found = running(2)
     for then in (Start, End):
         found.failed(0, [failure(exception=TYPO)], T0)
+        assert (taken(found), found.deadline) == ([], T0 + SAME_MISTAKE_SECONDS)
+        found.tick(T0 + SAME_MISTAKE_SECONDS)
         stop(found, [failure(exception=TYPO)])
         (order,) = taken(found)
         assert type(order) is then
     assert order.failure.failure_class == "permanent"
 
 
+def test_a_mistake_that_all_nodes_make_costs_no_restart() -> None:
+    """The ranks of the other nodes were killed before they raised it, so it counted against backoffLimit."""
+    found = running(3)
+    for node in range(3):
+        assert taken(found) == []
+        found.failed(node, [failure(node, exception=TYPO)], T0 + node / 10)
+        found.stopped(node, [failure(node, exception=TYPO)], T0 + node / 10)
+    *_, order = taken(found)
+    assert isinstance(order, End)
+    assert order.failure.failure_class == "permanent"
+
+
+def test_ranks_that_share_a_node_with_one_that_has_made_the_mistake_are_not_waited_for() -> None:
+    found = running(2)
+    found.failed(0, [failure(0, exception=TYPO)], T0)
+    found.failed(1, [failure(2, exception=TYPO)], T0)
+    stop(found, [failure(0, exception=TYPO)])
+    assert taken(found)[0].failure.failure_class == "permanent"
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        lambda found: found.failed(1, [failure(1, exception="OSError: no route")], T0),
+        lambda found: found.failed(1, [failure(1, exception="Connection closed by peer", symptom=True)], T0),
+        lambda found: found.lost(1, T0),
+        lambda found: found.finished(1, T0),
+        lambda found: found.termination_requested(1, T0),
+    ],
+)
+def test_nothing_else_is_waited_for_once_another_node_has_something_else_to_tell(happens: Any) -> None:
+    found = running(3)
+    found.failed(0, [failure(exception=TYPO)], T0)
+    assert taken(found) == []
+    happens(found)
+    assert isinstance(taken(found)[0], Stop)
+
+
+@pytest.mark.parametrize("what", [failure(exception="OSError: no route"), failure(code=7), failure(code=-9)])
+def test_what_is_no_mistake_of_the_script_stops_the_others_at_once(what: Failure) -> None:
+    found = running(2)
+    found.failed(0, [what], T0)
+    assert isinstance(taken(found)[0], Stop)
+
+
 def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it() -> None:
     """DDP says in 500 characters and more that a parameter is unused: such a job was tried as often as it may be."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
-    found, told = running(2), [long[: failures.EXCEPTION_MAX], long[: failures.BRIEF_MAX]]
+    found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
     for rank, then in enumerate((Start, End)):
         found.failed(rank, [failure(rank, exception=told[rank])], T0)
+        found.tick(T0 + SAME_MISTAKE_SECONDS)
         assert isinstance(taken(found)[0], Stop)
         for node in range(2):
             found.stopped(node, [failure(rank, exception=told[rank])] if node == rank else [], T0)
@@ -284,7 +332,7 @@ def test_a_script_that_one_node_does_not_have_is_looked_for_on_another() -> None
     stop(found, [failure(code=2, exception=NO_SCRIPT)])
     (order,) = taken(found)
     assert (order.code, order.failure.failure_class) == (2, "infrastructure")
-    assert order.why.endswith("infrastructure: another node may have it")
+    assert order.why.endswith("; another node may have it")
 
 
 def test_a_script_that_no_node_has_is_not_tried_again_also_where_ranks_were_stopped_before_they_looked_for_it() -> None:
@@ -835,3 +883,22 @@ def test_the_leader_is_the_first_member_and_need_not_be_at_place_0() -> None:
     found.stopped(3, [failure(code=143)], T0)
     found.stopped(1, [], T0)
     assert isinstance(taken(found)[-1], Leave)
+
+
+def test_a_stop_whose_save_failed_does_not_end_as_one_that_saved() -> None:
+    """The ranks of the other nodes end with 75, and so did the job: "stopped and saved"."""
+    found = running(2)
+    found.termination_requested(1, T0)
+    stopped_well = failures.Failure(1, exit_code=RESUMABLE, resumable=True)
+    unsaved = failures.Failure(
+        0, exit_code=1, exception="ddpjob.errors.SnapshotError: the state of step 7 was not saved"
+    )
+    found.failed(1, [stopped_well], T0)
+    (order,) = taken(found)
+    assert isinstance(order, Stop)
+    assert order.patient
+    found.stopped(1, [stopped_well], T0)
+    found.stopped(0, [unsaved], T0)
+    (end,) = taken(found)
+    assert (end.code, end.failure) == (1, unsaved)
+    assert end.why.startswith("told to stop; rank 0 ended with exit code 1 (ddpjob.errors.SnapshotError: the state")

@@ -69,7 +69,8 @@ class World:
     def fail(self, node: int, pod: Pod | None) -> None:
         if pod is not None and self.lead is not None and pod.ranks == "running":
             pod.ranks = "ending"
-            self.lead.failed(node, [failure(node, 1)], self.now)
+            said = self.chance.choice(("", f"TypeError: {len(self.story)}"))
+            self.lead.failed(node, [failure(node, 1, exception=said)], self.now)
 
     def time_out(self, node: int, pod: Pod | None) -> None:
         if pod is not None and self.lead is not None and pod.ranks == "running":

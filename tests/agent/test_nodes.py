@@ -16,6 +16,7 @@ from agents import Launcher, finish
 from free_port import free_port
 from shell import eventually, hears
 
+from ddpjob.agent.core.leader_state import REPEATS
 from ddpjob.agent.wire import Link, job_key
 
 LEFT = '{"application": 3, "infrastructure": 99, "stall": 10}'  # there is an operator
@@ -86,7 +87,7 @@ def test_a_script_that_is_missing_on_all_nodes_is_told_and_not_tried_again(
     assert told
     assert all(said in text and text.startswith("ddprun: there is no ") for text in told)
     assert done[0].stderr.count("restart ") == 0, done[0].stderr
-    assert "; permanent: " in done[0].stderr
+    assert f"; {REPEATS}\n" in done[0].stderr
 
 
 @pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
@@ -100,7 +101,7 @@ def test_a_module_that_one_node_lacks_is_left_to_the_operator_which_takes_anothe
     has = launcher.ddprun(*words[0], DDPJOB_RESTARTS_LEFT=LEFT)
     launcher.folder = launcher.folder / "empty"
     lacks = launcher.ddprun(*words[1], DDPJOB_RESTARTS_LEFT=LEFT)
-    assert "infrastructure: another node may have it" in finish(has).stderr
+    assert "; another node may have it" in finish(has).stderr
     finish(lacks)
 
 

@@ -17,6 +17,7 @@ import pytest
 from agents import Launcher, finish
 from shell import eventually, lives
 
+from ddpjob.agent.core.leader_state import REPEATS
 from ddpjob.agent.forkserver import CRASH_DESCRIPTOR
 
 # Both ways of starting a rank keep the same promises.
@@ -96,7 +97,7 @@ def test_a_backend_that_torch_does_not_have_is_not_tried_again(launcher: Launche
     done = launcher.done("--preload=json", script)
     assert done.returncode == 1
     assert (launcher.folder / "starts").read_text() == "x"
-    assert "(AssertionError: Unknown backend type gluu); permanent: PermanentFailure" in done.stderr
+    assert "(AssertionError: Unknown backend type gluu); the same error would come again: not restarted" in done.stderr
 
 
 COMPLAINTS = """
@@ -554,7 +555,7 @@ def test_output_that_nobody_reads_is_no_reason_for_a_restart(
     done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "line\n"), done.stderr
     assert "restart 1" not in done.stderr
-    assert redirected or done.stderr.endswith("(nobody reads its output any more); permanent: PermanentFailure\n")
+    assert redirected or done.stderr.endswith(f"(nobody reads its output any more); {REPEATS}\n")
     assert message(launcher)["exception"] == "nobody reads its output any more"
 
 

@@ -92,7 +92,7 @@ def test_a_rank_that_was_killed_for_its_memory_is_out_of_memory_in_the_log_and_i
     launcher: Launcher,
 ) -> None:
     said, message = ended(launcher, "(0, 1)")
-    assert f"restart 1: rank 0 ended with SIGKILL ({KILLED_BY_KERNEL})" in said
+    assert f"restart 1: rank 0 was killed by SIGKILL ({KILLED_BY_KERNEL})" in said
     assert (message["signal"], message["exception"]) == ("SIGKILL", KILLED_BY_KERNEL)
     assert rules.classify(Failure(exit_code=137, exception=message["exception"])) == "outOfMemory"
 

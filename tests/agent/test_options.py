@@ -31,7 +31,10 @@ def test_every_spelling_that_torchrun_takes_for_an_option_is_taken(line: str) ->
 
 
 def test_an_abbreviation_of_two_options_is_refused_with_both(capsys: Any) -> None:
-    assert "--master-addr" in refusal(capsys, "--master x train.py")
+    assert "ambiguous option: --master could match --master-addr, --master-port" in refusal(
+        capsys, "--master x train.py"
+    )
+    assert "ambiguous option: --log=5 could match --log-dir, --logs-specs" in refusal(capsys, "--log=5 train.py")
 
 
 def test_what_follows_the_script_belongs_to_the_script() -> None:
@@ -39,6 +42,16 @@ def test_what_follows_the_script_belongs_to_the_script() -> None:
     assert found.script == "train.py"
     assert found.script_args == ("--nnodes", "7", "-m", "--", "--tee", "3", "--preload", "x")
     assert found.kind == "script"
+
+
+@pytest.mark.parametrize(
+    "words", ["--log 5 --mo=2 --no --r", "--tee 3 --log 5 -- --rdzv", "--m -- x", "x --no=1 --dup"]
+)
+def test_an_argument_of_the_script_that_resembles_options_is_the_scripts(words: str) -> None:
+    """argparse looks for abbreviations behind the script as well: `--log` of a script was an ambiguous option."""
+    for begin in ("", "-m ", "--tee 3 --role r ", "-- "):
+        assert options(f"{begin}train {words}").script_args == tuple(words.split())
+    assert options(f"train -- {words}").script_args == tuple(words.split()), "as torchrun, which takes it away"
 
 
 def test_variables_count_where_the_command_line_is_silent() -> None:

@@ -82,7 +82,7 @@ def test_a_rank_that_the_kernel_kills_for_its_memory_costs_no_step(launcher: Lau
     with limited(2048 * MIB) as place:
         began, ended, said = trained(launcher, place, 2, WIDTH="256", LAYERS="1")
     assert began == ["BEGIN 0", "BEGIN 8"], said
-    assert f"restart 1: rank 1 ended with SIGKILL ({KILLED_BY_KERNEL})" in said
+    assert f"restart 1: rank 1 was killed by SIGKILL ({KILLED_BY_KERNEL})" in said
     assert "resumed at step 8 from the memory on the nodes of ranks 0, 1" in said
     assert len({line.split()[2] for line in ended}) == 1, "both ranks have the same parameters"
 
@@ -95,6 +95,6 @@ def test_a_rank_alone_in_a_container_without_room_goes_on_from_the_folder_and_th
     with limited(1536 * MIB) as place:
         began, _, said = trained(launcher, place, 1, WIDTH="1024", LAYERS="16", ROOM=str(100 * MIB))
     assert began == ["BEGIN 0", "BEGIN 5"], said
-    assert f"restart 1: rank 0 ended with SIGKILL ({KILLED_BY_KERNEL})" in said
+    assert f"restart 1: rank 0 was killed by SIGKILL ({KILLED_BY_KERNEL})" in said
     assert "the state is not kept in memory: the container's memory limit is " in said
     assert "resumed at step 5 from " in said

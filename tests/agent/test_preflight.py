@@ -97,6 +97,40 @@ def test_a_node_that_is_lost_meanwhile_is_waited_for_and_all_measure_again() -> 
     assert taken(found) == [start(found, -1, preflight=True)]
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_a_preflight_after_a_lost_pod_hides_nothing_of_why_the_ranks_start_again(works: bool) -> None:
+    """Node 0's log blamed its own pod, which had never been replaced, for the loss of node 1's."""
+    found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, has_operator=True)
+    for node in range(2):
+        found.joined(node, T0)
+    found.lost(1, T0)
+    found.stopped(0, [], T0)
+    found.joined(1, T0 + 5, generation=-1, replacement=1, preflight=True)
+    assert taken(found)[-1] == start(found, 0, preflight=True)
+    if works:
+        found.finished(0, T0)
+    else:
+        found.failed(0, [failure(0, 1, exception="no torch here")], T0)
+        found.stopped(0, [], T0)
+        found.stopped(1, [], T0)
+    found.finished(1, T0)
+    assert taken(found)[-1] == start(found, 1)
+    assert found.said.startswith("node 1 is lost, and a new pod is in its place")
+    assert ("no torch here" in found.said) is not works
+
+
+def test_a_new_leader_says_that_its_pod_is_new_also_after_a_preflight() -> None:
+    found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0, has_operator=True)
+    found.joined(0, T0, replacement=1, preflight=True)
+    found.joined(1, T0, generation=4)
+    found.finished(0, T0)
+    found.finished(1, T0)
+    assert found.said == "the pod of node 0 is new"
+    assert LeaderState(Members(range(1)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0).said == "", (
+        "at a first start nothing is"
+    )
+
+
 def test_a_new_pod_that_was_asked_to_makes_all_measure() -> None:
     found = LeaderState(Members(range(2)), Budget(3, 3, 3, 3), JOIN_SECONDS, T0)
     found.joined(0, T0)

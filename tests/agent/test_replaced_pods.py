@@ -227,11 +227,12 @@ def test_a_message_of_the_end_is_in_every_pod_and_the_account_in_that_of_node_0(
     assert [finish(agent).returncode for agent in job.agents] == [75, 137, 75]
     counts = {"application": 1, "infrastructure": 0, "stall": 0, "inARow": 1, "chargedInARow": 1}
     account = {"replacement": 0, "generation": 1, "restarts": counts}
-    assert job.message(0) == {"ddpjob": 1, "ended": True, "agent": account}
+    end = {"ddpjob": 1, "exitCode": 75, "ended": True, "failed": True}
+    assert job.message(0) == {**end, "agent": account}
     guilty = job.message(1)
     assert (guilty["rank"], guilty["signal"], guilty["ended"]) == (1, "SIGKILL", True)
     assert "agent" not in guilty
-    assert job.message(2) == {"ddpjob": 1, "ended": True}
+    assert job.message(2) == end
 
 
 def test_the_users_failure_policy_ends_a_job_without_a_restart(launcher: Launcher) -> None:
@@ -239,4 +240,4 @@ def test_the_users_failure_policy_ends_a_job_without_a_restart(launcher: Launche
     script = launcher.script("raise SystemExit(3)")
     done = launcher.done("--no-preload", script, DDPJOB_RESTARTS_LEFT=LEFT, DDPJOB_FAILURE_POLICY=policy)
     assert done.returncode == 3
-    assert re.search(r"rank 0 ended with exit code 3.*permanent", done.stderr)
+    assert re.search(r"rank 0 ended with exit code 3; not restarted, by failurePolicy", done.stderr)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from leads import failure, start, taken
 
+from ddpjob.agent.core.deadlock import Call, GroupCalls, Waits
 from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, LeaderState, Over, Start, Stop
-from ddpjob.agent.core.stall_monitor import BY_STEPS, StallReport
+from ddpjob.agent.core.stall_monitor import BY_STEPS, NOTHING, StallReport
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.core.budget import Budget
 from ddpjob.core.failures import Failure
@@ -142,7 +143,7 @@ def test_steps_reset_the_back_off_and_their_absence_stops_the_job() -> None:
     found.tick(T0 + 1)
     assert fail(8) == "charged to application, waiting 2 s"
     found.tick(T0 + 3)
-    assert fail(9) == "application: NoProgress"
+    assert fail(9) == "3 restarts in a row brought no new step: not restarted"
     assert found.furthest_step == 9
 
 
@@ -271,7 +272,7 @@ def test_a_rank_that_has_failed_by_itself_or_ended_early_is_the_cause_all_the_sa
     taken(found)
     found.stopped(1, [], AT + 1.1, (4, 40) if cause == "early" else None)
     found.stopped(2, [failure(2, 139, signal="SIGSEGV")] if cause == "crash" else [], AT + 1.2)
-    who = "rank 2 ended with SIGSEGV" if cause == "crash" else "rank 4 ended with exit code 0 after step 40"
+    who = "rank 2 was killed by SIGSEGV" if cause == "crash" else "rank 4 ended with exit code 0 after step 40"
     assert found.said.startswith(who)
 
 
@@ -299,3 +300,68 @@ def test_nobody_is_asked_once_a_node_has_finished_or_while_the_nodes_are_measure
     found.joined(0, T0)
     found.failed(0, [TIMED_OUT], AT)
     assert [type(order) for order in taken(found)] == [Start, Stop]
+
+
+# ---- a deadlock ----------------------------------------------------------------------------------------------
+
+STILL = StallReport(NOTHING.level, False, 0.0, "start", still=True)
+
+
+def waits(rank: int, op: str) -> Position:
+    groups = (GroupCalls("0", (), 7, (Call(7, op, "[4] float32", 16),)),)
+    return Position(rank, waits=Waits("sync", 2, groups), where=f"train.py:{40 + rank} in step")
+
+
+def asked(found: LeaderState) -> None:
+    """No rank has run for seconds."""
+    found.stood(0, STILL, T0 + 7)
+    assert taken(found) == []
+    found.stood(1, STILL, T0 + 7)
+    assert taken(found) == [Ask(found.generation, quiet=True)]
+
+
+def test_a_deadlock_that_is_certain_is_a_stall_before_any_limit() -> None:
+    found = running(2)
+    asked(found)
+    found.answered(0, STILL, [waits(0, "all_reduce")], T0 + 8)
+    found.answered(1, STILL, [waits(1, "barrier")], T0 + 8)
+    end(found, T0 + 9)
+    assert found.said == (
+        "the group is deadlocked: rank 0 waits in all_reduce [4] float32 (collective 7, train.py:40 in step), rank 1 "
+        "in barrier [4] float32 (collective 7, train.py:41 in step): these never meet; charged to stall, waiting 0 s"
+    )
+    assert (found.charged[0].failure_class, found.counts["stall"]) == ("stall", 1)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [(0, STILL, waits(0, "all_reduce")), (1, STILL, waits(1, "all_reduce"))],
+        [(0, STILL, waits(0, "all_reduce")), (1, STILL, Position(1))],
+        [(0, STILL, waits(0, "all_reduce")), (1, NOTHING, waits(1, "barrier"))],  # it has run meanwhile
+        [(0, STILL, waits(0, "all_reduce"))],
+    ],
+)
+def test_what_is_not_certain_is_left_to_the_limits_and_not_asked_again_until_a_rank_has_run(
+    answers: list[tuple[int, StallReport, Position]],
+) -> None:
+    found = running(2)
+    asked(found)
+    for node, report, position in answers:
+        found.answered(node, report, [position], T0 + 8)
+    found.tick(T0 + 7 + ANSWER_SECONDS)
+    found.stood(0, STILL, T0 + 20)
+    assert (taken(found), found.state, found.deadline) == ([], "running", None)
+    for node in range(2):
+        found.stood(node, NOTHING, T0 + 30)
+    asked(found)
+
+
+def test_a_limit_that_is_over_while_ranks_are_asked_what_they_wait_in_counts_all_the_same() -> None:
+    found = running(2)
+    asked(found)
+    found.stood(0, STANDS._replace(still=True), T0 + 8)
+    found.stood(1, STANDS._replace(still=True), T0 + 8)
+    found.answered(0, STANDS._replace(still=True), [Position(0)], T0 + 8)
+    found.answered(1, STANDS._replace(still=True), [Position(1)], T0 + 8)
+    assert taken(found) == [Ask(found.generation)]

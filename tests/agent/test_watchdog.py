@@ -327,7 +327,7 @@ def test_a_timeout_in_another_group_names_nobody(launcher: Launcher) -> None:
     script = launcher.script(TIMES_OUT.format(library="", group=", group=rows"))
     done = finish(launcher.ddprun("--preload=torch", "--nproc", 2, script, OMP_NUM_THREADS="1"), 150)
     assert done.returncode == 0, done.stderr
-    assert "restart 1: rank 0 ended with exit code 1 (RuntimeError: " in done.stderr
+    assert re.search(r"restart 1: rank 0 ended with exit code 1 in train\.py:\d+ \(RuntimeError: ", done.stderr)
     assert "each is asked" not in done.stderr
 
 

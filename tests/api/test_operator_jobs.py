@@ -279,8 +279,15 @@ def test_a_job_with_ttl_is_deleted_with_its_pods_when_it_has_finished(namespace:
 
 def test_a_job_past_its_deadline_fails_though_nothing_happens(namespace: Namespace, operator: Operator) -> None:
     namespace.start(activeDeadlineSeconds=15)
+    namespace.reaches("Failing", "DeadlineExceeded")
+
+    def deadlines() -> dict[str, int | None]:
+        return {p["metadata"]["name"]: p["spec"].get("activeDeadlineSeconds") for p in namespace.pods()}
+
+    until(lambda: deadlines() == {"digits-1-0": 1}, "the pods are stopped, but for the one whose log is kept")
+    namespace.exits("digits-1-0", 143, "waiting for data")
     assert "activeDeadlineSeconds: 15" in namespace.reaches("Failed", "DeadlineExceeded")
-    until(lambda: not namespace.pods(), "its pods are stopped")
+    assert "waiting for data" in namespace.status()["lastFailure"]["logTail"]
 
 
 def test_a_succeeded_pod_that_someone_deletes_does_no_harm(namespace: Namespace, operator: Operator) -> None:

@@ -693,8 +693,8 @@ def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> N
 
 def test_variables_of_ones_own_reach_the_operator() -> None:
     """The durations of the Lease could not be set by Helm, although the documents name them."""
-    own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60s", "extraEnv[1].name=A")
-    assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60s"}, {"name": "A"}]
+    own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60.0", "extraEnv[1].name=A")
+    assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60.0"}, {"name": "A"}]
 
 
 def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
@@ -702,6 +702,14 @@ def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
         done = template(f"extraEnv[0].name={name}")
         assert done.returncode != 0, name
         assert f"extraEnv: {name} is set by the chart" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["DDPJOB_LEASE_SECONDS", "DDPJOB_LEASE_RENEW_SECONDS", "DDPJOB_LEASE_RETRY_SECONDS"])
+def test_a_duration_that_is_no_number_is_refused_before_a_pod_fails_with_it(name: str) -> None:
+    """Its pods restarted again and again, and the reason was in their logs alone."""
+    done = template(f"extraEnv[0].name={name}", "extraEnv[0].value=abc")
+    assert done.returncode != 0
+    assert f'extraEnv: {name} must be seconds above 0 and below a day, is "abc"' in done.stderr
 
 
 def test_an_autoscaler_may_remove_a_node_with_an_operator_unless_the_values_say_otherwise() -> None:

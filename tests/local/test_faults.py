@@ -102,6 +102,35 @@ def test_several_faults_in_one_run_are_each_told(cli: Cli) -> None:
     ]
 
 
+@pytest.mark.parametrize("command", ["python", "ddprun"])
+def test_every_fault_happens_once_in_whichever_attempt_or_generation_reaches_its_step(cli: Cli, command: str) -> None:
+    """Under ddprun all but the first were ignored, and the run ended as if everything had been tested."""
+    given = (
+        "rank=0,step=12,exit=7",
+        "rank=1,step=35,signal=SEGV",
+        "rank=1,step=35,signal=SEGV",
+        "rank=0,step=48,exit=5",
+    )
+    words = [word for text in given for word in ("--fail", text)]
+    start = {"python": ["python"], "ddprun": ["ddprun", "--no-preload"]}[command]
+    container = {"command": [*start, "train.py"]}
+    done, status, told = run(cli, *words, script=COUNTS_TOGETHER, container=container, backoffLimit=9)
+    assert done.returncode == 0, told
+    assert "did not happen" not in told
+    assert status["restarts"]["application"] == 4
+    assert (status["attempt"] == 1) == (command == "ddprun")
+
+
+def test_a_fault_that_did_not_happen_is_named_and_one_that_did_is_not(cli: Cli) -> None:
+    """The attempt in which it should have happened had failed, for another reason."""
+    late, early = "rank=1,step=5000,exit=3", "rank=0,step=12,exit=7"
+    done, _, told = run(cli, "--fail", early, "--fail", late, "--fail", "node=1,at=10m")
+    assert done.returncode == 1
+    assert f"--fail {late}: did not happen; that rank did not call ddpjob.progress() with that step\n" in told
+    assert "--fail node=1,at=10m: did not happen; the job had ended before" in told
+    assert f"--fail {early}" not in told
+
+
 def test_a_script_that_always_fails_ends_the_job_after_its_budget(cli: Cli) -> None:
     done, status, told = run(cli, script="raise OSError('no such shard: 7')", backoffLimit=1)
     assert done.returncode == 1

@@ -59,3 +59,13 @@ def test_an_error_in_a_notebook_is_named_by_its_cell(cli: Cli) -> None:
     assert 'File "try.ipynb:cell 3", line 2, in <module>' in done.stdout
     assert status_of(cli.folder / "status.json")["lastFailure"]["where"] == "try.ipynb:cell 2:2"
     assert "try.py:" not in done.stdout + done.stderr
+
+
+def test_what_torch_logs_at_the_end_of_a_success_is_not_mentioned(cli: Cli) -> None:
+    """Once in ten runs a user reads `… 23 lines of torchrun in …` above ✔, and looks for what is wrong."""
+    noise = "[W1122 16:20:01.1 TCPStore.cpp:138] [c10d] recvValueWithTimeout failed\\nframe #0: c10::Error\\n"
+    done = cli.run("run", cli.file(f'print("{noise}<omitting python frames>\\nlast")'))
+    assert done.returncode == 0
+    assert done.stdout == "[0:0] last\n[1:1] last\n" or done.stdout == "[1:1] last\n[0:0] last\n"
+    assert "…" not in done.stderr
+    assert "omitting" not in done.stdout + done.stderr

@@ -167,7 +167,7 @@ def test_a_job_that_is_nested_too_deep_is_refused_by_itself_and_the_others_of_it
     """kopf and Python give up at about 1,000 levels; the API server stores 9,900. That ended the operator."""
     other = b'{"metadata": {"name": "other", "namespace": "team", "uid": "v", "resourceVersion": "6"}}'
     content = b'{"metadata": {"resourceVersion": "9"}, "items": [' + nested(depth, around, end) + b", " + other + b"]}"
-    deep, fine = reading.jobs(content)["items"]
+    deep, fine = map(reading.job, reading.page(content).items)
     assert fine["metadata"]["name"] == "other"
     assert (deep["metadata"]["uid"], deep["status"]) == ("u", {"attempt": 3})
     json.loads(json.dumps(deep))

@@ -46,7 +46,7 @@ def crowd_scenario(seed: int) -> Scenario:
     deeds = tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times)
     return replace(
         jobs[0],
-        # A node that a job avoids after two failures is of no use to it for an hour.
+        # A node that a job avoids after two failures is of no use to it while it may wait for another one.
         cluster_nodes=all_nodes + 1 if in_queue else min(most + 1, all_nodes),
         slots=1,
         clusterwide=rng.random() < 0.5,

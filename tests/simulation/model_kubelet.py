@@ -145,9 +145,13 @@ class Cluster:
         for uid in node.processes:
             self._later(0.5, 3, self._sync, node, uid)
 
-    def remove_node(self, name: str) -> None:
-        """The cloud takes the machine away: it loses its power, and its object goes."""
-        self.kill(name)
+    def remove_node(self, name: str, *, lives_on: bool = False) -> None:
+        """The cloud takes the machine away: it loses its power, and its object goes. lives_on: somebody deletes the
+        object alone; the kubelet goes on, and registers again when it is started again (`back`)."""
+        if lives_on:
+            self.nodes[name].silent_since = self._loop.time()
+        else:
+            self.kill(name)
         found = self._api.find("nodes", name, "")
         if found is not None:
             self._api.remove("nodes", found, "cloud")
@@ -216,7 +220,8 @@ class Cluster:
         if gone:
             self.force_deleted.append((process, change.actor))
         if gone or change.object["status"].get("phase") == "Failed":
-            if not node.reachable or process.told_after != node.losses:
+            is_gone = self._api.find("nodes", node.name, "") is None
+            if is_gone or not node.reachable or process.told_after != node.losses:
                 process.excused = "its node was lost, and no kubelet has said since that it is back"
             elif change.actor == "user":
                 process.excused = FORCED
@@ -328,6 +333,7 @@ class Cluster:
             self._loop.call_later(self._faults.number("kubelet", 2, 90), self._try_again, node, uid)
             return
         process = node.processes[uid] = Process.of(raw, node.name)
+        process.started = stamp(self._loop.now() + node.skew)
         process.told_after = node.losses
         if uid in self._api.late:
             process.excused = LATE
@@ -372,7 +378,8 @@ class Cluster:
             return
         process.alive = False
         node = self.nodes[process.node]
-        process.terminated = terminated(code, reason, message, stamp(self._loop.now() + node.skew))
+        at = stamp(self._loop.now() + node.skew)
+        process.terminated = terminated(code, reason, message, at, process.started)
         process.phase_reason = phase_reason or process.phase_reason
         self._training.left(process, code)
         # Whom the kubelet itself has ended it tells of at once, but for a success: of that the phase may come later.

@@ -57,6 +57,8 @@ class Process:
     """Where it meets the others: run id and port."""
     node: str
     environ: dict[str, str]
+    started: str = ""
+    """When, by the clock of its node."""
     alive: bool = True
     told: bool = False
     """Whether it was told to stop before it ended."""
@@ -336,6 +338,6 @@ class Training:
             self.ends(process, code, reason, message)
 
 
-def terminated(code: int, reason: str, message: str, at: Any) -> Raw:
-    """The kubelet's word for a container that has ended."""
-    return {"exitCode": code, "reason": reason, "message": message, "startedAt": at, "finishedAt": at}
+def terminated(code: int, reason: str, message: str, at: Any, started: Any = None) -> Raw:
+    """The kubelet's word for a container that has ended; one that never ran has started when it ended."""
+    return {"exitCode": code, "reason": reason, "message": message, "startedAt": started or at, "finishedAt": at}

@@ -141,6 +141,7 @@ class OperatorProcess:
     def end(self) -> None:
         """All that it does ends."""
         operator = self.operator
+        operator.end()
         for task in (*self._tasks, *operator._tasks, *operator._leading, operator._first_lists):
             if task is not None:
                 task.cancel()
@@ -681,7 +682,7 @@ class Simulation:
         elif deed.what in ("node killed", "node dies"):
             self.cluster.kill(name)
         else:
-            self.cluster.remove_node(name)
+            self.cluster.remove_node(name, lives_on=round(deed.at) % 3 == 0)
         if deed.what != "node dies":
             self.loop.call_later(deed.seconds, self.cluster.back, name)
 

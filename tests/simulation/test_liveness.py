@@ -46,6 +46,15 @@ def test_a_broken_node_is_left_for_another_one() -> None:
     assert run.state == "Succeeded", run.status["message"]
 
 
+def test_a_job_goes_back_to_the_only_other_node_though_it_has_failed_twice() -> None:
+    """It waited for an hour beside that node, which was healthy again after two reboots."""
+    deeds = (Deed(20, "node cut", 1, seconds=75), Deed(140, "node cut", 1, seconds=75))
+    run = check(live(scenario(spec={"onePodPerNode": True}, cluster_nodes=2, training_seconds=250, deeds=deeds)))
+    assert run.state == "Succeeded", run.status["message"]
+    assert run.warnings["AvoidanceOver"] == 1
+    assert [node["lifted"] for node in run.status["avoidedNodes"]] == [True]
+
+
 def test_a_rank_that_hangs_silently_beside_one_that_has_ended_is_said_with_one_warning() -> None:
     run = check(live(scenario(failures=SCRIPTS["a rank that ends early"]), peers_complain=False))
     assert (run.state, run.status["reason"]) == ("Running", "OthersCompleted")

@@ -24,6 +24,7 @@ SCENARIOS = {
     "restart": Scenario(training_seconds=20, failures={1: Failure(1, 5.0, 1)}, reports=True),
     "suspend_and_resume": Scenario(training_seconds=40, deeds=(Deed(10, "suspend", seconds=60),)),
     "lose_a_node": Scenario(training_seconds=60, deeds=(Deed(20, "node dies"),)),
+    "delete_a_node": Scenario(training_seconds=60, deeds=(Deed(20, "node removed", seconds=300),)),
     "find_no_node": Scenario(
         spec={"nodes": 2, "onePodPerNode": True},
         cluster_nodes=2,

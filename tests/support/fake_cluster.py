@@ -33,6 +33,8 @@ class FakeCluster:
         """Verb and resource of each request, with (dry run)."""
         self.tokens: set[str] = set()
         """What clients have authenticated with."""
+        self.agents: set[str] = set()
+        """The names of the clients."""
         self.forbidden: set[str] = set()
         """`create configmaps`"""
         self.answers: dict[str, tuple[int, Raw]] = {}
@@ -222,6 +224,7 @@ def fake_cluster(folder: Path, namespace: str = "") -> Iterator[tuple[FakeCluste
             length = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
             cluster.tokens.add(self.headers.get("Authorization") or "")
+            cluster.agents.add(self.headers.get("User-Agent") or "")
             path = urllib.parse.urlsplit(self.path)
             query = dict(urllib.parse.parse_qsl(path.query))
             if cluster.shows_log(path.path):

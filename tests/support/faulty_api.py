@@ -51,10 +51,11 @@ class Seen:
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests that are `str(seen) == what`.
+    """What happens to the next `times` requests that are `str(seen) == what`; an empty `what` is any request.
 
-    Either an answer (status, body, headers) without asking the server; or `lost`: the server carries it out, and the
-    answer never arrives; or `seconds`: it is passed on so much later.
+    Either an answer (status, body, headers) without asking the server, or `text` as it is, such as a proxy's HTML; or
+    `lost`: the server carries it out, and the answer never arrives; or `cut`: it arrives in part; or `seconds`: it is
+    passed on so much later.
     """
 
     what: str
@@ -63,7 +64,9 @@ class Fault:
     reason: str = "Test"
     headers: dict[str, str] = field(default_factory=dict)
     body: dict[str, Any] | None = None
+    text: str = ""
     lost: bool = False
+    cut: bool = False
     seconds: float = 0.0
     times: float = 1
     where: Callable[[Seen], bool] = lambda _seen: True
@@ -213,7 +216,7 @@ class FaultyApi:
         if NOT_COUNTED in request.headers:
             return await self._pass_on(request, seen)
         self.seen.append(seen)
-        fault = next((f for f in self.faults if f.what == str(seen) and f.times > 0 and f.where(seen)), None)
+        fault = next((f for f in self.faults if f.what in ("", str(seen)) and f.times > 0 and f.where(seen)), None)
         if fault is None:
             return await self._pass_on(request, seen)
         fault.times -= 1
@@ -225,6 +228,10 @@ class FaultyApi:
             await self._pass_on(request, seen)
             assert request.transport is not None
             request.transport.abort()
+        if fault.cut:
+            return await self._cut(request)
+        if fault.text:
+            return web.Response(text=fault.text, status=fault.status or 200, content_type="text/html")
         body = fault.body or {
             "kind": "Status",
             "apiVersion": "v1",
@@ -234,6 +241,14 @@ class FaultyApi:
             "message": fault.message,
         }
         return web.json_response(body, status=fault.status or 200, headers=fault.headers)
+
+    async def _cut(self, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"kind": "List", "items": [')
+        assert request.transport is not None
+        request.transport.abort()
+        return response
 
     async def _pass_on(self, request: web.Request, seen: Seen) -> web.StreamResponse:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in _HOP}

@@ -30,12 +30,15 @@ class Node:
         """A new node is in its place."""
         self._memories[node] = Memory(RANKS)
 
-    def run(self, generation: int, body: Callable[[], Any], *, ranks: int = 1) -> Any:
+    def run(self, generation: int, body: Callable[[], Any], *, ranks: int = 1, ends: bool = False) -> Any:
         """What the body returns on rank 0."""
-        return self.run_all(generation, body, ranks=ranks)[0]
+        return self.run_all(generation, body, ranks=ranks, ends=ends)[0]
 
-    def run_all(self, generation: int, body: Callable[[], Any], *, ranks: int) -> list[Any]:
-        """What the body returns on each rank; ranks take the nodes in turns."""
+    def run_all(self, generation: int, body: Callable[[], Any], *, ranks: int, ends: bool = False) -> list[Any]:
+        """What the body returns on each rank; ranks take the nodes in turns.
+
+        ends: the training ends with it. Else the ranks are killed then, and write nothing more into the folder.
+        """
         for memory in self._memories:
             memory.begin(generation)
 
@@ -46,7 +49,11 @@ class Node:
             os.environ["DDPJOB_GENERATION"] = str(generation)
             url = f"file://{self.folder}/meet-{generation}"
             with ddpjob.init("gloo", init_method=url, rank=rank, world_size=ranks):
-                return body()
+                found = body()
+                if not ends:
+                    process.current.before_leaving.clear()
+                    process.current.unsaved.clear()
+                return found
 
         return self.run_ranks(main, ranks)
 

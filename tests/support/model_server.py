@@ -18,6 +18,7 @@ from model_api import KINDS, ModelApi, Raw, event_of, matching, parse, stamp
 from ddpjob_operator.job import api
 
 T = TypeVar("T")
+NODE = "node-0"
 DDPJOBS = f"/apis/{api.GROUP}/{api.VERSION}"
 
 
@@ -28,6 +29,8 @@ class ModelServer:
         self.url = ""
         self.refused: Callable[[str, str], int] = lambda _method, _path: 0
         """The code that a request is answered with instead of being carried out; 0: it is carried out."""
+        self.silent = False
+        """No request is answered."""
         self.seen: collections.Counter[str] = collections.Counter()
         """Requests by method and resource, `WATCH` for watches."""
         self.managed_fields: list[Raw] = []
@@ -35,6 +38,7 @@ class ModelServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._api = ModelApi(time.monotonic, lambda: dt.datetime.now(dt.timezone.utc))
+        self._api.request("POST", "/api/v1/nodes", None, {"metadata": {"name": NODE}}, "kubelet")
 
     def __enter__(self) -> ModelServer:
         self._thread.start()
@@ -95,7 +99,7 @@ class ModelServer:
             for name in names:
                 raw = self._api.find("pods", name)
                 assert raw is not None, name
-                self._api.change("pods", raw, "kubelet", spec={**raw["spec"], "nodeName": "node-0"}, status=status)
+                self._api.change("pods", raw, "kubelet", spec={**raw["spec"], "nodeName": NODE}, status=status)
 
         self._call(set_all)
 
@@ -124,6 +128,8 @@ class ModelServer:
             await asyncio.sleep(0.1)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if self.silent:
+            await asyncio.sleep(3600)
         if code := self.refused(request.method, request.path):
             status = {"kind": "Status", "status": "Failure", "code": code, "message": "made by the test"}
             return web.json_response(status, status=code)

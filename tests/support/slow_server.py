@@ -145,7 +145,7 @@ class Town:
 
     def why_unhealthy(self) -> str:
         """What the probe is answered; the watches, which there are none of here, left out."""
-        for reflector in self.operator.reflectors:
+        for reflector in self.operator.watches():
             reflector.tried_at = asyncio.get_running_loop().time()
         return self.operator.unhealthy()
 

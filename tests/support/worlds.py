@@ -219,7 +219,8 @@ class World:
 
     def unschedulable(self, place: int, why: str) -> World:
         """The scheduler finds no node."""
-        return self._change(place, unschedulable=why)
+        since = self._pod(place).unschedulable_since or self.now
+        return self._change(place, unschedulable=why, unschedulable_since=since)
 
     def exits(self, place: int, code: int = 0, *, message: str = "", reason: str = "", phase: str = "") -> World:
         """A trainer ends by itself."""
@@ -256,6 +257,14 @@ class World:
         """The cluster no longer hears the node of a pod."""
         assert self.nodes is not None, "this world cannot read nodes"
         self.nodes[self._pod(place).node] = Node(ready=False, since=self.now)
+        return self
+
+    def node_deleted(self, place: int) -> World:
+        """The object of a pod's node is deleted, as the shell sees it: a node that was not ready before stays so."""
+        assert self.nodes is not None, "this world cannot read nodes"
+        name = self._pod(place).node
+        known = self.nodes.get(name)
+        self.nodes[name] = Node(ready=False, since=known.since if known else self.now, gone=True)
         return self
 
     def vanishes(self, place: int) -> World:

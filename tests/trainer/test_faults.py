@@ -54,6 +54,21 @@ def test_a_fault_belongs_to_one_generation_of_ranks_by_default_the_first(train):
     assert train([{**fault, "generation": 1}], **again)[1] == 3
 
 
+def test_where_it_is_recorded_a_fault_happens_once_in_any_attempt_and_generation(train, tmp_path):
+    faults = [
+        {"rank": 0, "step": 3, "exit": 3},
+        {"rank": 0, "step": 3, "exit": 4},
+        {"rank": 0, "step": 5, "exit": 5, "attempt": 2},
+    ]
+    records = tmp_path / "records"
+    records.mkdir()
+    later = {"DDPJOB_FAULTS_HAPPENED": records, "DDPJOB_ATTEMPT": 2, "DDPJOB_GENERATION": 3}
+    assert [train(faults, **later)[1] for _ in range(4)] == [3, 4, 5, 0]
+    assert sorted(file.name for file in records.iterdir()) == ["0", "1", "2"]
+    nowhere = {**later, "DDPJOB_FAULTS_HAPPENED": tmp_path / "gone"}
+    assert train(faults, **nowhere)[1] == 0, "it would happen again after each restart"
+
+
 def test_a_rank_that_hangs_goes_on_reporting_and_makes_no_step(receiver, start_script):
     hang = json.dumps([{"rank": 0, "step": 3, "hang": True}])
     process = start_script(TRAIN, DDPJOB_FAULTS=hang, DDPJOB_STATUS_URL=receiver.url, DDPJOB_STATUS_INTERVAL="0.02")

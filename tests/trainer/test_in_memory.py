@@ -1178,11 +1178,100 @@ def test_a_full_folder_ends_the_rank_and_the_memory_has_the_step(node: Node) -> 
         os.fsync = full
         snapshot.save(until, **objects)
         with pytest.raises(ddpjob.SnapshotError, match="No space left"):
-            snapshot.wait()
+            snapshot.close()
         rescue()
         return step
 
     assert [node.run(0, lambda: train_full(6)), node.run(1, lambda: train_full(7))] == [0, 6]
+
+
+@pytest.mark.parametrize("more", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_training_that_ends_after_it_went_on_from_memory_has_its_last_state_in_the_folder(
+    node: Node, more: int, ranks: int
+) -> None:
+    """The save of the last step failed, or was cut short by the failure: the next generation found nothing to do, ended
+    well, and the folder had an old state or none."""
+
+    def train(until: int) -> Any:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        steps(step, until, **objects)
+        if step == 0:
+            rescue()
+            os.environ["RANK"] == "0" and os.system("rm -r snapshots")
+        return step, packed.total(packed.tensors_of(objects["model"].state_dict()))
+
+    assert node.run(0, lambda: train(6), ranks=ranks)[0] == 0
+    step, total = node.run(1, lambda: train(6 + more), ranks=ranks, ends=True)
+    assert step == 6
+    for number in range(2):
+        node.lose(0)
+        assert node.run(2 + number, lambda: train(0), ranks=ranks) == (6 + more, total)
+
+
+def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, end_ranks: Any) -> None:
+    def train(until: int) -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        steps(step, until, **objects)
+        if step == 0:
+            rescue()
+        else:
+            os.fsync = _full
+        return step
+
+    assert node.run(0, lambda: train(6)) == 0
+    node.run_ranks = lambda body, ranks: [outcome.error for outcome in end_ranks(body, ranks)]
+    assert "the state of step 6 was not saved: disk full" in node.run(1, lambda: train(6), ends=True)
+
+
+@pytest.mark.parametrize("save_failed", ["", "the state of step 6 was not saved: disk full"])
+def test_a_stop_whose_save_failed_leaves_the_state_in_memory(node: Node, save_failed: str, end_ranks: Any) -> None:
+    """A node that is drained while the folder is full: the other pods stay, and have the step of the stop."""
+
+    def train() -> None:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        steps(step, 6, **objects)
+        process.current.save_failed, process.current.stopped_at = save_failed, 6
+
+    node.run_ranks = lambda body, ranks: [outcome.exit_code for outcome in end_ranks(body, ranks)]
+    assert node.run(0, train) == 75
+    assert node.step == (6 if save_failed else None)
+
+
+def test_a_folder_that_takes_no_claim_does_not_cost_what_memory_has(
+    node: Node, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that dies on a full disk cost the whole training: the next generation could not make its claim."""
+
+    def train(until: int) -> tuple[int, str]:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        write = Path.write_text
+        if os.environ["DDPJOB_GENERATION"] == "1":
+            Path.write_text = _full  # type: ignore[method-assign,assignment]
+        step = snapshot.load(**objects)
+        why = process.current.save_failed
+        Path.write_text = write  # type: ignore[method-assign]
+        steps(step, until, **objects)
+        if step == 0:
+            rescue()
+        else:
+            snapshot.save(until, **objects)
+            snapshot.close()
+        return step, why
+
+    assert node.run(0, lambda: train(6)) == (0, "")
+    step, why = node.run(1, lambda: train(8))
+    assert step == 6
+    assert why.startswith("the state of step 6 is in memory alone: disk full")
+    node.lose(0)
+    assert node.run(2, lambda: train(9))[0] == 8
+
+
+def _full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_and_the_log_says_so(

@@ -246,7 +246,8 @@ def test_two_snapshots_of_one_process_may_write_into_a_folder_at_once(tmp_path, 
     assert ddpjob.Snapshot(tmp_path).load(weights=weights) == weights == 2
 
 
-def test_a_write_that_fails_is_raised_by_the_next_call_and_the_older_state_stays(tmp_path, monkeypatch):
+def test_a_write_that_fails_ends_no_training_and_is_raised_by_wait(tmp_path, monkeypatch, capfd):
+    """A disk that was full for a minute ended a training of weeks."""
     snapshot = ddpjob.Snapshot(tmp_path)
     saved(snapshot, 1)
 
@@ -256,10 +257,13 @@ def test_a_write_that_fails_is_raised_by_the_next_call_and_the_older_state_stays
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         snapshot.save(2)
-        with pytest.raises(ddpjob.SnapshotError, match=r"step 2 was not written .* No space left on device"):
-            snapshot.save(3)
-    saved(snapshot, 3)
-    assert steps(tmp_path) == [1, 3]
+        snapshot.save(3)
+        with pytest.raises(ddpjob.SnapshotError, match=r"step 3 was not saved: disk full: No space left on device"):
+            snapshot.wait()
+    assert not list(tmp_path.glob(".tmp*"))
+    saved(snapshot, 4)
+    assert steps(tmp_path) == [1, 4]
+    assert "step 2 was not saved: disk full" in capfd.readouterr().err
     assert not list(tmp_path.glob(".tmp*"))
 
 
@@ -277,9 +281,8 @@ def test_a_full_disk_is_named_as_such(tmp_path, monkeypatch):
     saved(snapshot, 1, weights=torch.zeros(10))
     monkeypatch.setattr(io, "FileIO", Full)
     snapshot.save(2, weights=torch.zeros(100_000))
-    with pytest.raises(
-        ddpjob.SnapshotError, match=r"step 2 was not written to .*: No space left on device \(errno 28\)"
-    ):
+    full = r"step 2 was not saved: disk full: No space left on device \(errno 28\), in .*; the newest .* is of step 1"
+    with pytest.raises(ddpjob.SnapshotError, match=full):
         snapshot.wait()
     assert steps(tmp_path) == [1]
 
@@ -707,8 +710,10 @@ def test_a_folder_that_was_removed_is_named(tmp_path):
     snapshot = ddpjob.Snapshot(tmp_path / "s")
     saved(snapshot, 1)
     shutil.rmtree(tmp_path / "s")
-    with pytest.raises(ddpjob.SnapshotError, match=r"folder: .*/s: No such file or directory"):
-        snapshot.save(2)
+    snapshot.save(2)
+    with pytest.raises(ddpjob.SnapshotError, match=r"step 2 was not saved: No such file or directory .* in .*/s\."):
+        snapshot.close()
+    assert not (tmp_path / "s").exists(), "a mount that is gone would be a folder of the container"
 
 
 # ---- a folder of another job --------------------------------------------------------------------------------

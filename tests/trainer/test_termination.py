@@ -59,6 +59,7 @@ def test_an_exception_is_told_with_rank_step_and_trace_and_nothing_else_changes(
     told = message(log)
     assert "in read_shard" in told.pop("traceback")
     assert began < told.pop("time") < time.time()
+    assert told.pop("parent") == os.getpid()
     assert told == {
         "ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": "ValueError: no such shard: 7", "step": 41,
         "resumable": False,
@@ -389,3 +390,76 @@ def test_without_a_file_the_hook_of_the_script_is_never_touched(start_script):
     script = "import sys, ddpjob\nhook = sys.excepthook\nddpjob.progress(1)\nassert sys.excepthook is hook\n"
     process = start_script(script)
     assert process.communicate(timeout=30) == ("", "")
+
+
+# ---- which launcher of a container counts --------------------------------------------------------------------------
+
+FAILS = "import ddpjob\nddpjob.progress(1)\nraise ValueError('boom')\n"
+WORKS = "import ddpjob\nddpjob.progress(1)\n"
+
+
+def ends(start_script: Any, script: str, **environ: Any) -> int:
+    process = start_script(script, **environ)
+    process.communicate(timeout=30)
+    return int(process.returncode)
+
+
+def test_a_rank_that_starts_later_removes_the_failure_of_an_earlier_launcher(log, start_script):
+    """`torchrun a.py || torchrun b.py` would fail although b has trained."""
+    assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
+    assert message(log)["rank"] == 1
+    assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2) == 0
+    assert log.read_bytes() == b""
+
+
+def test_a_rank_that_started_with_the_one_that_failed_leaves_its_failure(log, start_script, tmp_path):
+    """A slow import of one rank would hide why the other has failed."""
+    go = tmp_path / "go"
+    waits = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\n"
+    slow = start_script(waits + WORKS, DDPJOB_TERMINATION_LOG=log, RANK=0, WORLD_SIZE=2)
+    assert ends(start_script, FAILS, DDPJOB_TERMINATION_LOG=log, RANK=1, WORLD_SIZE=2) == 1
+    go.touch()
+    slow.communicate(timeout=30)
+    assert (slow.returncode, message(log)["rank"]) == (0, 1)
+
+
+def test_the_children_of_a_second_spawn_remove_the_failure_of_the_first(log, start_script):
+    """A parent that starts its ranks again has handled their failure."""
+    script = (
+        "import multiprocessing, ddpjob\n"
+        "def rank(fails):\n"
+        "    ddpjob.progress(1)\n"
+        "    if fails: raise ValueError('boom')\n"
+        "if __name__ == '__main__':\n"
+        "    for fails in (True, FAILS_AGAIN):\n"
+        "        child = multiprocessing.get_context('fork').Process(target=rank, args=(fails,))\n"
+        "        child.start()\n"
+        "        child.join()\n"
+    )
+    assert ends(start_script, script.replace("FAILS_AGAIN", "False"), DDPJOB_TERMINATION_LOG=log) == 0
+    assert log.read_bytes() == b""
+    assert ends(start_script, script.replace("FAILS_AGAIN", "True"), DDPJOB_TERMINATION_LOG=log) == 0
+    assert message(log)["exception"] == "ValueError: boom"
+
+
+def test_a_parent_that_goes_on_by_itself_removes_the_failure_of_its_children(log, start_script):
+    """`except ProcessRaisedException: train_alone()` has handled it."""
+    script = (
+        "import multiprocessing, ddpjob\n"
+        "def rank():\n"
+        "    ddpjob.progress(1)\n"
+        "    raise ValueError('boom')\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('fork').Process(target=rank)\n"
+        "    child.start()\n"
+        "    child.join()\n"
+        "    ddpjob.progress(1)\n"
+    )
+    assert ends(start_script, script, DDPJOB_TERMINATION_LOG=log) == 0
+    assert log.read_bytes() == b""
+
+
+def test_what_the_script_itself_has_written_stays(log, start_script):
+    log.write_text("my own words")
+    assert ends(start_script, WORKS, DDPJOB_TERMINATION_LOG=log) == 0
+    assert log.read_text() == "my own words"

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,91 @@ def test_a_script_for_one_machine_is_wrong_only_in_a_job_with_more() -> None:
 def test_what_needs_several_nodes_to_hurt_is_an_error_only_where_there_are_some(
     nodes: int | None, severity: str | None
 ) -> None:
-    text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
+    text = (FIXTURES / "mistakes/rank-is-local-rank.py").read_text()
     assert {f.severity for f in check.check("t.py", text, Job(nodes=nodes))} == ({severity} if severity else set())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nproc", "severity"), [(None, 2, "warning"), (2, 2, "error"), (8, 1, "warning"), (0, 2, "error")]
+)
+def test_a_global_rank_as_a_device_is_an_error_where_a_node_has_fewer_gpus_than_the_job_ranks(
+    gpus: int | None, nproc: int, severity: str
+) -> None:
+    """Two nodes of eight GPUs with one process on each do run."""
+    text = (FIXTURES / "mistakes/device-is-global-rank.py").read_text()
+    found = [f for f in check.check("t.py", text, Job(nodes=2, nproc=nproc, gpus=gpus)) if "device-is" in f.rule]
+    assert {f.severity for f in found} == {severity}
+
+
+@pytest.mark.parametrize("name", ["file-not-shared", "master-overwritten"])
+def test_what_only_matters_in_a_cluster_is_a_warning_before_a_local_run(name: str) -> None:
+    """A run was refused that works: all nodes of a local run see the same files, and each other by localhost."""
+    text = (FIXTURES / f"mistakes/{name}.py").read_text()
+    for local, severity in ((False, "error"), (True, "warning")):
+        found = check.check("t.py", text, Job(nodes=2, nproc=1, known=True, local=local))
+        assert [f.severity for f in found if f.rule == name] == [severity]
+
+
+ON_SOME = """
+import torch.distributed as dist
+def evaluate(t):
+    dist.all_reduce(t)
+def train(args):
+    rank = dist.get_rank()
+BODY
+def options():
+    import argparse
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--evaluate", action="store_true")
+    return parser.parse_args()
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    train(options())
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "words", "severity", "where"),
+    [
+        ("if rank == 0:\n  dist.barrier()", "", "error", "barrier() only where `rank == 0`"),
+        ("if rank == 0:\n  pass\nelse:\n  dist.barrier()", "", "error", "barrier() only where not `rank == 0`"),
+        ("if rank != 0:\n  return\ndist.barrier()", "", "error", "barrier() only where not `rank != 0`"),
+        ("if rank == 0:\n  pass\nelif rank > 1:\n  dist.barrier()", "", "error", "only where `rank > 1`"),
+        ("if rank == 0:\n  evaluate(1)", "", "error", "evaluate() calls all_reduce() (line 4) only where `rank == 0`"),
+        ("for i in range(9):\n  if i % 3 == 0 and rank == 0:\n    evaluate(1)", "", "error", "only where"),
+        ("if args.evaluate:\n  if rank == 0:\n    evaluate(1)", "", "warning", "only where"),
+        ("if args.evaluate:\n  if rank == 0:\n    evaluate(1)", "--evaluate", "error", "only where"),
+        ("if args.evaluate:\n  return\nif rank == 0:\n  evaluate(1)", "", "error", "only where"),
+        ("if args.evaluate:\n  return\nif rank == 0:\n  evaluate(1)", "--eval", "warning", "only where"),
+        ("if rank == 0 and found():\n  return\ndist.barrier()", "", "warning", "only where not"),
+        ("if found():\n  if rank == 0:\n    dist.barrier()", "", "warning", "only where"),
+    ],
+)
+def test_an_error_is_about_a_line_that_the_run_certainly_executes(
+    body: str, words: str, severity: str, where: str
+) -> None:
+    """An error refuses the run; and of the ranks in the `else` it said that they are those of the `if`."""
+    text = ON_SOME.replace("BODY", "\n".join(f"    {line}" for line in body.splitlines()))
+    (finding,) = check.check("t.py", text, Job(nodes=2, nproc=2, words=tuple(words.split())))
+    assert (finding.rule, finding.severity) == ("collective-on-one-rank", severity)
+    assert where in finding.message
+
+
+def test_one_rank_waits_for_nobody() -> None:
+    """`ddpjob run --nodes 1` refused to start what is right with one process."""
+    for name in ("collective-on-one-rank", "uneven-steps", "gradients-not-averaged", "partitioner-unseeded"):
+        text = (FIXTURES / f"mistakes/{name}.py").read_text()
+        assert name not in rules_in(text, Job(nodes=1, nproc=1))
+
+
+def test_the_first_rank_of_each_node_is_every_rank_where_nodes_have_one_process() -> None:
+    text = (FIXTURES / "mistakes/collective-on-one-rank.py").read_text()
+    text = text.replace("dist.get_rank()", "int(os.environ['LOCAL_RANK'])").replace(
+        "import torch\n", "import os, torch\n"
+    )
+    given = [(Job(nodes=2, nproc=1), []), (Job(nodes=2), ["warning"]), (Job(nodes=2, nproc=2), ["error"])]
+    for job, severities in given:
+        assert [f.severity for f in check.check("t.py", text, job)] == severities
 
 
 HEAD = """
@@ -568,6 +652,32 @@ def test_options_of_the_launcher_from_variables_that_it_sets_itself_are_an_error
     assert ("WORLD_SIZE is a variable of the ranks" in stdout and "; use NNODES" in stdout) == bool(said)
 
 
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("torchrun --nnodes=$SLURM_NNODES --node_rank=$SLURM_NODEID train.py", ["SLURM_NNODES", "SLURM_NODEID"]),
+        ("torchrun --nproc_per_node ${SLURM_GPUS_ON_NODE} train.py", ["SLURM_GPUS_ON_NODE"]),
+        ("exec ddprun train.py --rank $OMPI_COMM_WORLD_RANK", ["OMPI_COMM_WORLD_RANK"]),
+        ("python train.py --rank=$SLURM_PROCID", ["SLURM_PROCID"]),
+        ("export NODES=$SLURM_NNODES; torchrun --nnodes=$NODES train.py", ["SLURM_NNODES"]),
+        ("echo $SLURM_JOB_ID; torchrun --rdzv_id=$SLURM_JOB_ID train.py", []),
+        ("torchrun --nnodes=${SLURM_NNODES:-2} train.py", []),
+        ("export SLURM_NNODES=$NNODES; torchrun --nnodes=$SLURM_NNODES train.py", []),
+    ],
+)
+def test_variables_of_slurm_in_the_shell_of_a_job_are_named(job_file, script: str, said: list[str]) -> None:
+    """They are empty there, and torchrun ended with its usage; only `ddpjob convert` named them."""
+    stdout = ran(job_file("", "sh", "-c", script, nodes=2, nprocPerNode=1)).stdout
+    assert re.findall(r"error\[variable-of-other-launcher\]: \$(\w+)", stdout) == said, stdout
+
+
+def test_the_advice_names_the_script_that_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said `python train.py` of every script."""
+    monkeypatch.chdir(tmp_path)
+    Path("main_pretrain.py").write_text("import torch.distributed as dist\n" + P + OLD + "dist.init_process_group()\n")
+    assert "exec python main_pretrain.py --local_rank=$LOCAL_RANK" in ran("main_pretrain.py").stdout
+
+
 def test_a_variable_that_is_refused_is_not_warned_of_as_well(job_file) -> None:
     def said(*names: str) -> list[str]:
         env = {"env": [{"name": name, "value": "1"} for name in names]}
@@ -674,6 +784,102 @@ def test_a_script_that_needs_a_launcher_is_named_with_its_arguments(job_file, tm
     (tmp_path / "bert.py").write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\n")
     said = ran(job_file("", "python", "bert.py", "--lr", "1", "a: b", nprocPerNode=2)).stdout
     assert 'start it with torchrun: command: [torchrun, bert.py, --lr, "1", "a: b"]' in said
+
+
+WORLD = """
+import os, torch.distributed as dist
+dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=N)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "nodes", "nproc", "launcher", "found"),
+    [
+        ("8", 2, 2, "torchrun", True),
+        ("2", 2, 2, "ddprun", True),
+        ("8", 2, 1, "", True),
+        ("4", 2, 2, "torchrun", False),
+        ("8", 2, None, "torchrun", False),
+        ("8", None, 2, "torchrun", False),
+        ("8", 2, 2, "mpirun", False),
+        ("-1", 2, 2, "torchrun", False),
+        ("int(os.environ['WORLD_SIZE'])", 2, 2, "torchrun", False),
+        ("int(os.environ.get('WORLD_SIZE', 8))", 2, 2, "torchrun", False),
+    ],
+)
+def test_a_world_size_that_is_not_the_jobs_is_found_where_both_are_known(
+    number: str, nodes: int | None, nproc: int | None, launcher: str, found: bool
+) -> None:
+    """The group waited for ranks that nobody starts, for torch's 30 minutes, and nothing was found."""
+    job = Job(nodes=nodes, nproc=nproc, launcher=launcher)
+    findings = check.check("t.py", WORLD.replace("N)", f"{number})"), job)
+    assert [(f.rule, f.severity) for f in findings] == ([("world-size-differs", "error")] if found else [])
+
+
+BY_OPTION = (FIXTURES / "mistakes/group-needs-option.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words", "found"),
+    [
+        ("", "", "", True),
+        ("", "", "--launcher none", True),
+        ("", "", "--launcher pytorch", False),
+        ("", "", "--launcher=pytorch", False),
+        ("", "", "cfg.py --launch pytorch", False),
+        ('default="none"', 'default="pytorch"', "", False),
+        ('args.launcher != "none"', 'args.launcher != "none" or "RANK" in os.environ', "", False),
+        ("    dist.init_process_group", "    pass\nelse:\n    dist.init_process_group", "", False),
+        ('dist.init_process_group("gloo")', "setup_distributed(args)", "", True),
+        ("args = ", 'parser.add_argument("--ddp", action="store_true")\nargs = ', "--ddp", True),
+        ("if args.launcher", "args.launcher = guess()\nif args.launcher", "", False),
+        ("if args.launcher", 'if args.launcher == "none":\n    raise ValueError\nif args.launcher', "", False),
+    ],
+)
+def test_a_group_that_only_an_option_forms_is_found_where_the_option_is_not_given(
+    right: str, wrong: str, words: str, found: bool
+) -> None:
+    """Each rank trained a model of its own, and the job was Succeeded."""
+    text = BY_OPTION.replace(right, wrong) if right else BY_OPTION
+    job = Job(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
+    assert ("group-needs-option" in rules_in(text, job)) == found
+    flag = text.replace(
+        '"--launcher", choices=["none", "pytorch"], default="none"', '"--launcher", action="store_true"'
+    )
+    if not right and not words:
+        flag = flag.replace('args.launcher != "none"', "args.launcher")
+        assert "group-needs-option" in rules_in(flag, job)
+        given = dataclasses.replace(job, words=("--launcher",))
+        assert "group-needs-option" not in rules_in(flag, given)
+    assert "group-needs-option" not in rules_in(text, dataclasses.replace(job, nodes=1))
+
+
+@pytest.mark.parametrize(
+    ("options", "default", "said"),
+    [
+        ('"--local-rank", "--local_rank", type=int', "", "set_device(None) raises an error"),
+        ('"--local_rank", type=int', ", default=-1", "all 2 ranks of a node use its first GPU"),
+        ('"--local-rank", type=int', ", default=0", "all 2 ranks of a node use its first GPU"),
+    ],
+)
+def test_the_local_rank_as_an_option_is_found_in_all_documented_spellings(
+    job_file, options: str, default: str, said: str
+) -> None:
+    """torchrun's own documented script: nothing was found, and set_device(None) raised on every rank."""
+    text = FIRST_GPU.replace('"--local_rank", type=int, default=0', options + default)
+    container = {"resources": {"limits": {"nvidia.com/gpu": 2}}}
+    stdout = ran(job_file(text, "torchrun", "train.py", nodes=2, nprocPerNode=2, container=container)).stdout
+    assert "error[local-rank-not-passed]" in stdout
+    assert said in stdout
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python reads it")
+@pytest.mark.parametrize("line", ["def f[T](x: T) -> T: ...", "type X = int", "x = f'{d['a']}'"])
+def test_the_syntax_of_a_newer_python_is_a_warning(tmp_path: Path, line: str) -> None:
+    """The image may have that Python: a healthy job was refused."""
+    (tmp_path / "train.py").write_text(f"{line}\n")
+    result = ran(tmp_path / "train.py")
+    assert (result.return_value, "warning[syntax]: not valid Python 3" in result.stdout) == (0, True)
 
 
 # ---------------------------------------------------------------- what is left alone
@@ -1172,6 +1378,65 @@ def test_the_code_cells_of_a_notebook_are_checked_and_the_cell_is_named(
     result = ran(path)
     assert result.return_value == 1
     assert f"{path}:cell {int(cell) + 1}:{line}: error[collective-on-one-rank]: " in result.stdout
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ls -l text.txt",
+        "ls -l",
+        "ls data/*.py",
+        "cat x.json",
+        "cd data",
+        "cd ..",
+        "cd data/",
+        "cd ~/data",
+        "pwd",
+        "mkdir -p a/b",
+        "rm -rf out",
+        "cp a.py b.py",
+        "mv a.py b.py",
+        "pip install torch==2.1",
+        "pip install -q 'torch>2'",
+        "conda install -y numpy",
+        "run train.py --lr 1",
+        "matplotlib inline",
+        "load_ext autoreload",
+        "cat it's.txt",
+        "?model",
+        "model??",
+        "model.train?",
+        "*.ipynb?",
+        "!nvidia-smi",
+        "!!ls",
+        "x = !ls",
+        "x.y = !ls -l",
+        "x[0] = %timeit f(1)",
+        "x = %time f(1)",
+        "%%bash\ncd data\nls | wc -l",
+        "%%writefile a.txt\nno python",
+        "/print 1",
+        ",print a b",
+        ";print a b",
+        ">>> x = 1\n>>> for i in range(2):\n...     print(i)",
+        "In [3]: x = 1",
+    ],
+)
+def test_a_line_that_ipython_takes_is_no_syntax_error(tmp_path: Path, line: str) -> None:
+    """The notebook was refused, and it runs."""
+    path = tmp_path / "train.ipynb"
+    path.write_text(notebook(line))
+    assert (ran(path).return_value, ran(path).stdout) == (0, "")
+    if not line.startswith(("%%", ">>>", "In [")):
+        path.write_text(notebook(f"x = 1\n{line}\nprint('%d'\n      % 1)\n" + "".join(ON_ONE_RANK)))
+        assert "cell 1:7: error[collective-on-one-rank]: " in ran(path).stdout, "lines before and after it are read"
+
+
+@pytest.mark.parametrize("line", ["lss -l x", "cat = = 1", "print 'a'", "x = 1 +", "ls = [1,\ny = 2", "if x\n    pass"])
+def test_what_ipython_does_not_take_either_is_one(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "train.ipynb"
+    path.write_text(notebook("x = 1", line))
+    assert re.search(r"cell 2:\d: error\[syntax\]", ran(path).stdout), ran(path).stdout
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "", "[" * 100_000, '{"cells": 3}'])

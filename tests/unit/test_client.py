@@ -807,9 +807,63 @@ def test_logs_of_a_pod_that_is_gone_are_the_end_that_the_status_keeps(cluster: F
     cluster.logs["digits-2-0"] = ["new"]
     assert ddpjob("logs", "digits", "--cluster").out == "new\n"
     done = ddpjob("logs", "digits", "--cluster", "--previous")
-    assert done.out == "Traceback …\nValueError: no such shard\n"
+    assert done.out == "[1:1] Traceback …\n[1:1] ValueError: no such shard\n", "it is one of two"
     assert "pod digits-1-1 is gone" in done.err
+    assert "digits, attempt 1: the pod of node 0 is gone, and its log with it" in done.err
     assert ddpjob("logs", "digits", "--cluster", "--attempt", 7).code == 2
+
+
+def test_logs_of_a_failed_job_tell_of_the_nodes_whose_pods_are_gone(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """The one log that was left had no prefix, and looked like the log of the whole job."""
+    cluster.add("ddpjobs", stored(state="Failed", startedNodes="0-1"))
+    cluster.add("pods", pod("digits", 1, 1))
+    cluster.logs["digits-1-1"] = ["ValueError: no such shard"]
+    done = ddpjob("logs", "digits", "--cluster")
+    assert done.out == "[1:1] ValueError: no such shard\n"
+    assert "digits, attempt 1: the pod of node 0 is gone, and its log with it" in done.err
+    chosen = ddpjob("logs", "digits", "--cluster", "--node", 1)
+    assert (chosen.out, chosen.err) == ("ValueError: no such shard\n", "")
+
+
+@pytest.mark.parametrize("form", ["yaml", "json"])
+def test_a_job_is_shown_without_its_managed_fields(cluster: FakeCluster, ddpjob: Ddpjob, form: str) -> None:
+    """kubectl hides them too: they are longer than the job."""
+    job = cluster.add("ddpjobs", stored())
+    job["metadata"]["managedFields"] = [{"manager": "ddpjob", "operation": "Update"}]
+    for words in (["digits"], []):
+        out = ddpjob("get", *words, "-o", form).out
+        assert "managedFields" not in out
+        assert "nodes" in out
+
+
+def test_the_command_line_names_itself_as_the_manager_of_the_fields_that_it_writes(
+    cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """`kubectl get --show-managed-fields` had python-urllib3, which nobody recognizes."""
+    cluster.add("ddpjobs", stored())
+    assert ddpjob("suspend", "digits").code == 0
+    assert cluster.agents == {"ddpjob"}
+
+
+def test_describe_tells_a_failure_once(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    text = "rank 1 (pod digits-1-1, node gpu-1) ended with exit code 1"
+    message = f"{text}; gave up after 3 restarts (backoffLimit: 3)"
+    failure = {"attempt": 1, "rank": 1, "nodeRank": 1, "pod": "digits-1-1", "node": "gpu-1", "exitCode": 1}
+    failure |= {"reason": "Error", "class": "application", "time": "2026-01-01T00:00:00Z", "logTail": "boom"}
+    cluster.add("ddpjobs", stored(state="Failed", message=message, lastFailure=failure))
+    out = ddpjob("describe", "digits").out
+    assert out.count(text) == 1
+    assert "class application; no restart followed" in out
+    assert "| boom" in out
+
+
+def test_describe_has_no_time_left_of_a_rank_that_is_silent(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+    """kubectl's ETA was empty, and describe still counted down."""
+    progress = {"step": 812, "totalSteps": 6000, "etaSeconds": 312, "attempt": 1, "updated": "2026-01-01T00:00:00Z"}
+    job = cluster.add("ddpjobs", stored(progress=progress, display={"step": "812/6000", "eta": "5m12s"}))
+    assert "5m12s left" in ddpjob("describe", "digits").out
+    del job["status"]["display"]["eta"]
+    assert "left" not in ddpjob("describe", "digits").out
 
 
 def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob: Ddpjob) -> None:

@@ -173,12 +173,15 @@ def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_o
     """Kubeflow sets both by pods. With several processes a node a DDPJob has neither: torchrun got empty texts."""
     script = (
         'cd /app\ntorchrun --nnodes=$WORLD_SIZE --node_rank "${RANK}" --nproc_per_node=4 \\\n'
-        "  --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT train.py --rank $RANK"
+        "  --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT train.py --rank $RANK | tee log_$RANK"
     )
     result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c"], args=[script]))
-    made = script.replace("$WORLD_SIZE", "$NNODES").replace("${RANK}", "${NODE_RANK}")
+    made = script.replace("$WORLD_SIZE", "$NNODES").replace("${RANK}", "${NODE_RANK}").replace("$RANK", "$NODE_RANK")
     assert (trainer(result)["command"], trainer(result)["args"]) == (["bash", "-c"], [made])
-    assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
+    assert any(
+        "WORLD_SIZE is now NNODES, RANK is now NODE_RANK: the old names count ranks" in text
+        for text in remarks(result).values()
+    )
     for reference in ("$((WORLD_SIZE))", "$(( $WORLD_SIZE / 2 ))", '"$(( ${WORLD_SIZE} ))"'):
         summed = script.replace("$WORLD_SIZE", reference)
         result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", summed]))
@@ -189,7 +192,72 @@ def test_a_shell_that_counts_nodes_by_world_size_and_rank_counts_them_by_their_o
     made = named.replace("$WORLD_SIZE", "$NNODES").replace("${RANK", "${NODE_RANK")
     result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", named]))
     assert trainer(result)["command"][2] == made, "else NNODES, which the job has set, would be empty"
-    assert any("$NNODES and $NODE_RANK" in text for text in remarks(result).values())
+    assert any(
+        "WORLD_SIZE is now NNODES, RANK is now NODE_RANK: the old names count ranks" in text
+        for text in remarks(result).values()
+    )
+
+
+SPELLINGS = [
+    ("tee log_$RANK.txt", "tee log_$NODE_RANK.txt"),
+    ('tee "log_${RANK:-0}" ${WORLD_SIZE%x}', 'tee "log_${NODE_RANK:-0}" ${NNODES%x}'),
+    ("cat <<EOF > c\n${RANK} of $WORLD_SIZE\nEOF", "cat <<EOF > c\n${NODE_RANK} of $NNODES\nEOF"),
+    ("bash -c 'echo $RANK'", "bash -c 'echo $NODE_RANK'"),
+    ('sh -c "echo \\$RANK $WORLD_SIZE"', 'sh -c "echo \\$NODE_RANK $NNODES"'),
+    ("bash <<'X'\necho $RANK\nX", "bash <<'X'\necho $NODE_RANK\nX"),
+    ("if (( RANK == 0 )); then x=$((WORLD_SIZE*8)); fi", "if (( NODE_RANK == 0 )); then x=$((NNODES*8)); fi"),
+    ("cd $(dirname a_$RANK/b) `echo $RANK`", "cd $(dirname a_$NODE_RANK/b) `echo $NODE_RANK`"),
+    ("export RANK=${RANK:-0}; echo $RANK", "export RANK=${NODE_RANK:-0}; echo $RANK"),
+    ("WORLD_SIZE=$((WORLD_SIZE * 8)) python x.py", "WORLD_SIZE=$((NNODES * 8)) python x.py"),
+    ("echo $(RANK) '$(RANK)' $$(RANK)", "echo $(NODE_RANK) '$(NODE_RANK)' $$(RANK)"),
+    ("torchrun --no-python sh -c 'echo $RANK' > $RANK", "torchrun --no-python sh -c 'echo $RANK' > $NODE_RANK"),
+]  # fmt: skip
+TEXTS = ["echo '$RANK' \\$RANK $RANKS $MY_RANK # $RANK", "awk '{print $RANK}' f", "RANK=$NODE_RANK; echo $RANK"]
+
+
+@pytest.mark.parametrize(("before", "after"), [*SPELLINGS, *((text, text) for text in TEXTS)])
+def test_a_shell_that_reads_rank_and_world_size_anywhere_reads_those_of_the_nodes(before: str, after: str) -> None:
+    """All nodes wrote their logs into one file of the shared volume: only options of torchrun had been changed."""
+    script = f"{before}\ntorchrun --nnodes 4 train.py"
+    result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-xc", script]), nprocPerNode="auto")
+    assert trainer(result)["command"][2].partition("\ntorchrun --nnodes")[0] == after
+    assert any("the old names count ranks" in remark.text for remark in result.remarks) == (before != after)
+    assert not any("left as it is" in remark.text for remark in result.remarks)
+    of_line = command.convert(["bash", "-c", script], image="i")
+    assert trainer(of_line)["command"][2].partition("\ntorchrun --nnodes")[0] == after
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        '[ -z "$RANK" ] && RANK=0; echo $RANK',
+        ": ${RANK:=0}; echo $RANK",
+        "cat > run.sh <<'EOF'\necho $RANK\nEOF",
+        "python -c 'import os; print(os.environ[\"RANK\"])'",
+        "printenv RANK",
+    ],
+)
+def test_a_rank_that_cannot_be_changed_is_named(script: str) -> None:
+    given = f"{script}; torchrun t.py"
+    result = converted(pytorchReplicaSpecs=replicas(command=["bash", "-c", given]))
+    assert trainer(result)["command"][2] == given
+    (told,) = [remark.text for remark in result.remarks if remark.text.startswith("RANK: left as it is")]
+    assert told.endswith("not set before the launcher has started them; NODE_RANK is meant")
+
+
+def test_what_kubernetes_replaces_counts_nodes_in_words_and_variables_too() -> None:
+    container = {"command": ["python", "t.py", "--rank=$(RANK)"], "env": [{"name": "LOG", "value": "$(RANK).log"}]}
+    result = converted(pytorchReplicaSpecs=replicas(**container))
+    assert trainer(result)["command"][2] == "--rank=$(NODE_RANK)"
+    assert trainer(result)["env"] == [{"name": "LOG", "value": "$(NODE_RANK).log"}]
+
+
+def test_a_world_size_that_counts_processes_there_counts_them_here() -> None:
+    """The Training Operator multiplies it by a number in nprocPerNode, and by nothing for auto."""
+    script = "torchrun --nnodes=$WORLD_SIZE t.py --ranks $WORLD_SIZE"
+    for nproc, name in (("8", "DDPJOB_WORLD_SIZE"), ("auto", "NNODES"), (None, "NNODES")):
+        result = converted(nprocPerNode=nproc, pytorchReplicaSpecs=replicas(command=["sh", "-c", script]))
+        assert trainer(result)["command"][2] == f"torchrun --nnodes=$NNODES t.py --ranks ${name}"
 
 
 @pytest.mark.parametrize("value", [5, True, "torchrun train.py", {"a": 1}])
@@ -447,6 +515,56 @@ def test_the_port_of_the_masters_service_is_named_and_is_no_difference_of_the_wo
     named = {name: text for name, text in remarks(result).items() if "ports" in name}
     assert list(named) == [f"spec.pytorchReplicaSpecs.{groups[0]}.template.spec.containers[0].ports"]
     assert "pytorchjob-port: not needed: the job sets MASTER_PORT" in "".join(named.values())
+
+
+@pytest.mark.parametrize(
+    ("spec", "made"),
+    [
+        (
+            {"cleanPodPolicy": "None", "backoffLimit": 2, "activeDeadlineSeconds": 3600, "ttlSecondsAfterFinished": 0},
+            {"cleanPodPolicy": "None", "backoffLimit": 2, "activeDeadlineSeconds": 3600, "ttlSecondsAfterFinished": 0},
+        ),
+        (
+            {"schedulingPolicy": {"scheduleTimeoutSeconds": 90}, "suspend": True},
+            {"startDeadlineSeconds": 90, "suspend": True},
+        ),
+        ({"backoffLimit": 2, "runPolicy": {"cleanPodPolicy": "All"}}, {"backoffLimit": 2, "cleanPodPolicy": "All"}),
+        ({"backoffLimit": 2, "runPolicy": {"backoffLimit": 4}}, {"backoffLimit": 4}),
+    ],
+)
+def test_fields_of_run_policy_are_read_where_the_first_operator_had_them(
+    spec: dict[str, Any], made: dict[str, Any]
+) -> None:
+    """`kubectl get -o yaml` of an old cluster prints them in spec: they were lost, and called fields that a DDPJob
+    does not have."""
+    result = converted(**spec)
+    assert {k: v for k, v in result.spec.items() if k not in ("nodes", "nprocPerNode", "template")} == made
+    assert not [text for text in remarks(result).values() if "has no such field" in text]
+
+
+def in_list(kind: str, count: int, key: str = "replicaType", **container: Any) -> dict[str, Any]:
+    group = copy.deepcopy(replicas(**container)["Master"])
+    group["template"]["spec"]["restartPolicy"] = group.pop("restartPolicy", "Never")
+    return {**group, "replicas": count, key: kind}
+
+
+@pytest.mark.parametrize("key", ["replicaType", "pytorchReplicaType", "tfReplicaType"])
+def test_a_list_of_replicas_is_read_as_their_mapping(key: str) -> None:
+    """v1alpha1 had a list: `spec.pytorchReplicaSpecs: is empty` was said of a job with a Master and its Workers."""
+    body = pytorchjob(replicaSpecs=[in_list("WORKER", 3, key), in_list("MASTER", 1, key)], masterPort="23456")
+    del body["spec"]["pytorchReplicaSpecs"]
+    result = checked(room.convert(body, []))
+    assert (result.spec["nodes"], result.comments["nodes"]) == (4, "1 Master + 3 Worker; the Master is node 0")
+    assert remarks(result)["spec.masterPort"] == "not needed: the job sets the rendezvous of each node"
+    assert "spec.replicaSpecs" not in remarks(result)
+
+
+def test_replicas_are_read_in_any_case_and_each_kind_once() -> None:
+    given = replicas()
+    assert converted(pytorchReplicaSpecs={"MASTER": given["Master"], "worker": given["Worker"]}).spec["nodes"] == 4
+    for twice in ({"Master": given["Master"], "MASTER": given["Master"]}, {"chief": given["Master"]}):
+        with pytest.raises(ConvertError, match=r"a second group of the kind Master|the replicas Master and Worker"):
+            converted(pytorchReplicaSpecs=twice)
 
 
 # ---- the address of rank 0
@@ -875,8 +993,80 @@ def test_a_file_of_the_shell_is_refused_with_what_to_give_instead(line: str) -> 
 
 
 def test_the_job_is_named_after_the_script() -> None:
-    names = {"torchrun my/Train_GPT.py": "train-gpt", "torchrun -m pack.train_it": "train-it", "torchrun 1.py": "job-1"}
+    names = {
+        "torchrun my/Train_GPT.py": "train-gpt",
+        "torchrun -m pack.train_it": "train-it",
+        "torchrun 1.py": "job-1",
+        "torchrun --standalone -m scripts.base_train -- --depth=24 --run=d24": "base-train",
+        "torchrun --nproc_per_node 8 -m open_clip.main -- --lr 1e-3": "main",
+        "python -u -m pkg.fit --lr 1e-3": "fit",
+        "./Go.py 3": "go",
+        "uv run python src/fit.py 1e-4": "fit",
+        "accelerate launch -m a.b --x 5": "b",
+        "torchrun /opt/bin/fairseq-train /data --lr 1": "fairseq-train",
+        "torchrun --no-python python -m a.c --lr 1": "c",
+        "python": "train",
+    }
     assert {line: of_command(line).metadata["name"] for line in names} == names
+    scripts = {
+        "cd x && torchrun --nnodes 2 -m pkg.tr -- --run=d24; echo done.py": "tr",
+        "pip install x; python prepare.py; exec torchrun fit.py a.py": "fit",
+        "torchrun $SCRIPT --lr 1e-3": "train",
+    }
+    assert {text: command.convert(["bash", "-c", text]).metadata["name"] for text in scripts} == scripts
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        (
+            "python m.py --dist-url tcp://10.0.0.1:23456 --world-size 4 --rank 0 --lr 1",
+            "--dist-url tcp://10.0.0.1:23456 --world-size 4 --rank 0: one machine's own, and all nodes would get "
+            "it; write --dist-url tcp://$(MASTER_ADDR):$(MASTER_PORT) --world-size $(NNODES) --rank $(NODE_RANK), and "
+            "set spec.nodes to the number of machines",
+        ),
+        (
+            "python t.py --num-machines=2 --machine-rank 1 --dist-url=tcp://node0:1",
+            "--num-machines=2 --machine-rank 1 --dist-url=tcp://node0:1: one machine's own, and all nodes would get "
+            "it; write --num-machines=$(NNODES) --machine-rank $(NODE_RANK) "
+            "--dist-url=tcp://$(MASTER_ADDR):$(MASTER_PORT), and set spec.nodes: 2",
+        ),
+        ("torchrun t.py --init_method tcp://10.1.1.1:9", "--init_method tcp://10.1.1.1:9: one machine's own"),
+        ("python t.py --nodes-file x --node_rank 0 --num_nodes 3", "--node_rank 0 --num_nodes 3: one machine's own"),
+    ],
+)
+def test_options_of_one_of_several_machines_are_named(line: str, told: str) -> None:
+    """They were kept in a job of one node without a word: it waits for the others at an address of another cluster."""
+    for result in (of_command(line), command.convert(["bash", "-c", f"cd /w; {line}; true"])):
+        assert [remark.text for remark in result.remarks if remark.text.startswith(told)]
+
+
+@pytest.mark.parametrize("before", ["", "env ", "nohup env "])
+def test_variables_of_one_of_several_machines_are_removed_and_named(before: str) -> None:
+    """RANK=0 was in env of all nodes: they wait for each other, or for a machine of another cluster."""
+    own = "RANK=0 WORLD_SIZE=4 MASTER_ADDR=10.0.0.1"
+    result = of_command(f"{before}{own} LR=1 python m.py")
+    words = [*before.split(), *(["LR=1"] if before else []), "python", "m.py"]
+    assert trainer(result)["command"] == words
+    assert trainer(result).get("env", []) == ([] if before else [{"name": "LR", "value": "1"}])
+    told = [remark.text for remark in result.remarks]
+    assert f"{own}: not needed: the job sets the rendezvous of each node" in told
+    assert "WORLD_SIZE or NNODES of several machines: set spec.nodes to their number" in told
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python m.py --multiprocessing-distributed --dist-url tcp://localhost:10001 --world-size 1 --rank 0",
+        "python m.py --dist-url env:// --world-size -1 --rank -1",
+        "python m.py --rank 16",
+        "python m.py --world_size 4",
+        "python m.py --rank $(NODE_RANK) --world-size $(NNODES) --dist-url tcp://$(MASTER_ADDR):$(MASTER_PORT)",
+        "torchrun --nnodes 2 --node-rank 0 --master-addr 10.0.0.1 t.py --lr 1",
+    ],
+)
+def test_options_of_a_single_machine_are_kept(line: str) -> None:
+    assert not [remark for remark in of_command(line).remarks if "one machine's own" in remark.text]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.runtime import SYSTEM
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import DeletePod, EndPod, Plan
-from ddpjob_operator.plan.group_restart import GRACE_SECONDS_MAX, KUBELET_SECONDS
+from ddpjob_operator.plan.kept_log import GRACE_SECONDS_MAX, KUBELET_SECONDS
 
 LOG = "step 60\nwaiting for shard-7 of the data set"
 
@@ -134,7 +134,7 @@ def test_where_the_server_does_not_let_it_end_so_it_is_deleted(code: int, caplog
     caches.pods = Nothing()  # type: ignore[attr-defined]
     executor = Executor(server, caches, Nothing(), Nothing(), SYSTEM)  # type: ignore[arg-type]
     with caplog.at_level("INFO", "ddpjob_operator"):
-        asyncio.run(executor.execute(job(), Plan(actions=(EndPod("digits-1-0", "u"),)), JobState("u")))
+        asyncio.run(executor.execute(job(), Plan(actions=(EndPod("digits-1-0", "u", 10),)), JobState("u")))
     assert server.asked == ["/api/v1/namespaces/default/pods/digits-1-0", "u", 10]
     about = [(r.__dict__["job"], r.__dict__["pod"]) for r in caplog.records if "cannot be ended" in r.getMessage()]
     assert about == [("default/digits", "digits-1-0")], "whose log is gone, for a log store"

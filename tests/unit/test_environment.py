@@ -97,12 +97,15 @@ def test_a_job_with_gpus_uses_nccl_under_whatever_name_they_have(name: str) -> N
     )  # fmt: skip
 
 
-def test_threads_follow_the_cpu_limit_and_never_the_machine() -> None:
+def test_threads_follow_the_cpu_limit_and_without_one_torchruns_rule() -> None:
+    """One process of a node without a limit had one thread, and nobody was told: torchrun leaves it all cores."""
+
     def threads(cpu: object, nproc: int) -> str:
         what = job(nprocPerNode=nproc, container={"resources": {"limits": {"cpu": cpu}}} if cpu else None)
-        return environment.environment(what, 1, 0, naming.Endpoint("h", 1))["OMP_NUM_THREADS"]
+        return environment.environment(what, 1, 0, naming.Endpoint("h", 1)).get("OMP_NUM_THREADS", "unset")
 
     assert [threads(None, 4), threads("500m", 1), threads(8, 2), threads("3", 4)] == ["1", "1", "4", "1"]
+    assert [threads(None, 1), threads(8, 1)] == ["unset", "8"]
 
 
 @pytest.mark.parametrize(("grace", "expected"), [(None, "25"), (5, "1"), (0, "1"), (600, "595")])

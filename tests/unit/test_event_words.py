@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from worlds import digits
+from msgspec.structs import replace
+from worlds import START, digits
 
-from ddpjob_operator.plan.finish import shortened
+from ddpjob.core import rules
+from ddpjob_operator.failures import root_cause, sentences
+from ddpjob_operator.failures.sentences import shortened
+from ddpjob_operator.job import api
+
+KNOWN = ("NodeLost", "Evicted", "SupervisorLost", rules.POD_DEADLINE, root_cause.CONFIG_ERROR, root_cause.STOPPED)
 
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.5]:7"
 
@@ -59,6 +65,36 @@ def test_failures_in_a_row_are_those_that_count() -> None:
         world.runs(0).settle().exits(0, code=code).settle()
     assert world.status.reason == "NoProgress"
     assert "; 3 charged failures in a row without a new step" in world.status.message
+
+
+@pytest.mark.parametrize("reason", [*root_cause.DISRUPTIONS, *sorted(rules.LOST_CONTAINER), *KNOWN])
+def test_what_a_restart_came_after_is_said_in_words(reason: str) -> None:
+    """`after DeletionByPodGC on rank 0`, `after SIGKILL on rank 0` where a taint had ended the pod."""
+    failure = api.JobFailure(attempt=1, rank=0, node_rank=0, pod="a-1-0", node="n1", reason=reason, time=START)
+    failure = replace(failure, exit_code=137, signal="SIGKILL")
+    assert reason not in sentences.short(failure)
+    assert "SIGKILL" not in sentences.short(failure)
+
+
+def test_a_pod_that_was_collected_with_its_node_is_a_lost_node() -> None:
+    world = digits().running()
+    gone = {"phase": "Failed", "disruption": "DeletionByPodGC", "reason": "", "node": "node-1"}
+    world._change(1, **gone).settle()
+    assert world.status.reason == "NodeLost"
+    world.restarted()
+    assert world.status.message.startswith("after node node-1 lost: ")
+
+
+def test_a_deadline_is_one_event() -> None:
+    world = digits(activeDeadlineSeconds=60).running().after(60).settle().stops_all().settle()
+    assert world.status.state == "Failed"
+    assert [event.reason for event in world.events].count("DeadlineExceeded") == 1
+
+
+def test_where_torch_was_built_is_in_no_message() -> None:
+    world = digits(nodes=1, backoffLimit=0).running().exits(0, code=3, message=f"ValueError: {GLOO}").settle()
+    assert "(ValueError: Connection closed by peer [10.0.0.5]:7)" in world.status.message
+    assert "/pair.cc" not in world.status.failures[-1].message
 
 
 @pytest.mark.parametrize(("run", "words"), [((1,), "waiting for nodes 0, 2"), ((0, 1), "waiting for node 2")])

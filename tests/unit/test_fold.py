@@ -128,6 +128,6 @@ def test_all_lines_of_an_exceptions_message_are_held_with_its_traceback() -> Non
 
 
 def test_what_ddprun_says_of_restarts_is_the_runs_to_say() -> None:
-    said = ["ddprun: restart 1: rank 1 ended with SIGKILL; charged to application, waiting 0 s"]
+    said = ["ddprun: restart 1: rank 1 was killed by SIGKILL; charged to application, waiting 0 s"]
     other = ["ddprun: --preload: no_such_module: ModuleNotFoundError; left out"]
     assert Fold().take([*said, *other], T0) == other

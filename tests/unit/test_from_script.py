@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -294,6 +295,57 @@ def test_arguments_after_dashes_replace_those_of_the_yaml(tmp_path: Path) -> Non
     path.write_text(JOB)
     _, job = sources.load(sources.Source(str(path), arguments=("--epochs", "2")))
     assert command_of(job.spec.template) == ["torchrun", "train.py", "--epochs", "2"]
+
+
+@pytest.mark.parametrize(
+    ("command", "made"),
+    [
+        ("[python, {file}]", ["python", "{file}", "a", "--log", "5"]),
+        ("[ddprun, {file}, --old, x]", ["ddprun", "{file}", "--", "a", "--log", "5"]),
+        ("[torchrun, {file}, --]", ["torchrun", "{file}", "--", "a", "--log", "5"]),
+    ],
+)
+def test_arguments_are_those_of_a_command_that_is_set_as_well(tmp_path: Path, command: str, made: list[str]) -> None:
+    """`ddpjob run av.py --set …command=[python, av.py] -- a b` dropped them silently."""
+    file = str(tmp_path / "av.py")
+    Path(file).write_text("")
+    setting = f"spec.template.spec.containers[0].command={command.format(file=file)}"
+    _, job = sources.load(sources.Source(file, settings=(setting,), arguments=("a", "--log", "5")))
+    assert command_of(job.spec.template) == [word.format(file=file) for word in made]
+    with pytest.raises(InputError, match=r"names no script that is plain to see, so -- ARGS cannot be its arguments"):
+        sources.load(sources.Source(file, settings=(setting.partition("=")[0] + "=[sleep, '1']",), arguments=("a",)))
+
+
+ABBREVIATE = [["--log", "5"], ["--mo=0.1"], ["x", "--no"], ["--max", "3"], ["--", "x"]]
+DO_NOT = [["--epochs", "5"], ["--log-dir", "x"], ["--log-level", "3"], ["x", "--", "--log"], ["-m"], []]
+
+
+@pytest.mark.parametrize("words", [*ABBREVIATE, *DO_NOT], ids=str)
+def test_arguments_that_resemble_options_of_torchrun_stand_behind_dashes(tmp_path: Path, words: list[str]) -> None:
+    """`ddpjob run x.py -- --log 5` ended with torchrun's usage: `ambiguous option`."""
+    behind = ["--", *words] if words in ABBREVIATE else words
+    file = tmp_path / "train.py"
+    file.write_text("")
+    for source, head in (
+        (sources.Source(str(file)), ["torchrun", str(file)]),
+        (sources.Source(None, module="pkg.train"), ["torchrun", "-m", "pkg.train"]),
+    ):
+        _, job = sources.load(replace(source, arguments=tuple(words)))
+        assert command_of(job.spec.template) == [*head, *behind]
+    spawns = "import torch.multiprocessing as mp\nmp.spawn(f, nprocs=2)\n"
+    job = job_of(from_script.job_yaml(Start("train.py", arguments=words), spawns))
+    assert command_of(job.spec.template) == ["python", "train.py", *words], "Python takes nothing away"
+    for line in ("torchrun --nnodes 2 train.py", "accelerate launch train.py"):
+        made = command.convert([*line.split(), *words]).spec["template"]["spec"]["containers"][0]["command"]
+        assert made == ["torchrun", "train.py", *(words if words[:1] == ["--"] else behind)]
+
+
+def test_arguments_after_dashes_replace_those_behind_the_launchers_own(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    for given, made in (('--, --lr, "1"', ["--", "--log", "2"]), ('--lr, "1"', ["--", "--log", "2"])):
+        path.write_text(JOB.replace('--lr, "1"', given))
+        _, job = sources.load(sources.Source(str(path), arguments=("--log", "2")))
+        assert command_of(job.spec.template) == ["torchrun", "train.py", *made]
 
 
 def test_two_values_for_one_field_are_refused(tmp_path: Path) -> None:

@@ -96,6 +96,30 @@ def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_tr
     assert (spent(world).productive_seconds, spent(world).idle_seconds) == (190, 90)
 
 
+@pytest.mark.parametrize("deleted", [False, True], ids=["not ready", "its object is deleted"])
+def test_the_wait_for_a_lost_node_is_no_training(deleted: bool) -> None:
+    """Of a node that was killed 40 s passed until it was given up, and all of them were said to be trained."""
+    world = trains(digits().running(), *range(1, 11), seconds=5).after(4)
+    (world.node_deleted(1) if deleted else world.node_lost(1)).settle()
+    world.after(30).settle()
+    assert world.status.reason == "NodeLost"
+    assert (spent(world).productive_seconds, spent(world).idle_seconds) == (45, 39)
+
+
+def test_a_node_that_is_only_not_heard_trains_until_its_last_step() -> None:
+    """Its kubelet has stopped, and its containers go on."""
+    world = trains(digits().running(), *range(1, 11), seconds=5).node_lost(1).settle()
+    trains(world, *range(11, 17), seconds=5).settle()
+    assert world.status.reason == "NodeLost"
+    assert (spent(world).productive_seconds, spent(world).idle_seconds) == (75, 5)
+
+
+def test_a_long_step_that_a_lost_node_ends_was_training_until_the_node_can_have_failed() -> None:
+    world = trains(digits().running(), 1, 2, 3, seconds=300).node_lost(1).settle().after(30).settle()
+    assert world.status.reason == "NodeLost"
+    assert (spent(world).productive_seconds, spent(world).idle_seconds) == (840, 90)
+
+
 def test_a_job_that_never_reports_a_step_has_no_ratio() -> None:
     """It runs, and no report shows whether it trains or hangs."""
     world = digits().started().after(20).runs(0, 1).settle().after(80).exits(0).exits(1).settle()

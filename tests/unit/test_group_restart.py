@@ -409,14 +409,34 @@ def test_a_config_map_that_stays_missing_fails_the_job_after_a_while_and_not_bef
     assert 'configmap "settings" not found' in world.status.message
 
 
+LACKS = ("CreateContainerConfigError", 'configmap "settings" not found')
+
+
+def test_the_time_that_a_config_map_is_missing_counts_also_over_starts_that_took_too_long() -> None:
+    """With a shorter startDeadlineSeconds the job was started again and again, for ever."""
+    world = digits(startDeadlineSeconds=300).started().waits(0, *LACKS).settle().after(300).settle()
+    assert world.status.reason == "StartBackOff"
+    assert world.status.attempt_time is not None
+    world.stops_all().settle().now = world.status.attempt_time
+    world.settle().waits(0, "ContainerCreating").settle().waits(0, *LACKS).settle()
+    assert world.status.unconfigured_since == START
+    world.now = START + dt.timedelta(seconds=600)
+    world.settle().stops_all().settle()
+    assert world.status.reason == "PermanentFailure"
+
+
+def test_a_config_map_that_is_there_in_between_is_waited_for_anew() -> None:
+    world = digits().started().waits(0, *LACKS).settle().after(500).runs(0).settle()
+    assert world.status.unconfigured_since is None
+    world.waits(1, *LACKS).settle().after(500).settle()
+    assert world.status.reason == "CannotStart"
+
+
 def test_a_config_map_that_is_missing_for_a_moment_after_a_long_pull_fails_no_job() -> None:
     """The kubelet names the same reason where its own copy of the ConfigMap is late: a job of an image that took eleven
     minutes to pull had Failed for good."""
     world = digits().started().waits(0, "ContainerCreating").settle().after(660).settle()
-    scheduled = world.pods["digits-1-0"].scheduled_at
     world.waits(0, "CreateContainerConfigError", "failed to sync configmap cache: timed out")
-    seen = {"scheduled_at": scheduled, "unconfigured_since": world.now}
-    world.pods["digits-1-0"] = replace(world.pods["digits-1-0"], **seen)
     assert world.settle().status.reason == "CannotStart"
     world.runs(0, 1).settle()
     assert (world.status.state, world.status.attempt) == ("Running", 1)
@@ -714,6 +734,87 @@ def test_pods_that_find_no_other_node_are_asked_for_anew_when_the_node_is_no_lon
     assert world.status.attempt == attempt + 1
 
 
+def twice_lost(world: World) -> World:
+    """The job avoids node-1, which is back."""
+    world.running()
+    for _ in range(2):
+        world.runs(0, 1).settle().node_lost(1).after(30).restarted()
+        world.nodes = {}
+        world.after(2).settle()
+    return world
+
+
+NO_NODE = "0/2 nodes are available: 1 node(s) didn't match Pod's node affinity/selector, 1 node(s) were unschedulable"
+
+
+def test_a_node_is_avoided_only_while_the_pods_fit_elsewhere() -> None:
+    """Two reboots of a healthy node stopped a job for an hour beside that node, once another one was drained."""
+    world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
+    attempt = world.status.attempt
+    world.after(59).settle()
+    assert world.status.attempt == attempt
+    assert world.plan().requeue_at == world.now + dt.timedelta(seconds=1), "nothing else would wake us"
+    world.after(1).settle().stops_all()
+    made = [a for _ in range(3) for a in world.step().actions if isinstance(a, CreatePod)]
+    assert [(a.attempt, a.place, a.avoid) for a in made] == [(attempt + 1, 0, ()), (attempt + 1, 1, ())]
+    world.settle().runs(0, 1).settle()
+    assert world.status.state == "Running"
+
+
+def test_the_message_names_the_node_that_the_job_itself_forbids_until_when_and_why() -> None:
+    """The scheduler speaks of a node affinity that is in no template."""
+    world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle()
+    until = world.status.avoided_nodes[0].until
+    said = f"node node-1 is avoided until {until:%H:%M:%S} UTC (2 failures of this job)"
+    assert f"{NO_NODE}; {said}; pods that find no other node for 1m may go there" in world.status.message
+    world.events.clear()
+    world.after(60).settle()
+    (event,) = [e for e in world.events if e.reason == "AvoidanceOver"]
+    assert event.type == "Warning"
+    assert event.message == (
+        "node node-1 is used although it was to be avoided (2 failures of this job): pods fit on no other node; "
+        "all pods are created again"
+    )
+
+
+def test_a_ban_is_lifted_also_where_the_start_gives_up_sooner() -> None:
+    world = twice_lost(digits(startDeadlineSeconds=20)).runs(0).unschedulable(1, NO_NODE).settle().after(20).settle()
+    assert world.status.reason == "StartBackOff"
+    assert world.status.attempt_time is not None
+    world.stops_all().now = world.status.attempt_time
+    made = [a for _ in range(3) for a in world.step().actions if isinstance(a, CreatePod)]
+    assert [a.avoid for a in made] == [(), ()]
+    assert [a.lifted for a in world.status.avoided_nodes] == [True]
+
+
+def test_the_minute_is_counted_from_when_the_pod_found_no_node_whoever_leads() -> None:
+    """Quota or a queue may hold the pods back for longer, and an operator that begins has seen nothing."""
+    world = twice_lost(digits()).after(300).runs(0).unschedulable(1, NO_NODE).settle()
+    attempt = world.status.attempt
+    world.after(30).settle()
+    assert world.status.attempt == attempt
+    world.after(30).settle()
+    assert world.status.attempt == attempt + 1
+
+
+def test_a_node_that_fails_the_job_again_after_its_ban_was_lifted_is_avoided_again() -> None:
+    """By then another node may be free."""
+    world = twice_lost(digits()).runs(0).unschedulable(1, NO_NODE).settle().after(60).restarted()
+    assert [a.lifted for a in world.status.avoided_nodes] == [True]
+    world.runs(0, 1).settle().node_lost(1).after(30).settle().stops_all().settle()
+    assert [(a.node, a.lifted) for a in world.status.avoided_nodes] == [("node-1", False)]
+
+
+def test_pods_that_fit_on_no_node_at_all_are_made_again_once_and_then_wait() -> None:
+    world = twice_lost(digits()).unschedulable(0, NO_NODE).unschedulable(1, NO_NODE).settle().after(60).restarted()
+    attempt = world.status.attempt
+    world.unschedulable(0, "0/2 nodes are available").unschedulable(1, "0/2 nodes are available").settle()
+    for _ in range(5):
+        world.after(70).settle()
+    assert world.status.attempt == attempt
+    assert "avoided" not in world.status.message
+
+
 def test_preemption_is_not_the_nodes_fault() -> None:
     world = digits().running()
     for _ in range(3):
@@ -794,34 +895,27 @@ def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_
     assert (world.status.last_failure.reason, world.status.last_failure.charged_to) == ("PodGone", "infrastructure")
 
 
-@pytest.mark.parametrize("command", ["torchrun", "ddprun"])
-def test_where_a_launcher_has_let_the_nodes_meet_a_rank_that_is_gone_beside_one_that_has_completed_had_ended_too(
-    command: str,
-) -> None:
-    """Not even the creation of all pods was recorded: the operator had died. A second pod would wait for ten minutes in
-    vain, and the user pay for a rank that "ended early", if another crash makes the operator forget which was first."""
-    world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
+LAUNCHERS = pytest.mark.parametrize("command", ["python", "torchrun", "ddprun"])
+
+
+@LAUNCHERS
+def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_already(command: str) -> None:
+    """They end sooner than the last pod is made, or the operator was killed meanwhile: finished work ran again."""
+    world = digits(nodes=3, container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
-    world.vanishes(1).runs(0).exits(0)
+    world.vanishes(1).vanishes(2).exits(0)
     assert world.status.reason == "CreatingPods"
     world.settle()
-    assert (world.status.attempt, charges(world)) == (2, (0, 1, 0))
-    assert cause(world).reason == "PodGone"
+    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
+    world.exits(1).exits(2).settle()
+    assert (world.status.state, world.status.attempt, charges(world)) == ("Succeeded", 1, (0, 0, 0))
 
 
-def test_a_rank_whose_pod_was_never_made_is_made_although_others_have_completed_already() -> None:
-    """A script that needs no peers ends sooner than the last pod of a large job is made; it would restart for ever."""
-    world = digits(container={"command": ["python", "train.py"]})
-    world.step()
-    world.vanishes(1).exits(0)
-    assert world.status.reason == "CreatingPods"
-    assert any(isinstance(action, CreatePod) and action.place == 1 for action in world.plan().actions)
-
-
-def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_ended_early() -> None:
+@LAUNCHERS
+def test_a_rank_that_starts_after_a_peer_has_ended_does_not_prove_that_the_peer_ended_early(command: str) -> None:
     """Its first pod had completed and was deleted before the operator had recorded it, so it is made again and waits in
     vain. The user would pay a restart for a script that is right."""
-    world = digits(container={"command": ["python", "train.py"]}, backoffLimit=0)
+    world = digits(container={"command": [command, "train.py"]}, backoffLimit=0)
     world.step()
     world.vanishes(1).runs(0).after(30).exits(0).after(5).step()
     assert (world.status.reason, world.names()) == ("CreatingPods", ["digits-1-0", "digits-1-1"])

@@ -157,6 +157,7 @@ def test_of_two_releases_for_all_namespaces_one_acts_and_the_other_takes_over_wh
         where = f"kube-system/{ALL_CLAIM}"
         sentence = (
             f"the jobs of all namespaces are the release ddpjob/ddpjob's (Lease {where}); this one leaves them alone"
+            " until 15 s have passed without a renewal"
         )
         assert second.claims.standing_by() == [sentence]
         assert caplog.messages.count(sentence) == 1, "in the log, once"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from ddpjob_operator.kube.client import ApiError, Client, Page, RequestLimits
-from ddpjob_operator.kube.kopf_workarounds.reading_session import session
 from ddpjob_operator.kube.login import LoginError, login
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -277,40 +275,6 @@ def test_events_are_read_however_they_are_cut() -> None:
     data = f'{{"type":"ADDED","object":{{"a":"{long}"}}}}\n{{"type":"BOOKMARK","object":{{}}}}\n'.encode()
     events = talk(stream(data[:100], data[100:200_000], data[200_000:]), _events)
     assert [e["type"] for e in events] == ["ADDED", "BOOKMARK"]
-
-
-def test_kopf_gets_a_bookmark_for_a_change_that_our_copy_has_taken_and_all_other_events() -> None:
-    """kopf goes on from the bookmark's version, so nothing is missed after a broken watch, and has no work with it."""
-    line = '{{"type":"{}","object":{{"metadata":{{"name":"{}","resourceVersion":"{}"}}}}}}'
-    sent = [("ADDED", "a", 1), ("MODIFIED", "a", 2), ("MODIFIED", "b", 3), ("DELETED", "a", 4)]
-    data = "".join(line.format(*one) + "\n" for one in sent).encode()
-
-    async def run() -> list[tuple[str, str, str]]:
-        app = web.Application()
-        app.router.add_get("/jobs", stream(data))
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        info = kopf.ConnectionInfo(server=f"http://127.0.0.1:{runner.addresses[0][1]}", token="secret")
-        opened = session(
-            info, take=lambda kind, raw: kind == "MODIFIED" and raw["metadata"]["name"] == "a"
-        ).aiohttp_session
-        try:
-            async with opened.get(f"{info.server}/jobs", params={"watch": "true"}) as response:
-                events = [json.loads(part) async for part in response.content.iter_chunked(1024)]
-        finally:
-            await opened.close()
-            await runner.cleanup()
-        return [
-            (e["type"], e["object"]["metadata"].get("name"), e["object"]["metadata"]["resourceVersion"]) for e in events
-        ]
-
-    assert asyncio.run(run()) == [
-        ("ADDED", "a", "1"),
-        ("BOOKMARK", None, "2"),
-        ("MODIFIED", "b", "3"),
-        ("DELETED", "a", "4"),
-    ]
 
 
 def test_a_watch_that_falls_silent_is_an_error() -> None:

@@ -65,6 +65,31 @@ def play(
     return asyncio.run(run())
 
 
+def test_events_of_one_second_are_listed_in_the_order_in_which_they_happened() -> None:
+    """`kubectl describe` had PermanentFailure above the RankFailed that it followed from."""
+    failed, over = Event("Warning", "RankFailed", "rank 1 ended"), Event("Warning", "PermanentFailure", "no retry")
+    names: dict[str, str] = {}
+
+    class Named:
+        async def create(self, path: str, body: dict[str, Any]) -> None:
+            names[body["metadata"]["name"]] = body["reason"]
+
+    async def run() -> None:
+        events = Events(Named(), Runtime(utc=lambda: AT))  # type: ignore[arg-type]
+        events.send(JOB, (failed,), AT)
+        events.send(JOB, (over,), AT)
+        running = asyncio.create_task(events.run())
+        while len(names) < 2:
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    for _ in range(5):
+        names.clear()
+        asyncio.run(run())
+        assert [names[name] for name in sorted(names)] == ["RankFailed", "PermanentFailure"]
+
+
 def test_the_same_words_about_the_same_job_are_sent_once_in_a_while() -> None:
     assert play((0, RUN), (1, RUN), (REPEAT_SECONDS - 2, RUN)) == ["AllNodesRun"]
     assert play((0, RUN), (REPEAT_SECONDS, RUN)) == ["AllNodesRun", "AllNodesRun"]
@@ -82,6 +107,25 @@ def test_it_ends_when_it_is_cancelled_in_the_moment_of_an_event() -> None:
 
 def test_a_state_that_passes_at_once_is_not_told() -> None:
     assert play((0, CREATING), (1, RUN)) == ["AllNodesRun"]
+
+
+def test_of_a_job_that_is_gone_only_warnings_are_still_sent() -> None:
+    """An Event came 20 s after the job had been deleted and all was at rest."""
+
+    async def run() -> list[str]:
+        server = Server()
+        events = Events(server, Runtime(clock=lambda: server.now), busy=lambda _namespace: True)  # type: ignore[arg-type]
+        events.send(JOB, (CREATING, RUN, Event("Warning", "RankFailed", "rank 1 failed")), AT)
+        events.gone(JOB.uid)
+        running = asyncio.create_task(events.run())
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert len(events) == 0
+        return server.got
+
+    assert asyncio.run(run()) == ["RankFailed"]
 
 
 def test_a_state_that_lasts_is_told() -> None:

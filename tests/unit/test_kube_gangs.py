@@ -99,6 +99,24 @@ def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -
     return gang
 
 
+def test_a_gangs_part_ends_with_the_first_of_its_watches() -> None:
+    """The operator ends with this part, and would not notice the end of a watch below it: its jobs waited for ever."""
+
+    async def run() -> None:
+        told: list[str] = []
+        gang = gang_of(Server("v1alpha2"), "team", found=lambda: told.append("found"))
+        task = asyncio.create_task(gang.run())
+        async with asyncio.timeout(10):
+            while not (told and gang.is_ready("team")):
+                await asyncio.sleep(0)
+            (watch,) = (one for one in asyncio.all_tasks() if one.get_name() == gang.reflectors[0].what)
+            watch.cancel()
+            await asyncio.wait([task])
+        assert task.cancelled()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("served", "taken"),
     [

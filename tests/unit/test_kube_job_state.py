@@ -54,17 +54,6 @@ def test_the_wait_for_a_pod_that_is_heard_again_starts_from_zero() -> None:
     assert memory.by_own_clock([pod(silent_since=START)], later)[0].silent_since == later
 
 
-def test_how_long_a_config_map_is_missing_is_counted_from_when_we_saw_that() -> None:
-    """The pod may have pulled its image for longer than a missing ConfigMap is waited for."""
-    memory, later = JobState("uid"), START + dt.timedelta(minutes=5)
-    pulled = START - dt.timedelta(minutes=20)
-    lacking = replace(pod(scheduled_at=pulled), trainer=Container("waiting", "CreateContainerConfigError"))
-    assert memory.by_own_clock([lacking], START)[0].unconfigured_since == START
-    assert memory.by_own_clock([lacking], later)[0].unconfigured_since == START
-    assert memory.by_own_clock([pod()], later) == [pod()]
-    assert memory.by_own_clock([lacking], later)[0].unconfigured_since == later, "it was there in between"
-
-
 def test_how_long_a_sidecar_has_run_on_is_counted_from_when_we_saw_it_whatever_the_nodes_clock_says() -> None:
     """With a node whose clock is ahead the job would wait, and with one that is behind an eviction be a success."""
     memory, done = JobState("uid"), Container("ended", "Completed", exit_code=0, ended_at=START + AHEAD)

@@ -19,6 +19,7 @@ from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Jobs, Store
+from ddpjob_operator.observed.cluster import Node
 from ddpjob_operator.plan.actions import DeletePod, Plan
 
 NOW = dt.datetime(2031, 3, 5, 7, 40, tzinfo=dt.timezone.utc)
@@ -103,13 +104,96 @@ def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_
     assert seen["b"].since == NOW
 
 
-def test_a_node_that_is_gone_is_no_longer_told(nodes: Nodes) -> None:
-    taken(nodes, [node("a"), node("b", "False")], 1)
+def test_a_deleted_node_counts_as_not_ready_since_its_object_went(timed: Nodes, clock: Clock) -> None:
+    """A cloud deletes the Node of a spot VM that is gone: for a minute the job looked as if all its nodes trained."""
+    taken(timed, [node("a"), node("b")], 1)
+    clock.pass_(seconds=7)
+    timed.remove("", "b", "b")
+    assert timed.seen() == {"b": Node(ready=False, since=clock.now, gone=True)}
+
+
+def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: Nodes, clock: Clock) -> None:
+    """The deletion by the cloud made the recovery slower than none: the countdown was lost."""
+    taken(timed, [node("a"), node("b")], 1)
+    timed.put(node("b", "Unknown"))
+    since = clock.now
+    clock.pass_(seconds=20)
+    timed.remove("", "b", "b")
+    clock.pass_(seconds=1)
+    taken(timed, [node("a")], 3)
+    assert timed.seen() == {"b": Node(ready=False, since=since, gone=True)}
+
+
+def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(timed: Nodes, clock: Clock) -> None:
+    """The time before proves nothing: the control plane did not receive any heartbeat."""
+    taken(timed, [node(n) for n in "abcde"], 1)
+    for name in "abcd":
+        timed.put(node(name, "Unknown"))
+    clock.pass_(minutes=10)
+    timed.remove("", "a", "a")
+    assert lost(timed) == ["a"]
+    assert (timed.seen() or {})["a"].since == clock.now
+
+
+@pytest.mark.parametrize("uid", ["b", "another"])
+def test_a_node_that_comes_back_under_its_name_is_ready_again(timed: Nodes, clock: Clock, uid: str) -> None:
+    """A machine that was started again has a new Node object: its kubelet reports on the pods that it has."""
+    taken(timed, [node("a"), node("b")], 1)
+    timed.remove("", "b", "b")
+    gone_since = clock.now
+    clock.pass_(seconds=12)
+    back = node("b", "False")
+    back["metadata"]["uid"] = uid
+    timed.put(back)
+    assert timed.seen() == {"b": Node(ready=False, since=gone_since)}, "nothing was heard of its pods in between"
+    back = node("b")
+    back["metadata"]["uid"] = uid
+    timed.put(back)
+    assert timed.seen() == {}
+
+
+def test_the_late_end_of_an_old_node_object_says_nothing_of_the_new_one(nodes: Nodes) -> None:
+    """A direct read may bring the new object before the watch brings the end of the old one."""
+    back = node("b")
+    back["metadata"]["uid"] = "new"
+    taken(nodes, [node("a"), node("b")], 1)
+    nodes.put(back)
     nodes.remove("", "b", "b")
-    assert lost(nodes) == []
-    taken(nodes, [node("a"), node("b", "False")], 2)
-    taken(nodes, [node("a")], 3)
-    assert lost(nodes) == []
+    assert nodes.seen() == {}
+    nodes.remove("", "b", "new")
+    assert lost(nodes) == ["b"]
+
+
+def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: Nodes) -> None:
+    taken(nodes, [node(f"n{i}") for i in range(10)], 1)
+    for i in range(8):
+        nodes.remove("", f"n{i}", f"n{i}")
+    nodes.put(node("n9", "Unknown"))
+    assert not nodes.disrupted
+    assert lost(nodes) == [*(f"n{i}" for i in range(8)), "n9"]
+
+
+def test_only_the_last_ten_thousand_removed_nodes_are_remembered(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster that adds and removes nodes all day would fill the operator's memory."""
+    monkeypatch.setattr("ddpjob_operator.kube.nodes.GONE_MAX", 3)
+    taken(nodes, [node("a"), *(node(f"n{i}") for i in range(9))], 1)
+    for i in range(9):
+        nodes.remove("", f"n{i}", f"n{i}")
+    assert lost(nodes) == ["n6", "n7", "n8"]
+
+
+def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: Nodes) -> None:
+    """A pod on a new node would be given up while the watch of nodes is late."""
+    assert nodes.unknown({"a"}) == [], "before the first list nothing is known"
+    taken(nodes, [node("a"), node("b")], 1)
+    nodes.remove("", "b", "b")
+    assert nodes.unknown({"a", "b", "new"}) == ["b", "new"]
+    nodes.is_gone("b")
+    nodes.put(node("new"))
+    assert nodes.unknown({"a", "b", "new"}) == []
+    nodes.put(node("b"))
+    nodes.remove("", "b", "b")
+    assert nodes.unknown({"b"}) == ["b"], "it may have come back once more"
 
 
 def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(

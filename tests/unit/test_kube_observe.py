@@ -158,6 +158,19 @@ def test_the_schedulers_sentence_is_kept_while_it_finds_no_node() -> None:
     assert observe.pod(pod({"conditions": [condition | {"status": "True"}]})).unschedulable == ""
 
 
+@pytest.mark.parametrize(
+    ("reason", "since"),
+    [("Unschedulable", dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)), ("SchedulingGated", None)],
+)
+def test_since_when_a_pod_finds_no_node_is_counted_from_when_one_is_looked_for(
+    reason: str, since: dt.datetime | None
+) -> None:
+    """A queue may hold a pod back for hours before any node is looked for."""
+    condition = {"type": "PodScheduled", "status": "False", "reason": reason, "message": "no node"}
+    condition["lastTransitionTime"] = "2031-03-05T07:11:13Z"
+    assert observe.pod(pod({"conditions": [condition]})).unschedulable_since == since
+
+
 def test_a_service_of_a_deleted_job_differs_from_a_conflicting_one() -> None:
     job = api.Metadata(name="digits", uid="job-2")
     assert observe.conflicts("Service", pod(), job).of_deleted_job

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
-import logging
 from typing import Any
 
 import kopf
@@ -17,12 +16,10 @@ from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.executor import is_refusal
 from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
-from ddpjob_operator.kube.kopf_workarounds.error_backoffs import ErrorBackoffs
-from ddpjob_operator.kube.kopf_workarounds.log_retries import RetriesNowAndThen
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.login import LoginError
 from ddpjob_operator.kube.lookup import is_absent
-from ddpjob_operator.kube.operator import LAPSED_SECONDS, Operator
+from ddpjob_operator.kube.operator import BROKEN_END_SECONDS, LAPSED_SECONDS, Operator
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.tokens import BoundPod
@@ -46,32 +43,6 @@ def test_namespaces_are_a_list_with_commas_and_none_means_all() -> None:
 def test_a_wrong_setting_is_named_with_its_value(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: must be .*{value}"):
         OperatorSettings.read({name: value})
-
-
-def test_kopf_may_ask_for_its_waits_again_and_again() -> None:
-    waits = ErrorBackoffs()
-    for _ in range(2):
-        again = iter(waits)
-        assert [next(again) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
-
-
-def record(name: str, text: str) -> logging.LogRecord:
-    return logging.LogRecord(name, logging.ERROR, "", 0, text, None, None)
-
-
-def test_an_api_server_that_is_away_is_one_line_a_minute_of_kopfs_and_all_else_is_logged() -> None:
-    """An outage of half a minute filled the log of each pod with twenty lines."""
-    now = [100.0]
-    logs = RetriesNowAndThen(lambda: now[0])
-    retry = record(
-        "kopf._cogs.clients.api", "Request attempt #5 failed; will retry: GET https://10.0.0.1/ -> OSError()"
-    )
-    assert logs(retry)
-    assert not logs(retry)
-    assert logs(record("kopf._cogs.clients.api", "Request attempt #6 failed; escalating: GET https://10.0.0.1/"))
-    assert logs(record("ddpjob_operator", "a job; will retry: now"))
-    now[0] += 60
-    assert logs(retry)
 
 
 REFUSALS = {
@@ -261,9 +232,41 @@ def test_the_probe_names_a_watch_that_does_nothing_and_a_part_that_has_ended() -
         made.run("events", asyncio.sleep(0))
         await asyncio.gather(*made._tasks)
         assert made.unhealthy() == "events has ended"
-        assert made.broken, "and then the process ends"
+        assert made.exit_code == 1
+        assert made.stop_flag.is_set(), "and then the process ends"
 
     asyncio.run(run())
+
+
+def test_the_probe_fails_when_a_watch_has_not_been_tried_again_for_a_minute() -> None:
+    """One that is open may be quiet for as long: nothing happens in a cluster at night."""
+
+    async def run() -> None:
+        made = Operator(OperatorSettings(namespaces=("team",)), Client())
+        watch = made.watches()[1]
+        watch.tried_at -= 61
+        assert made.unhealthy() == "the watch of services in team has done nothing for 61 s"
+        watch.waits = False
+        assert made.unhealthy() == ""
+
+    asyncio.run(run())
+
+
+def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() -> None:
+    """kopf may wait for ever for the end of a task that is dead."""
+    limits: list[float] = []
+
+    async def run() -> Operator:
+        made = Operator(OperatorSettings(), Client(), end_within=limits.append)
+        made.run("first", asyncio.sleep(0))
+        made.run("second", asyncio.sleep(0))
+        await asyncio.sleep(0.01)
+        made.end()
+        return made
+
+    made = asyncio.run(run())
+    assert limits == [BROKEN_END_SECONDS]
+    assert (made.exit_code, made.unhealthy()) == (1, "first has ended")
 
 
 def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_one_that_is_gone() -> None:
@@ -351,7 +354,7 @@ def test_the_probe_fails_when_what_was_done_while_leading_does_not_end() -> None
         assert made.unhealthy() == ""
         now += 601
         assert made.unhealthy() == "it stopped leading 601 s ago, and its tasks have not ended"
-        for reflector in made.reflectors:
+        for reflector in made.watches():
             reflector.tried_at = now
         enough.set()
         await ending
@@ -372,7 +375,7 @@ def test_the_probe_fails_when_the_task_that_keeps_the_lease_has_died() -> None:
         made.run("lease", leader.run())
         await asyncio.gather(*made._tasks, return_exceptions=True)
         assert made.unhealthy() == "lease has ended"
-        assert made.broken
+        assert made.exit_code == 1
 
     asyncio.run(run())
 

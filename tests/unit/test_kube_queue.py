@@ -227,6 +227,31 @@ def test_a_queue_that_is_cancelled_in_the_moment_of_a_request_ends() -> None:
     asyncio.run(run())
 
 
+def test_a_job_whose_reconcile_was_cancelled_alone_is_reconciled_again() -> None:
+    """It counted as busy for ever: no event of the job was acted on any more."""
+    tries: list[str] = []
+
+    async def reconcile(key: str) -> None:
+        tries.append(key)
+        task = asyncio.current_task()
+        assert task is not None
+        if len(tries) == 1:
+            task.cancel()
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        queue: Queue[str] = Queue(reconcile, Runtime())
+        queue.add("digits")
+        running = asyncio.create_task(queue.run())
+        async with asyncio.timeout(10):
+            while len(tries) < 2:
+                await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
+
+
 def test_at_most_so_many_reconciles_are_under_way() -> None:
     async def run() -> Reconciles:
         reconciles = Reconciles()

@@ -11,6 +11,7 @@ from kopf import ConnectionInfo
 
 from ddpjob_operator.kube.client import ApiError, Client
 from ddpjob_operator.kube.reach import SPREAD_SECONDS, Reach
+from ddpjob_operator.kube.runtime import Runtime
 
 LONG = 3600.0
 
@@ -55,6 +56,29 @@ def test_nobody_waits_longer_than_asked_for_a_server_that_stays_away() -> None:
     asyncio.run(run())
 
 
+def test_an_outage_is_one_line_of_the_log_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
+    """Half a minute filled the log of each pod with a dozen lines, one for each watch and each way to fail."""
+    now = [100.0]
+
+    async def run() -> None:
+        reach = Reach(Runtime(clock=lambda: now[0]))
+        reach.failed()
+        reach.answered()
+        assert caplog.messages == [], "a single request that is lost"
+        for _ in range(30):
+            reach.failed()
+            now[0] += 1
+        reach.answered()
+        reach.answered()
+
+    caplog.set_level("INFO")
+    asyncio.run(run())
+    assert caplog.messages == [
+        "the API server has not answered for 3 s, trying again",
+        "the API server answers again, after 30 s",
+    ]
+
+
 def test_the_client_tells_of_an_outage_and_of_its_end() -> None:
     """The client of the Lease and that of the watches share it."""
 
@@ -65,7 +89,7 @@ def test_the_client_tells_of_an_outage_and_of_its_end() -> None:
             return ConnectionInfo(server=f"http://127.0.0.1:{port}")
 
         async def answer(_: web.Request) -> web.Response:
-            return web.json_response({"kind": "Lease"})
+            return web.json_response({"kind": "LeaseList", "items": []})
 
         async with Client(log_in, reach=reach) as watching, Client(log_in, reach=reach) as of_lease:
             with pytest.raises(ApiError, match="NoAnswer"):

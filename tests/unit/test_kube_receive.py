@@ -272,7 +272,7 @@ def test_a_mistake_of_ours_is_answered_and_the_next_report_taken(
 
 
 def test_a_pod_that_reports_too_often_is_slowed_down_and_the_others_are_not(world: World) -> None:
-    assert [world.post({"step": step})[0] for step in range(7)] == [204] * 5 + [429] * 2
+    assert [world.post({"step": step})[0] for step in range(12)] == [204] * 10 + [429] * 2
     assert world.post({"step": 1}, "token-of-rank-1")[0] == 204
     world.now += 1
     assert [world.post({"step": step})[0] for step in (7, 8)] == [204, 429]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import weakref
-from collections.abc import AsyncIterator, Set
+from collections.abc import AsyncIterator, Sequence, Set
 from typing import Any
 
 import pytest
 
+from ddpjob_operator.kube.api_error import bad_answer
 from ddpjob_operator.kube.client import ApiError, Page
 from ddpjob_operator.kube.listing import take
 from ddpjob_operator.kube.reflector import STALE_LISTS_MAX, Reflector
@@ -66,14 +67,16 @@ class Copy:
         self.calls.append(f"retain {sorted(name for _, name in named)}")
 
 
-def follow(lists: list[Any], watches: list[Any]) -> tuple[Server, Copy, list[float]]:
-    """Until all that was prepared has been played; the waits in between."""
+def follow(lists: list[Any], watches: list[Any], woken: Sequence[bool] = ()) -> tuple[Server, Copy, list[float]]:
+    """Until all that was prepared has been played; the waits in between. woken: which of them an outage's end cuts
+    short."""
     waits: list[float] = []
 
     async def run() -> tuple[Server, Copy]:
-        async def sleep(seconds: float) -> None:
+        async def sleep(seconds: float) -> bool:
             waits.append(seconds)
             await asyncio.sleep(0)
+            return woken[len(waits) - 1] if woken else False
 
         server, copy = Server(lists, watches), Copy()
         reflector = Reflector(server, "pods", "team", "a", copy, sleep=sleep)  # type: ignore[arg-type]
@@ -103,10 +106,41 @@ def test_a_connection_that_breaks_costs_no_list() -> None:
     assert server.asked == ["list", "watch 10", "watch 11", "watch 11"]
 
 
-def test_after_410_it_lists_again() -> None:
-    server, copy, _ = follow([(["a"], 10), (["b"], 30)], [[GONE]])
+NEEDS_A_LIST = {
+    "410": GONE,
+    "400": ApiError(400, "BadRequest", "invalid resource version"),
+    "500": ApiError(500, "InternalError", "etcd: event received with PrevKv=nil"),
+    "HTML, or an event that is cut": bad_answer("GET", "/api/v1/pods", ValueError("invalid literal")),
+}
+
+
+@pytest.mark.parametrize("error", NEEDS_A_LIST.values(), ids=NEEDS_A_LIST)
+def test_after_an_answer_from_which_a_watch_cannot_go_on_it_lists_again_within_seconds(error: ApiError) -> None:
+    """As the answer to the watch itself or as an event in it: kopf gave up at the first, for good."""
+    server, copy, waits = follow([(["a"], 10), (["b"], 30)], [[error]])
     assert server.asked == ["list", "watch 10", "list", "watch 30"]
     assert copy.calls == ["put a", "retain ['a']", "put b", "retain ['b']"]
+    assert sum(waits) < 2
+
+
+def test_after_an_outage_a_server_that_refuses_while_it_starts_is_asked_again_within_seconds() -> None:
+    """It answers 429 and 403 for some seconds. The operator led blindly for 40 s, with the waits of the outage."""
+    starting = ApiError(429, "TooManyRequests", "storage is (re)initializing")
+    woken = [False] * 7 + [True] + [False] * 9
+    _, _, waits = follow([*[AWAY] * 8, starting, starting, ([], 10)], [], woken)
+    assert max(waits) > 20
+    assert sum(waits[8:]) < 5
+
+
+def test_a_watch_that_fails_for_some_seconds_is_logged_and_a_right_that_is_missing_at_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A dozen lines of each short outage hid the one of a watch that stays refused."""
+    busy, forbidden = ApiError(429, "TooManyRequests", "busy"), ApiError(403, "Forbidden", "no right")
+    follow([([], 10)], [[busy], [busy]])
+    assert caplog.messages == []
+    follow([([], 10)], [[forbidden]])
+    assert caplog.messages == ["pods in team cannot be watched, trying again: 403 Forbidden: no right"]
 
 
 def test_it_waits_longer_each_time_for_a_server_that_is_away_and_never_too_long() -> None:

@@ -87,6 +87,26 @@ class Desk:
         return stall.find(trackers, FIVE_MINUTES, self.now)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"step": 306}, {"step": 306, "phase": "start", "generation": 1}),
+        ({"step": 306, "phase": "start", "generation": 1}, {"step": 307, "generation": 1}),
+        ({"step": 306}, {"step": 307, "generation": 1}),
+        ({"step": 285, "phase": "start", "resumed_step": 285}, {"step": 286, "resumed_step": 285}),
+    ],
+    ids=["ranks start in place", "and make a step", "a start that was lost", "a resume from a snapshot"],
+)
+def test_the_first_step_after_a_restart_is_shown_at_once(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """STEP, PROGRESS and ETA were blank for 12 s while it trained, just when people look."""
+    desk = Desk()
+    desk.hears(**before)
+    assert desk.after(1).hears(**after) == FIRST_REPORT_SECONDS
+    step = {**after, "step": after["step"] + 1}
+    if after.get("phase") != "start":
+        assert (desk.after(5).hears(**step) or 0) >= 10
+
+
 def test_a_phase_that_nobody_knows_is_refused_with_the_name_of_its_field() -> None:
     with pytest.raises(BadReportError, match=r"'lunch' - at `\$\.phase`"):
         read_report(b'{"step": 1, "phase": "lunch"}', START)

@@ -390,7 +390,7 @@ def test_a_pod_stays_away_from_a_bad_node_only_where_kueue_has_not_named_that_no
 
 def seen(body: dict[str, Any]) -> Pod:
     """As the operator reads it from the API server: only the fields that reading.py names."""
-    (raw,) = reading.page(json.dumps({"items": [body]}).encode(), "pods").items
+    (raw,) = reading.page(json.dumps({"metadata": {"resourceVersion": "1"}, "items": [body]}).encode(), "pods").items
     return observe.pod(raw)
 
 

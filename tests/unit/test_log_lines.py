@@ -14,6 +14,7 @@ from ddpjob_operator.failures import log_lines, root_cause, sentences
 
 DATA = Path(__file__).parent / "data/logs"
 ARGPARSE = "train.py: error: the following arguments are required: --data"
+DDPRUN = "ddprun: error: --max-restarts: 'x' is not a number."
 USAGE = "usage: train.py [-h] --data DATA\n"
 TYPER = """Usage: train.py [OPTIONS]
 Try 'train.py --help' for help.
@@ -58,6 +59,7 @@ FAREWELLS = [
         ("epoch 3 loss 0.51\n", 137, ""),
         ("epoch 3 loss 0.51\n", None, ""),
         ("ddprun: rank 1 ended with exit code 1\n", 1, ""),
+        ("ddprun: error: --max-restarts: 'x' is not a number.\n(ddprun --help has all options)\n", 2, DDPRUN),
         ("", 1, ""),
         *((f"no data\n{after}\n", 1, "last line: no data") for after in FAREWELLS),
         (

@@ -128,6 +128,52 @@ def test_the_seconds_of_all_jobs_only_grow_when_jobs_are_deleted() -> None:
     assert scraped(meter, moment(two, seconds=35))[name] == 40, "a clock that is set back takes nothing away"
 
 
+SPENT = 'ddpjob_seconds_total{spent="productive"}'
+
+
+def trained(seconds: float, created: float = 5, *, name: str = "digits", over: bool = False) -> Job:
+    """A job that was made after NOW and has trained from `created` on; over: until `seconds`."""
+    goodput = api.Goodput(productive_seconds=int(seconds - created)) if over else None
+    state: Any = "Succeeded" if over else "Running"
+    since, first = at(seconds if over else created), at(created)
+    return job(name, created=created, state=state, state_time=since, first_step_time=first, goodput=goodput)
+
+
+def test_a_job_that_begins_and_ends_between_two_scrapes_is_counted() -> None:
+    """A sweep of short jobs that are deleted at their end was missing from the time of all jobs."""
+    meter = Meter()
+    meter.leads(NOW)
+    meter.spends(trained(5), at(5))
+    meter.spends(trained(25, over=True), at(25))
+    meter.gone(trained(25, over=True), at(26))
+    meter.spends(trained(0, 10, name="deleted"), at(12))
+    meter.gone(trained(0, 10, name="deleted"), at(17))
+    assert scraped(meter, moment(seconds=30))[SPENT] == 20 + 7
+    assert meter.remembered == 0
+
+
+def test_a_job_that_ends_while_a_scrape_is_written_is_counted_once() -> None:
+    """A scrape is written in a thread, of what was known before."""
+    meter = Meter()
+    meter.leads(NOW)
+    meter.spends(trained(5), at(5))
+    old = moment(trained(5), seconds=20)
+    meter.gone(trained(5), at(25))
+    new = trained(0, 21, name="new")
+    meter.spends(new, at(23))
+    assert scraped(meter, old)[SPENT] == 20 + 2
+    assert scraped(meter, moment(new, seconds=30))[SPENT] == 20 + 9
+
+
+def test_a_leader_counts_from_when_it_leads_and_not_from_its_first_scrape() -> None:
+    """Twelve minutes of thirty jobs were missing."""
+    meter = Meter()
+    meter.leads(at(100))
+    running = job(state="Running", state_time=NOW, first_step_time=NOW)
+    assert scraped(meter, moment(running, seconds=160))[SPENT] == 60
+    assert scraped(meter, moment(running, seconds=190))[SPENT] == 90
+
+
 @pytest.mark.parametrize(
     "later",
     [
@@ -178,20 +224,22 @@ def test_a_claim_that_lapses_for_a_scrape_does_not_count_the_past_of_its_jobs_ag
 
 
 @pytest.mark.parametrize(
-    "first",
+    ("first", "counted"),
     [
-        pytest.param(moment(away=[TRAINS.uid]), id="its claim does not hold yet"),
-        pytest.param(moment(), id="its copy of the jobs is not there yet"),
-        pytest.param(moment(TRAINS._replace(status=None)), id="the status of the job cannot be read"),
-        pytest.param(moment()._replace(jobs=None, leads=False), id="it does not lead yet"),
+        pytest.param(moment(away=[TRAINS.uid]), 0, id="its claim does not hold yet"),
+        pytest.param(moment(), 30, id="its copy of the jobs is not there yet"),
+        pytest.param(moment(TRAINS._replace(status=None)), 30, id="the status of the job cannot be read"),
+        pytest.param(moment()._replace(jobs=None, leads=False), 0, id="it does not lead yet"),
     ],
 )
-def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_has_counted(first: Moment) -> None:
+def test_an_operator_that_has_just_started_does_not_count_what_the_one_before_has_counted(
+    first: Moment, counted: int
+) -> None:
     """Each update of the operator would add the whole past of all jobs to the counter."""
     meter = Meter()
     scraped(meter, first)
-    assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == 0
-    assert scraped(meter, moment(TRAINS, seconds=60))[PRODUCTIVE] == 30
+    assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == counted
+    assert scraped(meter, moment(TRAINS, seconds=60))[PRODUCTIVE] == counted + 30
 
 
 def test_a_job_that_another_release_has_trained_is_counted_from_when_it_is_taken_over() -> None:

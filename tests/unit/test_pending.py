@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 import pytest
+from msgspec.structs import replace
 from worlds import START, World, digits
 
 from ddpjob_operator.observed.cluster import Node
@@ -38,6 +39,20 @@ def test_a_volume_that_never_mounts_is_said_with_its_pod_how_long_it_has_been_an
     lives_on(world, MONTH)
     assert "for more than 7d" in world.status.message
     assert warnings(world) == ["CannotStart"], "one Warning is enough"
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_container_that_is_not_created_for_ten_minutes_is_one_warning_whenever_it_got_its_node(after: int) -> None:
+    """WaitsLong and CannotStart came in one second for one fact."""
+    world = digits().started().settle().after(after).waits(0, "ContainerCreating").waits(1, "ContainerCreating")
+    lives_on(world, 700)
+    assert warnings(world) == ["CannotStart"]
+
+
+def test_a_pod_of_which_the_scheduler_says_nothing_for_ten_minutes_is_a_warning_too() -> None:
+    world = digits().started().runs(0)
+    lives_on(world, 700)
+    assert warnings(world) == ["WaitsLong"]
 
 
 def test_a_rank_that_hangs_silently_beside_one_that_completed_is_said_after_ten_minutes() -> None:
@@ -79,6 +94,34 @@ def test_a_node_that_is_not_heard_is_named_before_it_is_given_up(nodes: int) -> 
     assert sentence in world.status.message
     world.nodes = {}
     assert "not ready" not in world.settle().status.message
+
+
+def test_a_node_whose_object_was_deleted_is_named_as_gone_and_given_up_like_one_that_is_not_ready() -> None:
+    """`2 of 2 nodes are running` was all that the job said for 57 s, and then the pod was called deleted."""
+    world = digits().running().after(5).node_deleted(1).settle()
+    assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
+    assert world.plan().requeue_at == START + dt.timedelta(seconds=35)
+    world.after(30).settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == "NodeLost"
+    assert "(pod digits-1-1, node node-1) was lost with its node" in world.status.message
+
+
+def test_a_node_that_is_not_ready_and_then_deleted_is_given_up_no_later() -> None:
+    world = digits().running().after(5).node_lost(1).settle().after(20).node_deleted(1).settle()
+    assert "node node-1 (node 1) is gone since 07:11:18; given up at 07:11:48" in world.status.message
+    world.nodes = {}
+    assert "gone" not in world.after(11).settle().status.message, "it came back in time"
+    assert world.status.attempt == 1
+
+
+def test_a_node_with_two_pods_of_the_job_is_named_once() -> None:
+    world = digits(nodes=3).running()
+    world.pods = {name: replace(pod, node="node-0") if pod.place < 2 else pod for name, pod in world.pods.items()}
+    world.node_lost(0).settle()
+    sentence = "; node node-0 (nodes 0-1) is not ready since 07:11:13; given up at 07:11:43"
+    assert world.status.message.endswith(sentence)
+    assert world.status.message.count("not ready") == 1
 
 
 def test_a_pod_past_its_grace_on_a_node_that_is_not_ready_is_lost_whatever_the_other_nodes_do() -> None:

@@ -12,8 +12,8 @@ from worlds import START, World, digits, job
 from ddpjob_operator.job.status import find_condition
 from ddpjob_operator.job.times import start_back_off_seconds
 from ddpjob_operator.job.validation import Problem
-from ddpjob_operator.observed.cluster import ConflictingObject, Refusal
-from ddpjob_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod, Plan
+from ddpjob_operator.observed.cluster import ConflictingObject, Container, Refusal
+from ddpjob_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod, EndPod, Plan
 
 
 def deleted(plan: Plan) -> list[tuple[str, int | None]]:
@@ -69,6 +69,17 @@ def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
 
 
 # ---------------------------------------------------------------- success
+
+
+def test_a_node_that_completed_is_not_missing_from_the_nodes_column() -> None:
+    """`Running 0/2` was the last thing that a script saw before `Succeeded 2/2`, and it took it for a loss."""
+    world = digits(nodes=3).running()
+    for place, ready in ((0, 2), (2, 1)):
+        world.exits(place).settle()
+        assert world.status.state == "Running"
+        assert world.status.display is not None
+        assert world.status.nodes is not None
+        assert (world.status.display.nodes, world.status.nodes.ready) == ("3/3", ready)
 
 
 def test_the_job_succeeds_when_all_trainers_end_with_0() -> None:
@@ -313,11 +324,48 @@ def test_active_deadline_fails_the_job_and_stops_its_pods_with_their_full_grace(
     assert world.plan().requeue_at == START + dt.timedelta(seconds=60)
     world.after(60).step()
     assert (world.status.state, world.status.reason) == ("Failing", "DeadlineExceeded")
-    assert deleted(world.step()) == [("digits-1-0", None), ("digits-1-1", None)]
-    world.stops_all().settle()
+    todo = world.step()
+    assert deleted(todo) == [("digits-1-1", None)]
+    assert [a for a in todo.actions if isinstance(a, EndPod)] == [EndPod("digits-1-0", world.pods["digits-1-0"].uid)]
+    world.settle().stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "DeadlineExceeded")
-    assert world.status.last_failure is None, "a deadline is nobody's failure"
+    assert world.names() == ["digits-1-0"], "with its log"
     assert world.status.message == "not finished within activeDeadlineSeconds: 60", "nothing is stopping any more"
+
+
+def test_the_end_of_the_log_of_a_rank_that_was_still_running_at_the_deadline_is_kept() -> None:
+    """People set activeDeadlineSeconds against hangs, and the one output that explains the hang was deleted."""
+    world = digits(nodes=3, activeDeadlineSeconds=60).running().reports_step(812)
+    world.reports_step(812, rank=1, node_rank=1).reports_step(811, rank=2, node_rank=2).after(60).settle()
+    assert world.pods["digits-1-2"].deadline_set
+    ended = Container("ended", "Error", "epoch 3\nwaiting for the data server", exit_code=143, ended_at=world.now)
+    world._change(2, phase="Failed", reason="DeadlineExceeded", trainer=ended)
+    world.stops(0).stops(1).settle()
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.rank, failure.failure_class, failure.charged_to) == (2, "permanent", "")
+    assert "waiting for the data server" in failure.log_tail
+    assert [line.message for line in world.status.failures] == [
+        "rank 2 (pod digits-1-2, node node-2) was still running at step 812: "
+        "the activeDeadlineSeconds of the job are over"
+    ]
+
+
+def test_a_pod_that_does_not_end_at_the_deadline_is_deleted_after_its_grace() -> None:
+    world = digits(activeDeadlineSeconds=60).running().after(60).settle()
+    assert world.plan().requeue_at == world.now + dt.timedelta(seconds=40)
+    world.stops(1).after(40)
+    assert deleted(world.step()) == [("digits-1-0", 10)]
+    world.stops(0).settle()
+    assert world.status.state == "Failed"
+
+
+def test_a_deadline_names_no_rank_where_none_runs_or_one_has_failed_already() -> None:
+    world = digits(activeDeadlineSeconds=60).started().after(60).settle().stops_all().settle()
+    assert (world.status.state, world.status.last_failure) == ("Failed", None)
+    world = digits(activeDeadlineSeconds=60).running().exits(1, code=3).settle().after(60).settle().stops_all().settle()
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.exit_code == 3
 
 
 def test_a_job_that_completes_at_its_deadline_has_succeeded() -> None:
@@ -697,7 +745,7 @@ def test_a_job_that_is_over_has_a_completion_time_however_it_ended(end: str) -> 
     elif end == "fails":
         world.exits(0, code=1).restarted()
     else:
-        world.after(101).settle().stops(0).stops(1).settle()
+        world.after(101).settle().stops_all().settle()
     assert world.status.state == ("Succeeded" if end == "succeeds" else "Failed")
     assert world.status.completion_time == world.now
 

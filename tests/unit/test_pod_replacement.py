@@ -517,6 +517,42 @@ def test_a_node_that_the_pre_flight_finds_bad_is_avoided_at_once_and_nobody_pays
     assert f"did not begin to train ({slow})" in world.status.failures[-1].message
 
 
+def test_a_ban_of_the_pre_flight_is_lifted_too_and_it_does_not_run_again_meanwhile() -> None:
+    """Where no other node is there it would find the same node bad each time, and the job would never train."""
+    world = trained()
+    world.exits(0, code=75, message=ended(exitCode=75, exception="slow", resumable=True, badNodes=[2], preflight=True))
+    world.exits(1, code=75, message=ended()).exits(2, code=75, message=ended()).settle().settle()
+    world.unschedulable(2, "0/3 nodes are available").runs(0, 1).settle()
+    assert "node node-2 is avoided until" in world.status.message
+    assert "(the pre-flight found it bad)" in world.status.message
+    world.after(60).restarted().stops_all().settle()
+    assert world.names()[-3:] == ["digits-3-0", "digits-3-1", "digits-3-2"]
+    assert "DDPJOB_PREFLIGHT" not in variables(world)
+    world.change(preflight="Always")
+    assert "DDPJOB_PREFLIGHT" not in variables(world)
+
+
+def test_a_pod_alone_is_made_again_without_a_ban_while_the_agents_of_the_others_wait() -> None:
+    """Their nodes have the state in memory: a new attempt would go on from the last save."""
+    world = trained()
+    for _ in range(2):
+        world.node_lost(1).after(30).settle().settle()
+        world.nodes = {}
+        world.after(20).settle()
+        pod = world._pod(1)
+        if not world.status.avoided_nodes:
+            world.runs(1).settle()
+    assert pod.name == "digits-1-1-r2"
+    world.unschedulable(1, "0/3 nodes are available").settle().after(60)
+    todo = world.step()
+    assert todo.status is not None
+    assert todo.status.message.endswith("pods fit on no other node; pod digits-1-1-r2 is created again")
+    world.settle().stops_all().settle()
+    assert world.names() == ["digits-1-0", "digits-1-1-r3", "digits-1-2"]
+    world.runs(1).settle()
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+
+
 def test_after_two_infrastructure_failures_the_new_pods_check_themselves_first() -> None:
     world = digits(container=DDPRUN, nodes=2).running()
     assert "DDPJOB_PREFLIGHT" not in variables(world)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from worlds import START, World, digits
 from ddpjob.core.failures import Failure
 from ddpjob_operator.describe import ending
 from ddpjob_operator.describe.job import describe
+from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api
+from ddpjob_operator.job.status import find_condition
 from ddpjob_operator.local import told
+from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.observed.reports import Agent, AgentCounts
 from ddpjob_operator.plan.actions import Settings
 
@@ -229,6 +233,33 @@ def test_a_memory_limit_that_is_too_small_is_named_with_the_field_and_the_size()
     assert len([e for e in world.events if e.reason == "NotKeptInMemory"]) == 1, "it is said once"
 
 
+FULL = "the state of step 550 was not saved: disk full: No space left on device (errno 28), in /ckpt; the newest …"
+
+
+def test_a_save_that_fails_is_a_warning_a_condition_and_a_line_until_a_later_one_is_in_the_folder() -> None:
+    """The job went on from memory, ended well, and its newest snapshot was that of step 100."""
+    world = trains(CLAIM).reports_step(552, saved_step=500, save_failed=FULL).settle()
+    status = world.status
+    assert (status.state, status.save_failed, status.progress and status.progress.saved_step) == ("Running", FULL, 500)
+    assert [(e.type, e.message) for e in world.events if e.reason == "SaveFailed"] == [("Warning", FULL)]
+    condition = find_condition(status, "SaveFailed")
+    assert condition is not None
+    assert (condition.status, condition.reason, condition.message) == ("True", "SaveFailed", FULL)
+    assert any(line == f"Saves:      fail: {FULL}" for line in describe(world.job, None, world.now))
+    world.reports_step(602, saved_step=500, save_failed=FULL.replace("550", "600")).settle()
+    assert world.status.save_failed == FULL.replace("550", "600")
+    assert len([e for e in world.events if e.reason == "SaveFailed"]) == 1, "a disk that stays full is one event"
+    world.reports_step(652, saved_step=650).settle()
+    condition = find_condition(world.status, "SaveFailed")
+    assert (world.status.save_failed, condition and condition.status) == ("", "False")
+
+
+def test_the_next_attempt_does_not_say_that_saves_of_the_last_one_failed() -> None:
+    world = trains(CLAIM).reports_step(552, save_failed=FULL).settle()
+    fails(world)
+    assert world.status.save_failed == ""
+
+
 def test_a_pod_without_room_is_named_also_where_it_is_not_that_of_rank_0() -> None:
     """Each node has a memory of its own, and one that has another limit, or less to spare, keeps nothing: when the
     others are lost the job goes back to its last save, and nothing had said so."""
@@ -262,3 +293,51 @@ def test_a_run_that_was_stopped_says_what_was_saved(saved: int | None, said: str
     progress = api.Progress(step=281, saved_step=saved, updated=START + dt.timedelta(seconds=12))
     assert told.stopped("digits", api.Status(progress=progress), 12) == said
     assert told.stopped("digits", api.Status(), 12) == "■ digits stopped after 12s"
+
+
+WORKER = "RuntimeError: DataLoader worker (pid 7) is killed by signal: Terminated. "
+
+
+@pytest.mark.parametrize(
+    ("messages", "why"),
+    [
+        ([{"rank": 0, "exitCode": 1, "exception": WORKER, "where": "train.py:40"}], WORKER[:-2] + " in train.py:40"),
+        ([{"rank": 1, "exitCode": 75, "resumable": True}, {"rank": 0, "exitCode": 1, "exception": "E: a"}], "E: a"),
+        ([{"rank": 0, "exitCode": 1, "exception": f"ddpjob.errors.SnapshotError: {FULL}"}], f"SnapshotError: {FULL}"),
+    ],
+)
+def test_a_stop_that_saved_nothing_says_why(messages: list[dict[str, Any]], why: str) -> None:
+    """A user who stops a training at night finds out in the morning that it begins at the last save."""
+    progress = api.Progress(step=281, saved_step=250, updated=START)
+    ended = [Container("ended", message=json.dumps({"ddpjob": 1, "time": 1.0, **m}), exit_code=1) for m in messages]
+    said = told.stopped("digits", api.Status(progress=progress), 12, ended)
+    assert said.startswith("■ digits stopped after 12s at step 281, last saved at step 250; nothing was saved: rank 0 ")
+    assert said.endswith(why.rstrip(" ."))
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "log", "more"),
+    [
+        (143, "", ""),
+        (137, "", "; nothing was saved: it had to be killed by SIGKILL"),
+        (1, "torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got signal: 15", ""),
+        (1, "RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", ""),
+    ],
+)
+def test_what_a_stop_itself_does_to_a_script_is_no_reason(exit_code: int, log: str, more: str) -> None:
+    progress = api.Progress(step=281, updated=START)
+    ended = [Container("ended", message=log, exit_code=exit_code)]
+    told_so = told.stopped("digits", api.Status(progress=progress), 12, ended)
+    assert told_so == f"■ digits stopped after 12s at step 281{more}"
+
+
+def test_a_stop_whose_save_failed_says_so_where_no_rank_raised() -> None:
+    status = api.Status(progress=api.Progress(step=281, saved_step=100, updated=START), save_failed=FULL)
+    assert told.stopped("d", status, 12).endswith(f"last saved at step 100; {FULL}")
+
+
+@pytest.mark.parametrize("said", ["[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534", "No room"])
+def test_a_write_of_torch_that_was_cut_short_is_named_as_what_it_mostly_is(said: str) -> None:
+    """The words say nothing of a disk."""
+    failure = api.JobFailure(attempt=1, rank=0, node_rank=0, time=START, exit_code=1, exception=f"RuntimeError: {said}")
+    assert ("most likely a full disk: RuntimeError" in sentences.sentence(failure)) is ("pos" in said)

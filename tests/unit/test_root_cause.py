@@ -341,6 +341,16 @@ def test_options_that_every_node_refuses_are_not_tried_again() -> None:
     assert settled(*chosen, nodes=2, untried=True)[1] == "application", "argparse ends with 2"
 
 
+@pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
+def test_options_that_the_launcher_refuses_are_not_tried_again_although_one_node_alone_came_so_far(
+    launcher: str,
+) -> None:
+    """`ddprun --max-restarts x` was started four times, and the reason was `(ddprun --help has all options)`."""
+    said = f"{launcher}: error: --max-restarts: 'x' is not a number.\n(ddprun --help has all options)\n"
+    failure, found = settled(pod(0, 2, said=said), nodes=2, untried=True)
+    assert (failure.exception, found) == (said.splitlines()[0], "permanent")
+
+
 def test_a_mistake_counts_for_a_node_that_was_stopped_right_after_it() -> None:
     """The operator stops the other pods at once, so their exit code is that of the SIGTERM."""
     stopped = told(pod(1, 143, said=MISTAKE + "SignalException: Process 7 got signal: 15\n", seconds=11), 10.5)
@@ -482,7 +492,7 @@ def test_the_guilty_ranks_exit_code_is_known_under_plain_torchrun() -> None:
         (
             recorded(1, "CreateContainerConfigError", exception='configmap "x" not found'),
             "rank 1 (pod bert-1-1, node gpu-01) failed (CreateContainerConfigError): configmap \"x\" not found",
-            "CreateContainerConfigError on rank 1",
+            "a missing ConfigMap or Secret of bert-1-1",
         ),
         (
             recorded(1, "StartError", exit_code=128, exception='exec: "trochrun": executable file not found in $PATH'),

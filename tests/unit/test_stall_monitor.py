@@ -34,9 +34,11 @@ class Ranks:
         self.beats: dict[int, Heartbeat] = {}
         self.trackers: dict[int, StepTracker] = {}
 
-    def say(self, rank: int = 0, phase: Any = "train", step: int = 0, collectives: int = 0) -> Ranks:
+    def say(
+        self, rank: int = 0, phase: Any = "train", step: int = 0, collectives: int = 0, *, completed: bool = False
+    ) -> Ranks:
         """From now on this rank says so."""
-        self.beats[rank] = Heartbeat(4711, phase, step, collectives)
+        self.beats[rank] = Heartbeat(4711, phase, step, collectives, completed=completed)
         return self
 
     def look(self, seconds: int = 1) -> StallReport:
@@ -67,6 +69,24 @@ def test_a_rank_stands_when_its_limit_is_over_and_at_the_next_look() -> None:
     assert ranks.look(10).stalled is False
     said = ranks.look()
     assert (said.level, said.stalled, said.seconds, said.phase) == (BY_STEPS, True, 11.0, "train")
+
+
+@pytest.mark.parametrize("phase", ["", "start"])
+def test_a_limit_that_is_set_holds_from_the_first_completed_collective(phase: Any) -> None:
+    """A hang in the first seconds was not found in 150 s, although the limit was 15."""
+    ranks = Ranks(15.0).say(phase=phase, collectives=1)
+    assert ranks.look(200).stalled is False, "the other rank may still load its data"
+    ranks.say(phase=phase, collectives=1, completed=True)
+    assert ranks.look().stalled is True
+    ranks.say(phase=phase, collectives=2, completed=True)
+    assert ranks.look(15).stalled is False
+    assert ranks.look(2).stalled is True
+
+
+def test_before_the_first_collective_has_completed_a_limit_of_seconds_is_that_of_a_start() -> None:
+    ranks = Ranks(15.0).say(phase="start", collectives=1)
+    assert ranks.look(int(stall_limits.START_SECONDS)).stalled is False
+    assert ranks.look(2).stalled is True
 
 
 def test_without_a_limit_set_the_operators_are_the_limits() -> None:

@@ -39,6 +39,10 @@ class Process:
         self.stopped_at: int | None = None
         """The step at which `should_stop` has returned True."""
         self.stopped_raised = False
+        self.marked: int | None = None
+        """The step that `should_stop` was called with last."""
+        self.fails_at_exit = False
+        """Whether the last state could not be saved, which is known too late to be raised."""
 
         # reporting/progress.py
         self.latest: tuple[int, int | None, int | None, dict[str, Any], float] | None = None
@@ -62,6 +66,10 @@ class Process:
         """The writer numbers that it has taken in each folder."""
         self.saved_step: int | None = None
         """Of the newest checkpoint that this process has saved or loaded."""
+        self.unsaved: set[Any] = set()
+        """The Snapshots whose last state is not in their folder: a script may forget them before its end."""
+        self.save_failed = ""
+        """Why the last save has failed."""
         self.resumed_step: int | None = None
         """Of the state that it has loaded."""
         self.resumed_from = ""
@@ -75,6 +83,10 @@ class Process:
         self.cells = memoryview(bytearray(CELLS_BYTES)).cast("q")  # nobody reads these, until `watchdog.begin`
         self.watched = False
         self.in_torch = threading.Lock()  # held by the thread while it is in torch's C++, and from the exit on
+
+        # reporting/rank_end.py
+        self.end: Any = None
+        """What the agent is given at the end of this process: of a rank that was forked by the fork server."""
 
         # reporting/termination.py
         self.reports_failure = False

@@ -143,6 +143,9 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- fail (printf "extraEnv: %s is there twice" .name) -}}
 {{- end -}}
 {{- $_ := set $seen .name true -}}
+{{- if and (regexMatch "^DDPJOB_LEASE_.*SECONDS$" .name) (not (regexMatch "^[0-9]+([.][0-9]+)?$" (toString .value))) -}}
+{{- fail (printf "extraEnv: %s must be seconds above 0 and below a day, is \"%v\"" .name .value) -}}
+{{- end -}}
 {{- end -}}
 {{- range $name, $_ := .Values.podLabels -}}
 {{- if hasPrefix "app.kubernetes.io/" $name -}}

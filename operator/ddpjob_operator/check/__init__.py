@@ -7,13 +7,18 @@ A script is parsed once (script.py), and each rule is a function of it and of wh
 from __future__ import annotations
 
 import re
+import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from ddpjob_operator.check import (
+    alone,
     checkpoints,
+    collectives,
     data,
     elastic,
+    folders,
     gradients,
     groups,
     local_rank,
@@ -22,9 +27,11 @@ from ddpjob_operator.check import (
     schedulers,
     starting,
     steps,
+    stops,
     wrapping,
 )
-from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule
+from ddpjob_operator.check.reached import Certainty
+from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule, Severity
 from ddpjob_operator.check.script import Script
 
 __all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
@@ -33,15 +40,19 @@ _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
 _MODULES = (
     ranks,
+    collectives,
     wrapping,
     steps,
     gradients,
     data,
+    stops,
+    folders,
     checkpoints,
     groups,
     names,
     starting,
     local_rank,
+    alone,
     schedulers,
     elastic,
 )
@@ -55,19 +66,38 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a text is no mistake of DDP
             script = Script(text)
-        findings = [
-            Finding(file, f.line, f.column, rule.name, f.severity or rule.severity, f.message)
-            for rule in RULES
-            for f in rule.find(script, job)
-        ]
+        findings = list(_findings(file, script, job if job.script else replace(job, script=(file,))))
     except SyntaxError as error:
-        line = error.lineno or 1
-        return [Finding(file, line, error.offset or 1, SYNTAX, "error", f"not valid Python: {error.msg}")]
+        return [_of_syntax(file, text, error)]
     except ValueError as error:  # a null byte
         return [Finding(file, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     except (RecursionError, MemoryError):
         return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
     return kept(findings, text)
+
+
+# Type parameters and type aliases, and quotes within the braces of an f-string: Python 3.12.
+_NEWER = re.compile(r"\s*(?:(?:async\s+)?def|class)\s+\w+\s*\[|\s*type\s+\w+\s*(?:\[.*\]\s*)?=")
+
+
+def _of_syntax(file: str, text: str, error: SyntaxError) -> Finding:
+    """An error, or a warning if the Python that runs the script may be newer than the one that reads it."""
+    number, lines = error.lineno or 1, text.splitlines()
+    line = lines[number - 1] if number <= len(lines) else ""
+    newer = sys.version_info < (3, 12) and (_NEWER.match(line) or "f-string" in error.msg)
+    said = f"not valid Python {sys.version_info[0]}.{sys.version_info[1]}" if newer else "not valid Python"
+    severity: Severity = "warning" if newer else "error"
+    return Finding(file, number, error.offset or 1, SYNTAX, severity, f"{said}: {error.msg}")
+
+
+def _findings(file: str, script: Script, job: Job) -> Iterator[Finding]:
+    certainty = Certainty(script, job)
+    for rule in RULES:
+        for found in rule.find(script, job):
+            severity = found.severity or rule.severity
+            if severity == "error" and found.node is not None and not certainty.runs(found.node):
+                severity = "warning"
+            yield Finding(file, found.line, found.column, rule.name, severity, found.message)
 
 
 def kept(findings: Iterable[Finding], text: str) -> list[Finding]:

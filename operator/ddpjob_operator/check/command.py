@@ -104,9 +104,14 @@ def _of_python(words: list[str]) -> Command:
         return _of_module(rest[1], rest[2:])
     if rest and launcher.LAUNCHER_FILE.search(rest[0]):
         return _of_torchrun(rest[0].rsplit("/", 1)[-1], rest[1:])
-    if rest and rest[0].endswith(".py"):
+    if rest and _is_script(rest[0]):
         return Command("python", rest[0], words=tuple(rest[1:]))
     return Command("python")
+
+
+def _is_script(word: str) -> bool:
+    """Whether Python reads a word as a script: train.py, or a file without a suffix as pip installs it."""
+    return word.endswith(".py") or re.fullmatch(r"(?:[\w.@+-]*/)*[\w@+][\w@+-]*", word) is not None
 
 
 def _of_module(module: str, rest: list[str]) -> Command:
@@ -132,9 +137,10 @@ def _of_torchrun(name: str, words: list[str]) -> Command:
         return replace(read(rest), launcher=name)
     if not rest or "no_python" in options:
         return replace(_behind(name, rest), launcher=name) if rest else Command(name)
+    given = tuple(rest[2:] if rest[1:2] == ["--"] else rest[1:])  # the launcher takes it away
     if "module" in options:
-        return Command(name, module=rest[0], words=tuple(rest[1:]))
-    return Command(name, rest[0] if rest[0].endswith(".py") else None, words=tuple(rest[1:]))
+        return Command(name, module=rest[0], words=given)
+    return Command(name, rest[0] if _is_script(rest[0]) else None, words=given)
 
 
 def _of_framework(program: str, words: list[str]) -> Command:

@@ -165,11 +165,13 @@ def shuffle_with_sampler(script: Script, job: Job) -> Iterator[Found]:
             continue
         for name, position in (("sampler", 3), ("batch_sampler", 4)):
             given = script.argument(call, name, position)
-            if given is not None and any(script.called(o).endswith("Sampler") for o in script.origins(given)):
+            samples = [script.called(o).endswith("Sampler") for o in script.origins(given)]
+            if given is not None and any(samples):
                 yield at(
                     shuffle,
                     f"DataLoader(shuffle=True, {name}=…) is refused by torch with a ValueError; remove shuffle: the "
                     "DistributedSampler shuffles",
+                    "error" if all(samples) else "warning",
                 )
 
 
@@ -191,6 +193,7 @@ def batch_size_is_float(script: Script, job: Job) -> Iterator[Found]:
                 size,
                 f"batch_size={script.text_of(wrong) if isinstance(wrong, ast.expr) else '…'} is a float, and "
                 "DataLoader needs a whole number; use // instead of /",
+                "error" if len(floats) == len(origins) else "warning",
             )
 
 
@@ -242,12 +245,13 @@ def _total_name(script: Script, size: ast.expr) -> str:
 def partitioner_unseeded(script: Script, job: Job) -> Iterator[Found]:
     """Each rank divides the data by itself. Without a common seed each divides it differently: some samples are in two
     parts, others in none, and no error is raised."""
-    for call in script.calls if script.uses_torch else ():
+    for call in script.calls if script.uses_torch and not job.has_one_rank else ():
         if _draws_unseeded(script, call) and _is_in_partitioner(script, call) and not _is_the_same(script, call):
             yield at(
                 call,
                 f"{script.text_of(call)}: without a seed every rank draws a different order, and the parts overlap; "
                 "give all ranks the same seed, or use ddpjob.DataPartitioner(data, fractions, seed)",
+                "error" if _is_picked_by_rank(script, call) else "warning",
             )
             return
 
@@ -258,6 +262,12 @@ def _is_in_partitioner(script: Script, call: ast.Call) -> bool:
     scopes = [function, script.scope(function)] if function else []
     if any(isinstance(s, Function | ast.ClassDef) and "partition" in s.name.lower() for s in scopes):
         return True
+    return _is_picked_by_rank(script, call)
+
+
+def _is_picked_by_rank(script: Script, call: ast.Call) -> bool:
+    """True if a rank indexes what was drawn: indices[rank::size]."""
+    function = script.function(call)
     picked = [n for n in script.nodes if isinstance(n, ast.Subscript) and _has_rank(script, n.slice)]
     if name_of(call.func) == "shuffle" and call.args:  # in place: the name is what was shuffled
         shuffled = name_of(call.args[0])

@@ -5,10 +5,23 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_operator.check.nodes import Function, leaves, name_of
+from ddpjob_operator.check.nodes import Function, is_method, leaves, name_of, words_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at
 from ddpjob_operator.check.rule import Found, Job, rule
-from ddpjob_operator.check.script import Script
+from ddpjob_operator.check.script import DDP, Script
+
+# What a script may ask of a group, or do with it, without averaging gradients.
+_NO_AVERAGE = {
+    f"torch.distributed.{name}"
+    for name in (
+        "init_process_group destroy_process_group get_rank get_world_size get_backend get_node_local_rank barrier "
+        "monitored_barrier is_initialized is_available is_nccl_available is_gloo_available is_torchelastic_launched "
+        "gather_object all_gather_object broadcast_object_list"
+    ).split()
+}
+_MEASURES = set(
+    "acc accuracy correct count counts loss losses metric metrics n num perplexity ppl running seen total".split()
+)
 
 
 @rule(
@@ -19,7 +32,7 @@ from ddpjob_operator.check.script import Script
 def gradients_not_averaged(script: Script, job: Job) -> Iterator[Found]:
     """model.parameters() yields torch.nn.Parameter, so `type(param) is torch.Tensor` is never true: no gradient is
     averaged, every rank trains a model of its own, and no error is raised."""
-    if not any(script.called(c) in COLLECTIVES for c in script.calls):
+    if job.has_one_rank or not any(script.called(c) in COLLECTIVES for c in script.calls):
         return
     for node in script.nodes:
         if isinstance(node, ast.If) and _averages_nothing(script, node):
@@ -136,3 +149,69 @@ def _gives_parameters(script: Script, iterated: ast.expr, depth: int = 0) -> boo
             return isinstance(origin.slice, ast.Constant) and origin.slice.value == "params"
         return isinstance(origin, ast.Call) and name_of(origin.func) in ("parameters", "named_parameters")
     return False
+
+
+# ---------------------------------------------------------------- accumulation
+
+
+@rule(
+    "error",
+    wrong="for i, x in enumerate(loader):\n    with model.no_sync():\n        model(x).sum().backward()",
+    right="for i, x in enumerate(loader):\n    with model.no_sync() if i % 4 != 3 else nullcontext():\n"
+    "        model(x).sum().backward()",
+)
+def no_sync_always(script: Script, job: Job) -> Iterator[Found]:
+    """Within no_sync() backward() only adds up gradients, and the next backward() outside of it averages them. Without
+    one outside, every rank trains a model of its own, and no error is raised."""
+    if job.has_one_rank or script.uses_a_framework or not script.mentions("no_sync"):
+        return
+    if not script.methods_called("step") or not script.calls_to(DDP) or _averages_otherwise(script):
+        return
+    backwards = script.methods_called("backward")
+    contexts = [_no_sync(script, call) for call in backwards]
+    first = contexts[0] if contexts else None
+    if first is not None and None not in contexts and _all_forward_inside(script):
+        yield at(
+            first,
+            f"with {script.text_of(first)}: every backward() of this script is inside, so no gradient is averaged; "
+            "leave no_sync() for the backward() before optimizer.step()",
+        )
+
+
+def _averages_otherwise(script: Script) -> bool:
+    """True if gradients or parameters may be averaged by hand, or the switch of DDP is set by hand."""
+    if script.mentions(
+        "require_backward_grad_sync", "PeriodicModelAverager", "PostLocalSGDOptimizer", "average_parameters"
+    ):
+        return True
+    contexts = [n for n in script.nodes if isinstance(n, ast.Attribute) and n.attr == "no_sync"]
+    known = [n for n in script.nodes if isinstance(n, ast.withitem) and is_method(n.context_expr, "no_sync")]
+    return len(contexts) != len(known) or any(exchanges(script, call) for call in script.calls)
+
+
+def _no_sync(script: Script, call: ast.Call, seen: frozenset[Function] = frozenset()) -> ast.expr | None:
+    """The no_sync() in which a call certainly stands, or all calls of its function do."""
+    for _, parent in script.above(call):
+        if isinstance(parent, ast.With):
+            for item in parent.items:
+                if is_method(item.context_expr, "no_sync"):
+                    return item.context_expr
+    function = script.function(call)
+    callers = [] if function is None or function in seen else script.callers(function)
+    found = [_no_sync(script, c.call, seen | {function}) for c in callers if function]
+    return found[0] if found and None not in found else None
+
+
+def _all_forward_inside(script: Script) -> bool:
+    """True if the wrapped model is called within no_sync() as well: DDP decides in the forward pass."""
+    forwards = [c for c in script.calls if isinstance(c.func, ast.Name | ast.Attribute) and script.is_wrapped(c.func)]
+    return bool(forwards) and any(_no_sync(script, c) is not None for c in forwards)
+
+
+def exchanges(script: Script, call: ast.Call) -> bool:
+    """Whether a call may send something other than a measure, such as the loss for a log."""
+    name = script.called(call)
+    if not name.startswith("torch.distributed.") or name in _NO_AVERAGE:
+        return False
+    words = {w for n in ast.walk(call.args[0]) for w in words_of(name_of(n))} if call.args else set()
+    return name not in COLLECTIVES or words.isdisjoint(_MEASURES) or bool(words & {"grad", "param", "params"})

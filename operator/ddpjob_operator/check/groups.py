@@ -7,13 +7,16 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of, words_of
+from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
+from ddpjob_operator.check.options import UNKNOWN, Options
 from ddpjob_operator.check.otherwise import is_otherwise
 from ddpjob_operator.check.ranks import at
-from ddpjob_operator.check.rule import Found, Job, rule
+from ddpjob_operator.check.reached import goes_on
+from ddpjob_operator.check.rule import Found, Job, Severity, rule
 from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.job.launcher import NO_RENDEZVOUS_HOST
 
+_ONLY_HERE = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|\[?::1\]?|0\.0\.0\.0)$")
 _TORCHRUN_STORE = "torchrun's own store listens on the port that the job gave it, and nothing on this one"
 
 
@@ -23,11 +26,13 @@ _TORCHRUN_STORE = "torchrun's own store listens on the port that the job gave it
 def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
     """The job sets MASTER_ADDR and MASTER_PORT to the address of rank 0. A node with another address waits for itself,
     and under torchrun nothing listens on another port."""
-    several = job.several_nodes(script)
+    several, is_used = job.several_nodes(script), _meets_by_environment(script)
     for name, value, node in script.variables_set:
         texts = fixed_texts(script, value, node)
         if name == "MASTER_ADDR" and several and texts and all(map(NO_RENDEZVOUS_HOST.match, texts)):
             severity, where = several
+            if job.local or not is_used or not all(map(_ONLY_HERE.match, texts)):  # it may be the address of a node
+                severity = "warning"
             message = (
                 f'os.environ["MASTER_ADDR"] = "{texts[0]}": {where} each node looks for rank 0 at a wrong address; '
             )
@@ -35,7 +40,93 @@ def master_overwritten(script: Script, job: Job) -> Iterator[Found]:
         elif name == "MASTER_PORT" and texts and _port_hurts(job):
             because = _TORCHRUN_STORE if job.by_torchrun else "the operator has chosen a free port"
             message = f'os.environ["MASTER_PORT"] = "{texts[0]}": {because}; remove it: the job sets MASTER_PORT'
-            yield at(node, message, "error" if job.by_torchrun else "warning")
+            yield at(node, message, "error" if job.by_torchrun and is_used else "warning")
+
+
+@rule("error", wrong='os.environ["RANK"] = "0"', right='os.environ.setdefault("RANK", "0")')
+def rank_overwritten(script: Script, job: Job) -> Iterator[Found]:
+    """The job sets RANK, LOCAL_RANK and WORLD_SIZE for each process. A fixed value in the script, left over from one
+    GPU, is the same on all: the group never forms, or each process forms one of its own."""
+    if job.has_one_rank or script.starts:
+        return
+    for name, value, node in script.variables_set:
+        texts = fixed_texts(script, value, node) if name in _OF_RANKS else []
+        if texts and all(text.isdecimal() for text in texts) and not _comes_too_late(script, node):
+            found = _rank_hurts(script, job, name, texts[0])
+            if found:
+                severity, so = found
+                yield at(node, f'os.environ["{name}"] = "{texts[0]}": {so}; remove it: the job sets {name}', severity)
+
+
+_OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+
+
+def _rank_hurts(script: Script, job: Job, name: str, text: str) -> tuple[Severity, str] | None:
+    """Severity and consequence of a variable that is the same in all processes; None if it is right."""
+    world, is_used = job.world_size, _reads_the_environment(script)
+    several = (world or job.nodes or 1) > 1
+    if name == "LOCAL_RANK":
+        severity: Severity = "error" if (job.nproc or 1) > 1 and job.gpus else "warning"
+        return None if job.nproc == 1 else (severity, f"all processes of a node take its GPU {text}")
+    if name == "WORLD_SIZE" and job.is_elastic:
+        return None  # elastic-fixed-world
+    severity = "error" if several and is_used else "warning"
+    if name == "RANK":
+        return severity, f"all {world or ''} processes take themselves for rank {text}".replace("  ", " ")
+    if world is not None and int(text) == world:
+        return None
+    return severity, f"the job has {world or 'another number of'} ranks, so the group does not form"
+
+
+def _reads_the_environment(script: Script) -> bool:
+    """True if the group is formed by these variables: no rank is given, or one that is read from them."""
+    ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
+    read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
+    return any(read) and _meets_by_environment(script)
+
+
+def _meets_by_environment(script: Script) -> bool:
+    """False if a call forms the group by a URL other than env://, so that no variable is read."""
+    methods = [script.argument(c, "init_method", 1) for c in script.calls_to(INIT)]
+    return not any(texts and texts != ["env://"] for texts in map(script.texts, methods))
+
+
+def _within(script: Script, value: ast.expr) -> Iterator[ast.AST]:
+    return (n for o in script.origins(value) if isinstance(o, ast.expr) for n in ast.walk(o))
+
+
+def _comes_too_late(script: Script, node: ast.AST) -> bool:
+    """True after the group was formed in the same function."""
+    function, line = script.function(node), getattr(node, "lineno", 0)
+    return any(script.function(call) is function and call.lineno < line for call in script.inits)
+
+
+@rule(
+    "error",
+    wrong='dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=8)  # in a job with 2 ranks',
+    right='dist.init_process_group("gloo")',
+)
+def world_size_differs(script: Script, job: Job) -> Iterator[Found]:
+    """Only if the nodes and the processes of each are known. A group waits for as many ranks as world_size says: with
+    more than the job has, it never forms; with fewer, a rank is refused."""
+    world = job.world_size
+    if world is None or script.starts or not (job.by_torchrun or job.launcher in ("", "ddprun", "python")):
+        return
+    options = Options(script, job.words)
+    for call in script.calls_to(INIT):
+        size = script.argument(call, "world_size", 3)
+        number = UNKNOWN if size is None else options.value(size)
+        if size is not None and type(number) is int and number not in (-1, world) and not is_otherwise(script, call):
+            is_fixed = all(isinstance(o, ast.Constant) for o in script.origins(size))
+            text = f"world_size={script.text_of(size)}" + ("" if isinstance(size, ast.Constant) else f" is {number}")
+            nodes = f"{job.nodes} node{'s' if job.nodes != 1 else ''} with {job.nproc}"
+            wait = "the group waits for more ranks than there are" if number > world else "ranks beyond it are refused"
+            yield at(
+                size,
+                f"{text}, and the job has {world} ranks ({nodes}): {wait}; leave it out, or use "
+                'int(os.environ["WORLD_SIZE"])',
+                "error" if is_fixed or job.known else "warning",
+            )
 
 
 @rule("warning", wrong='os.environ["MASTER_PORT"] = "29500"', right='os.environ.setdefault("MASTER_PORT", "29500")')
@@ -117,13 +208,15 @@ def file_not_shared(script: Script, job: Job) -> Iterator[Found]:
             continue
         mount = apart[0]
         because = f"each pod has a {mount} of its own" if mount else "no shared volume is mounted there"
-        if not job.known:
+        if job.local:
+            because = f"in a cluster {because}"
+        elif not job.known:
             because = "all of them must see the same folder"
         yield at(
             url,
             f"init_method={script.text_of(url)}: the rendezvous of {job.nodes} nodes is a file, and {because}; leave "
             "init_method out, or put the file on a volume that all nodes mount",
-            "error" if job.known else "warning",
+            "error" if job.known and not job.local else "warning",
         )
 
 
@@ -185,7 +278,11 @@ def backend_mpi(script: Script, job: Job) -> Iterator[Found]:
                 given,
                 'backend "mpi" needs a PyTorch built with MPI, which no published wheel is; use "gloo" (CPU) or "nccl" '
                 "(GPU)",
+                "warning" if job.launcher in _OF_MPI else "error",
             )
+
+
+_OF_MPI = ("mpirun", "mpiexec", "horovodrun")
 
 
 @rule(
@@ -200,7 +297,7 @@ def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
     for call in script.inits:
         given = script.argument(call, "backend", 0)
         asked = any(_asks_for_gpu(test) for test in script.enclosing_tests(call))
-        asked = asked or any(isinstance(p, ast.Try) and any(map(_goes_on, p.handlers)) for _, p in script.above(call))
+        asked = asked or any(isinstance(p, ast.Try) and any(map(goes_on, p.handlers)) for _, p in script.above(call))
         certain = given and [t.lower() for t in script.texts(given)] == ["nccl"]
         if given and certain and not asked and not is_otherwise(script, call):
             yield at(
@@ -208,13 +305,6 @@ def nccl_without_gpu(script: Script, job: Job) -> Iterator[Found]:
                 'backend "nccl" needs a GPU in each process, and the job has none; add nvidia.com/gpu to '
                 'resources.limits, or use "gloo"',
             )
-
-
-def _goes_on(handler: ast.ExceptHandler) -> bool:
-    """Whether a script may train without nccl after its error: `except RuntimeError: init_process_group("gloo")`."""
-    last = handler.body[-1]
-    ends = leaves(handler.body) and not isinstance(last, ast.Return | ast.Continue | ast.Break)
-    return not ends and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
 
 
 # --backend=gloo, --dist_backend gloo, and as configurations are overridden: backend=gloo, +trainer.backend=gloo.

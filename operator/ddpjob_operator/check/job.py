@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.check import command, names, room
+from ddpjob_operator.check import command, in_command, names, room, shells
 from ddpjob_operator.check.rule import Job, Severity
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology, variables
@@ -59,9 +59,52 @@ YAML_RULES = (
         "variables of the ranks, and not set before torchrun has started them. `$NNODES` and `$NODE_RANK` are meant.",
     ),
     YamlRule(
+        "variable-of-ranks-unset",
+        "warning",
+        "A shell reads `$RANK` with several processes a node, and only the ranks have it, so `tee log_$RANK` is "
+        "one file for all nodes. In an option of the launcher it is `variable-of-ranks`.",
+    ),
+    YamlRule(
+        "variable-of-other-launcher-unset",
+        "warning",
+        "A shell reads `$SLURM_JOB_ID` or another variable of Slurm or MPI, which is empty. In an option of a launcher "
+        "that must have a value, or as a rank of the script, it is `variable-of-other-launcher`.",
+    ),
+    YamlRule(
+        "not-expanded",
+        "warning",
+        "`$DATA`, `~/data`, `*.csv`, `>` or `&&` in a command that no shell reads: the program gets that text. "
+        "Kubernetes replaces `$(DATA)` by a value of `env`; `[sh, -c, …]` starts a shell.",
+    ),
+    YamlRule(
+        "argument-taken-by-launcher",
+        "warning",
+        "`torchrun train.py --log 5`: argparse before Python 3.12.8 takes `--log` for an abbreviation of torchrun's "
+        "`--log-dir` and `--logs-specs`, and ends with “ambiguous option”. What follows `--` is the script's: "
+        "`torchrun train.py -- --log 5`.",
+    ),
+    YamlRule(
         "rendezvous-overridden",
         "warning",
         "Another variable of the rendezvous in `env`: it counts in place of the job's. The job has an Event of it.",
+    ),
+    YamlRule(
+        "exit-code-lost",
+        "warning",
+        "A shell's script ends with 0 although its launcher has failed: `torchrun train.py | tee log`, `|| true`, "
+        "`; echo done`, `&`, `trap 'exit 0' EXIT` ([failures.md](failures.md#when-the-exit-code-is-lost)).",
+    ),
+    YamlRule(
+        "pipefail-in-sh",
+        "warning",
+        "`sh -c 'set -o pipefail; …'`: where sh is dash, as in Debian and Ubuntu, it has no such option, and ends at "
+        "once.",
+    ),
+    YamlRule(
+        "shell-keeps-signals",
+        "warning",
+        "A shell that waits for its launcher does not hand SIGTERM over to it, so a drain or a stop saves nothing: "
+        "`torchrun train.py; echo done`. `exec torchrun train.py` gets it.",
     ),
     YamlRule(
         "launcher-option",
@@ -69,7 +112,11 @@ YAML_RULES = (
         "The launcher, or an option of it, has a consequence. The job has an Event of it.",
     ),
 )
-CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning")
+_EVERYWHERE = {
+    "argument-taken-by-launcher", "not-expanded", "variable-of-ranks-unset", "variable-of-other-launcher-unset",
+    "exit-code-lost", "pipefail-in-sh",
+}  # fmt: skip
+CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning") - _EVERYWHERE
 """What is of no account to a local run, and what it says itself, as Events."""
 
 
@@ -87,7 +134,7 @@ def known(job: api.DDPJob) -> Job:
         launcher=by.name if by else started.launcher,
         launcher_options=dict(by.options) if by else {},
         words=started.words,
-        script=started.named or Job.script,
+        script=started.named,
         variables=_variables(template),
         mounts=mounts(template),
         name=job.metadata.name,
@@ -106,9 +153,11 @@ def _variables(template: dict[str, Any]) -> frozenset[str] | None:
     return frozenset(named | set(re.findall(r"\b(\w+)=", " ".join(words))))
 
 
-def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, str, str]]:
+def mistakes(
+    job: api.DDPJob, parameters: int = 0, script: str = "", given: Collection[str] = ()
+) -> Iterator[tuple[FieldPath, str, str]]:
     """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. parameters: of the model; 0: not
-    known."""
+    known. script: the text of the job's script; "": not known. given: variables that the trainer has from outside."""
     template = job.spec.template
     by = launcher.in_template(template)
     if not (trainer_container(template) or {}).get("image"):
@@ -121,6 +170,7 @@ def mistakes(job: api.DDPJob, parameters: int = 0) -> Iterator[tuple[FieldPath, 
         if deviation.kind == "unknown":
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
     yield from _of_launch(job)
+    yield from _of_command(job, script, given)
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
     if parameters and (said := room.too_small(job, parameters, _gpus(template))):
@@ -156,7 +206,17 @@ def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
             yield command_path(template), "variable-of-ranks", said
     if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
         yield env, "rendezvous-overridden", variables.remark(template)
+    yield from ((command_path(template), rule, text) for rule, text in _of_shell(words))
     yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
+
+
+def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
+    """What the shell around the launcher keeps to itself."""
+    yield from (("exit-code-lost", text) for text in shells.lost_exit_codes(words))
+    if shells.pipefail_in_sh(words):
+        yield "pipefail-in-sh", shells.PIPEFAIL_IN_SH
+    if by := shells.keeps_signals(words):
+        yield "shell-keeps-signals", shells.KEEPS_SIGNALS.format(launcher=by)
 
 
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
@@ -174,3 +234,12 @@ def _gpus(template: Mapping[str, Any]) -> int | None:
     resources = (trainer_container(template) or {}).get("resources")
     claimed = isinstance(resources, Mapping) and resources.get("claims")
     return None if claimed else gpus(template)
+
+
+def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:
+    """What the command does otherwise than it looks."""
+    path = command_path(job.spec.template)
+    yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
+    for place, text in in_command.unexpanded(job, script):
+        yield path if place == ("command",) else (*trainer_path(job.spec.template), *place), "not-expanded", text
+    yield from ((path, rule, text) for rule, text in in_command.unset_variables(job, given))

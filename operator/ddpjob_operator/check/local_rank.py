@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import ast
-import operator
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpjob_operator.check.nodes import before, bindings_in, is_main_guard, is_true, leaves, name_of, text_in
+from ddpjob_operator.check.groups import backends
+from ddpjob_operator.check.nodes import bindings_in, is_main_guard, is_true, name_of, text_in
+from ddpjob_operator.check.options import UNKNOWN
 from ddpjob_operator.check.ranks import at
+from ddpjob_operator.check.reached import Paths
 from ddpjob_operator.check.rule import Found, Job, Severity, command_line, rule
 from ddpjob_operator.check.script import INIT, Script
+from ddpjob_operator.job.arguments import behind_script
 
 _LAUNCH = "torch.distributed.launch"
 _OLD, _NEW = "--local_rank", "--local-rank"
@@ -23,7 +26,7 @@ def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequ
     torch.distributed.launch passes --local-rank alone since torch 2.0, so a shell writes the old spelling.
     """
     if _NEW in _names(option):
-        return ["python", "-m", _LAUNCH, *script, *arguments]
+        return ["python", "-m", _LAUNCH, *script, *behind_script(arguments)]
     words = [*map(shlex.quote, script), f"{_OLD}=$LOCAL_RANK", *map(shlex.quote, arguments)]
     return ["torchrun", "--no-python", "sh", "-c", f"exec python {' '.join(words)}"]
 
@@ -91,9 +94,9 @@ def _required(script: Script) -> Iterator[ast.Call]:
 
 
 def must_be_passed(script: Script) -> ast.Call | None:
-    """The option for the local rank without which the script ends with an error, each rank trains alone, or all ranks
-    of a node use one GPU."""
-    return next(_required(script), None) or default_means_alone(script) or default_is_one_gpu(script)
+    """The option for the local rank, where it is required or nothing else tells the script this rank. By its default
+    each rank trains alone, all ranks of a node use one GPU, or set_device(None) raises an error."""
+    return next(_required(script), None) or _option_that_alone_says_it(script)
 
 
 def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None) -> Found:
@@ -149,7 +152,8 @@ def _knows_all_options(script: Script, call: ast.Call) -> bool:
 def local_rank_not_passed(script: Script, job: Job) -> Iterator[Found]:
     """torchrun and ddprun set LOCAL_RANK and pass no --local_rank. A script from before them that takes its default, -1
     or None, for a single process forms no group there: each rank trains a model of its own, and the job succeeds. Where
-    the default is 0, all ranks of a node use its first GPU, which NCCL refuses (Duplicate GPU detected)."""
+    it is the GPU, by the default 0 or -1 all ranks of a node use the first, which NCCL refuses (Duplicate GPU
+    detected), and None is refused by torch.cuda.set_device()."""
     # A single process may use all GPUs of its node, so without a launcher it is a mistake on several nodes only.
     starts_ranks = job.by_torchrun or job.launcher == "ddprun" or (job.launcher == "python" and (job.nodes or 1) > 1)
     if not starts_ranks or job.has_one_rank or _is_given(job):
@@ -158,14 +162,20 @@ def local_rank_not_passed(script: Script, job: Job) -> Iterator[Found]:
         default_means_alone(script),
         "the script forms no group, so each rank trains alone and the job succeeds",
     )
+    severity: Severity = "error"
     if option is None and (job.nproc or 1) > 1 and job.gpus != 0:
         option, so = default_is_one_gpu(script), f"all {job.nproc} ranks of a node use its first GPU"
+        severity = "error" if backends(script, job) == {"nccl"} else "warning"
+    if option is None and job.gpus != 0:
+        option, so = default_is_no_device(script), "set_device(None) raises an error"
+        severity = "error"
     if option is None or (_NEW in _names(option) and _launch_passes_it(job)):
         return
     yield at(
         option,
         f"{script.text_of(option)}: {job.launcher} does not pass it, and where it has its default {so}; without an "
         f'edit: {_recipe(job, option)}; else use int(os.environ["LOCAL_RANK"])',
+        severity,
     )
 
 
@@ -175,27 +185,50 @@ def default_means_alone(script: Script) -> ast.Call | None:
     default = None if option is None else _default(script, option)
     if default not in (None, -1):
         return None
-    alone = _Alone(script, default)
+    alone = Paths(script, lambda node: default if _is_local_rank(script, node) else UNKNOWN)
     return None if any(alone.reaches(call) for call in script.calls_to(INIT)) else option
 
 
 def default_is_one_gpu(script: Script) -> ast.Call | None:
-    """The option for the local rank whose default, 0, every rank of a node takes for its GPU."""
+    """The option for the local rank whose default every rank of a node takes for its GPU: 0, or -1, which
+    set_device() ignores."""
     option = _option_that_alone_says_it(script)
     hides_others = any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set)
-    if option is None or _default(script, option) != 0 or hides_others:
+    if option is None or _default(script, option) not in (0, -1) or hides_others:
         return None
-    chosen = [script.argument(call, "device", 0) for call in script.calls_to("torch.cuda.set_device")]
+    return option if _sets_its_device(script) else None
+
+
+def default_is_no_device(script: Script) -> ast.Call | None:
+    """The option for the local rank without a default that every rank gives to set_device()."""
+    option = _option_that_alone_says_it(script)
+    return option if option is not None and _default(script, option) is None and _sets_its_device(script) else None
+
+
+def _sets_its_device(script: Script) -> bool:
+    """True if the local rank of the option is the device, in any case."""
+    calls = script.calls_to("torch.cuda.set_device")
+    chosen = [script.argument(call, "device", 0) for call in calls]
     is_its_own = [device is not None and _is_local_rank(script, device) for device in chosen]
-    return option if is_its_own and all(is_its_own) else None
+    return bool(is_its_own) and all(is_its_own)
 
 
 def _option_that_alone_says_it(script: Script) -> ast.Call | None:
     """The one option for the local rank, where nothing else tells it and the script forms the group by hand."""
     options = [call for call in _options(script) if {_OLD, _NEW} & set(_names(call))]
-    if len(options) != 1 or not script.calls_to(INIT) or script.starts or script.frameworks - _TRAIN_BY_HAND:
+    if (
+        not _are_one(script, options)
+        or not script.calls_to(INIT)
+        or script.starts
+        or script.frameworks - _TRAIN_BY_HAND
+    ):
         return None
     return None if is_true(script.argument(options[0], "required")) or _is_set(script) else options[0]
+
+
+def _are_one(script: Script, options: list[ast.Call]) -> bool:
+    """True for one option, also if it is declared once for each spelling."""
+    return len(options) == 1 or (len(options) == 2 and {_OLD, _NEW} == {n for o in options for n in _names(o)})
 
 
 def _default(script: Script, option: ast.Call) -> Any:
@@ -231,56 +264,3 @@ def _is_set(script: Script) -> bool:
     bound = [(t, value) for n in script.nodes for target, value in bindings_in(n) for t in ast.walk(target)
              if name_of(t) == "local_rank"]  # fmt: skip
     return any(not isinstance(value, ast.AST) or name_of(value) != "local_rank" for _, value in (*given, *bound))
-
-
-class _Alone:
-    """Which lines run where --local_rank is not given: what its default decides, and None where more than it does."""
-
-    def __init__(self, script: Script, default: int | None) -> None:
-        self._script, self._default = script, default
-
-    def reaches(self, node: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
-        """Whether a node may run, or what comes in its place is an error."""
-        for child, parent in self._script.above(node):
-            if isinstance(parent, ast.If) and child is not parent.test:
-                holds = self.holds(parent.test)
-                if holds is not None and holds != (child in parent.body):
-                    return any(isinstance(s, ast.Raise) for s in (parent.body if holds else parent.orelse))
-            for earlier in before(parent, child):
-                if isinstance(earlier, ast.If) and leaves(earlier.body) and self.holds(earlier.test):
-                    return isinstance(earlier.body[-1], ast.Raise)
-        function = self._script.function(node)
-        callers = [] if function is None or function in seen else self._script.callers(function)
-        return not callers or any(self.reaches(c.call, seen | {function}) for c in callers if function)
-
-    def holds(self, test: ast.expr, depth: int = 0) -> bool | None:
-        """Whether a condition is true; None where the default alone does not decide it."""
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            inner = self.holds(test.operand, depth)
-            return None if inner is None else not inner
-        if isinstance(test, ast.BoolOp):
-            values, decisive = [self.holds(value, depth) for value in test.values], isinstance(test.op, ast.Or)
-            return decisive if decisive in values else None if None in values else not decisive
-        if isinstance(test, ast.Compare):
-            return self._compares(test)
-        origins = self._script.origins(test)
-        if depth > _DEPTH_MAX or origins == [test]:
-            return None
-        said = {self.holds(o, depth + 1) if isinstance(o, ast.expr) else None for o in origins}
-        return said.pop() if len(said) == 1 else None
-
-    def _compares(self, test: ast.Compare) -> bool | None:
-        compare = _COMPARISONS.get(type(test.ops[0]))
-        if len(test.ops) != 1 or compare is None or not _is_local_rank(self._script, test.left):
-            return None
-        try:
-            return bool(compare(self._default, ast.literal_eval(test.comparators[0])))
-        except (ValueError, TypeError):
-            return None
-
-
-_DEPTH_MAX = 3
-_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.eq, ast.IsNot: operator.ne, ast.Lt: operator.lt,
-    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
-}  # fmt: skip

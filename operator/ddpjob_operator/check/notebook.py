@@ -13,8 +13,20 @@ from pathlib import PurePath
 _WRITES = re.compile(r"%%(?:writefile|file)\s+(?:-a\s+|--append\s+)?(\S+\.py)\s*$")
 # Cell magics below which the rest of the cell is Python as it stands.
 _PYTHON = re.compile(r"%%(?:time|timeit|capture|prun)\b")
-_MAGIC = re.compile(r"(\s*)(?:%{1,2}[A-Za-z]|[!?])|(\s*)[\w.]+\?{1,2}\s*$")
-_ASSIGNED = re.compile(r"(\s*[\w, ]+=\s*)[%!]")
+_MAGIC = re.compile(r"(\s*)(?:%{1,2}[A-Za-z]|[!?])|(\s*)%?[\w.*]+\?{1,2}\s*$")
+_ASSIGNED = re.compile(r"(\s*[\w, .\[\]'\"]+=\s*)[%!]")
+# Lines that IPython takes without `%` where they are no Python: names of line magics and of aliases, and calls whose
+# parentheses it adds, `/print a` and `,print a b`.
+_AUTOMAGIC = re.compile(
+    r"(\s*)(?:(?:alias|autoreload|bookmark|cat|cd|clear|colors|conda|config|cp|debug|dhist|dirs|ed|edit|env|gui|hist|"
+    r"history|ldir|less|lf|lk|ll|load|load_ext|logstart|logstop|ls|lsmagic|lx|macro|magic|mamba|man|matplotlib|"
+    r"micromamba|mkdir|more|mv|notebook|page|pastebin|pdb|pdef|pdoc|pfile|pinfo|pinfo2|pip|popd|pprint|precision|prun|"
+    r"psearch|psource|pushd|pwd|pycat|pylab|recall|rehashx|reload_ext|rep|rerun|reset|reset_selective|rm|rmdir|run|save|"
+    r"sc|set_env|store|sx|system|tb|time|timeit|unalias|unload_ext|uv|who|who_ls|whos|xdel|xmode)"
+    r"(?:\s+[^=(\s].*|\s*)$|[/,;][A-Za-z_].*)"
+)
+_PROMPT = re.compile(r"(?:>>> ?|\.\.\. ?|In \[\d+\]: ?)")
+_AUTOMAGIC_MAX = 200  # a cell is parsed once for each
 
 
 @dataclass
@@ -48,7 +60,7 @@ def parts(text: str) -> list[Part]:
         if _WRITES.match(first.strip()):
             written.append(Part(lines[begin + 1 :], [(number, i) for i in range(begin + 2, len(lines) + 1)]))
         elif not first.lstrip().startswith("%%") or _PYTHON.match(first.lstrip()):
-            own.lines += lines if _is_python(lines) else _without_magic(lines)
+            own.lines += lines if _error_in(lines) is None else _without_automagic(list(_without_magic(lines)))
             own.places += [(number, i) for i in range(1, len(lines) + 1)]
     return [own, *written]
 
@@ -85,21 +97,43 @@ def _begin(lines: list[str]) -> tuple[int, str]:
     return next(((i, line) for i, line in enumerate(lines) if line.strip()), (0, ""))
 
 
-def _is_python(lines: list[str]) -> bool:
-    """A cell without magic stays as it is: a line of an expression may begin with `%`, where it was wrapped."""
+def _error_in(lines: list[str]) -> int | None:
+    """The line (from 1) in which a cell is no Python; 0: unknown. None: it is, and stays as it is, because a line of an
+    expression may begin with `%`, where it was wrapped."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ast.parse("\n".join(lines))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
+    except SyntaxError as error:
+        return error.lineno or 0
+    except (ValueError, RecursionError, MemoryError):
+        return 0
+    return None
+
+
+def _without_automagic(lines: list[str]) -> list[str]:
+    """A line that is no Python, and that IPython takes for magic, is left out; all else is as it was."""
+    for _ in range(_AUTOMAGIC_MAX):
+        wrong = _error_in(lines)
+        # The error may stand in the line after the one that does not end: `cd data/`.
+        found = [
+            (i, m)
+            for i in ((wrong or 0) - 1, (wrong or 0) - 2)
+            if 0 <= i < len(lines) and (m := _AUTOMAGIC.match(lines[i]))
+        ]
+        if wrong is None or not found:
+            break
+        place, magic = found[0]
+        lines = [*lines[:place], f"{magic[1] or ''}pass", *lines[place + 1 :]]
+    return lines
 
 
 def _without_magic(lines: list[str]) -> Iterator[str]:
     """As IPython reads a cell: the indent of its first line is taken off all, and a line of magic goes on in the next
     one after a backslash."""
     _, first = _begin(lines)
+    if _PROMPT.match(first):  # copied from a terminal
+        lines = [_PROMPT.sub("", line, count=1) for line in lines]
     indent = first[: len(first) - len(first.lstrip())]
     goes_on = False
     for line in lines:

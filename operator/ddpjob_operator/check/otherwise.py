@@ -29,15 +29,16 @@ def _says_otherwise(script: Script, parent: ast.AST, child: ast.AST) -> bool:
     holds = child in parent.body
     is_the_only_one = len(script.inits) < 2  # of two, the second is for where the first was not called
     one_process = means_one_process(parent.test, holds=holds, forming=is_the_only_one)
-    return one_process or _means(script, parent.test, holds)
+    return one_process or means_otherwise(script, parent.test, holds)
 
 
-def _means(script: Script, test: ast.expr, holds: bool) -> bool:
-    """Whether a condition says, where it holds or where it does not, that no launcher is there, or that Windows is."""
+def means_otherwise(script: Script, test: ast.expr, holds: bool) -> bool:
+    """True if a condition means, where it holds or where it does not, that there is no launcher, or that this is
+    Windows."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return _means(script, test.operand, not holds)
+        return means_otherwise(script, test.operand, not holds)
     if isinstance(test, ast.BoolOp):
-        said = [_means(script, value, holds) for value in test.values]
+        said = [means_otherwise(script, value, holds) for value in test.values]
         return any(said) if isinstance(test.op, ast.And) == holds else all(said)
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         return _compares(script, test, holds)
@@ -47,7 +48,7 @@ def _means(script: Script, test: ast.expr, holds: bool) -> bool:
         return (
             only is not test
             and isinstance(only, ast.Compare | ast.BoolOp | ast.UnaryOp)
-            and _means(script, only, holds)
+            and means_otherwise(script, only, holds)
         )
     return not holds and script.variable_read(test) in _SET_BY_THE_JOB
 

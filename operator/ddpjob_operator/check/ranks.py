@@ -1,11 +1,12 @@
-"""Ranks, their GPUs, and the collectives that all ranks must call."""
+"""Ranks and their GPUs, and the conditions that let some ranks pass."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, leaves, name_of
+from ddpjob_operator.check.nodes import before, has_hidden_arguments, means_one_process, name_of
 from ddpjob_operator.check.otherwise import is_otherwise
 from ddpjob_operator.check.rule import Found, Job, Severity, rule
 from ddpjob_operator.check.script import DDP, INIT, Kind, Script
@@ -24,7 +25,7 @@ _GROUP_POSITION = {"barrier": 0, "monitored_barrier": 0, "broadcast": 2, "all_re
 
 def at(node: ast.AST, message: str, severity: Severity | None = None) -> Found:
     """A finding at a node of the script. severity: where it differs from the rule's own."""
-    return Found(getattr(node, "lineno", 1), message, severity, getattr(node, "col_offset", 0) + 1)
+    return Found(getattr(node, "lineno", 1), message, severity, getattr(node, "col_offset", 0) + 1, node)
 
 
 @rule(
@@ -49,7 +50,7 @@ def rank_is_local_rank(script: Script, job: Job) -> Iterator[Found]:
                 else 'int(os.environ["NODE_RANK"]) * nproc + the number of the process on its node'
             )
             count = "two" if job.nodes == 2 else "several"
-            message = f"{_short(script, call)}(rank={script.text_of(rank)}): {where} {count} processes get rank 0"
+            message = f"{short_name(script, call)}(rank={script.text_of(rank)}): {where} {count} processes get rank 0"
             yield at(rank, f"{message}; use {right}", severity)
 
 
@@ -64,6 +65,8 @@ def device_is_global_rank(script: Script, job: Job) -> Iterator[Found]:
     if several is None:
         return
     severity, where = several
+    if job.gpus is None or (job.world_size or 0) <= job.gpus:
+        severity = "warning"  # there may be a GPU of that number
     for call, device in _devices(script):
         if script.kinds(device) == {Kind.GLOBAL}:
             yield at(
@@ -142,63 +145,111 @@ def _is_bare_cuda(script: Script, call: ast.Call) -> bool:
     return func.attr == "to" and bool(call.args) and script.texts(call.args[0]) == ["cuda"]
 
 
-@rule(
-    "error",
-    wrong="if rank == 0:\n    dist.all_reduce(loss)\n    print(loss)",
-    right="dist.all_reduce(loss)\nif rank == 0:\n    print(loss)",
-)
-def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
-    """A collective ends when all ranks have called it. If only some call it, they wait until the timeout."""
-    for call in script.calls:
-        name = script.called(call)
-        if name not in COLLECTIVES or has_group(script, call):
-            continue
-        guarding = guard(script, call)
-        if guarding is not None and not _others_join(script, call, guarding, name):
-            yield at(
-                call,
-                f"{_short(script, call)}() only where `{script.text_of(guarding.test)}`: the other ranks never call "
-                f"it, and these wait for them until the timeout; call it on all ranks",
-            )
-
-
 def has_group(script: Script, call: ast.Call) -> bool:
     """Whether a collective may be one of some ranks only."""
-    group = script.argument(call, "group", _GROUP_POSITION.get(_short(script, call), 3))
+    group = script.argument(call, "group", _GROUP_POSITION.get(short_name(script, call), 3))
     return group is not None or has_hidden_arguments(call)
 
 
-def guard(script: Script, call: ast.Call) -> ast.If | None:
-    """The `if` that lets some ranks pass to this call, and not all."""
+@dataclass(frozen=True)
+class Guard:
+    """A condition that lets some ranks pass to a line, and not all."""
+
+    test: ast.expr
+    holds: bool
+    """True if those pass for which the condition holds."""
+    ours: Sequence[ast.AST] = ()
+    """The branch of those that pass; empty if the others have left before."""
+    others: Sequence[ast.AST] = ()
+    """What the other ranks run instead."""
+    is_certain: bool = True
+    """False for `if rank == 0 and not found: return`: perhaps all pass."""
+
+    def to_text(self, script: Script) -> str:
+        """For a message: only where `rank == 0`, only where not `rank != 0`."""
+        return f"only where {'' if self.holds else 'not '}`{script.text_of(self.test)}`"
+
+
+def guard(script: Script, call: ast.Call) -> Guard | None:
+    """The innermost guard of a call. A rank that raises or exits ends the job: nobody waits for it."""
     for child, parent in script.above(call):
-        if isinstance(parent, ast.If) and child is not parent.test and is_for_some(script, parent.test):
-            return parent
-        for sibling in before(parent, child):
-            if isinstance(sibling, ast.If) and leaves(sibling.body) and is_for_some(script, sibling.test):
-                return sibling
+        for possible in (*_around(parent, child), *_returned_before(parent, child)):
+            if is_for_some(script, possible.test, holds=possible.holds):
+                return possible
+            test = possible.test
+            may_be = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and not possible.holds
+            if may_be and is_for_some(script, test):
+                return replace(possible, is_certain=False)
     return None
 
 
-def is_for_some(script: Script, test: ast.expr) -> bool:
-    """rank == 0, rank != 0, not rank, is_main: true on some ranks, false on others. With `or` it may be true on all."""
+def _around(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
+    if isinstance(parent, ast.If) and child is not parent.test:
+        holds = child in parent.body
+        yield Guard(parent.test, holds, *((parent.body, parent.orelse) if holds else (parent.orelse, parent.body)))
+    elif isinstance(parent, ast.IfExp) and child is not parent.test:
+        holds = child is parent.body
+        yield Guard(parent.test, holds, [child], [parent.orelse if holds else parent.body])
+    elif isinstance(parent, ast.BoolOp) and child in parent.values:
+        holds = isinstance(parent.op, ast.And)
+        yield from (Guard(value, holds, [child]) for value in parent.values[: parent.values.index(child)])
+
+
+def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
+    for sibling in before(parent, child):
+        if isinstance(sibling, ast.If) and _goes_around(sibling.body):
+            yield Guard(sibling.test, False, (), sibling.body)
+        if isinstance(sibling, ast.If) and _goes_around(sibling.orelse):
+            yield Guard(sibling.test, True, (), sibling.orelse)
+
+
+def _goes_around(block: list[ast.stmt]) -> bool:
+    return bool(block) and isinstance(block[-1], ast.Return | ast.Continue | ast.Break)
+
+
+def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:
+    """rank == 0, rank != 0, not rank, is_main: true on some ranks, false on others. With `or` it may be true on all.
+
+    holds: False asks this of the ranks for which the condition does not hold.
+    """
     if isinstance(test, ast.BoolOp):
-        return isinstance(test.op, ast.And) and any(is_for_some(script, v) for v in test.values)
+        splits = [is_for_some(script, value, holds=holds) for value in test.values]
+        if isinstance(test.op, ast.And) == holds:
+            return any(splits)
+        of_group = [s or _is_false_in_a_group(v, holds) for s, v in zip(splits, test.values, strict=True)]
+        return any(splits) and all(of_group)
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        return is_rank(script, test.operand) or is_for_some(script, test.operand)
+        return is_rank(script, test.operand) or is_for_some(script, test.operand, holds=not holds)
     if isinstance(test, ast.Compare):
         return is_rank(script, test.left) and _splits_the_ranks(test)
     name = script.called(test) or script.full_name(test)
     return name.rsplit(".", 1)[-1] in ("is_main", "is_master", "is_main_process", "is_master_process")
 
 
+def _is_false_in_a_group(test: ast.expr, holds: bool) -> bool:
+    """`not distributed`, `local_rank == -1`: what is beside the rank in `local_rank == -1 or rank == 0`."""
+    alone = isinstance(test, ast.Compare) and len(test.ops) == 1 and ast.unparse(test.comparators[0]) == "-1"
+    if alone and isinstance(test, ast.Compare) and name_of(test.left).endswith("rank"):
+        return isinstance(test.ops[0], ast.Eq if holds else ast.NotEq)
+    return means_one_process(test, holds=holds)
+
+
 def _splits_the_ranks(test: ast.Compare) -> bool:
     """`rank == 0` does. `rank >= 0` holds on all, and `local_rank != -1` asks whether there is a group at all."""
-    number = test.comparators[0].value if isinstance(test.comparators[0], ast.Constant) else None
-    if len(test.ops) != 1 or not isinstance(number, int):
+    operator, other = test.ops[0], test.comparators[0]
+    if len(test.ops) != 1:
         return False
-    return isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Gt | ast.LtE) or (
-        isinstance(test.ops[0], ast.Lt | ast.GtE) and number > 0
+    if isinstance(operator, ast.In | ast.NotIn):  # local_rank in (-1, 0)
+        return isinstance(other, ast.Tuple | ast.List | ast.Set) and ast.unparse(other).strip("()[]{}, ") in _FIRST
+    number = other.value if isinstance(other, ast.Constant) else None
+    if not isinstance(number, int):
+        return False
+    return isinstance(operator, ast.Eq | ast.NotEq | ast.Gt | ast.LtE) or (
+        isinstance(operator, ast.Lt | ast.GtE) and number > 0
     )
+
+
+_FIRST = ("0", "-1, 0", "0, -1")
 
 
 def is_rank(script: Script, node: ast.expr) -> bool:
@@ -209,37 +260,12 @@ def is_rank(script: Script, node: ast.expr) -> bool:
     return name_of(node) in ("rank", "local_rank", "global_rank", "world_rank")
 
 
-def _others_join(script: Script, call: ast.Call, guard: ast.If, name: str) -> bool:
-    """Whether the ranks that do not pass may call it elsewhere: `if rank: barrier(); load(); if not rank: …`."""
-    function = script.function(call)
-    for other in script.calls_to(name):
-        if other is call or script.function(other) is not function or _same_branch(guard, call, other):
-            continue
-        if any(script.depends_on_rank(test) for test in script.enclosing_tests(other)):
-            return True
-    branches = [*guard.body, *guard.orelse] if guard.orelse else []
-    calls = [c for statement in branches for c in ast.walk(statement) if isinstance(c, ast.Call) and c is not call]
-    return any(_may_call(script, c, name) for c in calls if not _same_branch(guard, call, c))
+def is_local(script: Script, test: ast.expr) -> bool:
+    """True if a condition asks for the rank on a node: with one process on each, it is 0 on all."""
+    numbers = [n for n in ast.walk(test) if isinstance(n, ast.expr) and is_rank(script, n)]
+    return all(name_of(n) == "local_rank" or script.kinds(n) == {Kind.LOCAL} for n in numbers) and bool(numbers)
 
 
-def _same_branch(guard: ast.If, one: ast.AST, two: ast.AST) -> bool:
-    return any(
-        any(n is one for s in branch for n in ast.walk(s)) and any(n is two for s in branch for n in ast.walk(s))
-        for branch in (guard.body, guard.orelse)
-    )
-
-
-def _may_call(script: Script, call: ast.Call, name: str) -> bool:
-    """Whether a call may lead to that collective: itself, by a function of the file, or by one that is not known."""
-    if script.called(call) == name:
-        return True
-    defined = script.definition(call.func)
-    if isinstance(defined, Function):
-        inner = [n for n in ast.walk(defined) if isinstance(n, ast.Call)]
-        return any(script.called(n) in (name, "") or script.definition(n.func) for n in inner)
-    full = script.called(call)
-    return not full.startswith(("torch.", "print", "os.", "time.", "logging.", "len", "range", "str", "int"))
-
-
-def _short(script: Script, call: ast.Call) -> str:
+def short_name(script: Script, call: ast.Call) -> str:
+    """all_reduce for torch.distributed.all_reduce."""
     return script.called(call).removeprefix("torch.distributed.")

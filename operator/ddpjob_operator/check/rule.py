@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -38,6 +39,8 @@ class Found:
     message: str
     severity: Severity | None = None
     column: int = 1
+    node: ast.AST | None = None
+    """An error becomes a warning unless this certainly runs; None: it needs no line of the script."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +58,8 @@ class Job:
     launcher_options: dict[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     """What the command gives to the script: its own options."""
-    script: tuple[str, ...] = ("train.py",)
-    """The script as the command names it; -m and a module."""
+    script: tuple[str, ...] = ()
+    """The script as the command names it; -m and a module. Empty: by the name of its file."""
     variables: frozenset[str] | None = None
     """Those that the template and the command set beside the job's own; None: not known."""
     mounts: dict[str, bool] = field(default_factory=dict)
@@ -66,11 +69,18 @@ class Job:
     """Whether its Service gives a DNS name to node 0 alone."""
     known: bool = False
     """Whether there is a YAML: then the operator sets MASTER_ADDR, MASTER_PORT and the other variables."""
+    local: bool = False
+    """True if all nodes are groups of processes on this machine, as in `ddpjob run`."""
 
     @property
     def has_one_rank(self) -> bool:
         """Whether the job is certainly a single process."""
         return self.nodes == 1 and self.nproc == 1 and not self.is_elastic
+
+    @property
+    def world_size(self) -> int | None:
+        """The number of ranks; None if it is not known, or may change."""
+        return None if self.is_elastic or self.nodes is None or self.nproc is None else self.nodes * self.nproc
 
     @property
     def is_elastic(self) -> bool:

@@ -19,6 +19,7 @@ from ddpjob_operator.check.nodes import (
     before,
     dotted,
     has_hidden_arguments,
+    is_method,
     is_named_like_a_rank,
     leaves,
     means_one_process,
@@ -235,6 +236,13 @@ class Script(Values):
                 yield from parent.values[: parent.values.index(child)] if child in parent.values else ()
             elif isinstance(parent, ast.Match) and child is not parent.subject:
                 yield parent.subject
+
+    def is_wrapped(self, model: ast.expr) -> bool:
+        """True if a value certainly is DDP's wrapper: self.model = DDP(self.model.to(device))."""
+        origins = self.origins(model)
+        before = [o for o in origins if self.called(o) != DDP]
+        moved = [o for o in before if not isinstance(o, Marker) and (is_method(o, "to") or is_method(o, "cuda"))]
+        return len(before) < len(origins) and moved == before
 
     # ---------------------------------------------------------------- ranks
 

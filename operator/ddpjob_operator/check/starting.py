@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from ddpjob_operator.check.data import LOADER
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of
+from ddpjob_operator.check.options import Options
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, command_line, rule
 from ddpjob_operator.check.script import Script
@@ -16,15 +18,17 @@ _LAUNCH = "torch.distributed.launch"
 
 @rule("error", wrong="mp.spawn(train, nprocs=4)", right='if __name__ == "__main__":\n    mp.spawn(train, nprocs=4)')
 def spawn_without_main_guard(script: Script, job: Job) -> Iterator[Found]:
-    """A spawned process imports the script again. Without the guard it would spawn processes too, and Python raises a
-    RuntimeError."""
+    """A spawned process imports the script again: one of mp.spawn, or a worker of a DataLoader with the start method
+    spawn. Without the guard it would start processes too, or join the group again, and Python raises an error."""
+    yield from _spawned_workers(script, job)
     spawning = _functions_that_spawn(script)
     for call in script.calls:
         if script.function(call) is not None or isinstance(script.scope(call), ast.Lambda):
             continue
         if any(getattr(n, "id", "") == "__name__" for test in script.enclosing_tests(call) for n in ast.walk(test)):
             continue
-        if script.called(call) in STARTERS or script.definition(call.func) in spawning:
+        starts = script.called(call) in STARTERS and not _forks(script, call)
+        if starts or script.definition(call.func) in spawning:
             yield at(
                 call,
                 f'{script.text_of(call.func)}(…) outside `if __name__ == "__main__":`: each process that it starts '
@@ -32,10 +36,77 @@ def spawn_without_main_guard(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
+def _forks(script: Script, call: ast.Call) -> bool:
+    """True if a start method other than spawn may be given: mp.start_processes(…, start_method="fork")."""
+    method = script.argument(call, "start_method", 5)
+    return method is not None and script.texts(method) not in (["spawn"], ["forkserver"])
+
+
+def _spawned_workers(script: Script, job: Job) -> Iterator[Found]:
+    """DataLoaders whose workers are spawned, and that are read when the file is imported."""
+    by_default = _spawns_by_default(script)
+    options = Options(script, job.words)
+    for call in script.calls_to(LOADER):
+        workers = options.value(script.argument(call, "num_workers", 5) or ast.Constant(0))
+        context = script.argument(call, "multiprocessing_context", 10)
+        spawns = by_default if context is None else _is_spawn(script, context)
+        if type(workers) is int and workers > 0 and spawns and any(_at_import(script, n) for n in _reads(script, call)):
+            yield at(
+                call,
+                'DataLoader(…) with spawned workers outside `if __name__ == "__main__":`: each worker imports this '
+                "file, runs its lines again and fails; put what trains under that guard",
+            )
+
+
+_CONTEXTS = ("torch.multiprocessing.get_context", "multiprocessing.get_context")
+_SPAWNED = ("spawn", "forkserver")
+
+
+def _spawns_by_default(script: Script) -> bool:
+    """True if set_start_method("spawn") certainly runs."""
+    names = ("torch.multiprocessing.set_start_method", "multiprocessing.set_start_method")
+    calls = [c for c in script.calls_to(*names) if not any(True for _ in script.enclosing_tests(c))]
+    return any(_is_spawn(script, method) for c in calls if (method := script.argument(c, "method", 0)) is not None)
+
+
+def _is_spawn(script: Script, context: ast.expr) -> bool:
+    """True for "spawn", and for get_context("spawn")."""
+    methods = [
+        script.argument(o, "method", 0) if isinstance(o, ast.Call) and script.called(o) in _CONTEXTS else o
+        for o in script.origins(context)
+    ]
+    return all(isinstance(m, ast.Constant) and m.value in _SPAWNED for m in methods)
+
+
+def _reads(script: Script, loader: ast.Call) -> Iterator[ast.AST]:
+    """Where batches are taken: for … in loader, enumerate(loader), iter(loader)."""
+    for node in script.nodes:
+        if isinstance(node, ast.For | ast.comprehension):
+            read = node.iter
+        elif isinstance(node, ast.Call) and name_of(node.func) == "iter" and node.args:
+            read = node.args[0]
+        else:
+            continue
+        named = [read, *(a for c in ast.walk(read) if isinstance(c, ast.Call) for a in c.args)]
+        if any(loader in script.origins(n) for n in named):
+            yield node
+
+
+def _at_import(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
+    """True if a line runs when the file is imported: nothing on the way to it asks for __name__."""
+    if any(getattr(n, "id", "") == "__name__" for test in script.enclosing_tests(node) for n in ast.walk(test)):
+        return False
+    function = script.function(node)
+    callers = [] if function is None or function in seen else script.callers(function)
+    return function is None or any(
+        _at_import(script, c.call, seen | {function}) for c in callers if not c.starts_process
+    )
+
+
 def _functions_that_spawn(script: Script) -> list[object]:
     """The functions that certainly start processes when they are called, also through others."""
     spawning: list[object] = []
-    todo = [script.function(c) for c in script.calls_to(*STARTERS)]
+    todo = [script.function(c) for c in script.calls_to(*STARTERS) if not _forks(script, c)]
     while todo:
         function = todo.pop()
         if function is None or function in spawning:
@@ -139,6 +210,8 @@ def launcher_missing(script: Script, job: Job) -> Iterator[Found]:
     which has no RANK, and init_process_group raises a ValueError."""
     if job.launcher != "python" or (job.nproc or 1) == 1 or script.starts or script.mentions(*_STARTS_OTHERWISE):
         return
+    if job.variables is not None and "RANK" in job.variables:
+        return
     if script.uses_a_framework or any(name == "RANK" for name, _, _ in script.variables_set):
         return
     for call in script.inits:
@@ -151,6 +224,7 @@ def launcher_missing(script: Script, job: Job) -> Iterator[Found]:
                 call,
                 f"{script.text_of(call.func)}(…): the job has {job.nproc} processes per node, and its command starts "
                 f"one, without RANK; start it with torchrun: {command_line(('torchrun', *job.script, *job.words))}",
+                "warning" if job.known and job.variables is None else "error",  # a shell may set it
             )
             return
 

@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from ddpjob_operator.check.nodes import Function, is_method, leaves, name_of
+from ddpjob_operator.check.local_values import LocalValues, leavings
+from ddpjob_operator.check.nodes import Function, dotted, is_method, leaves, name_of, words_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at, guard, has_group, is_for_some, is_rank
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Kind, Script
@@ -46,6 +47,7 @@ def uneven_steps(script: Script, job: Job) -> Iterator[Found]:
                 f"if {script.text_of(leaving.test)}: only some ranks leave this loop here, and the others wait for "
                 f"them in {script.text_of(steps[0].func)}(…); broadcast the decision, so that all ranks leave together",
             )
+        yield from _leaves_by_itself(script, loop, steps)
 
 
 def _steps(script: Script, loop: Loop) -> list[ast.Call]:
@@ -118,6 +120,8 @@ def _is_certain_rank(script: Script, value: ast.expr) -> bool:
 def _name_varies(script: Script, name: ast.Name | ast.Attribute, depth: int) -> bool:
     if _is_certain_rank(script, name):
         return True
+    if _is_sent(script, name):
+        return False
     origins = [o for o in script.origins(name) if isinstance(o, ast.expr)]
     if origins == [name] or not origins:
         return is_rank(script, name) and not _is_counted(script, name)
@@ -125,6 +129,17 @@ def _name_varies(script: Script, name: ast.Name | ast.Attribute, depth: int) -> 
         return _varies(script, origins[0], depth + 1)
     decided = [o for o in origins if any(is_for_some(script, t) for t in script.enclosing_tests(o))]
     return bool(decided) and len({ast.dump(o) for o in origins}) > 1
+
+
+def _is_sent(script: Script, name: ast.expr) -> bool:
+    """True if a collective gets the number, or may give it: all ranks may have the same."""
+    text = dotted(name)
+    given = (a for c in script.calls if script.called(c) in COLLECTIVES for a in c.args)
+    may_agree = any(
+        isinstance(o, ast.Call) and words_of(name_of(o.func)) & {"broadcast", "reduce", "sync", "gather"}
+        for o in script.origins(name)
+    )
+    return may_agree or any(dotted(n) == text for a in given for n in ast.walk(a))
 
 
 def _is_counted(script: Script, name: ast.expr) -> bool:
@@ -164,9 +179,31 @@ def _leaves_on_some(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterat
             continue
         last = statement.body[-1]
         later = [s for s in loop.body[i + 1 :] if isinstance(s, ast.If) and leaves(s.body)]
-        leaves_loop = leaves(statement.body) and not isinstance(last, ast.Continue | ast.Raise)
+        leaves_loop = isinstance(last, ast.Return | ast.Break)
         if leaves_loop and not later and not _joined_inside(script, statement, steps):
             yield statement
+
+
+def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterator[Found]:
+    """A loop that each rank leaves by a value of its own: the loss of its batch, its clock."""
+    values = LocalValues(script, script.function(loop))
+    waits = f"the others wait for it in {script.text_of(steps[0].func)}(…)"
+    fix = "average or broadcast it first, so that all ranks do the same"
+    if isinstance(loop, ast.While) and values.decide(loop.test):
+        test = script.text_of(loop.test)
+        yield at(
+            loop,
+            f"while {test}: each rank has a value of its own here, and where one leaves, {waits}; {fix}",
+            "warning",
+        )
+    for branch in leavings(loop):
+        if not values.decide(branch.test) or _joined_inside(script, branch, steps):
+            continue
+        skips = isinstance(branch.body[-1], ast.Continue)
+        if not skips or any(step.lineno > branch.lineno for step in steps):
+            leaves_it = "skips the rest of the turn" if skips else "leaves the loop"
+            text = f"if {script.text_of(branch.test)}: each rank has a value of its own here"
+            yield at(branch, f"{text}, and where one {leaves_it}, {waits}; {fix}", "warning")
 
 
 def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:

@@ -160,7 +160,14 @@ class Values:
 
     def calls_in(self, function: Function | None) -> list[ast.Call]:
         """The calls of a function's own body; None: of the file outside all functions."""
-        return [c for c in self.calls if self.function(c) is function]
+        return self._calls_by_function[function]
+
+    @cached_property
+    def _calls_by_function(self) -> dict[Function | None, list[ast.Call]]:
+        by_function: dict[Function | None, list[ast.Call]] = defaultdict(list)
+        for call in self.calls:
+            by_function[self.function(call)].append(call)
+        return by_function
 
     def methods_named(self, name: str) -> list[Function]:
         """The methods of this file's classes with this name, or with the last part of a dotted one."""
@@ -176,6 +183,10 @@ class Values:
         """The functions of this file that an expression may be, also through a parameter: `fn(rank, size)`."""
         origins = self.origins(node) if isinstance(node, ast.expr) else []
         return [d for o in origins if isinstance(o, ast.Name) and isinstance(d := self.definition(o), Function)]
+
+    def functions_called(self, call: ast.Call) -> list[Function]:
+        """The functions of this file that a call certainly runs: by name, or as a method of an instance made here."""
+        return [function for function, _ in self._called_here(call)]
 
     def callers(self, function: Function) -> list[Caller]:
         """Where this file calls a function, or starts a process with it."""

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 
 from ddpjob_operator.check.checkpoints import is_module
-from ddpjob_operator.check.nodes import Function, Marker, is_main_guard, is_method, name_of, words_of
+from ddpjob_operator.check.gradients import exchanges
+from ddpjob_operator.check.nodes import Function, is_main_guard, is_method, name_of
 from ddpjob_operator.check.ranks import COLLECTIVES, at
 from ddpjob_operator.check.rule import Found, Job, rule
 from ddpjob_operator.check.script import DDP, Script
@@ -20,18 +21,6 @@ _WRAPPERS = {
     "parallelize_module", "register_hook", "register_post_accumulate_grad_hook", "replicate", "rpc", "share_memory",
     "share_memory_",
 }  # fmt: skip
-# What a script may ask of a group, or do with it, without averaging gradients.
-_NO_AVERAGE = {
-    f"torch.distributed.{name}"
-    for name in (
-        "init_process_group destroy_process_group get_rank get_world_size get_backend get_node_local_rank barrier "
-        "monitored_barrier is_initialized is_available is_nccl_available is_gloo_available is_torchelastic_launched "
-        "gather_object all_gather_object broadcast_object_list"
-    ).split()
-}
-_MEASURES = set(
-    "acc accuracy correct count counts loss losses metric metrics n num perplexity ppl running seen total".split()
-)
 _KEEPS = ("torch.", "torchsummary.", "torchinfo.")
 _BUILTINS = {"print", "len", "id", "type", "str", "repr", "isinstance", "hasattr", "next", "list", "sum", "super"}
 
@@ -79,16 +68,7 @@ def _may_average(script: Script) -> bool:
     renamed = {name for name, full in script.imported.items() if full.rpartition(".")[2] in _WRAPPERS}
     if script.mentions(*_WRAPPERS, *renamed) or _has_star_import(script):
         return True
-    return any(_exchanges(script, call) for call in script.calls)
-
-
-def _exchanges(script: Script, call: ast.Call) -> bool:
-    """Whether a call may send something other than a measure, such as the loss for a log."""
-    name = script.called(call)
-    if not name.startswith("torch.distributed.") or name in _NO_AVERAGE:
-        return False
-    words = {w for n in ast.walk(call.args[0]) for w in words_of(name_of(n))} if call.args else set()
-    return name not in COLLECTIVES or words.isdisjoint(_MEASURES) or bool(words & {"grad", "param", "params"})
+    return any(exchanges(script, call) for call in script.calls)
 
 
 def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
@@ -138,11 +118,7 @@ def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
         inner = call.func.value if is_method(call, "forward") and isinstance(call.func, ast.Attribute) else call.func
         if not isinstance(inner, ast.Attribute) or inner.attr != "module":
             continue
-        if (
-            _is_wrapped(script, inner.value)
-            and not _goes_through_ddp(script, call)
-            and _leads_to_backward(script, call)
-        ):
+        if script.is_wrapped(inner.value) and not _goes_through_ddp(script, call) and _leads_to_backward(script, call):
             name = script.text_of(inner.value)
             yield at(
                 call,
@@ -151,17 +127,9 @@ def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
             )
 
 
-def _is_wrapped(script: Script, model: ast.expr) -> bool:
-    """Whether a value with `.module` is DDP's: it is what it was before at most, self.model = model.to(device)."""
-    origins = script.origins(model)
-    before = [o for o in origins if script.called(o) != DDP]
-    moved = [o for o in before if not isinstance(o, Marker) and (is_method(o, "to") or is_method(o, "cuda"))]
-    return len(before) < len(origins) and moved == before
-
-
 def _goes_through_ddp(script: Script, call: ast.Call) -> bool:
     """Whether a wrapped model is called in the same function too: this one, or a student beside its teacher."""
-    return any(_is_wrapped(script, c.func) for c in script.calls_in(script.function(call)))
+    return any(script.is_wrapped(c.func) for c in script.calls_in(script.function(call)))
 
 
 def _leads_to_backward(script: Script, call: ast.Call) -> bool:

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import tokenize
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from ddpjob_operator import check
 from ddpjob_operator.check import Finding, Job, command, notebook
 from ddpjob_operator.check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
+from ddpjob_operator.cli import kinds
 from ddpjob_operator.cli.options import NODES_WANTED, range_of
 from ddpjob_operator.job import api, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
@@ -24,7 +25,6 @@ from ddpjob_operator.local.files import read_script
 from ddpjob_operator.local.script import find
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
-YAML_SUFFIXES = (".yaml", ".yml", ".json")
 _NOTHING_KNOWN = Job()
 WARNINGS_SHOWN = 3  # before a run, whose own lines matter more
 
@@ -45,7 +45,8 @@ class CheckResult:
     @property
     def exit_code(self) -> int:
         """2 for a file that is not valid Python, 1 for errors, 0 for warnings or nothing."""
-        return 2 if any(f.rule == SYNTAX for f in self.findings) else int(self.errors > 0)
+        broken = any(f.rule == SYNTAX and f.severity == "error" for f in self.findings)
+        return 2 if broken else int(self.errors > 0)
 
     def to_text(self) -> str:
         """A line for each finding."""
@@ -65,7 +66,7 @@ class CheckResult:
 
 def is_job(path: str) -> bool:
     """Whether a path names a DDPJob's YAML; all others are scripts."""
-    return path.endswith(YAML_SUFFIXES)
+    return kinds.of(path, "script") == "job"
 
 
 def context(nodes: str | None, nproc: int | None) -> Job:
@@ -122,16 +123,24 @@ def parameters(text: str | None) -> int:
 
 
 def before_run(
-    document: Document, job: api.DDPJob, *, cpu: bool = False, read_instead: str | None = None
+    document: Document,
+    job: api.DDPJob,
+    *,
+    local: bool = True,
+    cpu: bool = False,
+    read_instead: str | None = None,
+    given: Collection[str] = (),
 ) -> tuple[list[str], bool]:
-    """The lines to show before a local run, and whether an error forbids it.
+    """The lines to show before a run, local or in a cluster, and whether an error forbids it.
 
     A script that is not found is not checked: the run itself says what is not there. cpu: no GPU is used.
-    read_instead: the notebook of which the script was made, because people know its cells.
+    read_instead: the notebook of which the script was made, because people know its cells. given: variables that the
+    trainer has from outside of the job: those of the caller, in a local run.
     """
-    context = replace(known(job), gpus=0) if cpu else known(job)
+    context = replace(known(job), local=local)
+    context = replace(context, gpus=0) if cpu else context
     own = _script_of(document.source, job) if read_instead is None else [read_instead]
-    of_job = [f for f in _of_job(document, job) if f.rule not in CLUSTER_ONLY]
+    of_job = [f for f in _of_job(document, job, given=given) if f.rule not in CLUSTER_ONLY]
     findings = sorted({*of_job, *(f for s in own for f in _of_script(s, context))})
     errors = [f for f in findings if f.severity == "error"]
     warnings = [f for f in findings if f.severity != "error"]
@@ -158,7 +167,7 @@ def _of_script(path: str, context: Job) -> list[Finding]:
         text = raw.decode(encoding)
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
-    return _of_notebook(path, text, context) if path.endswith(".ipynb") else check.check(path, text, context)
+    return _of_notebook(path, text, context) if path.endswith(kinds.NOTEBOOK) else check.check(path, text, context)
 
 
 def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
@@ -180,12 +189,12 @@ def _of_notebook(path: str, text: str, context: Job) -> list[Finding]:
     return [f for f in findings if f.rule != "spawn-without-main-guard"]  # a notebook is not imported
 
 
-def _of_job(document: Document, job: api.DDPJob, parameters: int = 0) -> list[Finding]:
+def _of_job(document: Document, job: api.DDPJob, parameters: int = 0, given: Collection[str] = ()) -> list[Finding]:
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
     path = document.source
     findings = [
         Finding(path, document.line(field), 1, rule, severities[rule], text)
-        for field, rule, text in mistakes(job, parameters)
+        for field, rule, text in mistakes(job, parameters, _script_text(path, job), given)
     ]
     return check.kept(findings, _text_of(path)) if findings else []
 
@@ -194,6 +203,14 @@ def _text_of(path: str) -> str:
     """Nothing for a job that comes from no file."""
     try:
         return Path(path).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _script_text(path: str, job: api.DDPJob) -> str:
+    """The text of the job's script; "" where it is not here, or cannot be read."""
+    try:
+        return "".join(read_script(script).decode(errors="replace") for script in _script_of(path, job))
     except OSError:
         return ""
 

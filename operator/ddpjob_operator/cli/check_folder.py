@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ddpjob_operator.cli.check_files import YAML_SUFFIXES, is_job
+from ddpjob_operator.cli.check_files import is_job
+from ddpjob_operator.cli.kinds import YAML_SUFFIXES
 from ddpjob_operator.job import api
 from ddpjob_operator.manifest import yamlbounds, yamlfile
 from ddpjob_operator.manifest.yamlfile import Document, InputError

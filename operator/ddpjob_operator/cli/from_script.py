@@ -17,6 +17,7 @@ from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.check.values import STARTERS
 from ddpjob_operator.cli.options import refuse_other_bytes
 from ddpjob_operator.job import api, yamlvalues
+from ddpjob_operator.job.arguments import behind_script
 from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -98,7 +99,10 @@ def _command(start: Start, found: Found) -> list[str]:
     script = f"./{start.script}" if start.script.startswith("-") else start.script
     if found.local_rank is not None and not found.spawns:
         return local_rank.command_that_passes([script], found.local_rank, start.arguments)
-    return ["python" if found.spawns else "torchrun", *(["-m"] if start.module else []), script, *start.arguments]
+    module = ["-m"] if start.module else []
+    if found.spawns:
+        return ["python", *module, script, *start.arguments]
+    return ["torchrun", *module, script, *behind_script(start.arguments)]
 
 
 def read(name: str, text: str) -> Found:

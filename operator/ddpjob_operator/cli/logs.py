@@ -6,8 +6,10 @@ import sys
 from collections.abc import Collection, Iterator
 from typing import Protocol
 
+from ddpjob_operator.cli.cluster import say
 from ddpjob_operator.cli.output import closed
 from ddpjob_operator.client.errors import ClusterError
+from ddpjob_operator.job import ranges
 from ddpjob_operator.job.wording import count
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -24,6 +26,10 @@ class Source(Protocol):
 
     def nodes(self, attempt: int) -> list[int]:
         """The nodes that have a log in an attempt, in order."""
+        ...
+
+    def gone(self, attempt: int) -> list[int]:
+        """The nodes that ran in an attempt and have no log any more, in order."""
         ...
 
     def why_none(self) -> str:
@@ -84,7 +90,8 @@ def show(
     nodes = source.nodes(chosen) if wanted is None else [wanted]
     if not follow and wanted is not None and wanted not in source.nodes(chosen):
         raise InputError(f"{source.name}: node {wanted} has no log in attempt {chosen}")
-    lines = Lines(source, several=wanted is None and (follow or len(nodes) > 1))
+    gone = source.gone(chosen) if wanted is None and not follow else []
+    lines = Lines(source, several=wanted is None and (follow or len(nodes) + len(gone) > 1))
     if follow:
         later = attempt is None and not previous
         pieces = source.follow(chosen, None if wanted is None else nodes, later=later)
@@ -94,6 +101,9 @@ def show(
         _write_all(pieces, lines)
     except OSError as error:
         return closed(error)
+    if gone:
+        whose = f"node{'s' * (len(gone) > 1)} {ranges.for_people(gone)}"
+        say(f"{source.name}, attempt {chosen}: the pod of {whose} is gone, and its log with it")
     return 0
 
 

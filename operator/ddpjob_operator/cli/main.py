@@ -219,7 +219,9 @@ def start(document: Document, job: api.DDPJob, options: Options, *, checked: boo
     from ddpjob_operator.local.run import run as run_locally
 
     if checked:
-        lines, is_refused = check_files.before_run(document, job, cpu=options.cpu, read_instead=notebook)
+        lines, is_refused = check_files.before_run(
+            document, job, cpu=options.cpu, read_instead=notebook, given=os.environ
+        )
         for line in lines:
             click.echo(line, err=True)
         if is_refused:

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_operator.check import command, notebook
+from ddpjob_operator.cli import kinds
 from ddpjob_operator.cli.from_script import Start, job_yaml
 from ddpjob_operator.cli.options import applied, range_of, refuse_other_bytes
 from ddpjob_operator.job import api, launcher, topology, validation, wording
+from ddpjob_operator.job.arguments import behind_script
 from ddpjob_operator.job.podspec import command_path, trainer_container
 from ddpjob_operator.local import similar
 from ddpjob_operator.local.files import read_script
@@ -26,14 +28,12 @@ from ddpjob_operator.manifest.yamlfile import Document, InputError
 
 PROCESSES_MAX = 512
 STDIN = "-"
-NOTEBOOK = ".ipynb"
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those of the API server: no vowels, no words
-_YAML_SIGNS = ("apiVersion:", "kind:", "{", "---")
 
 
 def is_notebook(file: str | None) -> bool:
     """Whether a file is a notebook, by its name."""
-    return (file or "").endswith(NOTEBOOK)
+    return (file or "").endswith(kinds.NOTEBOOK)
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,11 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
     _refuse_two_values(source)
     document, is_made = _document(source)
     _give_name(document)
+    made_command = _command(document) if is_made else None
     if source.nproc is not None and not is_made:
         override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
     document, parsed = applied(document, source.nodes, source.settings, source.variables)
-    if source.arguments and not is_made:
+    if source.arguments and made_command != _command(document):  # of a YAML, or set by --set
         _replace_arguments(document, parsed, source.arguments)
         parsed, _ = validation.parse(document.data)
     return document, parsed
@@ -76,7 +77,7 @@ def to_yaml(source: Source) -> str:
     if source.module is not None:
         return job_yaml(replace(start, script=source.module, module=True), None)
     if is_notebook(start.script):
-        stem = start.script.removesuffix(NOTEBOOK)
+        stem = start.script.removesuffix(kinds.NOTEBOOK)
         raise InputError(
             f"{start.script}: a command cannot start a notebook: jupyter nbconvert --to script {start.script}, "
             f"then ddpjob init {stem}.py"
@@ -90,7 +91,7 @@ def as_file(source: Source) -> Iterator[Source]:
     code, name = "", "stdin.py"
     if source.file == STDIN:
         text = _typed()
-        if _is_yaml(text):
+        if not kinds.is_python(text.encode()):
             yield replace(source, text=text)
             return
         code = text
@@ -129,7 +130,13 @@ def _document(source: Source) -> tuple[Document, bool]:
         return _made(f"-m {source.module}", source), True
     if source.text is not None:
         return yamlfile.read_job("stdin", source.job, source.text.encode()), False
-    if file.endswith(".py"):
+    kind = kinds.of(file)
+    if kind == "program":
+        raise InputError(
+            f"{file}: neither a Python script nor a DDPJob: give the command in it that starts the training, as "
+            "ddpjob convert -- torchrun train.py does, or a YAML whose command starts it"
+        )
+    if kind != "job":
         return _made(file, source), True
     return yamlfile.read_job(file, source.job), False
 
@@ -139,6 +146,13 @@ def _give_name(document: Document) -> None:
     metadata = document.data.get("metadata")
     if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
         metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
+
+
+def _command(document: Document) -> Any:
+    """The trainer's command as it stands; None where there is none."""
+    spec = document.data.get("spec")
+    template = spec.get("template") if isinstance(spec, dict) else None
+    return ((trainer_container(template) if isinstance(template, dict) else None) or {}).get("command")
 
 
 def _made(name: str, source: Source) -> Document:
@@ -168,7 +182,9 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
         raise InputError(
             f"{place}: the command names no script that is plain to see, so -- ARGS cannot be its arguments"
         )
-    trainer["command"] = [*head, *arguments]
+    # Behind a launcher's `--` all words are the script's.
+    has_dashes = head[-1:] == ["--"] or launcher.options_begin(words) is None
+    trainer["command"] = [*head, *(arguments if has_dashes else behind_script(arguments))]
     trainer.pop("args", None)
 
 
@@ -179,11 +195,6 @@ def _typed() -> str:
     except UnicodeError:
         raise InputError("stdin:1: it is not UTF-8") from None
     return text
-
-
-def _is_yaml(text: str) -> bool:
-    """A script has none of these at the beginning of a line."""
-    return any(line.startswith(_YAML_SIGNS) for line in text.splitlines()) or not text.strip()
 
 
 def _text(path: str) -> str:

@@ -104,7 +104,7 @@ def prepare(
     file: str, words: tuple[str, ...], wishes: Wishes, *, checked: bool = False
 ) -> tuple[Document, Archive | None]:
     """The job with all options applied, and its code. Raises InputError, also for an error that the check finds."""
-    from ddpjob_operator.cli import sources
+    from ddpjob_operator.cli import kinds, sources
     from ddpjob_operator.client import script
     from ddpjob_operator.client.submit import as_new
     from ddpjob_operator.manifest.yamlfile import InputError
@@ -126,7 +126,7 @@ def prepare(
         document = _valid(document)
         if checked:
             _check(document, file if sources.is_notebook(file) else None)
-        if not (here.file or "").endswith(".py"):
+        if here.text is not None or kinds.of(here.file or "") == "job":
             return document, _packed(wishes.code)
         code = _code(file, here.file or "", wishes)
         script.for_cluster(document.data, here.file or "", code.name)
@@ -141,11 +141,11 @@ def _lost_files(file: str, document: Document) -> tuple[str, ...]:
     """What the script saves that is lost with its pod: a sentence, where the job mounts no volume."""
     from pathlib import Path
 
-    from ddpjob_operator.cli import from_script
+    from ddpjob_operator.cli import from_script, kinds
 
     pod = document.data["spec"]["template"]["spec"]
     kept = any(_EPHEMERAL.isdisjoint(volume) for volume in pod.get("volumes") or ())
-    if kept or not file.endswith(".py"):
+    if kept or kinds.of(file) != "script":
         return ()
     return from_script.files_lost(Path(file).read_text(encoding="utf-8", errors="replace"))
 
@@ -257,7 +257,8 @@ def _check(document: Document, notebook: str | None) -> None:
     from ddpjob_operator.job import validation
     from ddpjob_operator.manifest.yamlfile import InputError
 
-    lines, is_refused = check_files.before_run(document, validation.parse(document.data)[0], read_instead=notebook)
+    parsed, _ = validation.parse(document.data)
+    lines, is_refused = check_files.before_run(document, parsed, local=False, read_instead=notebook)
     if is_refused:
         raise InputError("\n".join(lines))
     for line in lines:

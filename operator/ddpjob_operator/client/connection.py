@@ -23,6 +23,7 @@ from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.manifest.yamlfile import InputError
 
 Raw = dict[str, Any]
+USER_AGENT = "ddpjob"
 T = TypeVar("T")
 
 REQUEST_SECONDS = 10.0
@@ -115,7 +116,8 @@ class Cluster:
         *,
         stream: bool = False,
     ) -> Any:
-        headers = {"Accept": "application/json, */*"}
+        # The API server names the manager of the fields that are written by it.
+        headers = {"Accept": "application/json, */*", "User-Agent": USER_AGENT}
         if body is not None:
             headers["Content-Type"] = kind or "application/json"
         # A token of a plugin that has expired is renewed here, which may ask the user to log in: not bounded.

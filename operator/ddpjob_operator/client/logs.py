@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ddpjob_operator.client import jobs, read_ahead, several, watch
 from ddpjob_operator.client.connection import Cluster, Raw
 from ddpjob_operator.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
-from ddpjob_operator.job import api, topology
+from ddpjob_operator.job import api, launcher, ranges, topology
 from ddpjob_operator.manifest.yamlfile import InputError
 
 DRAIN_SECONDS = 10.0  # after the job's end, from one line of a log to the next
@@ -74,6 +74,13 @@ class ClusterLogs:
         failure = self._kept()
         kept = {failure.node_rank} if failure and failure.attempt == attempt else set()
         return sorted({jobs.place_of(pod) for pod in self._pods if jobs.attempt_of(pod) == attempt} | kept)
+
+    def gone(self, attempt: int) -> list[int]:
+        """The nodes that ran in an attempt and have no log any more, in order."""
+        status, spec = self.stored.job.status, self.stored.job.spec
+        is_static = launcher.min_nodes(spec) is None
+        ran = ranges.parse(status.started_nodes) if attempt == status.attempt else set(range(spec.nodes * is_static))
+        return sorted(set(ran) - set(self.nodes(attempt)))
 
     def why_none(self) -> str:
         """Why no node has a log: what the job waits for, or how it has ended."""

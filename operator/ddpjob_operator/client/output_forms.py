@@ -17,12 +17,19 @@ from ddpjob_operator.job import api, yamlvalues
 
 
 def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> str:
-    """Jobs in a form of `-o`; one: the job itself and not a list. JSON and YAML are as the API server has them."""
+    """Jobs in a form of `-o`; one: the job itself and not a list. JSON and YAML are as the API server has them,
+    without managedFields, which are longer than all the rest."""
     if form == "name":
         return "".join(f"{api.KIND.lower()}.{api.GROUP}/{raw['metadata']['name']}\n" for raw in found)
     if form in ("json", "yaml"):
+        found = [_without_managed_fields(raw) for raw in found]
         return _document(found[0] if one else {"apiVersion": "v1", "kind": "List", "items": list(found)}, form)
     return _text(table.table(found, _now(), wide=form == "wide", namespaces=namespaces))
+
+
+def _without_managed_fields(raw: Raw) -> Raw:
+    metadata = {name: value for name, value in raw["metadata"].items() if name != "managedFields"}
+    return {**raw, "metadata": metadata}
 
 
 def in_full(cluster: Cluster, stored: jobs.Stored, say: Say) -> str:

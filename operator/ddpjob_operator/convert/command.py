@@ -7,10 +7,12 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpjob_operator.convert import common, shell
+from ddpjob_operator.convert import common, ranks, shell, started
+from ddpjob_operator.convert.address import VARIABLES
 from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.job import bounds, launcher, programs
+from ddpjob_operator.job.arguments import behind_script
 from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.job.podspec import TRAINER
 
@@ -74,18 +76,18 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
         inner = ["accelerate", "launch", *inner[3:]]
     if launcher.shell_script(inner) is not None:
         inner = _by_job(inner, result)
-        script = _of_shell(inner, result)
+        _of_shell(inner, result)
     elif programs.name(inner[0]) == "accelerate":
         inner, more = _accelerate(inner, result)
         variables |= more
-        script = launcher.script(inner) or inner[-1]
     else:
         inner = _torchrun(inner, result)
-        script = launcher.script(inner) or inner[-1]
-    command = [*command[:begin], *inner]
+    if own := started.of_one_machine(launcher.shell_words(launcher.shell_script(inner) or "") or inner):
+        result.remark(("command",), own)
+    command = [*_of_the_job(command[:begin], variables, result), *inner]
     if unset := shell.of_others(" ".join(command)):
         result.remark(("command",), f"{', '.join(unset)}: {_UNSET}")
-    result.metadata["name"] = name or name_of(script)
+    result.metadata["name"] = name or name_of(started.name_giver(inner) or "train")
     container: dict[str, Any] = {"name": TRAINER, "image": image or IMAGE, "command": command}
     if variables:
         container["env"] = [{"name": key, "value": value} for key, value in variables.items()]
@@ -102,6 +104,16 @@ def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
         found[match[1]] = match[2]
         del words[0]
     return found, words
+
+
+def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted) -> list[str]:
+    """Drop what the job sets from the variables before the program and from the words of `env`; return the latter."""
+    dropped = [f"{name}={variables.pop(name)}" for name in list(variables) if name in VARIABLES]
+    own = [word for word in wrapper if (match := _ASSIGNMENT.fullmatch(word)) and match[1] in VARIABLES]
+    _say_dropped(iter([*dropped, *own]), result)
+    if any(re.fullmatch(r"(?:WORLD_SIZE|(?:PET_)?NNODES)=(?!1$).*", word) for word in (*dropped, *own)):
+        result.remark(("command",), "WORLD_SIZE or NNODES of several machines: set spec.nodes to their number")
+    return [word for word in wrapper if word not in own]
 
 
 def _without_shell(words: list[str]) -> list[str]:
@@ -169,13 +181,15 @@ def _by_job(words: list[str], result: Converted) -> list[str]:
     if changed:
         told = ", ".join(f"{' '.join(option.split())} is now {value}" for option, value in changed)
         result.remark(("command",), f"{told}: the job sets the rendezvous of each node")
+    container: dict[str, Any] = {"command": [script if word == text else word for word in words]}
+    ranks.move(container, ("command",), result)
     for name in shell.assigned(text):
         result.remark(("command",), f"{name}: the job sets it, and the script gives it another value: remove that")
-    return [script if word == text else word for word in words]
+    return list(container["command"])
 
 
-def _of_shell(words: list[str], result: Converted) -> str:
-    """nodes and nprocPerNode of what a shell's script starts. Returns the Python file, or what the job is named by."""
+def _of_shell(words: list[str], result: Converted) -> None:
+    """nodes and nprocPerNode of what a shell's script starts."""
     text = launcher.shell_script(words) or ""
     try:
         inner = launcher.shell_words(text)
@@ -190,7 +204,6 @@ def _of_shell(words: list[str], result: Converted) -> str:
         result.set("nodes", 1, "no launcher says how many")
     else:
         raise _refusal(words)
-    return next((word for word in inner if word.endswith(".py")), "train")
 
 
 def _torchrun(words: list[str], result: Converted) -> list[str]:
@@ -209,7 +222,12 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
     _say_dropped((word for name, group in groups if name in common.IDENTITY - {"nnodes"} for word in group), result)
     if options.get("max_restarts", "").isdecimal():
         result.set("backoffLimit", int(options["max_restarts"]), "--max-restarts: the job restarts all nodes itself")
-    return [*words[:begin], *kept, *rest]
+    return [*words[:begin], *kept, *_started(rest)]
+
+
+def _started(words: list[str]) -> list[str]:
+    """The script with its arguments, as torchrun hands over all of them."""
+    return words if words[1:2] == ["--"] else [*words[:1], *behind_script(words[1:])]
 
 
 def _sizes(options: dict[str, str], words: list[str], result: Converted) -> str:
@@ -265,7 +283,7 @@ def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[st
                 ("command",), f"{' '.join(group)}: {_REASONS.get(name, 'torchrun has no such option; dropped')}"
             )
     kept = [word for name, group in groups if name in _ACCELERATE_KEPT for word in group]
-    return ["torchrun", *kept, *rest], variables
+    return ["torchrun", *kept, *_started(rest)], variables
 
 
 _BY_HAND = "--num_machines=$(NNODES) --machine_rank=$(NODE_RANK) --main_process_ip=$(MASTER_ADDR)"

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from ddpjob_operator.convert import ranks
 from ddpjob_operator.convert.fields import ConvertError, Fields
 from ddpjob_operator.convert.result import Converted, Path
 from ddpjob_operator.job import api, bounds, launcher
@@ -29,7 +30,8 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
 _OF_THE_OBJECT = dict.fromkeys(
-    ("finalizers", "ownerReferences"), "is of the object in the cluster; a new one has its own; dropped"
+    ("clusterName", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "ownerReferences"),
+    "is of the object in the cluster; a new one has its own; dropped",
 )
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
 ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
@@ -99,20 +101,18 @@ def _rename(part: Any, name: str) -> None:
         _rename(value, name)
 
 
-def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:
+def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted, world_size: str = "NNODES") -> str:
     """Removes the options of torchrun that identify the machine from a command that is a list of words.
 
     The options may go on in `args`. Returns the command's --nnodes, "" where there is none. path: the command's.
+    world_size: the variable of a DDPJob that has the value of the source's WORLD_SIZE.
     """
     parts = {part: trainer.get(part) or [] for part in ("command", "args")}
     if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in parts.values()):
         return ""
+    ranks.move(trainer, path, result, world_size)
+    parts = {part: trainer.get(part) or [] for part in ("command", "args")}
     words = [*parts["command"], *parts["args"]]
-    if counted := [word for word in words if launcher.by_nodes(word) != word and " " in word]:
-        parts = {part: [launcher.by_nodes(word) if word in counted else word for word in parts[part]] for part in parts}
-        trainer.update({part: changed for part, changed in parts.items() if changed})
-        words = [*parts["command"], *parts["args"]]
-        result.remark(path, "--nnodes and --node_rank are now $NNODES and $NODE_RANK: WORLD_SIZE and RANK count ranks")
     found = launcher.find(words)
     nnodes = found.options.get("nnodes", "") if found else ""
     kept, dropped = without_identity(words)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from ddpjob_operator.convert.address import VARIABLES
+from ddpjob_operator.job.variables import OF_OTHER_LAUNCHERS
 
 _OF_THE_JOB = {
     "node_rank": "$NODE_RANK",
@@ -23,8 +24,7 @@ _NAMES = "|".join(name.replace("_", "[-_]") for name in _OF_THE_JOB)
 _OPTION = re.compile(rf"--(?P<name>{_NAMES})(?P<is>=|(?:\s|\\\n)+)(?P<value>{_VALUE})")
 _OWN = re.compile(r"\$[({]?(?:PET_)?(?:NODE_RANK|MASTER_ADDR|MASTER_PORT|RDZV_ID|RDZV_ENDPOINT)\b")
 _ASSIGNED = re.compile(rf"(?<![-\w$])({'|'.join(sorted(VARIABLES))})=({_VALUE})?")
-# Variables by which Slurm, Volcano (VK_ is its old name), Open MPI and PMI number machines and ranks.
-_OF_OTHERS = re.compile(r"\$[({]?((?:SLURM|VC|VK|OMPI_COMM|PMI|PMIX)_\w+)")
+_OF_OTHERS = re.compile(rf"\$[({{]?({OF_OTHER_LAUNCHERS.pattern})")
 
 
 def by_job(script: str) -> tuple[str, list[tuple[str, str]]]:

@@ -9,11 +9,20 @@ from ddpjob_operator.job import api, wording
 def succeeded(name: str, status: api.Status, took: float) -> str:
     """✔ digits Succeeded in 38s   accuracy 0.978   1 restart, 20 steps repeated   resumed at step 300 from /ckpt
 
-    took: seconds.
+    With a line of what makes this success suspicious. took: seconds.
     """
     metrics = progress.metric_parts(status.progress) if status.progress else []
     how = [*progress.restart_parts(status), *progress.resumed_parts(status)]
-    return "   ".join([f"✔ {name} Succeeded in {wording.duration(took)}", *metrics, *how])
+    line = "   ".join([f"✔ {name} Succeeded in {wording.duration(took)}", *metrics, *how])
+    doubts = suspicions(status)
+    return f"{line}\n⚠ but suspicious: {doubts}" if doubts else line
+
+
+def suspicions(status: api.Status) -> str:
+    """The first finding of each reason, and how many more there are; "" for a success that is not suspicious."""
+    first = {found.reason: found.message for found in reversed(status.findings)}
+    more = len(status.findings) - len(first)
+    return "; ".join(reversed(first.values())) + (f" (and {more} more like it)" if more else "")
 
 
 def failed(name: str, status: api.Status, took: float) -> str:

@@ -51,13 +51,14 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
     if status.gang is not None:
         lines.append(labelled("Gang", f"{status.gang.kind}: {status.gang.why}"))
     lines += _progress(status, now)
+    if status.save_failed:
+        lines.append(labelled("Saves", f"fail: {status.save_failed}"))
+    lines += [labelled("Suspicious", found.message) for found in status.findings]
     if status.not_kept:
         lines.append(labelled("In memory", f"no: {status.not_kept}"))
     lines += _restarts(job)
     lines += _goodput(status)
-    lines += [
-        labelled("Avoids", f"node {a.node} until {wording.clock(a.until)}: {a.message}") for a in status.avoided_nodes
-    ]
+    lines += [labelled("Avoids", sentences.avoided(a)) for a in status.avoided_nodes if a.until > now]
     lines += failure_lines(status, now)
     return lines
 
@@ -78,10 +79,11 @@ def failure_lines(status: api.Status, now: dt.datetime) -> Iterator[str]:
     if failure is None:
         return
     yield ""
+    text = sentences.sentence(failure)
     yield f"Last failure, of attempt {failure.attempt}, {_ago(failure.time, now)}:"
-    yield f"  {sentences.sentence(failure)}"
+    yield "  the one that the state names" if text in status.message else f"  {text}"
     if failure.failure_class:
-        paid = f", charged to {failure.charged_to}" if failure.charged_to else ", not charged"
+        paid = f", charged to {failure.charged_to}" if failure.charged_to else "; no restart followed"
         yield f"  class {failure.failure_class}{paid}"
     yield from (f"  | {line}" for line in root_cause.own_lines(failure.log_tail)[-TAIL_LINES:])
     earlier = status.failures[:-1]

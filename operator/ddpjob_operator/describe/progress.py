@@ -17,7 +17,8 @@ def step_parts(status: api.Status) -> list[str]:
     parts = [f"step {progress.step}{total}"]
     if progress.percent is not None:
         parts.append(f"{progress.percent} %")
-    if progress.eta_seconds is not None and status.state == "Running":
+    counts_down = status.display is None or status.display.eta  # empty while rank 0 is silent
+    if progress.eta_seconds is not None and status.state == "Running" and counts_down:
         parts.append(f"{wording.duration(progress.eta_seconds)} left")
     return parts
 

@@ -30,7 +30,7 @@ _REPORT_ENDS = re.compile(
     r"ChildFailedError|Root Cause \(first observed failure\)|SignalException: Process \d+ got signal"
 )
 _LAUNCHERS_OWN = re.compile(
-    r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed|ddprun: "
+    r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d.*torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed|ddprun: (?!error: )"
     r"|\[\d{4}-[\d ,:-]{1,30}\] \[[A-Z]{1,9}\] \[launch\.py:|srun: error: |slurmstepd: error: )"
 )
 BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")

@@ -32,7 +32,9 @@ NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
-NODE_LOST = "NodeLost"
+NODE_LOST, DEADLINE = "NodeLost", "JobDeadlineExceeded"
+# Nothing of its process shows why it did not end by itself, but its log may.
+KEEPS_ITS_LOG = (STALLED, DEADLINE)
 ENDED_EARLY = "EndedEarly"
 CONNECTION_LOST = "ConnectionLost"
 UNFIT = "PreflightFailed"
@@ -60,6 +62,7 @@ _BY_REASON: dict[str, api.Evidence] = {
     },
     STOPPED: api.Evidence(precedence="DELETED", deletion_requested=True),
     STALLED: api.Evidence(precedence="OWN", stalled=True),
+    DEADLINE: api.Evidence(precedence="STOPPED"),
     RESUMABLE: api.Evidence(precedence="RESUMABLE", raised=True),
     PEER_LOST: api.Evidence(precedence="SYMPTOM", raised=True),
     # It follows from complaints of peers, which a lost node may still explain.
@@ -239,7 +242,7 @@ def precedence_of(failure: api.JobFailure) -> Precedence:
 def _with_evidence(failure: api.JobFailure) -> Failure:
     """What its class follows from, as the rules take it."""
     fields = msgspec.structs.asdict(evidence_of(failure))
-    del fields["precedence"], fields["silent_node"]
+    del fields["precedence"], fields["silent_node"], fields["hidden"]
     exception = failure.exception if fields.pop("raised") else ""
     return Failure(exit_code=failure.exit_code, exception=exception, **fields)
 
@@ -375,6 +378,7 @@ def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> ap
     starts = pod.trainer.reason in rules.START_REASONS
     evidence = api.Evidence(
         precedence=precedence.name,
+        hidden=pod.trainer.hides_a_failure,
         raised=starts or bool(own.exception),
         container_reason=shown(pod.trainer.reason, WORD_MAX),
         stalled=own.stalled,
@@ -519,7 +523,7 @@ def _repeats(cause: End, ends: Sequence[End], nodes: int | None) -> bool:
         return False
     alike = {e.failure.node_rank for e in ends if exception in (e.failure.exception, *e.raised)}
     all_nodes = len({e.failure.node_rank for e in ends}) if nodes is None else nodes
-    return cause.everywhere or len(alike) >= all_nodes
+    return cause.everywhere or rules.is_refused_by_launcher(exception, code) or len(alike) >= all_nodes
 
 
 def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
@@ -533,7 +537,7 @@ def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
         return pod.disruption or pod.reason
     if precedence in (Precedence.NODE, Precedence.NODE_LATE) and not pod.trainer.is_lost:
         return UNFIT
-    reason = "Error" if _runtime_reason(pod) else pod.trainer.reason
+    reason = "Error" if _runtime_reason(pod) or pod.trainer.hides_a_failure else pod.trainer.reason
     was_deleted = precedence in (Precedence.DELETED, Precedence.STOPPED)
     return STOPPED if was_deleted and reason in ("", "Completed", "Error") else reason
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from ddpjob.core import rules
 from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, wording
 from ddpjob_operator.observed.cluster import THIS_MACHINE
 
 _SIGKILL = 137
+# [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
+_BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
+_PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
+_SPACES = re.compile(r" {2,}")
 
 
 def sentence(failure: api.JobFailure) -> str:
@@ -24,8 +30,9 @@ def sentence(failure: api.JobFailure) -> str:
 
 def short(failure: api.JobFailure) -> str:
     """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
+    where = f"node {failure.node or failure.node_rank}"
     by_reason = {
-        root_cause.NODE_LOST: f"node {failure.node or failure.node_rank} lost",
+        root_cause.NODE_LOST: f"{where} lost",
         root_cause.GONE: f"{failure.pod} vanished",
         root_cause.UNFIT: "a pre-flight that found a bad node",
         root_cause.CONNECTION_LOST: f"a lost connection to node {failure.node_rank}",
@@ -40,6 +47,12 @@ def short(failure: api.JobFailure) -> str:
         "PreemptionByScheduler": f"preemption of {failure.pod}",
         "Evicted": f"eviction of {failure.pod}",
         "EvictionByEvictionAPI": f"eviction of {failure.pod}",
+        "DeletionByTaintManager": f"a taint on {where}",
+        "DeletionByPodGC": f"{where} lost",
+        "TerminationByKubelet": f"the kubelet of {where} ended {failure.pod}",
+        **dict.fromkeys(rules.LOST_CONTAINER, f"a restart of {where}"),
+        rules.POD_DEADLINE: f"the activeDeadlineSeconds of {failure.pod}",
+        root_cause.CONFIG_ERROR: f"a missing ConfigMap or Secret of {failure.pod}",
     }
     if failure.reason in by_reason:
         return by_reason[failure.reason]
@@ -47,6 +60,18 @@ def short(failure: api.JobFailure) -> str:
         return f"{failure.reason or 'a failure'} on {root_cause.who(failure)}"
     of = "of" if failure.init_container else "on"
     return f"{failure.signal or f'exit code {failure.exit_code}'} {of} {root_cause.who(failure)}"
+
+
+def shortened(text: str) -> str:
+    """Without paths of gloo's sources and emojis, which `lastFailure` keeps."""
+    return _SPACES.sub(" ", _PICTURES.sub("", _BUILD_PATH.sub("", text))).strip()
+
+
+def avoided(node: api.AvoidedNode) -> str:
+    """node gpu-07 is avoided until 08:04:28 UTC (2 failures of this job)"""
+    if node.lifted:
+        return f"node {node.node} is used although it was to be avoided ({node.message}): pods fit on no other node"
+    return f"node {node.node} is avoided until {wording.clock(node.until)} ({node.message})"
 
 
 def _what(failure: api.JobFailure) -> str:
@@ -91,7 +116,8 @@ def _how_it_ended(failure: api.JobFailure) -> str:
         return f"could not be started: {failure.exception or failure.reason}"
     how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
     unreported = " (no out-of-memory kill was reported)" if failure.exit_code == _SIGKILL else ""
-    return how + at + (f" in {failure.where}" if failure.where else "") + unreported + why
+    hidden = ", although the command ended with 0" if root_cause.evidence_of(failure).hidden else ""
+    return how + at + (f" in {failure.where}" if failure.where else "") + unreported + why + hidden
 
 
 def _at(failure: api.JobFailure) -> str:
@@ -99,7 +125,8 @@ def _at(failure: api.JobFailure) -> str:
 
 
 def _why(failure: api.JobFailure) -> str:
-    return f" ({failure.exception})" if failure.exception else ""
+    full = "most likely a full disk: " if rules.WRITE_CUT_SHORT.search(failure.exception) else ""
+    return f" ({full}{shortened(failure.exception)})" if failure.exception else ""
 
 
 def _code(failure: api.JobFailure) -> str:
@@ -109,6 +136,7 @@ def _code(failure: api.JobFailure) -> str:
 _PHRASES = {
     root_cause.GONE: "vanished while it ran: someone deleted the pod, or its node is gone",
     root_cause.NODE_LOST: "was lost with its node",
+    root_cause.DEADLINE: "was still running: the activeDeadlineSeconds of the job are over",
     root_cause.UNFIT: "did not begin to train",
     root_cause.CONNECTION_LOST: "lost its connection to node 0 and has come back",
     **dict.fromkeys(rules.LOST_CONTAINER, "was lost{code}: its node was restarted"),

@@ -6,6 +6,7 @@ the lines of several ranks, or be garbage: all of it is a log then.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal as signals
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import msgspec
 
 from ddpjob.core import failures, rules
 from ddpjob.core.failures import (
+    BRIEF_MAX,
     LAST_ERROR,
     UNUSED_PARAMETERS,
     Failure,
@@ -24,9 +26,11 @@ from ddpjob.core.failures import (
     with_last_error,
     with_next,
 )
+from ddpjob.core.findings import FAILURE_IN_LOG, FINDINGS_MAX, Finding
 from ddpjob_operator.failures.log_lines import BORDER, LINE_MAX, PREFIX, is_of_no_rank
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
+from ddpjob_operator.observed.hidden_failure import is_recorded
 from ddpjob_operator.observed.reports import Agent
 
 # The local run keeps 16 kB of log, the kubelet 2 to 4.
@@ -38,6 +42,12 @@ _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exc
 # "ValueError: no such shard": what an exception looks like where its traceback is not seen.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?::.*)?$")
 _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
+# What multiprocessing prints above the traceback of a child: Process SpawnProcess-1:
+_PROCESS = re.compile(r"^Process \S+:$")
+# How torchrun reports a failure.
+REPORTS_FAILURE = "ChildFailedError"
+# With which a program ends that was told to.
+_NO_FAILURE = ("KeyboardInterrupt", "SystemExit", "BrokenPipeError")
 # Printed of an error that ends no program: in a `__del__` (a DataLoader's at the end of any), or in a line of the log.
 _ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")
 # `accelerate launch` on one GPU, a wrapper of the user's, or spawn, of the Python that it has started and that has said
@@ -91,6 +101,8 @@ class Message(NamedTuple):
     """Whether an agent ended because the agents of the group had agreed on it; an agent that is lost writes none."""
     agent: Agent | None = None
     """From node 0's agent: what it had restarted in place."""
+    findings: tuple[Finding, ...] = ()
+    """What makes a success suspicious."""
 
 
 def read_message(text: str) -> Message | None:
@@ -119,6 +131,53 @@ def read(text: str) -> ContainerReport:
     lines = "\n".join(part for part in (failure.traceback or failure.exception, log) if part.strip())
     permanent = message.ended and failure.failure_class == "permanent"
     return ContainerReport(merged, lines, permanent=permanent, agreed=message.ended and bool(failure.failure_class))
+
+
+def findings(text: str, *, trusted: bool) -> Iterator[Finding]:
+    """What makes the success of a container suspicious that has ended with 0.
+
+    trusted: whether its exit code is that of its last launcher. Then a failure of a rank in the log, or in the message,
+    has been overcome. A traceback behind which nothing follows counts in any case: the script has printed it and ended.
+    """
+    message, log = _message(text)
+    if message is not None:
+        yield from message.findings
+    failure = _failure_in_log(log, trusted=trusted)
+    if message is not None and is_recorded(text) and not trusted:
+        failure = message.failure
+    if failure is not None:
+        yield Finding(FAILURE_IN_LOG, _although(failure))
+
+
+def _although(failure: Failure) -> str:
+    who = "a rank" if failure.rank is None else f"rank {failure.rank}"
+    where = f" in {failure.where}" if failure.where else ""
+    why = failure.exception or (f"its own was {failure.exit_code}" if failure.exit_code else "its launcher reports it")
+    what = f"{who} has failed{where}, although the exit code is 0: "
+    return what + why[: BRIEF_MAX - len(what)]
+
+
+def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
+    """The failure of a rank that the log of a success shows.
+
+    Without torch's or torchrun's word only the last traceback counts, because a script that goes on has handled it.
+    """
+    exceptions = raised(log)
+    if not trusted and (REPORTS_FAILURE in log or any(f.rank is not None for f in exceptions)):
+        return _read_log(log).failure
+    return _cause(exceptions[-1:]) if exceptions and _ends_with_traceback(log) else None
+
+
+def _ends_with_traceback(log: str) -> bool:
+    """Whether nothing but what launchers and libraries print at any end follows on the last traceback."""
+    before, begins, rest = log.rpartition("Traceback (most recent call last):")
+    above = before.rstrip().rpartition("\n")[2]
+    if not begins or PREFIX.match(before.rpartition("\n")[2]) or _ENDS_NOTHING.match(above):
+        return False
+    lines = (line for line in rest.splitlines()[1:] if line.strip() and not line[0].isspace())
+    exception, *more = [line for line in lines if not (is_of_no_rank(line) or _PROCESS.match(line))] or [""]
+    ends = bool(_TRACEBACK_END.match(exception)) and not exception.startswith(_NO_FAILURE)
+    return ends and all(map(_EXCEPTION.match, more))  # processes write into each other's tracebacks
 
 
 def raised(log: str) -> list[Failure]:
@@ -352,7 +411,17 @@ def _message(text: str) -> tuple[Message | None, str]:
         return None, text
     # Again, because JSON has decoded \u001b, which was harmless when the text was cleaned, into an escape character.
     failure = failure._replace(exception=clean(failure.exception), traceback=clean(failure.traceback))
-    return Message(failure, ended=written.get("ended") is True, agent=agent), rest
+    found = _findings(written.get("findings"))
+    return Message(failure, ended=written.get("ended") is True, agent=agent, findings=found), rest
+
+
+def _findings(written: Any) -> tuple[Finding, ...]:
+    found: list[Finding] = []
+    for one in written[:FINDINGS_MAX] if isinstance(written, list) else ():
+        with contextlib.suppress(ValueError):
+            read = Finding.from_dict(one)
+            found.append(read._replace(message=clean(read.message)))
+    return tuple(found)
 
 
 def _code(exit_code: int | None, signal: str) -> int | None:

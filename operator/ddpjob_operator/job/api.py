@@ -150,8 +150,10 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     start_retries: Count = 0
     """How often in a row the pods were released because not all ran by startDeadlineSeconds."""
     starting_since: Time | None = None
-    """Since when attempts follow each other because pods gave up waiting for those that found no node, or had not
-    started for another reason: startDeadlineSeconds counts from here. Unset: from attemptTime."""
+    """Since when attempts follow each other without all pods having started: startDeadlineSeconds counts from here.
+    Unset: from attemptTime."""
+    unconfigured_since: Time | None = None
+    """Since when a ConfigMap or Secret is missing."""
     restarts: Restarts | None = None
     """Restarts so far, by what they are charged to."""
     nodes: Nodes | None = None
@@ -185,12 +187,16 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     not_kept: Annotated[str, Meta(max_length=bounds.ADVICE_MAX)] = ""
     """Why the state is not kept in memory, in which pods, and what to do; a restart goes on from the last save.
     Unset where it is kept, or where nobody has tried."""
+    save_failed: Annotated[str, Meta(max_length=bounds.SENTENCE_MAX)] = ""
+    """Why the last save of ddpjob.Snapshot failed; unset after one that succeeds."""
     furthest_step: Count | None = None
     """The furthest step of all ranks before those that train now; unset while none has reported a step."""
     last_failure: JobFailure | None = None
     """The root cause of the last failure."""
     failures: list[FailureLine] = []
     """The last 10 failures, short, the newest last."""
+    findings: Annotated[list[Finding], Meta(max_length=bounds.FINDINGS_MAX)] = []
+    """Facts that make a success suspicious."""
     avoided_nodes: list[AvoidedNode] = []
     """Nodes that failed this job repeatedly, and that its next pods stay away from until a given time."""
     goodput: Goodput | None = None
@@ -198,7 +204,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     display: Display | None = None
     """The texts that `kubectl get` shows."""
     conditions: list[Condition] = []
-    """Accepted, Running, Suspended, FailureTarget, Complete and Failed, as in batch/v1 Job."""
+    """Accepted, Running, Suspended, FailureTarget, Complete, Failed, as in batch/v1 Job; SaveFailed, Suspicious."""
 
 
 class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -313,6 +319,8 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """Whether its pod, or its node, is gone without a report."""
     stalled: bool = False
     """Whether it was stopped because it made no step."""
+    hidden: bool = False
+    """Whether its container ended with 0."""
     silent_node: Annotated[str, Meta(max_length=128)] = ""
     """Where ranks only complained of lost peers: a node of the attempt that had not reported for a while."""
 
@@ -375,6 +383,15 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """When."""
 
 
+class Finding(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+    """A fact that a training that went well does not show."""
+
+    reason: Annotated[str, Meta(max_length=64)]
+    """NoProcessGroup, ReplicasDiffer, FailureInLog."""
+    message: Annotated[str, Meta(max_length=300)]
+    """A sentence."""
+
+
 class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """A node that failed this job repeatedly."""
 
@@ -384,6 +401,8 @@ class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """New pods may go there again."""
     message: Annotated[str, Meta(max_length=300)] = ""
     """Why."""
+    lifted: bool = False
+    """Whether new pods may go there before, because they fit nowhere else."""
 
 
 class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
@@ -393,7 +412,7 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
     """All nodes ran and steps were made, or one was under way and took no longer than is expected."""
     idle_seconds: Count = 0
     """All nodes ran, and after the last step none came for longer than expected, or until ranks that had started again
-    in place made one."""
+    in place made one, or until a node was given up."""
     unreported_seconds: Count = 0
     """All nodes ran, and no step was ever reported: whether they trained is not known."""
     starting_seconds: Count = 0
@@ -429,7 +448,7 @@ class Condition(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only
     """metav1.Condition."""
 
     type: str
-    """Accepted, Running, Suspended, FailureTarget, Complete or Failed."""
+    """Which one."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
     reason: str

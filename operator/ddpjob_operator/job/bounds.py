@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ddpjob.core import members
+from ddpjob.core import findings, members
 
 # Ten years: longer is a typing error, and a date beyond the year 9999 is none.
 SECONDS_MAX = 315_360_000
@@ -31,6 +31,7 @@ TEXT_MAX = 16_384
 # A sentence of a report, and that sentence with what to do about it.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600
+FINDINGS_MAX = findings.FINDINGS_MAX
 # Why a gang was chosen, or cannot be had: the API server's own sentence may be in it.
 WHY_MAX = 500
 # A pod template has some hundred values, and is nested about 15 levels deep.

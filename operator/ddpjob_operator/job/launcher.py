@@ -25,7 +25,7 @@ _FLAGS = {
     "standalone", "module", "no_python", "run_path", "use_env", "virtual_local_rank", "help", "no_preload",
 }  # fmt: skip
 # The options that are read here, with all that argparse could mean by a prefix of them.
-_OPTIONS = (
+OPTIONS = (
     "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval "
     "start_method event_log_handler role module no_python run_path log_dir redirects tee local_ranks_filter "
     "duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs "
@@ -211,13 +211,6 @@ def _has_hostfile(program: str, template: dict[str, Any]) -> bool:
     names = (str(entry.get("name")) for entry in mappings(trainer_container(template) or {}, "env"))
     mounted = _HOSTFILE_MOUNTS.get(program, set()).intersection(mounts(template))
     return bool(mounted) or any(map(_HOSTFILE_VARIABLE.search, names))
-
-
-def by_nodes(script: str) -> str:
-    """A shell's script that tells torchrun how many nodes there are, and which it is, by the variables of nodes."""
-    for pattern, _, name in _OF_PODS:
-        script = pattern.sub(rf"\g<1>{name}", script)
-    return script
 
 
 def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
@@ -454,8 +447,8 @@ def _value(name: str, group: list[str]) -> str:
 def _full_name(name: str) -> str:
     """argparse takes an unambiguous prefix: --nnode is --nnodes."""
     name = name.replace("-", "_")
-    matches = [o for o in _OPTIONS if o.startswith(name)]
-    return name if name in _OPTIONS or len(matches) != 1 else matches[0]
+    matches = [o for o in OPTIONS if o.startswith(name)]
+    return name if name in OPTIONS or len(matches) != 1 else matches[0]
 
 
 def _number(text: str) -> int:

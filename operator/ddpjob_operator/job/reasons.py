@@ -81,6 +81,11 @@ UNSCHEDULABLE = _warning(
     "The scheduler finds no node for some pods; the message is its own, with the number of pods where it differs.",
     "Free or add nodes, or request less. `kubectl describe pod` has the scheduler's count of nodes.",
 )
+AVOIDANCE_OVER = _warning(
+    "AvoidanceOver",
+    "Pods fit on no other node for a minute, or the time is over: they may go to the node that was avoided.",
+    "Look at the node that the message names. If it is bad: `kubectl cordon` it, and add a node for the job.",
+)
 CANNOT_START = _warning(
     "CannotStart",
     "The kubelet cannot start a trainer: an image, a mount or a configuration.",
@@ -116,7 +121,7 @@ DISRUPTED = _warning(
 )
 NODE_LOST = _warning(
     "NodeLost",
-    "A node with a pod of the job is not ready for lostNodeSeconds.",
+    "A node with a pod of the job is not ready, or its Node object is gone, for lostNodeSeconds.",
     "Nothing: the restart is not charged to backoffLimit. The node itself wants a look.",
 )
 STALLED = _warning(
@@ -164,7 +169,7 @@ TOO_MANY_STALLS = _warning(
 DEADLINE_EXCEEDED = _warning(
     "DeadlineExceeded",
     "The job was not finished within activeDeadlineSeconds.",
-    "Raise `activeDeadlineSeconds`, or give the job more nodes.",
+    "Read the log of the pod in `status.lastFailure`. If it was still training, raise `activeDeadlineSeconds`.",
 )
 SUSPENDING = Reason("Suspending", "spec.suspend is true, and pods of the job are still stopping.")
 SUSPENDED = Reason(
@@ -194,16 +199,45 @@ LAUNCHER_OPTION = _warning(
     "Read the message; it names it, and what to write in its place.",
 )
 
+EXIT_CODE_LOST = _warning(
+    "ExitCodeLost",
+    "Event only: the shell of the command ends with 0 although its launcher fails, as in a pipe to tee.",
+    "Do what the message says of the command.",
+)
+
 DEVICES_NOT_COUNTED = _warning(
     "DevicesNotCounted",
     "Event only: the template claims devices (resourceClaims), of which the job does not know whether they are GPUs.",
     "Set the fields that the message names.",
 )
 
+NO_PROCESS_GROUP = _warning(
+    "NoProcessGroup",
+    "Condition Suspicious and event: several ranks ended with 0, and none has formed a process group.",
+    "Each rank has trained alone: call `init_process_group`, or give the script the option with which it does.",
+)
+REPLICAS_DIFFER = _warning(
+    "ReplicasDiffer",
+    "Condition Suspicious and event: the parameters of a DDP module were not the same on all ranks at the end.",
+    "Find what changes parameters without DDP: an optimizer step or a load on some ranks, a backward in `no_sync`.",
+)
+FAILURE_IN_LOG = _warning(
+    "FailureInLog",
+    "Condition Suspicious and event, of local runs: the log ends with the failure of a rank, and the exit code is 0.",
+    "See [When the exit code is lost](failures.md#when-the-exit-code-is-lost). With ddprun it would be certain.",
+)
+
 NOT_KEPT_IN_MEMORY = Reason(
     "NotKeptInMemory",
     "Event only: the state is not kept in memory, so restarts go on from the last save.",
     "Read the message; where the memory limit is too small, it says which field to raise and to what.",
+)
+
+SAVE_FAILED = _warning(
+    "SaveFailed",
+    "Event and condition only: a checkpoint could not be written. The training goes on, and the next save tries again.",
+    "Read the message: make room, or make the folder writable, before the job ends; a job whose last state is not in "
+    "its folder fails.",
 )
 
 ALL: dict[str, Reason] = {r.name: r for r in list(globals().values()) if isinstance(r, Reason)}

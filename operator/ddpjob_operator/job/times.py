@@ -35,6 +35,7 @@ def not_ahead(
         start_time=_at_most(status.start_time, now),
         running_time=_at_most(status.running_time, now),
         starting_since=_at_most(status.starting_since, now),
+        unconfigured_since=_at_most(status.unconfigured_since, now),
         first_step_time=_at_most(status.first_step_time, now),
         completion_time=_at_most(status.completion_time, now),
         attempt_time=_at_most(status.attempt_time, now + dt.timedelta(seconds=wait)),

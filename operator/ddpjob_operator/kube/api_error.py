@@ -10,6 +10,7 @@ import orjson
 
 Raw = dict[str, Any]
 NO_ANSWER = 0
+BAD_ANSWER = "BadAnswer"
 
 
 class ApiError(Exception):
@@ -31,6 +32,12 @@ class ApiError(Exception):
         gone, meanwhile."""
         return self.status in (403, 404, 405, 409, 422)
 
+    @property
+    def needs_list(self) -> bool:
+        """True if a watch cannot go on from where it was: its version was refused, events were lost, or what came was
+        none. A connection that broke, a login that has expired and a server that is busy cost no list."""
+        return self.reason == BAD_ANSWER or (self.status >= 400 and self.status not in (401, 429))
+
 
 class TooLargeError(ApiError):
     """An answer is larger than what was to be read of it."""
@@ -50,10 +57,11 @@ def of_answer(status: int, content: bytes, headers: Mapping[str, str]) -> ApiErr
 def of_status(status: Raw, retry_after: str | None = None) -> ApiError:
     """From a metav1.Status."""
     code = status.get("code")
-    after = retry_after or (status.get("details") or {}).get("retryAfterSeconds")
+    details = status.get("details")
+    after = retry_after or (details.get("retryAfterSeconds") if isinstance(details, dict) else None)
     try:
         seconds = None if after is None else max(0.0, float(after))
-    except ValueError:  # a date, as HTTP allows and Kubernetes never sends
+    except (ValueError, TypeError):  # a date, as HTTP allows and Kubernetes never sends
         seconds = None
     message = str(status.get("message") or "no reason given").strip()
     return ApiError(code if isinstance(code, int) else 500, str(status.get("reason") or "Unknown"), message, seconds)
@@ -63,3 +71,8 @@ def no_answer(method: str, path: str, error: Exception) -> ApiError:
     """A request that has got no answer."""
     what = "the API server did not answer in time" if isinstance(error, asyncio.TimeoutError) else str(error)
     return ApiError(NO_ANSWER, "NoAnswer", f"{method} {path}: {what or type(error).__name__}")
+
+
+def bad_answer(method: str, path: str, error: Exception) -> ApiError:
+    """An answer that is not what was asked for, as from a proxy before the API server."""
+    return ApiError(NO_ANSWER, BAD_ANSWER, f"{method} {path}: {error}")

@@ -176,6 +176,7 @@ class Claims:
         claimed += [(ClaimName(n, NAMESPACE_CLAIM), self._holder_of(n)) for n in self._others]
         return [
             f"the jobs of {place.what} are the release {holder}'s (Lease {place}); this one leaves them alone"
+            f" until {self._durations.lease_seconds} s have passed without a renewal"
             for place, holder in claimed
             if holder
         ]

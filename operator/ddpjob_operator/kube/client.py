@@ -19,11 +19,11 @@ import aiohttp
 import kopf
 import orjson
 
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, requests
 from ddpjob_operator.kube import reading
 from ddpjob_operator.kube.api_error import NO_ANSWER as NO_ANSWER
 from ddpjob_operator.kube.api_error import ApiError as ApiError
-from ddpjob_operator.kube.api_error import TooLargeError, no_answer, of_answer, of_status
+from ddpjob_operator.kube.api_error import TooLargeError, bad_answer, no_answer, of_answer, of_status
 from ddpjob_operator.kube.login import LoginError, login
 from ddpjob_operator.kube.reach import Reach
 from ddpjob_operator.kube.write_guard import GuardedBody, WriteGuard
@@ -55,6 +55,19 @@ def collection(plural: str, namespace: str = "") -> str:
 def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
     """The path of objects of an API group, by its apiVersion."""
     return f"/apis/{api_version}/namespaces/{namespace}/{plural}" if namespace else f"/apis/{api_version}/{plural}"
+
+
+def _checked(method: str, path: str, answer: Raw) -> Raw:
+    """The answer. Raises BadJsonError if it is JSON of something else: what a proxy says must not be taken for an empty
+    list, or for an object without a state."""
+    asked = requests.read(method, path)
+    is_review = asked.group == "authorization.k8s.io"
+    if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb == "delete" or is_review:
+        return answer
+    field, kind = ("items", list) if asked.verb == "list" else ("metadata", dict)
+    if not isinstance(answer.get(field), kind):
+        raise reading.BadJsonError(f"the answer has no {field}")
+    return answer
 
 
 class Page(NamedTuple):
@@ -125,7 +138,7 @@ class Client:
         self._sessions.clear()
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:
-        """An object. Raises ApiError."""
+        """An object, or a list. Raises ApiError."""
         return await self._request("GET", path, params)
 
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
@@ -176,7 +189,7 @@ class Client:
             try:
                 listed = reading.page(content, kind)
             except reading.BadJsonError as error:
-                raise ApiError(NO_ANSWER, "BadAnswer", f"GET {path}: {error}") from None
+                raise bad_answer("GET", path, error) from None
             del content
             token, page = listed.token, Page(listed.items, listed.version)
             del listed
@@ -216,7 +229,9 @@ class Client:
                     if event["type"] == "ERROR":
                         raise of_status(event["object"])
                     yield event
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, reading.BadJsonError) as error:
+        except reading.BadJsonError as error:
+            raise bad_answer("GET", path, error) from None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             if code == NO_ANSWER:
                 self._answered("GET", path, code, began, watch=True)
             raise no_answer("GET", path, error) from None
@@ -236,9 +251,9 @@ class Client:
     ) -> Raw:
         content = await self._request_bytes(method, path, params, None, body)
         try:
-            return read(content)
+            return _checked(method, path, read(content))
         except reading.BadJsonError as error:
-            raise no_answer(method, path, error) from None
+            raise bad_answer(method, path, error) from None
 
     async def _request_bytes(
         self,

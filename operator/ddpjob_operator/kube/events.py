@@ -66,6 +66,8 @@ class Events:
         self._told: collections.OrderedDict[str, None] = collections.OrderedDict()
         """The uids of jobs that have had an Event, the latest last."""
         self._logged = ""
+        self._named = 0
+        """The number in the name of the last event, in microseconds."""
 
     def __len__(self) -> int:
         return self._count
@@ -86,6 +88,11 @@ class Events:
                 self.queue.add((job.namespace, job.uid), wait)
                 if not wait:
                     self._tell(job)
+
+    def gone(self, uid: str) -> None:
+        """A job is gone. What waits of it makes way, unless it is a warning: nobody reads that its pods are created."""
+        for waiting in [w for w in self._waiting.get(uid, ()) if w.event.type != "Warning"]:
+            self._remove(waiting)
 
     def _is_wanted(self, job: api.Metadata, event: Event) -> bool:
         """A job that has had an Event gets the routine ones too: its last would else be that it starts."""
@@ -158,8 +165,7 @@ class Events:
         job = waiting.job
         self._tell(job)
         try:
-            suffix = f"{self._runtime.random.getrandbits(64):016x}"
-            event = body(job, waiting.event, waiting.at, self._instance, suffix)
+            event = body(job, waiting.event, waiting.at, self._instance, self._suffix())
             await self._client.create(f"/api/v1/namespaces/{job.namespace}/events", event)
         except ApiError as error:
             # A namespace that is being deleted takes no events; a missing right is logged once.
@@ -168,6 +174,12 @@ class Events:
                 self._runtime.log.warning("an event was not sent: %s", error)
         except Exception:
             self._runtime.log.exception("an event was not sent")  # the end of this task would end the operator
+
+    def _suffix(self) -> str:
+        """Of an event's name, growing: those of one second are listed by their names, and a failure would stand behind
+        what followed from it."""
+        self._named = max(self._named + 1, int(self._runtime.utc().timestamp() * 1e6))
+        return f"{self._named:014x}{self._runtime.random.getrandbits(64) % 2**16:04x}"
 
 
 def body(job: api.Metadata, event: Event, at: dt.datetime, instance: str, suffix: str) -> Raw:

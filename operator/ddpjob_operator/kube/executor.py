@@ -34,7 +34,6 @@ from ddpjob_operator.plan.actions import (
     Event,
     Plan,
     TellGroup,
-    restart_grace_seconds,
 )
 from ddpjob_operator.pods import build, naming
 
@@ -267,7 +266,7 @@ class Executor:
             about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
             text = "%s: the pod %s is deleted, with its log, because it cannot be ended otherwise: %s"
             self.runtime.log.info(text, about.job, action.name, error, extra=about.fields())
-            await self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)), state)
+            await self._delete(job, DeletePod(action.name, action.uid, action.grace_seconds), state)
 
     async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
         metadata = job.metadata

@@ -39,11 +39,12 @@ class Snapshot(NamedTuple):
 
 def read(snapshot: Snapshot) -> Moment:
     """With the statuses of the jobs."""
-    jobs = None if snapshot.jobs is None else [_job(raw) for raw in snapshot.jobs]
+    jobs = None if snapshot.jobs is None else [job(raw) for raw in snapshot.jobs]
     return snapshot.moment._replace(jobs=jobs)
 
 
-def _job(raw: Mapping[str, Any]) -> meters.Job:
+def job(raw: Mapping[str, Any]) -> meters.Job:
+    """A stored job, as it is counted."""
     metadata = raw["metadata"]
     try:
         status = validation.stored_status(raw)

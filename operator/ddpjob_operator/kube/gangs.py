@@ -60,7 +60,7 @@ class Gang:
         self._refused: dict[str, GangApi] = {}
         """Namespaces in which it may not be listed, and may be elsewhere: one that was deleted has no Role any more."""
         self.store: Store[Group] = Store(observe.group(adapter), key_of, told)
-        self._reflectors: list[Reflector] = []
+        self.reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
         self._sleep = sleep
         self._restarted = restarted
@@ -79,7 +79,7 @@ class Gang:
 
     def is_ready(self, namespace: str) -> bool:
         """Whether it is known what there is in a namespace."""
-        synced = (r.synced.is_set() for r in self._reflectors if r.namespace in ("", namespace))
+        synced = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", namespace))
         return self._is_known and all(synced)
 
     def of(self, job: api.DDPJob) -> Group | None:
@@ -111,35 +111,46 @@ class Gang:
         return group_collection(served.api_version, self.adapter.plural, namespace)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled, or until one of its watches ends."""
         watching: list[asyncio.Task[None]] = []
+        this = asyncio.current_task()
+        assert this is not None, "a coroutine runs in a task"
+
+        def ended(_: object) -> None:
+            this.cancel()
+
+        def drop() -> None:
+            for task in watching:
+                task.remove_done_callback(ended)
+                task.cancel()
+
         try:
             while True:
                 before = self.api, self._refused
                 answered = await self._discover()
                 if answered and (not self._is_known or (self.api, self._refused) != before):
-                    for task in watching:
-                        task.cancel()
+                    drop()
                     watching = self._watch()
+                    for task in watching:
+                        task.add_done_callback(ended)
                     self._is_known = True
                     self._found()
                 await self._sleep(self._again_seconds(answered))
-                while self.api.api_version and not self._refused and not any(r.fails for r in self._reflectors):
+                while self.api.api_version and not self._refused and not any(r.fails for r in self.reflectors):
                     await self._sleep(AGAIN_SECONDS)
         finally:
-            for task in watching:
-                task.cancel()
+            drop()
 
     def _watch(self) -> list[asyncio.Task[None]]:
         if not self.api.api_version:
             self._runtime.log.warning("spec.gang: %s cannot be used: %s", self.adapter.name, self.api.why_not)
-            self._reflectors = []
+            self.reflectors = []
             return []
         self._runtime.log.info("spec.gang: %s is served by %s", self.adapter.name, self.api.api_version)
         for namespace, refused in self._refused.items():
             text = "spec.gang: %s cannot be used in the namespace %s: %s"
             self._runtime.log.warning(text, self.adapter.name, namespace, refused.why_not)
-        self._reflectors = [
+        self.reflectors = [
             Reflector(
                 self._client,
                 self.adapter.plural,
@@ -149,12 +160,13 @@ class Gang:
                 path=self.path(namespace),
                 runtime=self._runtime,
                 sleep=self._client.reach.wait,
+                away=lambda: self._client.reach.lost,
                 restarted=self._restarted,
             )
             for namespace in self._namespaces
             if namespace not in self._refused
         ]
-        return [asyncio.create_task(reflector.run(), name=reflector.what) for reflector in self._reflectors]
+        return [asyncio.create_task(reflector.run(), name=reflector.what) for reflector in self.reflectors]
 
     async def _discover(self) -> bool:
         """Whether the API server has answered; its answer is in `api`."""

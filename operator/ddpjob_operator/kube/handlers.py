@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import datetime as dt
+import signal
 from collections.abc import Mapping
 from typing import Any
 
 import kopf
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.kopf_workarounds.error_backoffs import ErrorBackoffs
-from ddpjob_operator.kube.kopf_workarounds.login_pace import paced
-from ddpjob_operator.kube.kopf_workarounds.reading_session import session
-from ddpjob_operator.kube.login import login
-from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.kopf_workarounds.own_tasks import of_kopf
+from ddpjob_operator.kube.kopf_workarounds.reflected_session import session
+from ddpjob_operator.kube.operator import END_SECONDS, Operator
 
-# kopf holds a page of jobs at a time; somebody may have put a megabyte into each.
-JOBS_PAGE = 10
+NEVER_SECONDS = 1e9
 
 
 def handlers(operator: Operator) -> kopf.OperatorRegistry:
@@ -27,23 +24,33 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
     @kopf.on.startup(registry=registry)
     async def start(settings: kopf.OperatorSettings, **_: Any) -> None:
         _configure(settings)
-        await operator.start()
+        try:
+            await operator.start()
+        except asyncio.CancelledError:
+            operator.end()  # by a signal: our own handler of signals is not there yet
+            raise
+        operator.watch_jobs()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            # In place of kopf's handler: a task of kopf that ends before the operator is told to end is a failure.
+            loop.add_signal_handler(number, operator.end)
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
         operator.stop_flag.set()  # else kopf waits 5 s for its own task that waits for it: kopf_workarounds
         await operator.stop()
 
-    logins = paced(5.0)
+    opened: set[str] = set()
 
-    @kopf.on.login(registry=registry, backoff=5.0)
+    def watch_begins(path: str) -> None:
+        opened.add(path)
+        if opened == set(operator.feeds):  # all that kopf starts is there
+            for task in of_kopf():
+                operator.needs(task)
+
+    @kopf.on.login(registry=registry)
     async def log_in(**_: Any) -> kopf.AiohttpSession:
-        await logins.__anext__()
-        info = await asyncio.to_thread(login)
-        # Read again before a rotated token expires (the kubelet rotates at 80 % of an hour). A time of its own also
-        # makes each login differ: kopf never takes back credentials that are equal to refused ones, and would end.
-        expiration = dt.datetime.now(dt.timezone.utc) + dt.timedelta(minutes=10)
-        return session(info, operator.kopf_answered, operator.caches.jobs.take, expiration=expiration)
+        return session(operator.feeds, watch_begins)
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
     async def job_changed(event: Mapping[str, Any], **_: Any) -> None:
@@ -57,8 +64,8 @@ def _configure(settings: kopf.OperatorSettings) -> None:
     settings.peering.standalone = True
     # No right to watch CRDs and namespaces is needed, because the kind and the namespaces are known.
     settings.scanning.disabled = True
-    settings.networking.error_backoffs = ErrorBackoffs()
-    settings.networking.request_timeout = 60.0
-    settings.networking.connect_timeout = 5.0
-    settings.watching.inactivity_timeout = 90.0
-    settings.watching.chunk_size = JOBS_PAGE  # without it kopf lists all jobs in one answer
+    # Our reflectors list, and notice a watch that has gone silent: kopf_workarounds/reflected_session.py.
+    settings.watching.initial_streaming = True
+    settings.watching.inactivity_timeout = NEVER_SECONDS
+    # For a signal that comes before our own handler of signals is there.
+    settings.process.ultimate_exiting_timeout = END_SECONDS

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube.store import Jobs, Key
@@ -57,7 +56,7 @@ class JobState:
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
     """As they were last seen, because a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
-    """When a pod (by uid) was first seen to be silent, stopping, done, without its ConfigMap, or bound after now."""
+    """When a pod (by uid) was first seen to be silent, stopping, done, or bound after now."""
     undeletable: dict[str, dt.datetime] = field(default_factory=dict)
     """Until when a pod (by uid) is not deleted again that was deleted without grace, and is still there."""
     confirmed_gone: set[str] = field(default_factory=set)
@@ -105,11 +104,10 @@ class JobState:
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
         """The pods with the times that show a lost node as we saw them: the API server's clock may be minutes off ours,
-        and a healthy node would be given up at once. Of a ConfigMap that is missing it has no time."""
+        and a healthy node would be given up at once."""
         seen = {(p.uid, "silent") for p in pods if p.silent_since}
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
-        seen |= {(p.uid, "unconfigured") for p in pods if root_cause.lacks_configuration(p)}
         # It stays so when our clock has come to that time: a lost node would have its patience once more.
         ahead = {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
         seen |= ahead | {(p.uid, "bound") for p in pods if (p.uid, "bound") in self.first_seen}
@@ -119,8 +117,7 @@ class JobState:
         return [self._by_own_clock(p) for p in pods]
 
     def _by_own_clock(self, pod: Pod) -> Pod:
-        is_timed = pod.done_beside_sidecars or root_cause.lacks_configuration(pod)
-        is_timed = is_timed or (pod.uid, "bound") in self.first_seen
+        is_timed = pod.done_beside_sidecars or (pod.uid, "bound") in self.first_seen
         if pod.silent_since is pod.deletion_deadline is pod.done_since is None and not is_timed:
             return pod  # most are so, and a job may have thousands
         stopping = self.first_seen.get((pod.uid, "stopping"))
@@ -133,7 +130,6 @@ class JobState:
             silent_since=self.first_seen.get((pod.uid, "silent")),
             deletion_deadline=None if stopping is None else stopping + grace,
             done_since=self.first_seen.get((pod.uid, "done")),
-            unconfigured_since=self.first_seen.get((pod.uid, "unconfigured")),
         )
 
     def not_deleted(self, uid: str, now: dt.datetime) -> None:

@@ -8,8 +8,6 @@ import logging
 import sys
 
 from ddpjob_operator.failures.redaction import clean, mask
-from ddpjob_operator.kube.kopf_workarounds.log_retries import RetriesNowAndThen
-from ddpjob_operator.kube.kopf_workarounds.log_stacks import without_kopfs_stack
 
 _ABOUT = ("job", "attempt", "pod")
 
@@ -22,8 +20,6 @@ def set_up_log(level: str, log_format: str) -> None:
     if level != "DEBUG":
         for noisy in ("kopf", "asyncio", "aiohttp.access"):
             logging.getLogger(noisy).setLevel(logging.WARNING)
-        handler.addFilter(without_kopfs_stack)
-        handler.addFilter(RetriesNowAndThen())
 
 
 class Lines(logging.Formatter):

@@ -94,7 +94,7 @@ class Lookup:
         for raw in nodes:
             self.caches.nodes.put(raw)
         if not nodes:
-            self.caches.nodes.remove("", key[1], "")
+            self.caches.nodes.is_gone(key[1])
 
     async def _node(self, name: str) -> list[Raw]:
         # A list of one, because the role allows lists.

@@ -5,11 +5,14 @@ In a cluster it uses the pod's service account, elsewhere KUBECONFIG.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
 import sys
+import threading
 import uuid
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 
@@ -48,7 +51,9 @@ def main(log_format: str | None = None) -> None:
 
 async def _serve(settings: OperatorSettings) -> int:
     """The exit code."""
-    operator = _operator(settings)
+    loop = asyncio.get_running_loop()
+    operator = _operator(settings, lambda seconds: loop.call_later(seconds, _end_now))
+    why = "kopf has ended"
     try:
         await kopf.operator(
             registry=handlers(operator),
@@ -57,25 +62,32 @@ async def _serve(settings: OperatorSettings) -> int:
             namespaces=settings.namespaces,
             stop_flag=operator.stop_flag,
         )
+    except asyncio.CancelledError:
+        why = "the main task was cancelled"
     except Exception as error:
-        # kopf gives up where it can no longer watch, as when the CRD is removed. The next start waits for the CRD.
-        _LOGGER.error("kopf has ended, so the operator ends: %s", error)
-        return 1
-    return 1 if operator.broken else 0
+        why = f"kopf has failed ({error})"
+    operator.end(why)  # no news if it was told to end
+    return operator.exit_code
 
 
-def _operator(settings: OperatorSettings) -> Operator:
-    meter = Meter()
+def _end_now() -> None:
+    """kopf waits without a limit for the end of its tasks, and one of them may wait for another that is dead."""
+    _LOGGER.error("the operator has not ended in time, so its process is ended")
+    os._exit(1)
+
+
+def _operator(settings: OperatorSettings, end_within: Callable[[float], object]) -> Operator:
+    meter = Meter(threading.Lock())
     prometheus_client.ProcessCollector(registry=meter.registry)
     answered, reach = Requests(meter), Reach()
     if not settings.lease_namespace:
-        return Operator(settings, Client(answered=answered, reach=reach), meter=meter)
+        return Operator(settings, Client(answered=answered, reach=reach), meter=meter, end_within=end_within)
     clients = partial(_client_for_leases, settings, answered, reach)
     leader = _leader(settings, clients())
     claims = _claims(settings, clients(), leader)
     may_write = partial(_may_write, leader, claims)
     client = Client(may_write=may_write, answered=answered, reach=reach)
-    return Operator(settings, client, leader, claims, meter=meter)
+    return Operator(settings, client, leader, claims, meter=meter, end_within=end_within)
 
 
 def _may_write(leader: Leader, claims: Claims, path: str) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from ddpjob_operator.job import requests
 from ddpjob_operator.kube.client import NO_ANSWER
 from ddpjob_operator.kube.queue import Queue, Watcher
-from ddpjob_operator.kube.reflector import HEALTHY_SECONDS
 from ddpjob_operator.metrics import meter as meters
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter
@@ -36,28 +35,6 @@ class Requests:
         known = method if method in names.METHODS else "OTHER"
         self._meter.count(names.REQUESTS, known, verb, resource, shown)
         self._meter.observe(names.REQUEST_SECONDS, seconds, verb, resource)
-
-
-class OfKopf:
-    """Called with each answer that kopf gets; its watches are seen nowhere else."""
-
-    def __init__(self, meter: Meter, clock: Callable[[], float]) -> None:
-        self._count = Requests(meter)
-        self._restarted = watch_restarted(meter)
-        self._clock = clock
-        self._began: dict[str, float] = {}
-        """When the last watch of a path began."""
-
-    def __call__(self, method: str, path: str, code: int, seconds: float, *, watch: bool) -> None:
-        """As Requests."""
-        self._count(method, path, code, seconds, watch=watch)
-        if not watch:
-            return
-        now = self._clock()
-        if (before := self._began.get(path)) is not None:
-            healthy = code < 400 and now - before >= HEALTHY_SECONDS
-            self._restarted(verb_and_resource(method, path)[1], "end" if healthy else "error")
-        self._began[path] = now
 
 
 def watch_restarted(meter: Meter) -> Callable[[str, str], None]:

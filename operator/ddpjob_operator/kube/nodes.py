@@ -22,6 +22,8 @@ DISRUPTED_SHARE, DISRUPTED_NODES = 0.55, 3
 # Nodes that stop to report together are called not ready within a minute. Those that became so apart from each other
 # have causes of their own, and those that have been powered off for weeks prove nothing about one that dies today.
 TOGETHER_SECONDS = 300.0
+# More than a cluster has nodes (5,000). An autoscaler removes nodes every day, and nobody asks for most of them again.
+GONE_MAX = 10_000
 
 
 class Nodes:
@@ -35,9 +37,12 @@ class Nodes:
         self._changed = changed
         self._now = now
         self._clock = Clock()
-        self._names: dict[str, int] = {}
-        """With the version that was seen last."""
+        self._names: dict[str, tuple[int, str]] = {}
+        """With the version that was seen last, and the uid."""
         self._not_ready: dict[str, Node] = {}
+        """Also those whose object is gone."""
+        self._gone: dict[str, bool] = {}
+        """Those whose object is gone, and whether the API server was asked for it: a watch or a list may be late."""
         self._turned: dict[str, float] = {}
         """When those became so; by the cluster's clock where that was before the first list."""
         self._listed = False
@@ -47,7 +52,7 @@ class Nodes:
         return len(self._names)
 
     def seen(self) -> dict[str, Node] | None:
-        """Those that are not ready, by name; None while they were never listed: nothing is known then."""
+        """Those that are not ready or gone, by name; None while they were never listed: nothing is known then."""
         if not self._listed:
             return None
         self._adjust_clock()
@@ -70,21 +75,56 @@ class Nodes:
     def put(self, raw: Raw) -> None:
         """A node as it is."""
         name = raw["metadata"]["name"]
-        known = name in self._names
-        self._names[name] = version(raw["metadata"])
+        known = name in self._names or name in self._gone
+        self._names[name] = (version(raw["metadata"]), raw["metadata"].get("uid", ""))
         if observe.is_ready(raw):
+            self._gone.pop(name, None)
             return self._set(name, READY)
-        if name not in self._not_ready:
+        if name not in self._turned:
             # Since when the cluster calls it not ready, where it became so before the first list.
             since = bounds.time(observe.condition(raw, "Ready").get("lastTransitionTime"))
             at = self._now() if known else min(since or self._now(), self._now())
             self._turned[name] = at.timestamp()
-        return self._set(name, self._not_ready.get(name) or Node(ready=False, since=self._now()))
+        # A node that comes back is not ready at first. Its pods were not heard of in between, so their time goes on.
+        since = self._not_ready[name].since if self._gone.pop(name, None) is not None else self._now()
+        return self._set(name, Node(ready=False, since=since))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """A node is gone; the cluster itself then removes its pods."""
+        """A node's object is gone, and with it what would report on its pods: they count as on a node that is not
+        ready, since now or since it was not ready. uid: empty, or that of the object, because another one of that name
+        may be there by now."""
+        if uid and self._names.get(name, (0, uid))[1] != uid:
+            return None
         self._names.pop(name, None)
+        self._turned.pop(name, None)
+        if not self._listed:  # what a list before this operator had is not known
+            return self._set(name, READY)
+        if name in self._gone:
+            return None
+        known = self._not_ready.get(name)
+        # Where most nodes are not heard nobody counts as lost, and the time until now proves nothing of this one.
+        since = self._now() if known is None or known.with_most else known.since
+        self._gone[name] = False
+        while len(self._gone) > GONE_MAX:
+            self._forget(next(iter(self._gone)))
+        return self._set(name, Node(ready=False, since=since, gone=True))
+
+    def _forget(self, name: str) -> None:
+        del self._gone[name]
         self._set(name, READY)
+
+    def unknown(self, names: Set[str]) -> list[str]:
+        """Those of these names of which the API server was not asked whether such a node is there, and no node of ours
+        has them."""
+        if not self._listed:
+            return []
+        return sorted(name for name in names if name not in self._names and not self._gone.get(name))
+
+    def is_gone(self, name: str) -> None:
+        """The API server has no node of this name."""
+        self.remove("", name, "")
+        if self._listed:
+            self._gone[name] = True
 
     def one_observation(self, namespace: str = "", key: Key | None = None) -> contextlib.AbstractContextManager[None]:
         """The order in which nodes were seen does not matter."""
@@ -111,17 +151,18 @@ class Nodes:
 
     def missed(self, listed: Mapping[ObjectKey, Listed], at: int, namespace: str = "") -> set[Listed]:
         """The nodes of which a list has a newer version than we have, and those that it lacks."""
-        newer = {one for one in listed.values() if self._names.get(one.place[1], -1) < one.version}
-        gone = {name: seen for name, seen in self._names.items() if ("", name) not in listed and seen <= at}
+        newer = {one for one in listed.values() if self._names.get(one.place[1], (-1, ""))[0] < one.version}
+        gone = {name: seen for name, (seen, _) in self._names.items() if ("", name) not in listed and seen <= at}
         return newer | {Listed(("", name), "", seen, ("", name)) for name, seen in gone.items()}
 
     def _set(self, name: str, node: Node) -> None:
-        if node.ready == (name not in self._not_ready):
+        before = self._not_ready.get(name, READY)
+        if (node.ready, node.gone) == (before.ready, before.gone):
             return
         # A new mapping: a plan may still read the old one.
         others = {n: known for n, known in self._not_ready.items() if n != name}
         if node.ready:
-            del self._turned[name]
+            self._turned.pop(name, None)
         self._not_ready = others if node.ready else {**others, name: node}
         self._changed({name})
         if self._listed:  # else most are not known yet
@@ -160,6 +201,6 @@ class Nodes:
             self._disruption_logged = self.disrupted
             if self.disrupted:
                 text = "%d of %d nodes are not ready, most of them at once: those do not count as lost"
-                _LOGGER.warning(text, len(self._not_ready), len(self._names))
+                _LOGGER.warning(text, len(self._turned), len(self._names))
             else:
                 _LOGGER.info("most nodes are ready again")

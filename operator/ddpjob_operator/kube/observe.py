@@ -79,6 +79,7 @@ def pod(raw: Raw) -> Pod:
         scheduled_at=time(condition(raw, "PodScheduled", "True").get("lastTransitionTime")),
         silent_since=_silent_since(raw, trainer_state),
         unschedulable=_why_unscheduled(raw, unscheduled),
+        unschedulable_since=_unschedulable_since(unscheduled),
         deletion_requested_at=deletion_requested_at(metadata),
         deletion_deadline=time(metadata.get("deletionTimestamp")),
         trainer=trainer_state,
@@ -90,6 +91,11 @@ def pod(raw: Raw) -> Pod:
 def _why_unscheduled(raw: Raw, unscheduled: Raw) -> str:
     why = text(unscheduled.get("message")) or text(unscheduled.get("reason"))
     return (kueue.queued_alone(raw) or why) if why else ""
+
+
+def _unschedulable_since(unscheduled: Raw) -> dt.datetime | None:
+    """Not of a pod with scheduling gates (reason SchedulingGated): no node was looked for yet."""
+    return time(unscheduled.get("lastTransitionTime")) if unscheduled.get("reason") == "Unschedulable" else None
 
 
 @_total

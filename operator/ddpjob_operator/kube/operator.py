@@ -1,13 +1,13 @@
 """The operator: its copy of the cluster, and the queue of jobs to reconcile. Every change only enqueues its job.
 
-kopf reports the DDPJobs (handlers.py); pods, Services and nodes come through our own reflectors. Of several operators
-the one that holds the Lease runs the queue, and the others keep their copies up to date.
+All objects come through our own reflectors; kopf is told of DDPJobs that begin or end (handlers.py). Of several
+operators the one that holds the Lease runs the queue, and the others keep their copies up to date.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Mapping, Set, Sized
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Set, Sized
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -16,12 +16,11 @@ from aiohttp import web
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology, validation
-from ddpjob_operator.kube import access, decisions, measuring, observe, reading, served_crd, triggers
+from ddpjob_operator.kube import access, decisions, exposition, measuring, observe, reading, served_crd, triggers
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client, collection
 from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.executor import Executor
-from ddpjob_operator.kube.exposition import Exposition, Snapshot
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.gangs import Gang, waits_for
 from ddpjob_operator.kube.going_on import GoingOn
@@ -29,6 +28,7 @@ from ddpjob_operator.kube.good_news import GoodNews
 from ddpjob_operator.kube.health import serve_health
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.journal import Journal
+from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
@@ -55,6 +55,10 @@ UNSYNCED_SECONDS = 0.2
 LAPSED_SECONDS = 2.0  # as often as a claim that has lapsed is tried again
 # Longer than any bounded request, with its retries, could take.
 STUCK_SECONDS = 600.0
+# Longer than a watch waits for its next try.
+IDLE_SECONDS = 60.0
+# Within which the process has ended, whatever a part of it does: told to end, and after a failure.
+END_SECONDS, BROKEN_END_SECONDS = 8.0, 4.0
 
 
 class Operator:
@@ -68,11 +72,15 @@ class Operator:
         claims: Claims | None = None,
         runtime: Runtime = SYSTEM,
         meter: Meter | None = None,
+        end_within: Callable[[float], object] = lambda _seconds: None,
     ) -> None:
         """`client` writes only while `leader` holds its Lease, and where `claims` hold; without them this operator is
-        the only one. meter: what `client` counts its requests with; None: a new one."""
+        the only one. meter: what `client` counts its requests with; None: a new one. end_within: ends the process after
+        so many seconds if it has not ended by itself."""
         self.settings = settings
-        self.broken = False
+        self._ending = False
+        self._broken_by = ""
+        self._end_within = end_within
         self.stop_flag = asyncio.Event()
         self.leads = leader is None
         self._client = client
@@ -80,13 +88,12 @@ class Operator:
         self._claims = claims
         self._runtime = runtime
         self.meter = meter or Meter()
-        self.kopf_answered = measuring.OfKopf(self.meter, runtime.clock)
-        self._exposition = Exposition(self.meter, self.snapshot)
+        self._exposition = exposition.Exposition(self.meter, self.snapshot)
         self._watch_restarted = restarted = measuring.watch_restarted(self.meter)
         self._leadership_lost_at: float | None = None
         """Since when the tasks of the last leadership are being cancelled."""
         self.caches = Caches(
-            Jobs(self._enqueue, reading.job),
+            Jobs(self._enqueue, reading.job, self._count_job),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, self._service_changed),
             Nodes(self._nodes_changed, runtime.now),
@@ -94,6 +101,7 @@ class Operator:
         )
         self._prepare_to_lead()
         told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "restarted": restarted}
+        told["away"] = lambda: client.reach.lost
         self.reflectors = [
             Reflector(client, plural, namespace, naming.LABEL_JOB, sink, **told)
             for namespace in settings.watched
@@ -102,6 +110,11 @@ class Operator:
         # Only a ClusterRole can allow it; without it the pods themselves show that their node is lost.
         of_nodes = Reflector(client, "nodes", "", "", self.caches.nodes, **told)
         self._all_reflectors = [*self.reflectors, *([] if settings.namespaces else [of_nodes])]
+        self.feeds = {collection(api.PLURAL, namespace): Feed(self.caches.jobs) for namespace in settings.watched}
+        self._of_jobs = [
+            Reflector(client, api.PLURAL, namespace, "", feed, **told)
+            for namespace, feed in zip(settings.watched, self.feeds.values(), strict=True)
+        ]
         self._tasks: list[asyncio.Task[None]] = []
         self._leading: list[asyncio.Task[None]] = []
         self._first_lists: asyncio.Task[None] | None = None
@@ -180,6 +193,11 @@ class Operator:
         if not self.settings.namespaces:
             yield of("nodes", "", "", caches.nodes, lookup.read_node)
 
+    @property
+    def exit_code(self) -> int:
+        """Of the process, once it has been told to end."""
+        return 1 if self._broken_by else 0
+
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
         self._health = await serve_health(self.settings.health_port, self.unhealthy, self.standing_by)
@@ -204,10 +222,27 @@ class Operator:
             self.run("lease", self._leader.run())
             self.run("leadership", self._lead_while_held(self._leader))
 
+    def watch_jobs(self) -> None:
+        """Follow the DDPJobs, and tell kopf of them."""
+        self._all_reflectors += self._of_jobs
+        for reflector in self._of_jobs:
+            self.run(reflector.what, reflector.run())
+
+    def end(self, why: str = "", error: BaseException | None = None) -> None:
+        """The process ends: it was told to, or cannot work for the reason `why`. Called again, it does nothing."""
+        if self._ending:
+            return
+        self._ending, self._broken_by = True, why
+        if why:
+            self._runtime.log.error("%s, so the operator ends", why, exc_info=error)
+        self._end_within(BROKEN_END_SECONDS if why else END_SECONDS)
+        self.stop_flag.set()
+
     async def stop(self) -> None:
         """Nothing is written after this."""
         tasks = [*self._tasks, *self._leading, *([self._first_lists] if self._first_lists else [])]
         for task in tasks:
+            task.remove_done_callback(self._task_ended)
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._leader is not None:
@@ -254,24 +289,28 @@ class Operator:
 
     def unhealthy(self) -> str:
         """Why a restart would help, or nothing. An API server that is away is no such reason."""
-        for task in self._tasks:
-            if task.done():
-                return f"{task.get_name()} has ended"
+        if self._broken_by:
+            return self._broken_by
         if (stuck := self.queue.stuck_seconds()) > STUCK_SECONDS:
             return f"the reconcile of a job has got no answer for {stuck:.0f} s"
         now, lost_at = self._runtime.clock(), self._leadership_lost_at
         if lost_at is not None and now - lost_at > STUCK_SECONDS:
             return f"it stopped leading {now - lost_at:.0f} s ago, and its tasks have not ended"
-        for reflector in self.reflectors:
-            if (silent := now - reflector.tried_at) > STUCK_SECONDS:
+        for reflector in self.watches():
+            silent = now - reflector.tried_at
+            if silent > (IDLE_SECONDS if reflector.waits else STUCK_SECONDS):
                 return f"the watch of {reflector.what} has done nothing for {silent:.0f} s"
         return ""
+
+    def watches(self) -> list[Reflector]:
+        """All that it watches now."""
+        return [*self._all_reflectors, *(r for gang in self.caches.gangs.values() for r in gang.reflectors)]
 
     def standing_by(self) -> str:
         """Which jobs another release has; that is no reason for a restart."""
         return "; ".join(self._claims.standing_by()) if self._claims is not None else ""
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> exposition.Snapshot:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
         there = [(self._may_act(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
         jobs, away = [raw for acts, raw in there if acts], [raw["metadata"] for acts, raw in there if not acts]
@@ -292,11 +331,12 @@ class Operator:
             away=[job["uid"] for job in away],
             others=[job["uid"] for job in away if self._another_acts(job.get("namespace", ""))],
         )
-        return Snapshot(moment, jobs if self.leads else None)
+        return exposition.Snapshot(moment, jobs if self.leads else None)
 
     def lead(self) -> None:
         """Reconcile all jobs from now on."""
         self.leads = True
+        self.meter.leads(self._runtime.now())
         parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
         parts["second look"] = self._second_look.run()
         parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
@@ -309,6 +349,7 @@ class Operator:
         self._leadership_lost_at = self._runtime.clock()
         self._tasks = [task for task in self._tasks if task not in self._leading]
         for task in self._leading:
+            task.remove_done_callback(self._task_ended)
             task.cancel()
         await asyncio.gather(*self._leading, return_exceptions=True)
         self._leadership_lost_at = None
@@ -317,17 +358,17 @@ class Operator:
     def run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task without which the operator cannot work."""
         task = asyncio.create_task(work, name=name)
-        task.add_done_callback(self._task_ended)
         self._tasks.append(task)
+        self.needs(task)
         return task
 
-    def _task_ended(self, task: asyncio.Task[None]) -> None:
-        if task.cancelled():
-            return
-        # Its tasks run for ever. Without one of them it would neglect jobs silently; without a process it is restarted.
-        self._runtime.log.error("%s has ended, so the operator ends", task.get_name(), exc_info=task.exception())
-        self.broken = True
-        self.stop_flag.set()
+    def needs(self, task: asyncio.Task[Any]) -> None:
+        """The operator ends with this task: without it, it would neglect jobs silently; a process is restarted."""
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[Any]) -> None:
+        name = task.get_name().partition(" of <")[0]  # kopf names some of its tasks by an address
+        self.end(f"{name} has ended", None if task.cancelled() else task.exception())
 
     async def _lead_while_held(self, leader: Leader) -> None:
         while True:
@@ -349,6 +390,22 @@ class Operator:
             self.queue.add(key, in_seconds)
         elif self.caches.jobs.get(key) is None:
             self.states.forget([key])  # of whose pods it has passed reports on
+
+    def _count_job(self, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> None:
+        raw = new or old
+        if not self.leads or raw is None:
+            return
+        namespace = raw["metadata"].get("namespace", "")
+        if self._another_acts(namespace):
+            self.meter.left_to_others(raw["metadata"]["uid"])
+        if not self._may_act(namespace):
+            return
+        now = self._runtime.now()
+        if old is not None and (new is None or new["metadata"]["uid"] != old["metadata"]["uid"]):
+            self.meter.gone(exposition.job(old), now)
+            self._events.gone(old["metadata"]["uid"])
+        if new is not None:
+            self.meter.spends(exposition.job(new), now)
 
     def _enqueue_all(self) -> None:
         for key in self.caches.jobs:

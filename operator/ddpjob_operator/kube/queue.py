@@ -291,6 +291,9 @@ class Queue(Generic[K]):
         except RetryError as error:
             wait = self.schedule.failed(key, self._clock(), error.at_least_seconds)
             self._report(key, str(error), wait)
+        except asyncio.CancelledError:
+            self.schedule.failed(key, self._clock())  # else the key would count as busy for ever
+            raise
         except Exception:
             # A bug in one reconcile must not end the others; it is logged with its stack, and backs off.
             wait = self.schedule.failed(key, self._clock())

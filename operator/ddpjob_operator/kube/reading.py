@@ -1,8 +1,8 @@
 """JSON of the API server as Python objects, bounded in depth and size, because users write it.
 
-Seen on Kubernetes 1.36: a DDPJob whose template is nested 9,900 levels deep is stored, and Python's and kopf's JSON
-readers give up at about 1,000. A reader that gives up on one object would read none of its list, nor what follows it
-in a watch. So what is nested too deep is cut off, and what is too large is left out, each in its own object alone.
+Seen on Kubernetes 1.36: a DDPJob whose template is nested 9,900 levels deep is stored, and Python's JSON readers give
+up at about 1,000. A reader that gives up on one object would read none of its list, nor what follows it in a watch. So
+what is nested too deep is cut off, and what is too large is left out, each in its own object alone.
 """
 
 from __future__ import annotations
@@ -159,6 +159,8 @@ def page(content: bytes, plural: str = "") -> ListPage:
     plural: what is listed; of pods, Services and nodes only what is read is kept. METADATA: of any kind.
     """
     listed = _decode(content, _List)
+    if not listed.metadata.resource_version:
+        raise BadJsonError("the answer is no list")
     return ListPage(
         items=[_cut(bytes(item), _OBJECTS.get(plural)) or obj(bytes(item)) for item in listed.items or ()],
         version=listed.metadata.resource_version,
@@ -177,20 +179,6 @@ async def lines(content: StreamReader) -> AsyncIterator[bytes]:
                 yield joined
             parts = []
         parts.append(rest)
-
-
-def jobs(content: bytes) -> Raw:
-    """A list of DDPJobs for kopf, as the API server writes it, each cut; or another object as it is. Raises
-    BadJsonError."""
-    listed = _decode(content, _List)  # once: a page may be some MB long
-    if listed.items is None:
-        return obj(content)
-    return {
-        "apiVersion": listed.api_version,
-        "kind": listed.kind,
-        "metadata": {"resourceVersion": listed.metadata.resource_version, "continue": listed.metadata.continue_},
-        "items": [job(obj(bytes(item))) for item in listed.items],
-    }
 
 
 def event(line: bytes, plural: str = "") -> Raw:

@@ -25,8 +25,9 @@ PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
 REQUEST_SECONDS = 10.0  # from the headers to the answer; the cluster's keys may have to be fetched in between
 IDLE_SECONDS = 60.0  # between two accepted reports on a connection; a trainer posts at most every 5 s
-# Per pod: a report every 5 s is the default; the burst is for several processes of one pod and the final report.
-REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 5.0
+# Per pod: a report every 5 s is the default; the burst is for a restart in place, within a second: the last report of
+# the old ranks, the agent's, and start, load, first step and save of the new ones.
+REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 10.0
 PODS_REMEMBERED = 10_000
 
 

@@ -172,7 +172,8 @@ class Reconciler:
             for s in services
             if s not in own
         )
-        nodes, pods = self.caches.nodes.seen(), state.by_own_clock(self.caches.pods.of(key), self.runtime.now())
+        pods = state.by_own_clock(self.caches.pods.of(key), self.runtime.now())
+        await self._confirm_nodes(pods)
         return Observed(
             service=bool(own),
             pods=tuple(pods),
@@ -182,13 +183,19 @@ class Reconciler:
             reports=state.reports,
             listening_since=self.reports.listening_since,
             agent=state.agent.agent if state.agent and state.agent.attempt == job.status.attempt else None,
-            nodes=nodes,
+            nodes=self.caches.nodes.seen(),
             deleted_pods=tuple(p for p in state.deleted_pods.values() if p.attempt == job.status.attempt),
             trackers={rank: t for rank, t in state.trackers.items() if t.attempt == job.status.attempt},
             gang_apis={name: gang.api_in(key[0]) for name, gang in self.caches.gangs.items()},
             groups=tuple(group for gang in self.caches.gangs.values() for group in gang.groups(key)),
             neighbours=self._neighbours(key, pods) if job.status.gang is not None else {},
         )
+
+    async def _confirm_nodes(self, pods: Sequence[Pod]) -> None:
+        """A pod whose node is gone counts as lost, so the API server is asked first for a node that our copy has not
+        got: the pod may be on a new node, of which the watch of nodes has not told yet."""
+        for name in self.caches.nodes.unknown({pod.node for pod in pods if pod.live and pod.node}):
+            await self.lookup.read_node(("", name))
 
     def _neighbours(self, key: Key, pods: Sequence[Pod]) -> dict[str, int]:
         """Which other jobs of the namespace have nodes, where pods of this one wait for some."""

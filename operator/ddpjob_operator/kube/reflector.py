@@ -7,13 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ddpjob_operator.kube.client import ApiError, Client, collection
+from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Client, collection
 from ddpjob_operator.kube.listing import Careful, Sink, take
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.store import number
 
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 30.0
 LOG_AGAIN_SECONDS = 300.0
+# A connection that breaks, or a server that starts, is no news to an administrator.
+QUIET_SECONDS = 5.0
 # A watch that was open for so long has worked: what ends it then is the server's time-out, no error.
 HEALTHY_SECONDS = 10.0
 # A list older than what we saw comes from an API server that lags. It catches up in seconds, unless the whole
@@ -22,7 +24,7 @@ STALE_LISTS_MAX = 5
 
 
 class Reflector:
-    """One collection: pods or services, of one namespace or of all (namespace "")."""
+    """One collection, such as DDPJobs or pods, of one namespace or of all (namespace "")."""
 
     def __init__(
         self,
@@ -35,23 +37,31 @@ class Reflector:
         path: str = "",
         runtime: Runtime = SYSTEM,
         sleep: Callable[[float], Any] = asyncio.sleep,
+        away: Callable[[], bool] = lambda: False,
         restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
     ) -> None:
-        """restarted: called with the resource and the cause, end or error, each time a watch has ended."""
+        """sleep: True if it was cut short because the server answers again (Reach.wait).
+        away: True while the server answers nobody, which is logged elsewhere (Reach).
+        restarted: called with the resource and the cause, end or error, each time a watch has ended."""
         self.what = f"{plural} in {namespace or 'all namespaces'}"
         self.namespace = namespace
         self.synced = asyncio.Event()
         self.tried_at = runtime.clock()
-        """When it last tried or received something: an API server that is away is no reason for a restart."""
+        """When it last tried or received something, or began to wait: an API server that is away is no reason for a
+        restart."""
+        self.waits = True
+        """False while it has asked for something, and the answer has not ended."""
         self._client = client
         self._path = path or collection(plural, namespace)
         self._selector = selector
         self._sink = sink
         self._runtime = runtime
         self._sleep = sleep
+        self._away = away
         self._restarted = partial(restarted, plural)
         self._version = self._newest = ""
         self._failures = 0
+        self._failing_since: float | None = None
         self._asked_for = 0.0
         """Seconds that the server wants us to wait."""
         self._stale_lists = 0
@@ -67,7 +77,7 @@ class Reflector:
         """Until cancelled."""
         while True:
             started, cause = self._runtime.clock(), "error"
-            self.tried_at, self._asked_for = started, 0.0
+            self.tried_at, self._asked_for, self.waits = started, 0.0, False
             try:
                 if not self._version:
                     await self._list()
@@ -79,16 +89,23 @@ class Reflector:
                 # The end of this task would end the operator, and the next one would fail at the same object.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
-            healthy = self._runtime.clock() - started >= HEALTHY_SECONDS
+            self.tried_at, self.waits = self._runtime.clock(), True
+            healthy = self.tried_at - started >= HEALTHY_SECONDS
             self._restarted(cause if healthy else "error")
             if healthy:
-                self._failures = 0
+                self._begin_anew()
                 continue
             # Also after a stream that ended without an error at once: a server or a proxy that closes every watch
             # must not make us ask in a tight loop.
             self._failures += 1
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
-            await self._sleep(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for))
+            if await self._sleep(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
+                # The server is back after an outage. While it starts it refuses watches for some seconds, and the next
+                # wait must not be as long as those of the outage.
+                self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._failures, self._failing_since = 0, None
 
     async def _list(self) -> None:
         pages = self._client.pages(self._path, self._selector)
@@ -108,7 +125,7 @@ class Reflector:
     async def _watch(self) -> None:
         async for event in self._client.watch(self._path, self._version, self._selector):
             self.tried_at = self._runtime.clock()
-            self._failures = 0
+            self._begin_anew()
             if self._logged[0]:
                 # Not when a list has worked: where only the right to watch is missing, that would be logged each time.
                 self._runtime.log.info("%s are watched again", self.what)
@@ -121,14 +138,16 @@ class Reflector:
             self._version = self._newest = raw["metadata"]["resourceVersion"]
 
     def _handle(self, error: ApiError) -> None:
-        if error.gone:
+        if error.needs_list:
             self._version = ""  # the next round lists
+        if error.gone:
             return
         self._asked_for = min(BACK_OFF_SECONDS_MAX, error.retry_after_seconds or 0.0)
-        if error.status in (403, 404) or error.status >= 500:
-            # What happened meanwhile is not in the events that a new watch brings.
-            self._version = ""
         text, at = str(error), self._runtime.clock()
+        self._failing_since = at if self._failing_since is None else self._failing_since
+        passes = error.status not in (401, 403, 404) and at - self._failing_since < QUIET_SECONDS
+        if passes or (error.status == NO_ANSWER and self._away()):
+            return
         if text != self._logged[0] or at - self._logged[1] >= LOG_AGAIN_SECONDS:
             self._logged = (text, at)
             self._runtime.log.warning("%s cannot be watched, trying again: %s", self.what, error)

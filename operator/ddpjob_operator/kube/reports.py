@@ -67,15 +67,17 @@ class Reports:
         known = state.reports.get(report.rank)
         if known is not None and report.attempt < known.attempt:
             return None
-        begins = known is None or report.attempt > known.attempt or (report.step > 0 and not known.step)
+        begins = known is None or _begins(known, report)
+        is_alarm = bool(report.save_failed) and (known is None or not known.save_failed)
         is_news = self._track(state, report)
         if known is None or msgspec.structs.replace(report, received_at=known.received_at) != known:
             state.reports[report.rank] = report
             is_news = True
         if not is_news:
             return None
-        # The status shows by rank 0's first step how long the start took, and which steps are made twice.
-        if begins and report.rank == 0:
+        # The status shows by rank 0's first step how long the start took, and which steps are made twice. Until then
+        # it shows no step, and just after a restart people look.
+        if (begins or is_alarm) and report.rank == 0:
             return FIRST_REPORT_SECONDS
         turn = self._turns.comes_in(key, self._runtime.clock())
         return max(self._progress_write_seconds, min(turn, WAITING_SECONDS_MAX))
@@ -119,6 +121,12 @@ class Reports:
             status = (self._jobs.get(key) or {}).get("status") or {}
             if state.last_report_at is not None and status.get("state") == "Running":
                 yield state.last_report_at
+
+
+def _begins(known: Report, report: Report) -> bool:
+    """Whether ranks have started, or made their first step, since the report before."""
+    starts = (report.attempt, report.generation) > (known.attempt, known.generation)
+    return starts or (report.step > 0 and not known.step) or (known.phase == "start" != report.phase)
 
 
 def _take_from_agent(state: JobState, report: Report) -> float | None:

@@ -1,8 +1,7 @@
 """Finds changes that a watch has not shown, and reads those objects again.
 
-A watch may lose an event: a proxy drops a line, an API server that was restored from a backup counts anew, kopf 1.45
-lists again after a broken watch and does not report what the new list lacks (clients/watching.py). Nothing else would
-ever tell, and the job would wait for ever. So while this operator leads, it asks now and then for the names and
+A watch may lose an event: a proxy drops a line, an API server that was restored from a backup counts anew. Nothing else
+would ever tell, and the job would wait for ever. So while this operator leads, it asks now and then for the names and
 versions of all objects that it watches, without their contents. What our copy lacks in two looks in a row has been
 lost: a watch may be late by seconds where a machine is overloaded, and to read all that again would add to the load.
 Two lists in a row that are older than our copy was before show that the server counts anew.

@@ -272,10 +272,20 @@ class Store(Generic[T]):
 
 class Jobs(Store[Raw]):
     """The DDPJobs as they are stored, raw but for what `cut` takes out. `changed(key)` is called when one is new, newer
-    or gone."""
+    or gone; `seen(old, new)` also when the answer to our own write is put."""
 
-    def __init__(self, changed: Callable[[Key], None], cut: Callable[[Any], Raw] = lambda raw: raw) -> None:
-        super().__init__(cut, _place_of, lambda key, _old, _new: None if self._answer_is_put else changed(key))
+    def __init__(
+        self,
+        changed: Callable[[Key], None],
+        cut: Callable[[Any], Raw] = lambda raw: raw,
+        seen: Callable[[Raw | None, Raw | None], None] = lambda _old, _new: None,
+    ) -> None:
+        def told(key: Key, old: Raw | None, new: Raw | None) -> None:
+            seen(old, new)
+            if not self._answer_is_put:
+                changed(key)
+
+        super().__init__(cut, _place_of, told)
         self._answer_is_put = False
         self._written: dict[Key, Raw] = {}
         """The statuses that are being written."""
@@ -288,21 +298,14 @@ class Jobs(Store[Raw]):
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
-    def take(self, kind: str, raw: Raw) -> bool:
-        """Puts the job of a watch event: one that is new, or that we have; False: it is left to kopf, and nothing was
-        put.
+    def take(self, raw: Raw) -> bool:
+        """Puts the job of a watch event if we have it; False: it is another job, and nothing was put.
 
         The event of our own write is left out: it may come before the answer, which is put as soon as it is there, and
         would be news then, of which the job is reconciled for nothing.
         """
-        metadata = raw.get("metadata")
-        if not isinstance(metadata, dict) or not all(isinstance(metadata.get(of), str) for of in ("name", "uid")):
-            return False
         entry = self._entries.get(_place_of(raw))
-        if kind == "ADDED" and entry is None:
-            self.put(raw)
-            return True
-        if kind != "MODIFIED" or entry is None or entry.uid != metadata["uid"]:
+        if entry is None or entry.uid != raw["metadata"]["uid"]:
             return False
         written = self._written.get(entry.key)
         if written is None or written != raw.get("status") or not _differ_in_status_alone(raw, entry.value):

@@ -20,14 +20,14 @@ from msgspec.structs import replace
 from ddpjob.agent import ports, processes
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import grace_seconds
+from ddpjob_operator.local import faults, pod_process, run_folder
 from ddpjob_operator.local import node as nodes
-from ddpjob_operator.local import pod_process
 from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan import agent_restarts
-from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, EndPod, restart_grace_seconds
+from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, EndPod
 from ddpjob_operator.pods import build, environment, naming
 
 TERMINATION_MESSAGE_BYTES = 4096
@@ -138,7 +138,7 @@ class LocalCluster:
             elif isinstance(action, DeletePod):
                 self._delete(job, action)
             elif isinstance(action, EndPod):  # no log goes here in any case
-                self._delete(job, DeletePod(action.name, action.uid, restart_grace_seconds(job.spec)))
+                self._delete(job, DeletePod(action.name, action.uid, action.grace_seconds))
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as in a cluster, except for the address of the rendezvous."""
@@ -216,6 +216,10 @@ class LocalCluster:
         termination_log.parent.mkdir(parents=True, exist_ok=True)
         termination_log.touch()
         process.env[environment.TERMINATION_LOG] = str(termination_log)
+        if faults.VARIABLE in process.env:
+            records = self.folder / run_folder.FAULTS
+            records.mkdir(exist_ok=True)
+            process.env[faults.HAPPENED] = str(records)
         node = nodes.NodeProcess(action.place)
         node.start(process.argv, process.env, process.cwd, grace_seconds(job.spec.template))
         log = Log(self.folder / f"{name}.log")
@@ -325,8 +329,7 @@ def _termination_message(path: Path) -> str:
 
 
 def _ended(code: int | None, reason: str, at: dt.datetime, message: str) -> Container:
-    # As with FallbackToLogsOnError: exit 0 has no message.
-    return Container("ended", reason, "" if code == 0 else message, exit_code=code, ended_at=at)
+    return Container("ended", reason, message, exit_code=code, ended_at=at)
 
 
 def _time(seconds: float) -> dt.datetime:

@@ -1,7 +1,7 @@
 """`ddpjob run --fail …`: injected faults, to see how a job recovers.
 
 A node is killed by the run itself. A rank fails in its own `ddpjob.progress(step=…)`, because only there the step is
-known exactly; it reads its faults from the variable DDPJOB_FAULTS.
+known exactly; it reads its faults from the variable DDPJOB_FAULTS, and records each one that happens as a file.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ddpjob_operator.job import api, topology
 from ddpjob_operator.manifest.yamlfile import InputError
 
 _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
+HAPPENED = "DDPJOB_FAULTS_HAPPENED"
+"""The folder of the records; a file is named by the place of its fault in DDPJOB_FAULTS."""
 FORMS = "node=1,at=20s or rank=3,step=50 with signal=SEGV, exit=3 or hang"
 
 
@@ -38,10 +41,16 @@ class RankFault:
     option: str
     rank: int
     step: int
-    attempt: int
+    attempt: int | None
+    """None: whichever reaches the step first."""
     how: dict[str, str | int | bool]
     """One of signal: name, exit: code, hang: true, as in DDPJOB_FAULTS."""
-    wants = "that rank did not call ddpjob.progress() with that step in that attempt"
+
+    @property
+    def wants(self) -> str:
+        """Why it may not have happened."""
+        where = "" if self.attempt is None else f" in attempt {self.attempt}"
+        return f"that rank did not call ddpjob.progress() with that step{where}"
 
 
 Fault = NodeFault | RankFault
@@ -63,7 +72,7 @@ def parse(text: str) -> Fault:
         return NodeFault(option, _number(option, given, "node"), _seconds(option, given["at"]))
     how = [n for n in ("signal", "exit", "hang") if n in given]
     if {"rank", "step"} <= given.keys() and len(how) == 1 and not given.keys() & {"node", "at"}:
-        attempt = _number(option, given, "attempt") if "attempt" in given else 1
+        attempt = _number(option, given, "attempt") if "attempt" in given else None
         numbers = _number(option, given, "rank"), _number(option, given, "step")
         return RankFault(option, *numbers, attempt, {how[0]: _how(option, how[0], given[how[0]])})
     raise InputError(f"{option}: must be {FORMS}")
@@ -79,16 +88,25 @@ def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
             raise InputError(f"{fault.option}: the job's ranks are 0 to {ranks - 1}")
 
 
-def happened(fault: Fault, status: api.Status) -> bool:
-    """Whether an attempt ended for it, as far as the status can tell."""
-    attempts = {failure.attempt for failure in status.failures}
-    return bool(attempts) if isinstance(fault, NodeFault) else fault.attempt in attempts
+def missed(faults: Sequence[Fault], not_yet: Sequence[NodeFault], records: Path) -> list[Fault]:
+    """Return those that did not happen. not_yet: the nodes that were not killed. records: the folder of HAPPENED."""
+    wanted = _of_ranks(faults)
+    ranks = [fault for place, fault in enumerate(wanted) if not (records / str(place)).exists()]
+    return [fault for fault in faults if any(fault is other for other in (*not_yet, *ranks))]
 
 
 def variable(faults: Sequence[Fault]) -> str:
     """The value of DDPJOB_FAULTS, for all ranks."""
-    wanted = [f for f in faults if isinstance(f, RankFault)]
-    return json.dumps([{"rank": f.rank, "step": f.step, "attempt": f.attempt, **f.how} for f in wanted])
+    return json.dumps(
+        [
+            {"rank": f.rank, "step": f.step, **({} if f.attempt is None else {"attempt": f.attempt}), **f.how}
+            for f in _of_ranks(faults)
+        ]
+    )
+
+
+def _of_ranks(faults: Sequence[Fault]) -> list[RankFault]:
+    return [fault for fault in faults if isinstance(fault, RankFault)]
 
 
 def _number(option: str, given: dict[str, str], name: str) -> int:

@@ -38,11 +38,13 @@ from ddpjob_operator.local import (
     screen,
     script,
     table,
+    threads,
     told,
 )
 from ddpjob_operator.local.cluster import LocalCluster, LocalPod, RefusedError
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 from ddpjob_operator.observed import kubeflow
+from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.observed.reports import BadReportError, Report
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.plan import plan
@@ -118,7 +120,7 @@ def on_this_machine(job: api.DDPJob, options: Options) -> tuple[api.DDPJob, list
     if job.spec.gang not in ("auto", "none") or job.spec.topology_key:
         notes.append("without effect on local processes: spec.gang, spec.topologyKey")
         job = replace(job, spec=replace(job.spec, gang="none", topology_key=""))
-    return on_cpu(job) if options.cpu else job, notes
+    return threads.set_threads(on_cpu(job) if options.cpu else job, os.environ), notes
 
 
 def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.Slot], list[str]]:
@@ -212,6 +214,7 @@ class Runner:
         self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
         self._stop_reasons: list[str] = []
+        self._stopped: dict[str, Container] = {}  # by pod: how the trainers ended that were told to stop
         self._pause_asked = False
         self._noted: set[str] = set()
         self._total_steps: int | None = None
@@ -288,14 +291,18 @@ class Runner:
         while True:
             now = dt.datetime.now(dt.timezone.utc)
             seen = self.cluster.observe()
+            if self._stop_reasons:
+                self._stopped |= {pod.name: pod.trainer for pod in seen.pods if pod.trainer.state == "ended"}
             todo = plan(self.job, seen, now, settings=SETTINGS)
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
             # The summary says how it ended.
             for event in todo.events if self.job.status.state not in TERMINAL else ():
-                is_stop = self._stop_reasons and event.reason in _STOPS  # said where it began
-                if not is_stop and not self.teller.event(event, self.job.status):
+                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # by the check before the run
+                is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)  # where it began
+                is_said = is_said or event.reason in {found.reason for found in self.job.status.findings}  # at the end
+                if not is_said and not self.teller.event(event, self.job.status):
                     self.screen.event(event)
             if todo.status is None and not todo.actions and not self.cluster.ended_pods():
                 return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
@@ -431,16 +438,16 @@ class Runner:
         self._write_report()
         status, name = self.job.status, self.job.metadata.name
         failed = status.state in ("Failing", "Failed")
-        self.teller.explain(status.last_failure if failed else None)
+        self.teller.explain(status.last_failure if failed else None, doubtful=bool(status.findings) and not failed)
         self.screen.close()
-        missed = [fault for fault in self.options.faults if not faults.happened(fault, status)]
+        missed = faults.missed(self.options.faults, self._node_faults, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # what was to be tested was not
         if status.state == "Suspended":
-            self.screen.note(told.stopped(name, status, took))
+            self.screen.note(told.stopped(name, status, took, self._stopped.values()))
             return INTERRUPTED
         self.screen.note(ending.failed(name, status, took))
         return FAILED

@@ -26,6 +26,8 @@ RUNS_KEPT = 10
 MARK = ".ddpjob-run"
 LATEST = "latest"
 STATUS, FACTS, HISTORY = "status.json", "run.json", "history.json"
+FAULTS = "faults"
+"""The folder with the records of injected faults."""
 _MARK_BYTES_MAX = 4096
 _UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
@@ -148,7 +150,8 @@ def _is_marked(run: Path, job: str) -> bool:
 
 def _remove_what_ends_with_a_run(run: Path) -> None:
     """Remove all but the logs and the record. No link is followed: rmtree refuses it, unlink removes the link alone."""
-    shutil.rmtree(run / "volumes", ignore_errors=True)
+    for folder in ("volumes", FAULTS):
+        shutil.rmtree(run / folder, ignore_errors=True)
     for leftover in ("token", "lock"):
         _unlink(run / leftover)
 

@@ -27,6 +27,10 @@ class LocalLogs:
         """The nodes that have a log in an attempt."""
         return self.run.attempts().get(attempt, [])
 
+    def gone(self, attempt: int) -> list[int]:  # noqa: ARG002 - that of another source
+        """The nodes that ran in an attempt and have no log any more: none, because files stay."""
+        return []
+
     def why_none(self) -> str:
         """The sentence where no attempt has a log."""
         return "no node has a log yet"

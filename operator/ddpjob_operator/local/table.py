@@ -83,7 +83,7 @@ def lines(moment: Moment, nodes: Sequence[Node], width: int, height: int) -> lis
         rows.append(_bar(progress.percent, width))
     if advice := hint(moment):
         rows.append([(_cut(advice, width), "dim")])
-    failure = _failure(moment.status, width)
+    failure = [*_save_failed(moment.status, width), *_failure(moment.status, width)]
     room = max(0, height - len(rows) - len(failure))
     return [*rows, *_nodes(nodes, width, min(room, NODES_MAX + 1)), *failure][: max(1, height)]
 
@@ -231,6 +231,15 @@ def _failure(status: api.Status, width: int) -> list[Line]:
         return []
     last = status.failures[-1]
     return [[(_cut(f"✖ attempt {last.attempt}: {_one_line(last.message)}", width), "red")]]
+
+
+def _save_failed(status: api.Status, width: int) -> list[Line]:
+    """That saves fail, with the step from which a restart would go on."""
+    if not status.save_failed:
+        return []
+    saved = status.progress.saved_step if status.progress is not None else None
+    last = f"last saved at step {saved}" if saved else "nothing is saved"
+    return [[(_cut(f"✖ {last}: {_one_line(status.save_failed)}", width), "red")]]
 
 
 def _nodes(nodes: Sequence[Node], width: int, room: int) -> list[Line]:

@@ -4,16 +4,23 @@ what is folded in one more line, with the log that has it.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from ddpjob.core import rules
+from ddpjob.core.failures import root_cause
+from ddpjob_operator.failures import termination_message
 from ddpjob_operator.job import api, launcher, reasons, wording
 from ddpjob_operator.local.cluster import LocalPod
 from ddpjob_operator.local.fold import Fold, Trace
+from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import Event
 
 # A failure is told once, with what follows from it; where the other nodes take longer to stop, that is told before.
 PATIENCE_SECONDS = 3.0
+_KILLED = 137
+_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # what the stop itself raises
 _BREAKS = {r.name for r in (reasons.RANK_FAILED, reasons.NODE_LOST, reasons.DISRUPTED, reasons.STALLED)}
 _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.RESTARTED_IN_PLACE)}
 
@@ -65,11 +72,16 @@ class Teller:
             if late := fold.overdue(now):
                 self._log(pod, late)
 
-    def explain(self, failure: api.JobFailure | None) -> None:
-        """The culprit's traceback, and how many lines were folded. None: nothing failed."""
+    def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
+        """The culprit's traceback, and how many lines were folded. None: nothing failed.
+
+        doubtful: of a success that is suspicious; then the first traceback that was held back matters after all.
+        """
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
         culprit = None if failure is None else _of_culprit(failure, held)
+        if doubtful:
+            culprit = next((trace for traces in held.values() for trace in traces if trace.exception), None)
         for name, traces in held.items():
             pod, fold = self._folds[name]
             for trace in traces:
@@ -77,6 +89,8 @@ class Teller:
                     self._log(pod, trace.lines)
                 else:
                     fold.hidden += len(trace.lines)
+        if failure is None and not any(held.values()):
+            return  # what torch logs at the end of a training that went well is nothing to look at
         self._tell_folded("" if failure is None else failure.pod)
 
     def _tell_folded(self, culprit: str) -> None:
@@ -94,15 +108,33 @@ class Teller:
         self._note(f"  … {own} of {self._launcher} in {self._folds[name][0].log.path}{more}")
 
 
-def stopped(name: str, status: api.Status, took: float) -> str:
-    """■ digits stopped after 12s, saved at step 281; took: seconds."""
+def stopped(name: str, status: api.Status, took: float, ended: Iterable[Container] = ()) -> str:
+    """■ digits stopped after 12s, saved at step 281; took: seconds, ended: the trainers that were told to stop."""
     progress, after = status.progress, f"■ {name} stopped after {wording.duration(took)}"
-    if progress is None:
-        return after
-    if progress.saved_step == progress.step:
+    if progress is not None and progress.saved_step == progress.step:
         return f"{after}, saved at step {progress.step}"
+    why = _why_unsaved(status, ended)
+    if progress is None:
+        return after + why
     last = f", last saved at step {progress.saved_step}" if progress.saved_step else ""
-    return f"{after} at step {progress.step}{last}"
+    return f"{after} at step {progress.step}{last}{why}"
+
+
+def _why_unsaved(status: api.Status, ended: Iterable[Container]) -> str:
+    """; nothing was saved: rank 0 raised RuntimeError: … in train.py:40. Empty if nothing tells why."""
+    ended = list(ended)
+    failures = [termination_message.read(trainer.message).failure for trainer in ended if trainer.message]
+    own = [f for f in failures if f.exception and not (f.symptom or f.resumable or _SIGNALLED.search(f.exception))]
+    if own:
+        found = root_cause(own)
+        who = "a rank" if found.rank is None else f"rank {found.rank}"
+        where = f" in {found.where}" if found.where and not rules.is_unsaved(found.exception) else ""
+        return f"; nothing was saved: {who} raised {found.exception.rstrip(' .')}{where}"
+    if status.save_failed:
+        return f"; {status.save_failed}"
+    if any(trainer.exit_code == _KILLED for trainer in ended):
+        return "; nothing was saved: it had to be killed by SIGKILL"
+    return ""
 
 
 def _of_culprit(failure: api.JobFailure, held: dict[str, list[Trace]]) -> Trace | None:

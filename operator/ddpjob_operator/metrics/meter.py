@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import prometheus_client
@@ -70,13 +71,20 @@ class Moment(NamedTuple):
 class Meter:
     """Counts from its making on: one for a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: AbstractContextManager[object] | None = None) -> None:
+        """lock: needed where a scrape is written in another thread than the one that reports changes."""
         self.registry = prometheus_client.CollectorRegistry()
         self._metrics: dict[str, MetricWrapperBase] = {}
         self._children: dict[tuple[str, tuple[str, ...]], MetricWrapperBase] = {}
         self._spent: dict[str, dict[str, int]] = {}
-        """The seconds that were shown of each job at the last scrape, by its uid."""
-        self._elsewhere: frozenset[str] = frozenset()
+        """The seconds that were counted of each job, by its uid."""
+        self._shown: dict[str, dict[str, int]] = {}
+        """The same of the last scrape."""
+        self._newly: set[str] = set()
+        self._ended: set[str] = set()
+        """The jobs, by uid, that were counted first, or for the last time, after the snapshot of the last scrape."""
+        self._lock = lock or nullcontext()
+        self._elsewhere: set[str] = set()
         """The jobs, by uid, that count from when they are shown: others may have counted what they spent before."""
         self._since: dt.datetime | None = None
         """From when on all that jobs spend is counted here; None: it does not lead."""
@@ -112,9 +120,30 @@ class Meter:
             self._take(each)
         return restart
 
+    def leads(self, now: dt.datetime) -> None:
+        """From now on all that jobs spend is counted here, until a scrape in which this operator does not lead."""
+        self._forget()
+        self._since = now
+
+    def spends(self, job: Job, now: dt.datetime) -> None:
+        """A job that this operator acts for has changed: most jobs of a sweep begin and end between two scrapes."""
+        self._newly.add(job.uid)
+        self._add(job, now)
+
+    def left_to_others(self, uid: str) -> None:
+        """Another release acts for the job of this uid, and counts it."""
+        self._elsewhere.add(uid)
+        self._spent.pop(uid, None)
+
+    def gone(self, job: Job, now: dt.datetime) -> None:
+        """A job that this operator acted for is gone; its status is the last one."""
+        self._ended.add(job.uid)
+        self._add(job, now)
+        self._spent.pop(job.uid, None)
+
     @property
     def remembered(self) -> int:
-        """Of how many jobs something is kept: those of the last scrape."""
+        """Of how many jobs something is kept."""
         return len(self._spent)
 
     # ---------------------------------------------------------------- what is served
@@ -130,8 +159,8 @@ class Meter:
     def _of_each(self, moment: Moment, openmetrics: bool) -> bytes:
         if moment.jobs is None or not moment.of_jobs:
             return b""
-        spent = self._spent
-        shown = ((j.namespace, j.name, j.status, spent[j.uid]) for j in moment.jobs if j.status is not None)
+        spent = self._shown
+        shown = ((j.namespace, j.name, j.status, spent[j.uid]) for j in moment.jobs if j.status and j.uid in spent)
         return job_lines.text(shown, moment.now, openmetrics=openmetrics)
 
     def _at(self, moment: Moment) -> list[core.Metric]:
@@ -142,31 +171,49 @@ class Meter:
         return [*families, *_of_operator(moment), *_of_jobs(moment)]
 
     def _add_spent(self, moment: Moment) -> None:
-        """What jobs have spent since the last scrape. Before a job's first one others may have counted it."""
+        """What jobs have spent since they were counted last. Before a job's first time others may have counted it."""
+        self._shown = {}
         if moment.jobs is None:
-            self._spent, self._elsewhere, self._since = {}, frozenset(), None
+            self._forget()
             return
         self._since = self._since or moment.now
-        # Not acting for a job is often a claim that was renewed late: what was counted of it stays counted.
-        shown = {uid: self._spent[uid] for uid in {*moment.away} - {*moment.others} if uid in self._spent}
         for job in moment.jobs:
+            if job.uid not in self._ended and (spent := self._add(job, moment.now)) is not None:
+                self._shown[job.uid] = spent
+        # Not acting for a job is often a claim that was renewed late: what was counted of it stays counted.
+        kept = {job.uid for job in moment.jobs} | ({*moment.away} - {*moment.others}) | self._newly
+        for uid in [uid for uid in list(self._spent) if uid not in kept]:
+            self._spent.pop(uid, None)
+        self._elsewhere = {*moment.away} - self._spent.keys()
+        self._newly, self._ended = set(), set()
+
+    def _add(self, job: Job, now: dt.datetime) -> dict[str, int] | None:
+        """Count what a job has spent since it was counted last, and return all that it has spent; None: not known."""
+        if job.status is None:
+            return None  # what was counted stays, else all of it would be counted again once the status can be read
+        spent = of_status.spent(job.status, now)
+        with self._lock:
             before = self._spent.get(job.uid)
-            if job.status is None:
-                if before is not None:
-                    shown[job.uid] = before  # else all of it would be counted again once the status can be read
-                continue
-            now = of_status.spent(job.status, moment.now)
             if before is None:
-                before = {} if self._is_new(job, self._since) else now
+                before = self._counted_by_others(job, spent)
             # A stall and a failure are found later than they began, and a clock may be set back: what was productive
             # until now is less then. Prometheus takes a counter that falls for one that began again at zero, and
             # increase() would have all of a week once more.
-            shown[job.uid] = spent = {name: max(seconds, before.get(name, 0)) for name, seconds in now.items()}
-            for name, seconds in spent.items():
-                if more := seconds - before.get(name, 0):
-                    self.count(names.SPENT_SECONDS, name, by=more)
-        self._spent = shown
-        self._elsewhere = frozenset(moment.away) - shown.keys()
+            spent = {name: max(seconds, before.get(name, 0)) for name, seconds in spent.items()}
+            self._spent[job.uid] = spent
+        for name, seconds in spent.items():
+            if more := seconds - before.get(name, 0):
+                self.count(names.SPENT_SECONDS, name, by=more)
+        return spent
+
+    def _counted_by_others(self, job: Job, spent: dict[str, int]) -> dict[str, int]:
+        if job.status is None or self._since is None or job.uid in self._elsewhere:
+            return spent
+        return {} if self._is_new(job, self._since) else of_status.spent(job.status, self._since)
+
+    def _forget(self) -> None:
+        self._spent, self._elsewhere, self._since = {}, set(), None
+        self._newly, self._ended = set(), set()
 
     def _is_new(self, job: Job, since: dt.datetime) -> bool:
         """Whether nobody else has counted what it has spent."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from ddpjob.core import rules
+from ddpjob_operator.observed import hidden_failure
 from ddpjob_operator.observed.groups import GangApi, Group
 from ddpjob_operator.observed.reports import Agent, Report
 
@@ -36,6 +37,12 @@ class Container(msgspec.Struct, frozen=True):
     """ended: the init container whose end this is; the trainer itself never ran."""
     started_at: dt.datetime | None = None
     """ended: when it had started."""
+
+    @property
+    def hides_a_failure(self) -> bool:
+        """Whether it ended with 0 although its termination message proves that the training failed."""
+        is_zero = self.state == "ended" and self.exit_code == 0
+        return is_zero and bool(self.message) and hidden_failure.is_recorded(self.message)
 
     @property
     def is_lost(self) -> bool:
@@ -77,6 +84,8 @@ class Pod(msgspec.Struct, frozen=True):
     """Whether that was ever seen: the network of its node failed, or its machine, also where both work again."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
+    unschedulable_since: dt.datetime | None = None
+    """Since when it says so; None while the pod is kept from the scheduler."""
     deletion_requested_at: dt.datetime | None = None
     """When its deletion was requested (deletionTimestamp less the grace period)."""
     deletion_deadline: dt.datetime | None = None
@@ -88,10 +97,10 @@ class Pod(msgspec.Struct, frozen=True):
     """Whether a container beside the trainer has not ended."""
     done_since: dt.datetime | None = None
     """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of the shell."""
-    unconfigured_since: dt.datetime | None = None
-    """Since when a ConfigMap or a Secret is known to be missing for a container of it, by the clock of the shell."""
     outlived: bool = False
     """Whether a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
+    overcome: bool = False
+    """Whether a failure that its termination message records may have been overcome by another launcher since."""
     completed: bool = False
     """Whether it was ever seen to have completed; what ends the pod after that changes nothing."""
     ended_first: bool = False
@@ -116,12 +125,14 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def has_completed(self) -> bool:
-        """Ended with 0 by itself. Exit 0 after a SIGTERM is no success, whether a delete sent it or the kubelet, which
-        evicts, shuts down its node, or enforces the pod's own activeDeadlineSeconds."""
+        """Ended with 0 by itself, and no message proves a failure. Exit 0 after a SIGTERM is no success, whether a
+        delete sent it or the kubelet, which evicts, shuts down its node, or enforces the pod's own
+        activeDeadlineSeconds."""
         if self.completed:
             return True
         ended_from_outside = self.deleted_first or self.reason or self.disruption or self._is_undecided
-        return self.trainer.state == "ended" and self.trainer.exit_code == 0 and not ended_from_outside
+        done = self.trainer.state == "ended" and self.trainer.exit_code == 0
+        return done and not ended_from_outside and (self.overcome or not self.trainer.hides_a_failure)
 
     @property
     def has_failed(self) -> bool:
@@ -167,6 +178,8 @@ class Node:
     """Since when."""
     with_most: bool = False
     """Not ready: whether most nodes became so together. Then the control plane does not get their heartbeats."""
+    gone: bool = False
+    """Not ready: whether its object was deleted, as a cloud does it with that of a machine that is no more."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +232,7 @@ class Observed:
     agent: Agent | None = None
     """The last report of the agent of node 0 in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None
-    """The cluster's nodes that are not ready, by name; None where nodes may not be read."""
+    """The cluster's nodes that are not ready or gone, by name; None where nodes may not be read."""
     gang_apis: Mapping[str, GangApi] = field(default_factory=dict)
     """The APIs of gang schedulers and queues that are switched on, by adapter."""
     groups: tuple[Group, ...] = ()

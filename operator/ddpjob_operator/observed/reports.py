@@ -88,6 +88,8 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     """Why the state is not kept in the memory of the sender's pod."""
     limit_needed: _Number | None = None
     """Bytes that the container's memory limit must be for that, where it is the limit that is too small."""
+    save_failed: _Sentence = ""
+    """Why the last save of a checkpoint has failed; empty once a later one is in its folder."""
     final: bool = False
     agent: Agent | None = None
     """Set: the report is not of a rank but of the agent of its pod."""

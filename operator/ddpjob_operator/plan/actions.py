@@ -72,6 +72,8 @@ class EndPod:
 
     name: str
     uid: str
+    grace_seconds: int | None = None
+    """What a shell gives it that keeps logs elsewhere. None: the pod's own."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,8 @@ class Settings:
     """A container whose ConfigMap or Secret is missing for so long never starts."""
     avoid_node_seconds: float = 3600.0
     """How long a node that failed the job twice is avoided, and how far back failures count for it."""
+    avoid_unless_unschedulable_seconds: float = 60.0
+    """For how long pods may find no other node until they may go to one that is avoided."""
     resume_hint: str = "set spec.suspend to false to go on"
     """What a user does with a suspended job."""
     keeps_files: bool = False

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
-import re
 from collections.abc import Iterator
 from dataclasses import replace as replaced
 from typing import Literal
 
 from msgspec.structs import replace
 
+from ddpjob_operator.check import shells
 from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, variables
 from ddpjob_operator.job.reasons import Reason
@@ -33,7 +33,7 @@ _CONDITION_OF = {
 # The condition that has the message, beside status.message; the others that hold would only repeat it.
 _HAS_MESSAGE = {"Suspended": "Suspended", "Failing": "FailureTarget", "Failed": "Failed", "Succeeded": "Complete"}
 _ALWAYS_SHOWN = ("Accepted", "Running")
-_CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed")
+_CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed", "SaveFailed", "Suspicious")
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
 # Steps on the way back have no event, because there is one when the job restarts and one when it runs again.
 _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.WAITING_FOR_OLD_PODS.name)
@@ -41,10 +41,6 @@ _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reaso
 _STILL_STOPPING = tuple(
     r.name for r in (reasons.SUSPENDING, reasons.EVICTED, reasons.WAITING_FOR_OLD_PODS, reasons.WAITS_LONG)
 )
-# [/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553]
-_BUILD_PATH = re.compile(r"\[(?:[\w.-]*/){2,40}[\w.-]+:\d{1,6}\] ?")
-_PICTURES = re.compile(r"(?: ?GLHF!)? ?[\U0001f000-\U0001ffff\u2600-\u27bf\ufe0f\u200d]+")
-_SPACES = re.compile(r" {2,}")
 # A job that has run longer has an Event of its end in any case: two requests matter where many jobs are short.
 SHORT_JOB = dt.timedelta(minutes=10)
 
@@ -53,7 +49,7 @@ def finish(view: View, decision: Decision) -> Plan:
     """The plan: of the status only what differs from the stored one."""
     # The remark on an invalid spec is not part of what is recorded, but it is of what is compared.
     old = replace(view.recorded, message=view.stored.message)
-    status, long_wait_at = pending.with_long_wait(invalid_spec.with_remark(decision.status, view.problems), view.now)
+    status, long_wait_at = pending.with_long_wait(view, invalid_spec.with_remark(decision.status, view.problems))
     new = _document(view, old, status)
     if new != view.stored:
         new = redacted.status(new)
@@ -94,13 +90,14 @@ def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
 
 
 def _display(status: api.Status, *, silent: bool) -> api.Display:
-    """The texts of the printer columns. Of a job that is over its nodes are those that completed.
+    """The texts of the printer columns. Nodes that completed count as well: a job that is about to end has lost none.
 
     silent: whether rank 0 has not reported for so long that the time left is out of date.
     """
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
-    ready = len(ranges.parse(status.completed_nodes)) if over else nodes.ready
+    completed = len(ranges.parse(status.completed_nodes)) if over or status.state == "Running" else 0
+    ready = completed if over else min(nodes.total, nodes.ready + completed)
     shown = api.Display(nodes=f"{ready}/{nodes.total}", restarts=budgets.by_class(status.restarts or api.Restarts()))
     if progress is None or not (over or is_of_this_attempt(status, progress)):
         return shown
@@ -114,6 +111,8 @@ def _display(status: api.Status, *, silent: bool) -> api.Display:
 
 def _conditions(old: api.Status, new: api.Status, invalid: str, now: dt.datetime) -> list[api.Condition]:
     true = _CONDITION_OF.get(new.state or "", set()) | (set() if invalid else {"Accepted"})
+    true = true | ({"SaveFailed"} if new.save_failed else set())
+    true = true | ({"Suspicious"} if new.findings else set())
     if new.reason in _STILL_STOPPING:
         true = true - {"Suspended"}  # a user who waits for it needs the GPUs or the volume, which the pods still hold
     before = {c.type: c for c in old.conditions}
@@ -126,8 +125,12 @@ def _condition(
 ) -> api.Condition:
     reason = new.reason or "Unknown"
     message = new.message if kind == _HAS_MESSAGE.get(new.state or "", "Running") else ""
-    if kind == "Accepted":
+    if kind == "Suspicious" and true:
+        reason, message = new.findings[0].reason, "; ".join(one.message for one in new.findings)
+    elif kind == "Accepted":
         reason, message = (reasons.INVALID_SPEC.name, invalid) if invalid else ("Valid", "")
+    elif kind == "SaveFailed" and true:
+        reason, message = reasons.SAVE_FAILED.name, new.save_failed
     elif kind != "Running" and not true and kind != new.state:
         reason, message = f"Not{kind}", ""
     value: Literal["True", "False"] = "True" if true else "False"
@@ -146,8 +149,13 @@ def _events(view: View, old: api.Status, new: api.Status, message: str) -> Itera
     yield from _of_state(view, old, new, message)
     yield from _of_acceptance(view, old, new)
     yield from _of_agent_restarts(view, old, new)
+    for found in new.findings if new.findings != old.findings else ():
+        if found not in old.findings:
+            yield _event(replaced(reasons.named(found.reason), warning=True), found.message)
     if new.not_kept and new.not_kept != old.not_kept:
         yield _event(reasons.NOT_KEPT_IN_MEMORY, f"the state is not kept in memory: {new.not_kept}")
+    if new.save_failed and not old.save_failed:
+        yield _event(reasons.SAVE_FAILED, new.save_failed)
     if new.attempt and not old.attempt:
         yield from _advisories(view.job)
 
@@ -187,7 +195,8 @@ def _of_acceptance(view: View, old: api.Status, new: api.Status) -> Iterator[Eve
 
 
 def _is_news(old: api.Status, new: api.Status) -> bool:
-    return (old.state, old.reason) != (new.state, new.reason)
+    is_told = old.state == "Failing" and new.state == "Failed"  # why it fails was news when its pods began to stop
+    return (old.state, old.reason) != (new.state, new.reason) and not (is_told and old.reason == new.reason)
 
 
 def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator[Event]:
@@ -223,6 +232,8 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
         yield _event(reasons.DEVICES_NOT_COUNTED, text)
     for text in launcher.warnings(job.spec):
         yield _event(reasons.LAUNCHER_OPTION, text)
+    for text in shells.lost_exit_codes(launcher.command_of(job.spec.template)):
+        yield _event(reasons.EXIT_CODE_LOST, text)
 
 
 def _not_counted(spec: api.Spec) -> str:
@@ -238,9 +249,4 @@ def _not_counted(spec: api.Spec) -> str:
 
 
 def _event(reason: Reason, message: str) -> Event:
-    return Event("Warning" if reason.warning else "Normal", reason.name, shortened(message))
-
-
-def shortened(text: str) -> str:
-    """For a line of `kubectl describe`: without paths of gloo's sources and emojis, which the status keeps."""
-    return _SPACES.sub(" ", _PICTURES.sub("", _BUILD_PATH.sub("", text))).strip()
+    return Event("Warning" if reason.warning else "Normal", reason.name, sentences.shortened(message))

@@ -23,20 +23,18 @@ from ddpjob_operator.job.status import TERMINAL, is_broken, saved_step, unsettle
 from ddpjob_operator.job.times import after, is_past
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import pending
-from ddpjob_operator.plan.actions import Decision, DeletePod, EndPod, restart_grace_seconds
+from ddpjob_operator.plan import kept_log, pending
+from ddpjob_operator.plan.actions import Decision, restart_grace_seconds
 from ddpjob_operator.plan.settlement import Settled, context, failure_of, settle, with_last_step, with_limit
-from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure
+from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure, with_idle
 from ddpjob_operator.plan.view import View, name_pods
 
 # An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
 AGENT_FIRST = dt.timedelta(seconds=60)
+# A node that has failed is called not ready, or its object is deleted, within this time.
+UNHEARD = dt.timedelta(seconds=60)
 # Who complains sooner has not waited in vain: a script that fails at once would be started again and again for free.
 GIVES_UP_AFTER_SECONDS = 60
-# What a kubelet takes to receive the deadline, and to report the end of the pod.
-KUBELET_SECONDS = 10
-# A job whose pods may take an hour to save must not wait so long for one that hangs.
-GRACE_SECONDS_MAX = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),
     "NoProgress": (
@@ -59,7 +57,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
         return None
     reason, failure = trigger
     text = sentences.sentence(failure)
-    status = with_failure(status, failure, text)
+    status = with_failure(with_idle(status, _idle_since(view, status, failure)), failure, text)
     agents_wait = launcher.restarts_in_place(view.spec)
     if not view.active and not agents_wait:
         # Nothing is left to stop or to wait for, so the trigger is all the evidence there will be: one reconcile, and
@@ -69,6 +67,19 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     # Where agents wait in the other pods, the next reconcile decides whether these stop (pod_replacement.py).
     message = text + _open_question(failure) if agents_wait else _ending(view, text, failure)
     return Decision(enter(status, "Restarting", reason, message, view.now))
+
+
+def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.datetime | None:
+    """Since when a group whose node is lost has not trained: its ranks wait in a collective. From the last report of a
+    step on, and not from before its node can have failed, because a step may take long."""
+    progress, place = status.progress, view.members.place(failure.node_rank)
+    pod = None if place is None else view.known_pods.get(place)
+    if failure.reason not in (root_cause.NODE_LOST, "DeletionByPodGC") or progress is None or pod is None:
+        return None
+    node = (view.seen.nodes or {}).get(pod.node)
+    unheard = (node.since if node is not None else pod.silent_since) or view.now
+    stepped = progress.updated if progress.attempt == status.attempt else unheard
+    return min(view.now, max(stepped, unheard - UNHEARD))
 
 
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
@@ -118,33 +129,10 @@ def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: 
     # step.
     grace = None if view.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(view.spec)
     text = sentences.sentence(settled.cause)
-    actions, again_at = _stop(view, first, view.active, grace)
+    actions, again_at = kept_log.stop(view, first, view.active, grace)
     # The cause is recorded at each reconcile, because the evidence of a pod goes with its object.
     message = _ending(view, text, settled.cause)
     return Decision(replace(with_failure(status, settled.cause, text), message=message), actions, again_at)
-
-
-def _stop(
-    view: View, first: api.JobFailure, pods: Sequence[Pod], grace_seconds: int | None
-) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
-    """Stop the pods of a broken attempt, and when to check them again. first: what is recorded as its cause.
-
-    The pod of a stalled rank is ended so that its object stays, because the one log that explains the stall is deleted
-    with it. A pod whose activeDeadlineSeconds are over is ended by its kubelet as by a delete (SIGTERM, the pod's own
-    grace, SIGKILL), as Failed with the reason DeadlineExceeded, and stays. The API server takes that field also for a
-    pod that runs, as long as it becomes less (pkg/apis/core/validation, ValidatePodUpdate).
-    """
-    stalled = first.pod if first.reason == root_cause.STALLED else None
-    hanging = next((p for p in pods if p.name == stalled and p.deletion_requested_at is None), None)
-    # The clock may have been set back since it was recorded; times.py keeps that of the state from being ahead.
-    until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(
-        seconds=KUBELET_SECONDS + min(podspec.grace_seconds(view.spec.template), GRACE_SECONDS_MAX)
-    )
-    if hanging is None or view.now >= until:
-        # Neither its kubelet nor its process has answered, so its log is given up and the pod deleted.
-        return view.stop(pods, restart_grace_seconds(view.spec) if hanging else grace_seconds), None
-    others = view.stop([p for p in pods if p is not hanging], grace_seconds)
-    return (*others, *(() if hanging.deadline_set else (EndPod(hanging.name, hanging.uid),))), until
 
 
 def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
@@ -173,7 +161,8 @@ def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFai
         # The operator has requested no deletion in this attempt: who else did may explain what failed.
         pods = [*failed, *(p for p in view.active if p.deletion_requested_at is not None)]
         failure = root_cause.root_cause(context(view, status), pods)
-        yield reasons.RANK_FAILED, with_limit(view, with_last_step(status, failure))
+        reason = reasons.NODE_LOST if failure.reason == "DeletionByPodGC" else reasons.RANK_FAILED
+        yield reason, with_limit(view, with_last_step(status, failure))
 
 
 def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
@@ -201,7 +190,7 @@ def _stopped_from_outside(view: View, status: api.Status) -> Iterator[tuple[Reas
 
 def _never_configured(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     for pod in _needed(view, status):
-        if is_past(_config_error_at(view, pod), view.now):
+        if root_cause.lacks_configuration(pod) and is_past(_config_error_at(view, status), view.now):
             failure = failure_of(view, status, pod.place, root_cause.CONFIG_ERROR)
             yield (
                 reasons.RANK_FAILED,
@@ -228,14 +217,12 @@ def next_check(view: View, status: api.Status) -> dt.datetime | None:
     if status.state in (*TERMINAL, "Failing", "Suspended") or is_broken(status):
         return None
     stalls_at = stall.requeue_at(view.trackers, view.spec.stall, view.now)
-    times = (stalls_at, *(_config_error_at(view, p) for p in view.active))
+    times = (stalls_at, _config_error_at(view, status))
     return min((t for t in times if t is not None and t > view.now), default=None)
 
 
-def _config_error_at(view: View, pod: Pod) -> dt.datetime | None:
-    # Not from when it got its node, because to pull an image may take longer than that.
-    since = pod.unconfigured_since or pod.scheduled_at
-    return after(since, view.settings.config_error_seconds) if root_cause.lacks_configuration(pod) else None
+def _config_error_at(view: View, status: api.Status) -> dt.datetime | None:
+    return after(status.unconfigured_since, view.settings.config_error_seconds)
 
 
 def _ending(view: View, text: str, failure: api.JobFailure) -> str:

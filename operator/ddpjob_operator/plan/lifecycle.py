@@ -9,7 +9,7 @@ from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, is_broken
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import agent_restarts, invalid_spec, pending, report_age
+from ddpjob_operator.plan import agent_restarts, invalid_spec, kept_log, pending, report_age
 from ddpjob_operator.plan.actions import Action, Decision, DeleteJob
 from ddpjob_operator.plan.transitions import enter, new_attempt
 from ddpjob_operator.plan.view import View, name_pods, owned
@@ -56,6 +56,8 @@ def completed(view: View, status: api.Status) -> Decision | None:
         return None
     text = f"all {len(nodes)} nodes completed" if view.spec.nodes > 1 else "the node completed"
     text = f"{len(nodes)} of {view.spec.nodes} nodes trained, and completed" if len(nodes) < view.spec.nodes else text
+    if status.findings:
+        text = f"{text}, but suspicious: {'; '.join(found.message for found in status.findings)}"
     succeeded = enter(status, "Succeeded", reasons.ALL_NODES_COMPLETED, text, view.now)
     return Decision(replace(succeeded, completion_time=view.now))
 
@@ -66,7 +68,9 @@ def failing(view: View, status: api.Status) -> Decision | None:
         return None
     active = view.active_of_all_attempts
     if any(p.uid not in view.lost for p in active):
-        return Decision(status, view.stop(active, None))
+        actions, again_at = kept_log.stop(view, view.recorded.last_failure, active, None)
+        return Decision(status, actions, again_at)
+    status = kept_log.with_end_at_deadline(view, status)
     text = view.recorded.message.removesuffix(STOPPING_ALL)
     failed = enter(status, "Failed", reasons.named(view.recorded.reason), text, view.now)
     return Decision(replace(failed, completion_time=view.now))
@@ -129,6 +133,7 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
         return None
     limit = view.spec.active_deadline_seconds
     text = f"not finished within activeDeadlineSeconds: {limit}{STOPPING_ALL}"
+    status = kept_log.with_deadline(view, status)
     return Decision(enter(status, "Failing", reasons.DEADLINE_EXCEEDED, text, view.now))
 
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan.view import View
+from ddpjob_operator.plan.view import Unreachable, View
 from ddpjob_operator.pods import naming
 
 LONG_SECONDS = 600.0
@@ -25,14 +25,19 @@ _BEING_CREATED = ("", "ContainerCreating", "PodInitializing")
 _WAITS = ("Pending", "Starting", "Restarting", "Failing")
 # Of the scheduler's sentences that differ by pod: each of hundreds of pods may have one of its own (a volume by name).
 SENTENCES_MAX, SENTENCE_LENGTH_MAX = 3, 300
+UNREACHABLE_MAX = 3
 
 
-def with_long_wait(status: api.Status, now: dt.datetime) -> tuple[api.Status, dt.datetime | None]:
+def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
     """The status, with a reason that is a Warning where a state that only waits has lasted long without one; else
     when that will be."""
+    now = view.now
     reason = reasons.ALL.get(status.reason)
     if reason is None or reason.warning or not (status.state in _WAITS or reason is reasons.WAITING_FOR_OLD_PODS):
         return status, None
+    waiting = [pod for pod in view.pods.values() if pod.trainer.state == "waiting"]
+    if reason is reasons.STARTING_TRAINERS and _slowest(status, waiting) is not None:
+        return status, None  # it becomes CannotStart a second later or earlier: that is one fact, and one Warning
     # The wait of each attempt is counted from its own time; one that is in the future has not begun to wait.
     begun = max(at for at in (status.state_time or now, status.attempt_time or status.state_time or now))
     long = begun + dt.timedelta(seconds=LONG_SECONDS)
@@ -120,13 +125,22 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
 
 def unreachable_nodes(view: View) -> str:
     """The part of a message about pods on nodes that are not ready."""
-    parts = [
-        f"; node {u.pod.node} (node {u.pod.place}) is not ready since {u.since:%H:%M:%S}; "
-        + (f"given up at {u.lost_at:%H:%M:%S}" if u.lost_at else "so are most others, and none of them is given up")
-        for u in view.unreachable[:3]
-    ]
-    more = len(view.unreachable) - 3
-    return "".join(parts) + (f"; and {more} more" if more > 0 else "")
+    by_node: defaultdict[tuple[str, dt.datetime | None], list[Unreachable]] = defaultdict(list)
+    for one in view.unreachable:
+        by_node[one.pod.node, one.lost_at].append(one)
+    parts = [_unreachable(alike) for alike in by_node.values()]
+    more = len(parts) - UNREACHABLE_MAX
+    return "".join(parts[:UNREACHABLE_MAX]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _unreachable(alike: Sequence[Unreachable]) -> str:
+    """alike: the pods on one node that are given up at the same time."""
+    first = alike[0]
+    what = "is gone" if first.gone else "is not ready"
+    until = "so are most others, and none of them is given up"
+    until = f"given up at {first.lost_at:%H:%M:%S}" if first.lost_at else until
+    of = name_nodes([one.pod.place for one in alike])
+    return f"; node {first.pod.node} ({of}) {what} since {min(one.since for one in alike):%H:%M:%S}; {until}"
 
 
 def _named(since: dt.datetime, now: dt.datetime) -> tuple[float, dt.datetime | None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, launcher, ranges, reasons, topology
+from ddpjob_operator.failures import root_cause
+from ddpjob_operator.job import api, ranges, reasons, topology
 from ddpjob_operator.observed import stall
-from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
+from ddpjob_operator.plan import agent_restarts, findings, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
@@ -25,11 +28,22 @@ _ALL_PODS_WERE_MADE = (
 def record(view: View, status: api.Status) -> api.Status:
     """The status with which nodes have started and completed, progress, and the restarts that agents have charged."""
     report = view.seen.reports.get(0)
-    status = transitions.with_progress(_with_nodes(view, status), report, state_in_memory.why_not(view, status))
+    status = findings.with_findings(_with_nodes(view, status), view)
+    status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
+    status = replace(status, unconfigured_since=_unconfigured_since(view, status))
     # An attempt that begins in this reconcile has no agent yet: the reports are of the one before, and counted there.
     has_agent = 0 < status.attempt == view.recorded.attempt
     return agent_restarts.with_agent(status, view) if has_agent else status
+
+
+def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
+    """Since when a pod lacks a ConfigMap or a Secret. Not from when it got its node, because to pull an image may take
+    longer than such a pod is waited for. In the status, because leaders change more often than that."""
+    if any(root_cause.lacks_configuration(pod) for pod in view.active):
+        return status.unconfigured_since or view.now
+    is_started_again = status.start_retries > 0 and all(p.trainer.state == "waiting" for p in view.pods.values())
+    return status.unconfigured_since if is_started_again else None
 
 
 def _with_nodes(view: View, status: api.Status) -> api.Status:
@@ -57,15 +71,12 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
 
 
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
-    """The places that have started, where some have completed: none could have without its group."""
+    """The places that have started, when some have completed."""
     known = ranges.parse(status.started_nodes) | completed
     if view.is_elastic and topology.is_enough(view.spec, known):
         # The first nodes that complete make room for pods that waited: those find no group to join any more.
         return started & known
-    if status.reason not in _ALL_PODS_WERE_MADE and (
-        view.is_elastic or launcher.in_template(view.spec.template) is None
-    ):
-        return started  # a script that needs no peers may end before the last pod of a large job is made
-    # torchrun and ddprun end well only where all nodes have met, so a pod that is missing now has run. A new pod in its
-    # place would wait for the others in vain.
+    if status.reason not in _ALL_PODS_WERE_MADE:
+        return started  # the operator may have ended before the last pod was made: that a pod is missing proves nothing
+    # All pods were there once, so a pod that is missing now has run. A new pod would wait for the others in vain.
     return started | (set(view.members) - set(view.pods))

@@ -28,9 +28,11 @@ def status(new: api.Status) -> api.Status:
         message=shown(new.message, MESSAGE_MAX),
         resumed_from=shown(new.resumed_from, bounds.SENTENCE_MAX),
         not_kept=shown(new.not_kept, bounds.ADVICE_MAX),
+        save_failed=shown(new.save_failed, bounds.SENTENCE_MAX),
         progress=_progress(new.progress),
         last_failure=_failure(new.last_failure),
         failures=[_line(line) for line in new.failures],
+        findings=[replace(one, message=shown(one.message, EXCEPTION_MAX)) for one in new.findings],
         avoided_nodes=[replace(node, message=shown(node.message, EXCEPTION_MAX)) for node in new.avoided_nodes],
         conditions=[replace(one, message=shown(one.message, CONDITION_MAX)) for one in new.conditions],
     )

@@ -92,15 +92,20 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
         early=_completed_early(view, status),
         steps={rank: tracker.step for rank, tracker in view.trackers.items()},
     )
-    failure = _with_silent_node(view, with_limit(view, _with_log(view, failure)), first)
+    failure = _with_silent_node(view, with_limit(view, with_log(view, failure)), first)
     return replace(with_last_step(status, failure), failure_class=""), failure_class
 
 
-def _with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
+def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
     """With the end of the log of the pod that was ended for it."""
     place = view.members.place(failure.node_rank)
     pod = None if place is None else view.known_pods.get(place)
-    if failure.reason != root_cause.STALLED or failure.log_tail or not view.settings.keep_log_tail or pod is None:
+    if (
+        failure.reason not in root_cause.KEEPS_ITS_LOG
+        or failure.log_tail
+        or not view.settings.keep_log_tail
+        or pod is None
+    ):
         return failure
     if pod.name != failure.pod or not pod.ended:
         return failure
@@ -130,14 +135,16 @@ def _avoided(
     status: api.Status, settings: Settings, now: dt.datetime, bad_nodes: Sequence[str]
 ) -> list[api.AvoidedNode]:
     """The nodes to avoid, now that the last failure is recorded. bad_nodes: by the pre-flight."""
-    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in bad_nodes]
+    node = status.failures[-1].node if status.failures else ""
+    # One that fails the job once more is avoided once more, because another node may be free by now.
+    again = {*bad_nodes, *(a.node for a in status.avoided_nodes if a.lifted and a.node == node)}
+    kept = [a for a in status.avoided_nodes if a.until > now and a.node not in again]
     until = now + dt.timedelta(seconds=settings.avoid_node_seconds)
     kept += [api.AvoidedNode(node=node, until=until, message="the pre-flight found it bad") for node in bad_nodes]
     since = now - dt.timedelta(seconds=settings.avoid_node_seconds)
-    node = status.failures[-1].node if status.failures else ""
     count = sum(bool(node) and f.node == node and f.time > since for f in status.failures)
     if count >= FAILURES_TO_AVOID and node not in {a.node for a in kept}:
-        kept.append(api.AvoidedNode(node=node, until=until, message=f"{count} failures of this job were its"))
+        kept.append(api.AvoidedNode(node=node, until=until, message=f"{count} failures of this job"))
     return kept[-AVOIDED_MAX:]
 
 
@@ -161,12 +168,14 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
 
 
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
-    """Whether a pod was made when another had ended: by what was seen first, or by clocks that differ by more than
-    those of nodes do."""
+    """True if a pod was made when another had ended: by what was seen first, else by when both got their nodes and how
+    long the other ran. Clocks of nodes differ by more than a short run takes."""
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
-    at, end = pod.scheduled_at, ended.trainer.ended_at
-    return at is not None and end is not None and at > end + root_cause.NODE_CLOCKS_DIFFER
+    at, before, ran = pod.scheduled_at, ended.scheduled_at, ended.trainer
+    if at is None or before is None or ran.started_at is None or ran.ended_at is None:
+        return False
+    return at > before + (ran.ended_at - ran.started_at)
 
 
 def _has_trained_before(status: api.Status) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import sentences
-from ddpjob_operator.job import api, podspec, ranges, reasons, wording
+from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import is_restarted
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
@@ -17,9 +17,9 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, invalid_spec, lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, CreatePod, CreateService, Decision, restart_grace_seconds
 from ddpjob_operator.plan.late_nodes import LAST_CALL_SECONDS
-from ddpjob_operator.plan.transitions import enter, new_attempt
+from ddpjob_operator.plan.transitions import enter, new_attempt, with_new_ranks
 from ddpjob_operator.plan.view import View, is_over, name_pods
-from ddpjob_operator.pods import naming
+from ddpjob_operator.pods import build, naming
 
 # Waiting reasons of the kubelet after which it tries again without success. ContainerCreating and PodInitializing are
 # not among them, because they end by themselves.
@@ -72,7 +72,9 @@ def start_overdue(view: View, status: api.Status) -> Decision | None:
         f"{count} of {view.spec.nodes} nodes ran within startDeadlineSeconds: {view.spec.start_deadline_seconds}; "
         f"all are released, next try at {wording.clock(again)}"
     )
-    later = replace(new_attempt(status, again), start_retries=retries)
+    # Where this comes before a minute is over, no other node would ever be found.
+    later = _lifted(status, view.now) if _unschedulable(view) else status
+    later = replace(new_attempt(later, again), start_retries=retries, unconfigured_since=status.unconfigured_since)
     return Decision(enter(later, "Pending", reasons.START_BACK_OFF, text, view.now))
 
 
@@ -146,16 +148,57 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
 
 
 def avoidance_over(view: View, status: api.Status) -> Decision | None:
-    """A pod is unschedulable, and was made when a node was avoided that no longer is: all pods are made again, because
-    the affinity of a pod never changes."""
-    since = status.attempt_time
-    over = [a.node for a in status.avoided_nodes if since is not None and since < a.until <= view.now]
-    waiting = [p for p in view.pods.values() if p.trainer.state == "waiting" and p.unschedulable]
-    if not over or not waiting or view.trains_with_fewer(status) or gang.names_nodes(view, status):
+    """A pod is unschedulable, and was made when a node was avoided that no longer is, or that is lifted now because the
+    pod fits nowhere else. It is made again, because the affinity of a pod never changes."""
+    waiting = _unschedulable(view)
+    if not waiting or view.trains_with_fewer(status) or gang.names_nodes(view, status):
         return None
-    text = f"{', '.join(over)} is no longer avoided: all pods are created again"
-    later = new_attempt(status, view.now)
-    return Decision(enter(later, "Pending", reasons.CREATING_PODS, text, view.now))
+    since = status.attempt_time
+    over = [a for a in status.avoided_nodes if since is not None and since < a.until <= view.now and not a.lifted]
+    if not over and not is_past(_lifts_at(view, status), view.now):
+        return None
+    later = _made_again(view, status if over else _lifted(status, view.now), waiting)
+    now_used = [a for a in later.avoided_nodes if a.lifted and a not in status.avoided_nodes]
+    names = ", ".join(a.node for a in over)
+    why = f"{names} is no longer avoided" if over else "; ".join(map(sentences.avoided, now_used))
+    made = [f"pod {p.name} is" for p in waiting] if later.attempt == status.attempt else []
+    what = made[0] if len(made) == 1 else f"{len(made)} pods are" if made else "all pods are"
+    state: api.State = "Restarting" if status.state == "Restarting" else "Pending"
+    return Decision(enter(later, state, reasons.AVOIDANCE_OVER, f"{why}; {what} created again", view.now))
+
+
+def _unschedulable(view: View) -> list[Pod]:
+    """The pods that wait for a node, by place."""
+    return [p for _, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and p.unschedulable and p.live]
+
+
+def _made_again(view: View, status: api.Status, waiting: Sequence[Pod]) -> api.Status:
+    """The status in which unschedulable pods are made again. Where they were to replace lost ones the agents in the
+    other pods wait, some with the state of the training in memory, so these pods stay."""
+    if status.replacements:
+        numbers = {str(p.place): naming.replacement(status, p.place) + 1 for p in waiting}
+        later = replace(with_new_ranks(status, view.now), replacements={**status.replacements, **numbers})
+    else:
+        later = new_attempt(status, view.now)
+    return replace(later, starting_since=status.starting_since or status.attempt_time)
+
+
+def _in_force(status: api.Status, now: dt.datetime) -> list[api.AvoidedNode]:
+    return [a for a in status.avoided_nodes if a.until > now and not a.lifted]
+
+
+def _lifted(status: api.Status, now: dt.datetime) -> api.Status:
+    """The status in which new pods may go to all nodes."""
+    banned = _in_force(status, now)
+    return replace(status, avoided_nodes=[replace(a, lifted=a in banned or a.lifted) for a in status.avoided_nodes])
+
+
+def _lifts_at(view: View, status: api.Status) -> dt.datetime | None:
+    """When pods have found no other node for too long; None while no node is avoided, or each pod has a node."""
+    if not _in_force(status, view.now):
+        return None
+    times = (p.unschedulable_since or status.attempt_time for p in _unschedulable(view))
+    return after(earliest(*times), view.settings.avoid_unless_unschedulable_seconds)
 
 
 def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
@@ -163,7 +206,7 @@ def waiting_for_nodes(view: View, status: api.Status) -> Decision | None:
     not_running = [pod for _, pod in sorted(view.pods.items()) if pod.trainer.state == "waiting"]
     if not not_running:
         return None
-    avoided = earliest(*(a.until for a in status.avoided_nodes if a.until > view.now))
+    avoided = earliest(_lifts_at(view, status), *(a.until for a in _in_force(status, view.now)))
     unschedulable = any(p.unschedulable for p in not_running)
     again_at = pending.next_creating_text_at(view, status, not_running)
     again_at = earliest(avoided, pending.waited_for_nodes(view, status)[1]) if unschedulable else again_at
@@ -209,7 +252,19 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
 
 
 def _avoided(view: View, status: api.Status) -> tuple[str, ...]:
-    return tuple(sorted(a.node for a in status.avoided_nodes if a.until > view.now))
+    return tuple(sorted(a.node for a in _in_force(status, view.now)))
+
+
+def _avoids(view: View, status: api.Status) -> str:
+    """The part of a message that names the nodes which the scheduler may not use, though it does not say whose wish
+    that is."""
+    if gang.names_nodes(view, status):
+        return ""
+    banned = "".join(f"; {sentences.avoided(a)}" for a in _in_force(status, view.now))
+    if not banned or view.trains_with_fewer(status):
+        return banned
+    wait = wording.duration(view.settings.avoid_unless_unschedulable_seconds)
+    return f"{banned}; pods that find no other node for {wait} may go there"
 
 
 def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[api.State, Reason, str]:
@@ -218,11 +273,13 @@ def _why_waiting(view: View, status: api.Status, pods: Sequence[Pod]) -> tuple[a
     if unschedulable and gang.adapter_of(view, status) is not None:
         unplaced, why = sum(not p.node for p in pods), pending.why_unschedulable(unschedulable)
         text = gang.why_waiting(view, status, unplaced, why)
-        return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}"
+        return "Pending", reasons.UNSCHEDULABLE, f"Unschedulable: {text}{_avoids(view, status)}"
     if unschedulable:
-        where = "; onePodPerNode keeps them apart" if total > 1 and podspec.gpus(view.spec.template) else ""
         why, (waited, _) = pending.why_unschedulable(unschedulable), pending.waited_for_nodes(view, status)
-        text = f"Unschedulable: {len(unschedulable)} of {total} pods: {why}{where}{waited}"
+        # The scheduler's word where a pod of this job, or of another one, keeps this one away.
+        apart = build.wants_one_pod_per_node(view.spec) and "anti-affinity" in why
+        where = "; onePodPerNode keeps them apart" if total > 1 and apart else ""
+        text = f"Unschedulable: {len(unschedulable)} of {total} pods: {why}{waited}{where}{_avoids(view, status)}"
         return "Pending", reasons.UNSCHEDULABLE, text
     if stuck := [p for p in pods if p.trainer.reason in CANNOT_START]:
         first = stuck[0]

@@ -34,11 +34,14 @@ def new_attempt(status: api.Status, at: dt.datetime) -> api.Status:
         attempt=status.attempt + 1,
         attempt_nodes=None,
         starting_since=None,
+        unconfigured_since=None,
         started_nodes="",
         completed_nodes="",
         replacements={},
         in_place=None,
+        findings=[],
         not_kept="",
+        save_failed="",
     )
 
 
@@ -129,8 +132,8 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
     if not (is_start and report.resumed_step is None):
         status = replace(status, resumed_step=report.resumed_step, resumed_from=report.resumed_from)
     if is_start:
-        return status
-    status = replace(status, not_kept=not_kept)
+        return replace(status, save_failed=report.save_failed or status.save_failed)
+    status = replace(status, not_kept=not_kept, save_failed=report.save_failed)
     before, progress = status.progress, _progress(report, status.attempt, report.received_at)
     if before is not None and before.step != report.step:
         status = _stepping_again(status, report.received_at)

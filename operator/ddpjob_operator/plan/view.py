@@ -10,6 +10,7 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from ddpjob.core.members import Members
+from ddpjob_operator.check import exit_codes
 from ddpjob_operator.job import api, launcher, podspec, ranges, times, topology
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
@@ -35,6 +36,8 @@ class Unreachable:
     since: dt.datetime
     lost_at: dt.datetime | None
     """When it is given up; None while most nodes are not ready."""
+    gone: bool
+    """Whether its node's object was deleted."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,11 @@ class View:
         completed = ranges.parse(status.completed_nodes)
         failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
         return [p for p in failed if not self.comes_too_late(status, p.place)]
+
+    @cached_property
+    def hands_over_exit_code(self) -> bool:
+        """Whether exit code 0 proves that the last launcher of the command has ended with 0."""
+        return exit_codes.is_handed_over(launcher.command_of(self.spec.template))
 
     @cached_property
     def is_elastic(self) -> bool:
@@ -210,7 +218,7 @@ def _sorted(
 ) -> View:
     wanted_nodes = _wanted_nodes(job, seen)
     job = _as_it_began(job, status, wanted_nodes)
-    own = [replace(p, outlived=True) if is_past(outlived_at(p, job.spec), now) else p for p in owned(job, seen)]
+    own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))
     proven = frozenset(p.uid for p in on_lost_nodes if seen.nodes is not None or p.silent_since is not None)
@@ -230,7 +238,9 @@ def _sorted(
         settings=settings,
         pods=pods,
         deleted_pods={
-            p.place: p for p in seen.deleted_pods if is_own(p, job) and is_present(p, status) and p.place in places
+            p.place: _as_it_counts(p, job.spec, now)
+            for p in seen.deleted_pods
+            if is_own(p, job) and is_present(p, status) and p.place in places
         },
         older=tuple(p for p in others if p.live and p.uid not in lost),
         garbage=tuple(p for p in garbage if p.uid not in seen.undeletable),
@@ -241,6 +251,15 @@ def _sorted(
         trackers={rank: t for rank, t in seen.trackers.items() if t.attempt in (0, status.attempt)},
         unreachable=tuple(_unreachable(pods, seen, settings, lost)),
     )
+
+
+def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
+    """The pod with what follows from the time and from its command."""
+    if is_past(outlived_at(pod, spec), now):
+        pod = replace(pod, outlived=True)
+    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.command_of(spec.template)):
+        pod = replace(pod, overcome=True)
+    return pod
 
 
 def is_present(pod: Pod, status: api.Status) -> bool:
@@ -271,13 +290,13 @@ def _is_long_ago(pod: Pod, status: api.Status) -> bool:
 def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> dt.datetime | None:
     """When the node of a pod counts as lost; None while nothing shows that it is.
 
-    Where nodes can be read, by their condition Ready; a pod that stays beyond its grace on a node that is not ready is
-    lost whatever the other nodes do. Patience begins anew where a pod was bound later: after an outage of the API
-    server a scheduler may believe for seconds that a node is ready which we know is not, and the next pod would go
-    there too. Elsewhere by what the node controller does to the pod, or by a pod that stays beyond its grace, because a
-    kubelet that runs would have ended it. Where the trainer runs by what that kubelet last said, and the node
-    controller has no doubt, its process may be one that the kernel holds (NFS, a GPU's driver), so that takes
-    HELD_SECONDS.
+    Where nodes can be read, by their condition Ready, and a node whose object was deleted is not ready; a pod that
+    stays beyond its grace on a node that is not ready is lost whatever the other nodes do. Patience begins anew where a
+    pod was bound later: after an outage of the API server a scheduler may believe for seconds that a node is ready
+    which we know is not, and the next pod would go there too. Elsewhere by what the node controller does to the pod, or
+    by a pod that stays beyond its grace, because a kubelet that runs would have ended it. Where the trainer runs by
+    what that kubelet last said, and the node controller has no doubt, its process may be one that the kernel holds
+    (NFS, a GPU's driver), so that takes HELD_SECONDS.
     """
     patience = dt.timedelta(seconds=settings.lost_node_seconds)
     if nodes is not None:
@@ -302,7 +321,8 @@ def _unreachable(
         node = (seen.nodes or {}).get(pod.node)
         since = pod.silent_since if seen.nodes is None else node.since if node is not None and not node.ready else None
         if pod.live and pod.uid not in lost and since is not None:
-            yield Unreachable(pod, since, lost_at(pod, seen.nodes, settings))
+            gone = node is not None and node.gone
+            yield Unreachable(pod, since, lost_at(pod, seen.nodes, settings), gone)
 
 
 def outlived_at(pod: Pod, spec: api.Spec) -> dt.datetime | None:

@@ -62,6 +62,9 @@ def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
 
     OnRestart needs two nodes at least, because a node is slow only compared with another.
     """
+    begun = status.attempt_time
+    if any(node.lifted and (begun is None or node.until > begun) for node in status.avoided_nodes):
+        return False  # it may find a bad node, and there is no other one: the job would never train
     if spec.preflight != "OnRestart":
         return spec.preflight == "Always"
     last = [failure.failure_class for failure in status.failures[-PREFLIGHT_FAILURES:]]

@@ -28,11 +28,16 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
         "DDPJOB_ATTEMPT": str(attempt),
         "DDPJOB_BACKEND": backend(job.spec),
         TERMINATION_LOG: termination_log(job.spec),
-        # Results differ by the number of threads (docs/measured.md, results), so it is never left to the machine.
-        "OMP_NUM_THREADS": str(max(1, (cpus(job.spec.template) or 1) // nproc)),
+        **_threads(cpus(job.spec.template), nproc),
         "PYTHONUNBUFFERED": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
     }
+
+
+def _threads(limit: int | None, nproc: int) -> dict[str, str]:
+    """OMP_NUM_THREADS by the pod's CPU limit, of which torch does not know; without one as torchrun sets it: one
+    thread in each of several processes, and nothing for one, which may use all cores."""
+    return {} if limit is None and nproc == 1 else {"OMP_NUM_THREADS": str(max(1, (limit or 1) // nproc))}
 
 
 def user_environment(container: dict[str, object]) -> list[dict[str, object]]:

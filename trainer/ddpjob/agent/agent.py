@@ -24,6 +24,7 @@ from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
+from ddpjob.core.findings import Finding
 
 if TYPE_CHECKING:
     from ddpjob.agent.core.stall_monitor import StallReport
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # They end a process that does not handle them.
 _FATAL = "SIGHUP SIGINT SIGQUIT SIGTERM SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGIO SIGPWR SIGXCPU".split()
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
+MESSAGE_BEGINS = b'{"ddpjob"'
 
 
 class Group(Protocol):
@@ -63,7 +65,7 @@ class Watchdog(Protocol):
 
     def begin(self, beats: Heartbeats, /) -> None: ...
     def tick(self, now: float, /) -> None: ...
-    def ask(self, now: float, /) -> None: ...
+    def ask(self, now: float, /, *, quiet: bool = False) -> None: ...
     def others_have_ended(self) -> None: ...
     def end(self) -> None: ...
 
@@ -224,19 +226,31 @@ class Agent:
             self.group.stopped([], now)
 
     def end(
-        self, code: int, failure: Failure | None, *, ended: bool = False, account: dict[str, Any] | None = None
+        self,
+        code: int,
+        failure: Failure | None,
+        *,
+        ended: bool = False,
+        account: dict[str, Any] | None = None,
+        findings: Sequence[Finding] = (),
     ) -> None:
         """It is over: the termination message is left, and `run` returns.
 
         ended: whether the whole group is at its end, by its leader's order; who goes alone is replaced alone.
-        account: of the restarts that node 0 has led.
+        account: of the restarts that node 0 has led. findings: what makes an exit code of 0 suspicious.
         """
         known = self.node.termination_message() if code != 0 else None
         if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
             known = failure._replace(traceback=self.node.traceback_of(failure.rank))
-        group = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
-        if known is not None or (group and (code != 0 or account)):
-            message = ({} if known is None else known.as_dict()) | group
+        group: dict[str, Any] = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
+        if findings:
+            group["findings"] = [finding.as_dict() for finding in findings]
+        message = group if code != 0 or account or findings else {}
+        if known is not None or (code != 0 and not self.termination_signal):
+            # A shell around us may end with 0 nevertheless: `ddprun train.py | tee log`.
+            own = {"exitCode": code} if known is None else known.as_dict()
+            message = own | group | {"failed": not self.termination_signal}
+        if message:
             leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), message)
         self.code = code
 
@@ -282,3 +296,12 @@ def leave_message(path: str | None, message: dict[str, Any]) -> None:
             write_over(descriptor, message)
         finally:
             os.close(descriptor)
+
+
+def forget_message(path: str | None) -> None:
+    """Remove what a launcher before this one has left in the same container: `ddprun a.py || ddprun b.py`."""
+    with contextlib.suppress(OSError):
+        if path and os.path.getsize(path):
+            with open(path, "r+b") as file:
+                if file.read(len(MESSAGE_BEGINS)) == MESSAGE_BEGINS:
+                    file.truncate(0)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ddpjob.agent import processes
 from ddpjob.agent.core.leader_state import End
 from ddpjob.agent.environment import Life
-from ddpjob.agent.leader import HEARTBEAT_SECONDS, SILENT_SECONDS, clock_of
+from ddpjob.agent.leader import HEARTBEAT_SECONDS, SILENT_SECONDS, clock_of, line_of
 from ddpjob.agent.node import say
 from ddpjob.agent.wire import Link, Refused, job_key
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ddpjob.agent.core.stall_rules import Position
 
 POSITIONS_MAX = 64
+WAITS_BYTES_MAX = 1 << 15  # half a line; without what ranks wait in, no deadlock is certain
 FAILURES_MAX = 24
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
@@ -74,8 +75,11 @@ class Follower:
         self._send({**self._event("stopped"), "failures": _encoded(failures), **about})
 
     def finished(self, _now: float) -> None:
-        self._done = not self._checking
-        self._send({**self._event("finished"), "ended": self._agent.node.ended_well})
+        from ddpjob.agent.core import rank_ends
+
+        self._done, node = not self._checking, self._agent.node
+        left = {} if self._checking else rank_ends.as_message(node.end_of_ranks())
+        self._send({**self._event("finished"), "ended": node.ended_well, "left": left})
 
     def stood(self, report: StallReport, _now: float) -> None:
         self._send({**self._event("stood"), "word": report})
@@ -83,7 +87,10 @@ class Follower:
     def answered(self, report: StallReport, positions: Sequence[Position], _now: float) -> None:
         """Where our ranks are: those that are furthest behind, as many as a line holds."""
         behind = sorted(positions, key=lambda p: (p.sequence, p.step))[:POSITIONS_MAX]
-        self._send({**self._event("answered"), "word": report, "positions": behind})
+        lines = [line_of(position) for position in behind]
+        if len(json.dumps(lines)) > WAITS_BYTES_MAX:
+            lines = [line_of(position._replace(waits=None)) for position in behind]
+        self._send({**self._event("answered"), "word": report, "positions": lines})
 
     def termination_requested(self, _now: float) -> None:
         """The termination of this node is requested: it ends when its ranks have, or at once."""
@@ -145,7 +152,8 @@ class Follower:
         (order, about), *_ = message.items()
         if about["generation"] != self._generation:
             return None
-        return self._agent.watching.ask(now) if order == "ask" else self._agent.watching.others_have_ended()
+        watching = self._agent.watching
+        return watching.ask(now, quiet=about.get("quiet") is True) if order == "ask" else watching.others_have_ended()
 
     def abandon(self) -> None:
         self._agent.end(RESUMABLE, None)

@@ -6,7 +6,7 @@ agent, a JSON object a line:
 
     agent:  {"modules": ["torch"], "path0": "/app", "hidden": {"PYTORCH_NVML_BASED_CUDA_CHECK": null}}
     server: {"ready": true, "failed": {"numpyy": "ModuleNotFoundError: …"}}  or  {"refused": "why"}
-    agent:  {"run": "script", "argv": ["train.py", "--lr", "1"], "environ": {"RANK": "3"}, "stdout": "", "stderr": ""}
+    agent:  {"run": "script", "argv": ["train.py", "--lr", "1"], "environ": {"RANK": "3"}, "stdout": "", …}
     server: {"pid": 4711}  or  {"error": "OSError: …"}
     agent:  {"spare": true}
     server: {"pid": 4712}  or  {"error": "OSError: …"}
@@ -87,7 +87,8 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
     if "torch.distributed.distributed_c10d" in sys.modules:
         with contextlib.suppress(ImportError):
             import ddpjob.group.gloo_teardown
-            import ddpjob.group.meet  # noqa: F401 - what `prepare_groups` needs
+            import ddpjob.group.meet
+            import ddpjob.reporting.rank_end  # noqa: F401 - what `prepare_groups` needs
     return failed
 
 
@@ -327,6 +328,8 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
             os.dup2(file, descriptor)
             os.close(file)
     write_down_crashes(run["crash"])
+    if (rank_end := sys.modules.get("ddpjob.reporting.rank_end")) is not None:
+        rank_end.begin(run["end"])
     for name, value in order["hidden"].items():
         if value is None:
             os.environ.pop(name, None)
@@ -387,6 +390,9 @@ def prepare_groups() -> None:
     if c10d is not None and gloo is not None:
         gloo.keep_all_of(c10d)
     watch_group(c10d)
+    ddp, rank_end = (sys.modules.get(name) for name in ("torch.nn.parallel.distributed", "ddpjob.reporting.rank_end"))
+    if ddp is not None and rank_end is not None:
+        rank_end.watch_ddp(ddp.DistributedDataParallel)
 
 
 def watch_group(c10d: Any) -> None:
@@ -413,6 +419,7 @@ def watch_group(c10d: Any) -> None:
         with contextlib.suppress(Exception):
             if group is not None:
                 watchdog.begin()
+                sys.modules["ddpjob.reporting.rank_end"].formed(group)
 
     c10d._update_default_pg = update_and_watch
 

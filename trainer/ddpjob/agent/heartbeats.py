@@ -1,21 +1,41 @@
 """The memory of the heartbeats of one generation's ranks; `watchdog.py` is the ranks' side.
 
 A file without a name, which ranks open through our descriptor of it: nothing is left behind, and nothing is on a disk
-that may be slow. A byte in the notify pipe reports that a rank has begun: until then there is no heartbeat to read.
+that may be slow. A number in the notify pipe, that of a process, reports that it has begun to train: until then there
+is no heartbeat to read. A rank may have several such processes; one of them has its page.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import mmap
 import os
-from typing import Any
+import struct
+from typing import Any, Literal
 
 from ddpjob.agent.core.stall_monitor import Heartbeat
 from ddpjob.agent.memory import create
-from ddpjob.core.heartbeat import ANSWERED, ASKED, CELLS_BYTES, LENGTH, OVER, PAGE_BYTES, PHASES, PID, SAVED, WAITED_IN
+from ddpjob.core.heartbeat import (
+    ANSWERED,
+    ASKED,
+    CELLS_BYTES,
+    COLLECTIVES,
+    COMPLETED,
+    LENGTH,
+    NOTICE,
+    OVER,
+    PAGE_BYTES,
+    PHASES,
+    PID,
+    QUIET,
+    SAVED,
+    WAITED_IN,
+)
+from ddpjob.core.stall_limits import Phase
 
+READ_BYTES = 4096  # whole notices, which are written in one piece each
 REFUSED = (errno.EACCES, errno.EPERM, errno.ENOSYS)
 
 
@@ -36,6 +56,7 @@ class Heartbeats:
         self._pages = [memory[rank * PAGE_BYTES :][:PAGE_BYTES] for rank in range(ranks)]
         self._cells = [page[:CELLS_BYTES].cast("q") for page in self._pages]
         self._asked = 0
+        self._announced: set[int] = set()
 
     def where(self, local_rank: int) -> str:
         """What DDPJOB_BEATS is for this rank."""
@@ -45,7 +66,8 @@ class Heartbeats:
         """This rank's heartbeat now."""
         cells = self._cells[local_rank]
         pid, phase, step, collectives = cells[:4]  # PID, PHASE, STEP, COLLECTIVES
-        return Heartbeat(pid, PHASES[phase] if 0 <= phase < len(PHASES) else "", step, collectives, cells[OVER] == 1)
+        known: Phase | Literal[""] = PHASES[phase] if 0 <= phase < len(PHASES) else ""
+        return Heartbeat(pid, known, step, collectives, cells[OVER] == 1, cells[COMPLETED] == 1)
 
     @property
     def furthest_step(self) -> int:
@@ -58,15 +80,29 @@ class Heartbeats:
         """Of the newest checkpoint that a rank has saved or loaded; 0: none, or none is known."""
         return max((cells[SAVED] for cells in self._cells), default=0)
 
+    @property
+    def announced(self) -> set[int]:
+        """The processes that have told that they train."""
+        with contextlib.suppress(BlockingIOError):
+            while read := os.read(self.notify_read, READ_BYTES):
+                self._announced.update(number for (number,) in struct.iter_unpack(NOTICE, read))
+        return self._announced
+
     def waited_in(self, local_rank: int) -> int:
         """The collective in which a rank that has ended waited until its timeout; 0: none, or it is not known."""
         return max(0, self._cells[local_rank][WAITED_IN])
 
-    def ask(self) -> None:
-        """Ask every rank where it is; it answers within half a second."""
+    def ask(self, *, quiet: bool = False) -> None:
+        """Ask every rank where it is; it answers within half a second. quiet: only what it waits in."""
         self._asked += 1
         for cells in self._cells:
+            cells[QUIET] = int(quiet)
             cells[ASKED] = self._asked
+
+    def begun_by(self, local_rank: int) -> int:
+        """The operations of the default group that a rank had begun when it left it; -1: it has not left it."""
+        cells = self._cells[local_rank]
+        return cells[COLLECTIVES] if cells[OVER] == 1 else -1
 
     def answer(self, local_rank: int) -> dict[str, Any] | None:
         """To the last question; None: it has not answered."""

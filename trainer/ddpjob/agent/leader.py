@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import ports
+from ddpjob.agent.core import deadlock
 from ddpjob.agent.core.leader_state import Ask, End, Ended, LeaderState, Over, Start, Stop
 from ddpjob.agent.core.stall_monitor import StallReport
 from ddpjob.agent.core.stall_rules import Position
@@ -18,9 +19,11 @@ from ddpjob.agent.posting import Posting
 from ddpjob.core.budget import Grant
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
+from ddpjob.core.findings import Finding
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
+    from ddpjob.agent.core.rank_ends import NodeEnd
     from ddpjob.agent.wire import Link
 
 HEARTBEAT_SECONDS = 5.0
@@ -58,6 +61,7 @@ class Leader:
         self._step_in_memory = 0  # that a node has whole, written by the ranks that were stopped last; 0: none
         self._furthest = 0  # the clock of a rank on a node where one has failed, in this generation
         self._started_from = 0  # of those, what the last generation was started with
+        self._left: dict[int, NodeEnd] = {}  # by node: what the ranks of this generation have left that all ended well
 
     @property
     def deadline(self) -> float | None:
@@ -90,6 +94,7 @@ class Leader:
         self._lead.stopped(self._options.place, failures, now, node.ended_well, lacks_program=node.lacks_program)
 
     def finished(self, now: float) -> None:
+        self._left[self._options.place] = self._agent.node.end_of_ranks()
         self._lead.finished(self._options.place, now, self._agent.node.ended_well)
 
     def stood(self, report: StallReport, now: float) -> None:
@@ -133,8 +138,8 @@ class Leader:
         if order.preflight:
             say("pre-flight: the nodes measure each other first")
         elif order.generation > 0:
-            why = self._lead.said or "the pod of node 0 is new"
-            say(f"restart {order.generation}: {why}{self._from_where()}")
+            why = f": {self._lead.said}" if self._lead.said else ""
+            say(f"restart {order.generation}{why}{self._from_where()}")
         elif self._lead.said:
             say(self._lead.said)
         try:
@@ -143,6 +148,7 @@ class Leader:
             say(f"no port for rank 0: {error}; this node is given up")
             return self.abandon()
         life, self._furthest = Life(order.generation, order.members, port, order.preflight), 0
+        self._left.clear()
         self._late_start = life
         self._start_others()
         return self._agent.start(life)
@@ -175,9 +181,10 @@ class Leader:
     def _ask(self, order: Ask, now: float) -> None:
         timed_out = order.timed_out
         why = "no rank makes progress" if timed_out is None else f"rank {timed_out} waited until its timeout"
-        say(f"{why}: each is asked for its position")
-        self._send(self._lead.members, {"ask": {"generation": order.generation}})
-        self._agent.watching.ask(now)
+        if not order.quiet:
+            say(f"{why}: each is asked for its position")
+        self._send(self._lead.members, {"ask": {"generation": order.generation, "quiet": order.quiet}})
+        self._agent.watching.ask(now, quiet=order.quiet)
 
     def _end(self, order: End) -> None:
         if order.code != 0:
@@ -186,8 +193,16 @@ class Leader:
         self._send(list(self._links), {"end": {"code": order.code, "failure": failure}})
         self._drain()
         account = self._account() if order.code != 0 or self._lead.restarts else None
-        self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account)
+        findings = self._findings() if order.code == 0 else []
+        for finding in findings:
+            say(finding.message)
+        self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account, findings=findings)
         self._posting.finish(self._post())
+
+    def _findings(self) -> list[Finding]:
+        from ddpjob.agent.core import rank_ends
+
+        return rank_ends.findings(self._left.values(), self._lead.members.world_size(self._options.nproc))
 
     def abandon(self) -> None:
         self._go(RESUMABLE)
@@ -311,6 +326,9 @@ class Leader:
             lacks = message.get("lacksProgram") is True
             self._lead.stopped(node, failures, now, self._ended(node, message), lacks_program=lacks)
         elif event == "finished":
+            from ddpjob.agent.core import rank_ends
+
+            self._left[node] = rank_ends.of_message(message.get("left"))
             self._lead.finished(node, now, self._ended(node, message))
         elif event == "stood":
             self._lead.stood(node, stall_report_of(message["word"]), now)
@@ -387,12 +405,20 @@ def of_rank(written: Any) -> Failure:
 
 def stall_report_of(written: Any) -> StallReport:
     """How another node's ranks get on, as it tells it. Raises TypeError, ValueError."""
-    level, stalled, seconds, phase = written
-    return StallReport(int(level), stalled is True, float(seconds), str(phase)[:16])  # type: ignore[arg-type]  # shown, no more
+    level, stalled, seconds, phase, still = written
+    return StallReport(int(level), stalled is True, float(seconds), str(phase)[:16], still is True)  # type: ignore[arg-type]  # shown, no more
 
 
 def position_of(said: Any) -> Position:
     """Where another node's rank stands. Raises KeyError, TypeError, ValueError."""
-    rank, step, sequence, op, done, where, answers, idle, apart = said
+    rank, step, sequence, op, done, where, answers, idle, apart, shape, waits, ended_after = said
     flags = (answers is True, idle is True, apart is True)
-    return Position(int(rank), int(step), int(sequence), str(op), done is True, str(where), *flags)
+    waits_in = deadlock.waits_of(waits), int(ended_after)
+    return Position(
+        int(rank), int(step), int(sequence), str(op), done is True, str(where), *flags, str(shape), *waits_in
+    )
+
+
+def line_of(position: Position) -> list[Any]:
+    """The inverse, as JSON has it."""
+    return [*position._replace(waits=None)[:-2], deadlock.written(position.waits), position.ended_after]

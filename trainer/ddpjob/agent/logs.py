@@ -28,6 +28,7 @@ CHUNKS_MAX = 16  # of a file in one turn of the loop, because signals and peers 
 RUN_BYTES_MAX = 200  # of the run id in the folder's name, which file systems limit to 255 bytes
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready takes as much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
+OWN = ("crash_{}.txt", "end_{}.json")  # files of each rank that only this agent reads
 
 
 class Files(NamedTuple):
@@ -38,6 +39,8 @@ class Files(NamedTuple):
     error: str
     crash: str
     """What faulthandler writes where a signal kills the rank."""
+    end: str
+    """What the rank writes when it ends."""
 
 
 class Folder:
@@ -75,8 +78,8 @@ class Folder:
             to_file = options.redirects[rank] | options.tee[rank]
             hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
-            crash = os.path.join(attempt, f"crash_{rank}.txt")
-            files.append(Files(out, err, os.path.join(folder, "error.json"), crash))
+            crash, end = (os.path.join(attempt, name.format(rank)) for name in OWN)
+            files.append(Files(out, err, os.path.join(folder, "error.json"), crash, end))
         self.tails.extend(self._make_tails(attempt, files, ranks))  # those before one that fails are closed with them
         return files
 
@@ -167,7 +170,7 @@ def _header(template: str | None, role: str, rank: int, local_rank: int) -> str:
 
 def _unlink_own(attempt: str, nproc: int) -> None:
     """What is in no folder of torchrun's: only this agent reads it."""
-    for name in ("termination.json", *(f"crash_{rank}.txt" for rank in range(nproc))):
+    for name in ("termination.json", *(name.format(rank) for name in OWN for rank in range(nproc))):
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(attempt, name))
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import environment, missing_script, processes
 from ddpjob.agent.core import crash
@@ -21,6 +21,7 @@ from ddpjob.agent.memory import created
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
+from ddpjob.agent.signalled import LOOK_SECONDS, Signalled
 from ddpjob.core.failures import (
     EXCEPTION_MAX,
     KILLED_BY_KERNEL,
@@ -33,11 +34,15 @@ from ddpjob.core.failures import (
 )
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 
+if TYPE_CHECKING:
+    from ddpjob.agent.core.rank_ends import NodeEnd
+
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
 KILL_AGAIN_SECONDS = 0.05
 SPARES_AFTER_SECONDS = 5.0  # not while the ranks begin, which need the processors themselves
 FILE_BYTES_MAX = 1 << 16
+END_BYTES_MAX = 1 << 22  # 20,000 parameters
 STDERR = 2
 _OF_PIPE = "BrokenPipeError"
 _UNFLUSHED = 120  # Python's, where it cannot write the rest of its output at its end
@@ -67,13 +72,13 @@ class LocalRanks:
         self.kill_at: float | None = None
         self._killed_at: float | None = None  # first
         self.helpers: set[int] = set()  # children of the agent that are no rank's, and outlive a generation
-        self._signals: set[int] = set()  # that its ranks have had
+        self._signalled = Signalled()
         self.ended_well: Ended | None = None  # the first rank of this generation that has, by itself
 
     @property
     def running(self) -> bool:
-        """Whether a rank of this generation runs, or is about to."""
-        return self._waiting or bool(self._pids)
+        """Whether a rank of this generation runs, or is about to; or what it had started, after a signal."""
+        return self._waiting or bool(self._pids) or bool(self._signalled.left)
 
     @property
     def can_start(self) -> bool:
@@ -112,18 +117,27 @@ class LocalRanks:
 
     @property
     def exit_code(self) -> int | None:
-        """What its ranks together ended with: 0 only if all did; None where none has trained."""
+        """What its ranks together ended with: 0 only if all did; 75 if one has stopped, unless another one says that
+        nothing was saved; None where none has trained."""
         if not self._codes or (self._life is not None and self._life.preflight):
             return None
         codes = [as_exit_code(code) for code in self._codes.values()]
-        return RESUMABLE if RESUMABLE in codes else next((code for code in codes if code), 0)
+        others = [code for code in codes if code not in (0, RESUMABLE)]
+        if RESUMABLE in codes and not (others and self._is_unsaved()):
+            return RESUMABLE
+        return next(iter(others), 0)
+
+    def _is_unsaved(self) -> bool:
+        from ddpjob.core import rules
+
+        return any(rules.is_unsaved(failure.exception) for failure in self.failures)
 
     def start(self, life: Life) -> None:
         """Start all ranks; at once, or as soon as the fork server has its imports."""
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
         self._ranks = life.members.ranks(self._options.place, self._options.nproc)
-        self.stopped, self.kill_at, self._killed_at, self._signals = False, None, None, set()
+        self.stopped, self.kill_at, self._killed_at, self._signalled = False, None, None, Signalled()
         self.ended_well = self._asked_at = None
         self._kills.look()
         self._saved_before = self.saved_step
@@ -136,7 +150,7 @@ class LocalRanks:
             if self.memory is not None and not life.preflight:
                 self.memory.begin(life.generation)
         except OSError as error:  # no descriptor, a full disk, or somebody has emptied /tmp
-            self._files = [Files("", "", "", "")] * self._options.nproc
+            self._files = [Files("", "", "", "", "")] * self._options.nproc
             self._has_not_started(0, error)
             return
         self._waiting = True
@@ -162,13 +176,15 @@ class LocalRanks:
         self._fork_no_spares()
         del self._pids[local_rank]
         self._codes[local_rank] = code
-        if code == 0 and not self._signals and self.ended_well is None:
+        if code == 0 and not self._signalled.numbers and self.ended_well is None:
             self.ended_well = (self.rank(local_rank), self._step(local_rank))
         if code != 0 and not self.stopped:
             self.failures.append(self._failure(local_rank, code))
+        if not self._pids and self._signalled.numbers:
+            self._signalled.look(has_ranks=False, others=self._not_of_ranks)
 
     def stop(self, number: int, grace_seconds: float, now: float, *, rescue: bool = False, furthest: int = 0) -> None:
-        """For the group's sake: a signal to every rank and what it has started in its session, SIGKILL in time.
+        """For the group's sake: a signal to every rank, then to what it has started, and SIGKILL in time.
 
         rescue: those that can write the state into this node's memory have a moment for it before.
         furthest: the clock of a rank of another node that is further, as its agent tells it.
@@ -183,7 +199,8 @@ class LocalRanks:
 
     def _writes_state(self, now: float, furthest: int) -> bool:
         """Whether ranks write the state into the memory of this node, after they are asked to."""
-        if self.memory is None or self._waiting or self._signals or (self._life is not None and self._life.preflight):
+        is_preflight = self._life is not None and self._life.preflight
+        if self.memory is None or self._waiting or self._signalled.numbers or is_preflight:
             return False
         self.memory.order(furthest)
         return self._is_writing(now)
@@ -208,10 +225,8 @@ class LocalRanks:
         its handlers, and a second SIGTERM would make its 75 a 143."""
         self._waiting, self._asked_at = False, None
         self._fork_no_spares()
-        if number not in self._signals:
-            self._signals.add(number)
-            for pid in self._pids.values():
-                processes.signal_group(pid, number)
+        if number not in self._signalled.numbers:
+            self._signalled.send(self._pids.values(), number, set() if self.beats is None else self.beats.announced)
         kill_at = now + grace_seconds
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
@@ -222,7 +237,7 @@ class LocalRanks:
             return now + self.memory.look_again(now - self._asked_at)
         if self.kill_at is None or not self.running:
             return self._spares_at
-        return self.kill_at if now < self.kill_at else now + KILL_AGAIN_SECONDS
+        return min(self.kill_at, now + LOOK_SECONDS) if now < self.kill_at else now + KILL_AGAIN_SECONDS
 
     def outlives_sigkill(self, now: float) -> bool:
         """Whether the kernel holds a rank: it waits for a disk or a driver that does not answer."""
@@ -239,9 +254,17 @@ class LocalRanks:
             self._signal(*self._then, now)
         if self._spares_at is not None and now >= self._spares_at:
             self._fork_spares()
-        if self.kill_at is not None and now >= self.kill_at and self._pids:
+        if self.kill_at is None or not self.running:
+            return
+        if now < self.kill_at:
+            self._signalled.look(has_ranks=bool(self._pids), others=self._not_of_ranks)
+            if remark := self._signalled.remark(self.kill_at - now):
+                say(remark)
+        elif self._pids:
             processes.kill(self._pids.values())
             self._killed_at = self._killed_at or now  # not `kill_at`: we may have been suspended with them
+        else:
+            self._signalled.left = set()  # `settle` kills it
 
     def _fork_spares(self) -> None:
         from ddpjob.agent import spares  # only now: ranks do not wait for it
@@ -259,15 +282,18 @@ class LocalRanks:
     def settle(self) -> list[Failure]:
         """End what the ranks have left behind, when all have ended; the failures of this generation."""
         assert not self.running, "only what has ended is settled"
-        server = self._server
-        serves = set() if server is None or server.refused else {server.pid, *server.spares}
-        self._end_tree(serves | self.helpers)
+        self._end_tree(self._not_of_ranks())
         if not self._folder.copy_last() and takes(STDERR):
             say(f"the console is too slow: the end of what the ranks have printed is {self._folder.rest}")
         if self._life is not None:
             self._add_termination_message()
         self._blame_for_ports()
         return self.failures
+
+    def _not_of_ranks(self) -> set[int]:
+        server = self._server
+        serves = set() if server is None or server.refused else {server.pid, *server.spares}
+        return serves | self.helpers
 
     def end(self) -> None:
         """End everything that is below us, the fork server too."""
@@ -289,6 +315,13 @@ class LocalRanks:
         with contextlib.suppress(ValueError):
             return None if written is None else Failure.from_dict(written)
         return None
+
+    def end_of_ranks(self) -> NodeEnd:
+        """What its ranks have left behind that have all ended with 0."""
+        from ddpjob.agent.core import rank_ends
+
+        files = zip(self._ranks, self._files, strict=True)
+        return rank_ends.node_end({rank: _document(of_rank.end, END_BYTES_MAX) for rank, of_rank in files})
 
     def traceback_of(self, rank: int) -> str:
         """Of a rank of this node, as far as it was recorded."""
@@ -333,6 +366,7 @@ class LocalRanks:
                 "argv": [self._options.script, *words],
                 "environ": own,
                 "crash": files.crash,
+                "end": files.end,
             }
             if self._life.preflight:
                 run |= {"run": "module", "argv": [environment.PREFLIGHT]}
@@ -428,7 +462,10 @@ class LocalRanks:
         if known is not None:
             self.failures[known] = _with_message(self.failures[known], message)
             return
-        is_late = self.stopped and message.time > self._stopped_at
+        from ddpjob.core import rules
+
+        # That the state of a stop is not saved is no mere effect of the signal: the others end with 75.
+        is_late = self.stopped and message.time > self._stopped_at and not rules.is_unsaved(message.exception)
         if message.preflight or not (message.symptom or message.resumable or is_late):
             self.failures.append(message)
 
@@ -491,10 +528,10 @@ def _text(path: str) -> str:
     return ""
 
 
-def _document(path: str) -> dict[str, Any] | None:
+def _document(path: str, bytes_max: int = FILE_BYTES_MAX) -> dict[str, Any] | None:
     try:
         with open(path, "rb") as file:
-            read = json.loads(file.read(FILE_BYTES_MAX))
+            read = json.loads(file.read(bytes_max))
     except (OSError, ValueError):
         return None
     return read if isinstance(read, dict) else None

@@ -89,14 +89,28 @@ examples:
 
 
 class _Parser(argparse.ArgumentParser):
+    ambiguous: dict[str, str]
+    """Words that abbreviate several options, and those options."""
+
     def _get_option_tuples(self, option_string: str) -> Any:
-        """Two spellings of one option do not make its abbreviation ambiguous, unlike in argparse before 3.12.3."""
+        """Two spellings of one option do not make its abbreviation ambiguous, unlike in argparse before 3.12.3.
+
+        argparse calls it for the script's arguments too, and before 3.12.8 it ends there with an error for an ambiguous
+        one. For an abbreviation of several options it is therefore unknown; before the script `error` says why.
+        """
         found = super()._get_option_tuples(option_string)
-        return list({match[0].dest: match for match in reversed(found)}.values())[::-1]
+        options = list({match[0].dest: match for match in reversed(found)}.values())[::-1]
+        if len(options) > 1:
+            self.ambiguous[option_string] = ", ".join(match[1] for match in options)
+            return []
+        return options
 
     def error(self, message: str) -> NoReturn:
         """Without the usage: its 17 lines of options push the one that counts off the screen."""
-        if "training_script" in message:
+        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+        if message != unknown and unknown in self.ambiguous:
+            message = f"ambiguous option: {unknown} could match {self.ambiguous[unknown]}"
+        elif "training_script" in message:
             message = "training_script is missing: what every rank runs, as in `ddprun train.py`"
         self.exit(2, f"{self.prog}: error: {message}\n(ddprun --help has all options)\n")
 
@@ -150,6 +164,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
         epilog=EXAMPLE,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=110),
     )
+    parser.ambiguous = {}
     parser.add_argument("--version", nargs=0, action=_Version, help="show the version and exit")
     _add_nodes(_Group(parser, "nodes and ranks", environ))
     _add_script(_Group(parser, "the script", environ))

@@ -177,20 +177,16 @@ def reaped() -> Iterable[tuple[int, int]]:
             yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
-def signal_group(pid: int, number: int) -> None:
-    """A signal to a process and all that it started in its session; to it alone where it has none yet."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        try:
-            os.killpg(pid, number)
-        except ProcessLookupError:
+def send(pids: Iterable[int], number: int) -> None:
+    """Send a signal to each; one that has ended or belongs to another user is passed over."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def kill(pids: Iterable[int]) -> None:
     """SIGKILL to each; one that has ended or belongs to another user is passed over."""
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    send(pids, signal.SIGKILL)
 
 
 def descendants(root: int, parent_of: Mapping[int, int] | None = None) -> set[int]:
@@ -215,6 +211,13 @@ def parents() -> dict[int, int]:
             after_name = _read(f"/proc/{name}/stat").rpartition(b")")[2]  # which may hold spaces
             parent_of[int(name)] = int(after_name.split()[1])
     return parent_of
+
+
+def is_running(pid: int) -> bool:
+    """Whether this process has not ended; one that is a zombie has."""
+    with contextlib.suppress(OSError):
+        return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+    return False
 
 
 def _read(path: str) -> bytes:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from ddpjob.agent import environment, missing_script, processes
-from ddpjob.agent.agent import Agent, Group, leave_message
+from ddpjob.agent.agent import Agent, Group, forget_message, leave_message
 from ddpjob.agent.logs import Folder
 from ddpjob.agent.node import say
 from ddpjob.agent.options import Options
@@ -19,11 +19,12 @@ USAGE = 2  # as argparse ends
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
     """Do all that the options ask; the exit code."""
+    forget_message(environ.get("DDPJOB_TERMINATION_LOG"))
     # Agents of other nodes would wait for one that has ended: there it is told of the ranks (node.py).
     if options.nodes == 1 and (missing := missing_script.missing(options, environ)):
         say(missing)
         found = Failure(exit_code=USAGE, exception=missing_script.told(missing))
-        leave_message(environ.get("DDPJOB_TERMINATION_LOG"), found.as_dict())
+        leave_message(environ.get("DDPJOB_TERMINATION_LOG"), found.as_dict() | {"failed": True})
         return USAGE
     processes.become_subreaper()
     processes.close_to_children()

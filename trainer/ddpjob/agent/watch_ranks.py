@@ -11,8 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ddpjob import threads
 from ddpjob.agent import processes
-from ddpjob.agent.core import stall_monitor
+from ddpjob.agent.core import deadlock, stall_monitor
 from ddpjob.agent.core.stall_monitor import Heartbeat, StallReport, StepTracker
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.heartbeats import Heartbeats
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 SIGNAL_SECONDS = 0.6  # a rank that has not answered by then is asked by a signal, which no interpreter can hold up
 ANSWER_SECONDS = 1.0
+QUIET_SECONDS = 1.5  # a full recorder takes up to 0.5 s of it
 IDLE_MAX = 0.01  # of a CPU: the watchdog's own thread uses a tenth of that
 SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
 
@@ -38,6 +40,8 @@ class Watching:
         self._reported: StallReport | None = None
         self._over = False  # whether all ranks of another node have ended well
         self._cpu: dict[int, tuple[float, float]] = {}  # by rank: since when it is stalled, and its CPU seconds by then
+        self._still: dict[int, tuple[str, float]] = {}  # by rank: how often it was run, and since when
+        self._quiet = False  # the last question
         self._looked_at = 0.0
         self._look_at: float | None = None  # None: nobody beats
         self._signals: list[int] = []  # ranks that are asked by a signal unless they answer
@@ -53,7 +57,7 @@ class Watching:
     def begin(self, beats: Heartbeats) -> None:
         """A generation starts."""
         self._beats = beats
-        self._paces, self._reported, self._over, self._cpu = {}, None, False, {}
+        self._paces, self._reported, self._over, self._cpu, self._still = {}, None, False, {}, {}
         self._agent.watch(beats.notify_read, self._read_notification)
 
     def end(self) -> None:
@@ -74,17 +78,21 @@ class Watching:
         """All ranks of a node have ended well: those of this one wait for nobody any more."""
         self._over = True
 
-    def ask(self, now: float) -> None:
-        """Every rank writes its stacks and its last collectives to its log; what they answer goes to node 0."""
+    def ask(self, now: float, *, quiet: bool = False) -> None:
+        """Every rank writes its stacks and its last collectives to its log; what they answer goes to node 0. quiet: it
+        writes nothing, and says what it waits in."""
         if self._beats is None:
             return
-        self._beats.ask()
-        self._signals = sorted(self._agent.node.running_ranks)
-        self._signal_at, self._answer_at = now + SIGNAL_SECONDS, now + ANSWER_SECONDS
+        self._beats.ask(quiet=quiet)
+        self._quiet, self._signal_at, self._answer_at = quiet, None, now + QUIET_SECONDS
+        if not quiet:
+            self._signals = sorted(self._agent.node.running_ranks)
+            self._signal_at, self._answer_at = now + SIGNAL_SECONDS, now + ANSWER_SECONDS
 
     def _read_notification(self) -> None:
         assert self._beats is not None, "only an open pipe is read"
-        os.read(self._beats.notify_read, 4096)
+        if not self._beats.announced:
+            return
         if self._look_at is None and self.timeout != 0:
             self._looked_at = self._look_at = time.monotonic()
 
@@ -97,14 +105,26 @@ class Watching:
         # Also where a rank has ended: it got on, and what the others wait for may be another thing now.
         if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
             self._paces = stall_monitor.restart_clocks(self._paces, now)
+            self._still = {}
         self._looked_at, self._look_at = now, now + stall_monitor.LOOK_SECONDS
         folded = {rank: stall_monitor.update(self._paces.get(rank), beat, now) for rank, beat in seen.items()}
         self._paces = {rank: pace for rank, pace in folded.items() if pace is not None}
         self._note_cpu(beats)
-        report = stall_monitor.stall_report(self._paces, self.timeout, now)
-        if self._reported is None or (report.level, report.stalled) != (self._reported.level, self._reported.stalled):
+        report = self._report(beats, now)
+        if self._reported is None or _news(report) != _news(self._reported):
             self._reported = report
             self._agent.group.stood(report, now)
+
+    def _report(self, beats: Mapping[int, Heartbeat], now: float) -> StallReport:
+        runs = {rank: threads.times_run(beat.pid) for rank, beat in beats.items()}
+        self._still = {
+            rank: known if (known := self._still.get(rank)) is not None and known[0] == times else (times, now)
+            for rank, times in runs.items()
+            if times
+        }
+        enough = all(now - since >= stall_monitor.STILL_SECONDS for _, since in self._still.values())
+        still = enough and bool(runs) and self._still.keys() == runs.keys()
+        return stall_monitor.stall_report(self._paces, self.timeout, now)._replace(still=still)
 
     def _note_cpu(self, beats: Mapping[int, Heartbeat]) -> None:
         """What ranks had used when they began to stand, where it will be asked for."""
@@ -137,20 +157,51 @@ class Watching:
         self._answer_at = self._signal_at = None
         self._look(now)  # they may have got on since they were asked
         if self._beats is None:
-            return  # node 0 was lost when it was told so
+            return None  # node 0 was lost when it was told so
         running = sorted(self._agent.node.running_ranks)
+        if self._quiet:
+            assert self._reported is not None, "it was looked at just now"
+            return self._agent.group.answered(self._reported, [*map(self._waiting, running), *self._ended()], now)
         # One that never beats cannot answer, and is not to blame for that where others do.
         beating = [rank for rank in running if self._beats.of(rank).pid]
         positions = [self._position(rank)._replace(idle=self._is_idle(rank, now)) for rank in beating or running]
         report = stall_monitor.stall_report(self._paces, self.timeout, now)
         self._paces, self._reported = stall_monitor.restart_clocks(self._paces, now), report._replace(stalled=False)
-        self._agent.group.answered(report, positions, now)
+        return self._agent.group.answered(report, positions, now)
+
+    def _waiting(self, local_rank: int) -> Position:
+        """What a rank waits in; nothing is certain if it has run since it was asked, or has not answered."""
+        assert self._beats is not None, "a rank that runs has a page"
+        rank, step, answer = self._agent.node.rank(local_rank), self._beats.of(local_rank).step, None
+        if self._reported is not None and self._reported.still:
+            answer = self._beats.answer(local_rank)
+        return waiting(rank, step, answer)
+
+    def _ended(self) -> list[Position]:
+        """The ranks that have ended with 0; one that has ended otherwise ends the group."""
+        assert self._beats is not None, "their pages are read"
+        node, options = self._agent.node, self._agent.options
+        ended = sorted(set(range(options.nproc)) - node.running_ranks)
+        return [Position(node.rank(rank), ended_after=self._beats.begun_by(rank)) for rank in ended]
 
     def _position(self, local_rank: int) -> Position:
         assert self._beats is not None, "a rank that runs has a page"
         rank = self._agent.node.rank(local_rank)
         beat = self._beats.of(local_rank)
         return position(rank, beat.step, self._beats.answer(local_rank), over=beat.over)
+
+
+def _news(report: StallReport) -> tuple[int, bool, bool]:
+    return report.level, report.stalled, report.still
+
+
+def waiting(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
+    """A rank that was asked what it waits in, by its answer; nonsense is none."""
+    try:
+        waits = None if answer is None else deadlock.waits_of(answer.get("waits"))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        waits = None
+    return Position(rank, step, where=str((answer or {}).get("where", ""))[:120], waits=waits)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -172,8 +223,8 @@ def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bo
     if answer is None:
         return Position(rank, step, answers=False, apart=over)
     sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))
-    done, apart = answer.get("done", True) is True, answer.get("apart") is True
-    return Position(rank, step, sequence, op[:40], done, where[:120], apart=apart)
+    done, apart, shape = answer.get("done", True) is True, answer.get("apart") is True, str(answer.get("shape", ""))
+    return Position(rank, step, sequence, op[:40], done, where[:120], apart=apart, shape=shape[:60])
 
 
 def _lives(pid: int) -> bool:

@@ -17,11 +17,13 @@ meet: what a process of an old attempt writes late can neither overwrite nor hid
 checks for a higher number before it writes, publishes and prunes, and ends with Superseded. A race between that check
 and the rename costs a file too many in the folder, nothing more.
 
+A save that fails (a full disk, a folder that is gone) does not end the training: it is reported, and the next save
+tries again. `wait`, `close`, leaving the group and the end of the script write the last state, or fail.
+
 A folder is one job's. Another job takes it over only once the process of the last claim has ended or is silent for a
 minute, says so, and goes on from that state; until then it is refused.
 """
 
-import atexit
 import contextlib
 import errno
 import hashlib
@@ -35,22 +37,26 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
 from ddpjob.checkpoint import random_states, writers
 from ddpjob.checkpoint.in_memory import InMemory
+from ddpjob.checkpoint.reasons import reason
 from ddpjob.checkpoint.recall import Fetched
 from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of, without_copies
 from ddpjob.core.memory import Found, Version, is_newer
-from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Superseded
+from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Stopped, Superseded
 from ddpjob.group import gather, stop
 from ddpjob.group.join import World, active, before_leaving, rank_in_group, store_of
-from ddpjob.reporting.progress import pause, report_resumed, report_saved
+from ddpjob.reporting import termination
+from ddpjob.reporting.progress import pause, report_resumed, report_save_failed, report_saved
 
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # of the digits in a state's name
@@ -121,7 +127,9 @@ class Snapshot:
         self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, generation)
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None
+        self._problem: BaseException | None = None  # for which the process must end
+        self._unwritten: _Unwritten | None = None  # the last state that was saved, where it is not in the folder
+        self._owed: _Owed | None = None  # the state that memory alone had, until the folder has it or a newer one
         self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
@@ -130,7 +138,8 @@ class Snapshot:
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
         before_leaving(self.wait)
-        atexit.register(_log_unraised, weakref.ref(self))
+        process.at_exit(_Ending(weakref.ref(self)), 15)
+        process.at_exit_of_child(stop.end_as_it_must, 5)
 
     @property
     def folder(self) -> Path:
@@ -150,8 +159,9 @@ class Snapshot:
                else (a DTensor, a subclass of Tensor, a namedtuple, a set, …) is a StateError that names it.
 
         Call it on every rank, or on rank 0 alone (then only rank 0's random state is kept); nothing here waits for
-        another rank. Waits for the save before it. Raises SnapshotError for what went wrong there, StateError for what
-        could not be read back, Superseded once a newer attempt owns the folder.
+        another rank. Waits for the save before it. A folder that cannot be written to is reported, and tried again by
+        the next save or `close`. Raises StateError for what could not be read back, Superseded once a newer attempt
+        owns the folder, SnapshotError if another process or job is using it.
         """
         step = _checked_step(step)
         refuse_sharded(state)  # on every rank: rank 0 alone would find out in a call that waits for the others
@@ -176,28 +186,53 @@ class Snapshot:
         refuse_sharded(state)
         self._memory.saved(step, state, kept_alone=True)
 
-    def _save(self, step: int, state: Mapping[str, Any]) -> None:
+    def _save(self, step: int, state: Mapping[str, Any], *, in_thread: bool = True) -> None:
+        self._owe(None)
         if self.rank != 0:
             self._offer_rng(step)
             return
-        self.wait()
+        self._join()
+        process.current.unsaved.add(self)
         self._log_reading_ahead(state)
-        try:
-            writer = self._claim(to_save=True)
-            self._must_be_newest(writer)
-            writers.note_saving(writers.alive_path(self.folder, writer))
-        except OSError as error:  # the folder is gone, or must not be written
-            raise SnapshotError(f"folder: {self.folder}: {_reason(error)}.") from error
+        self._unwritten = None  # or there would be three of this state in memory
         document = {
             "format": FORMAT,
             "step": step,
             "world_size": self.world_size,
+            "rng": {0: random_states.current()},
             "state": {name: copied(state_of(value), name) for name, value in state.items()},
         }
+        unwritten = _Unwritten(document, self._repeats, self.world_size > 1, os.getpid())
+        try:
+            writer = self._claim_to_save()
+        except OSError as error:  # the folder is gone, or must not be written
+            self._note_unwritten(unwritten, error)
+            return
+        if not in_thread:
+            self._write_or_note(writer, unwritten)
+            return
         # Not a daemon: a script that ends without close() still gets its last state.
-        work = (writer, document, self._repeats, {0: random_states.current()})
-        self._thread = threading.Thread(target=self._write_or_note, args=work, name="ddpjob-snapshot")
+        self._thread = threading.Thread(target=self._write_or_note, args=(writer, unwritten), name="ddpjob-snapshot")
         self._thread.start()
+
+    def _claim_to_save(self) -> int:
+        """The number under which this process may write. Raises OSError, SnapshotError."""
+        writer = self._claim(to_save=True)
+        self._must_be_newest(writer)
+        claim = _claim_of(self.folder, writer)
+        if claim is None:  # somebody has tidied it away, and the next attempt would take the same number
+            create_exclusively(self.folder, writer, self._own_claim.as_json())
+        elif claim != self._own_claim:
+            raise self._superseded()
+        writers.note_saving(writers.alive_path(self.folder, writer))
+        return writer
+
+    def _owe(self, owed: "_Owed | None") -> None:
+        if self._owed is not None:
+            self._owed.close()
+        self._owed = owed
+        if owed is not None:
+            process.current.unsaved.add(self)
 
     def _log_reading_ahead(self, state: Mapping[str, Any]) -> None:
         """Once, of a sampler that says of itself where the workers of a DataLoader are, and not the training."""
@@ -210,7 +245,31 @@ class Snapshot:
                 )
 
     def wait(self) -> None:
-        """Wait until what was saved is in the folder; raises what went wrong with it."""
+        """Wait until what was saved is in the folder, and write it again if that has failed.
+
+        Raises SnapshotError if it cannot be written: with the reason, and the newest step in the folder.
+        """
+        self._join()
+        if (owed := self._owed) is not None and owed.pid == os.getpid() and (step := owed.step_now()) is not None:
+            with pause("save"):
+                self._save(step, owed.state(), in_thread=False)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait for what `save` was given, and write it again if that has failed."""
+        self._join()
+        unwritten, self._unwritten = self._unwritten, None
+        process.current.unsaved.discard(self)
+        if unwritten is not None and unwritten.pid == os.getpid():
+            with pause("save"):
+                self._write_again(unwritten)
+
+    def close(self) -> None:
+        """The same as `wait`: nothing stays open between two saves."""
+        self.wait()
+
+    def _join(self) -> None:
+        """Wait for the thread. Raises that this process must end; what could not be written is in `_unwritten`."""
         if self._thread is not None:
             with pause("save"):
                 self._thread.join()
@@ -219,16 +278,18 @@ class Snapshot:
         if problem is not None:
             raise problem
 
-    def close(self) -> None:
-        """The same as `wait`: nothing stays open between two saves."""
-        self.wait()
-
-    def _write_or_note(self, writer: int, document: dict[str, Any], repeat: int, rng: dict[int, Any]) -> None:
+    def _write_again(self, unwritten: "_Unwritten") -> None:
         try:
-            document["rng"] = self._collected_rng(document["step"], repeat, rng)
-            self._publish(writer, document)
-            report_saved(document["step"])
-            self._prune(writer)
+            writer = self._claim_to_save()
+            self._write(writer, unwritten)
+        except SnapshotError:
+            raise
+        except Exception as error:
+            raise SnapshotError(f"{self._unwritten_sentence(unwritten, error)}.") from error
+
+    def _write_or_note(self, writer: int, unwritten: "_Unwritten") -> None:
+        try:
+            self._write(writer, unwritten)
         except SnapshotError as error:
             self._problem = error
         except Exception as error:
@@ -236,11 +297,44 @@ class Snapshot:
                 if _highest_writer(self.folder) > writer:  # which removed the file that was being written
                     self._problem = self._superseded()
                     return
-            self._problem = SnapshotError(
-                f"snapshot of step {document['step']} was not written to {self.folder}: {_reason(error)}. The ones "
-                f"before it are as they were."
+            self._note_unwritten(unwritten, error)
+
+    def _write(self, writer: int, unwritten: "_Unwritten") -> None:
+        document = unwritten.document
+        if unwritten.lacks_rng:
+            unwritten.lacks_rng = False
+            document["rng"] = self._collected_rng(document["step"], unwritten.repeat, document["rng"])
+        self._remove_left(writer)  # first: a process that was killed may have left what fills the disk
+        self._publish(writer, document)
+        process.current.unsaved.discard(self)
+        report_saved(document["step"])
+        try:
+            self._prune(writer)
+        except OSError as error:
+            process.log(f"older snapshots in {self.folder} cannot be removed: {reason(error)}")
+
+    def _note_unwritten(self, unwritten: "_Unwritten", error: BaseException) -> None:
+        """Report that a save has failed; its copy is kept until the next one, or the end."""
+        self._unwritten = unwritten
+        self._report_failed(self._unwritten_sentence(unwritten, error))
+
+    def _report_failed(self, why: str) -> None:
+        process.log(f"{why}; the training goes on, and the next save tries again")
+        report_save_failed(why)
+
+    def _unwritten_sentence(self, unwritten: "_Unwritten", error: BaseException) -> str:
+        return f"the state of step {unwritten.document['step']} was not saved: {self._why_unwritten(error)}"
+
+    def _why_unwritten(self, error: BaseException) -> str:
+        """disk full: No space left on device (errno 28), in /ckpt; the newest snapshot there is of step 100"""
+        try:
+            entries = _entries(self.folder)
+            newest = (
+                f"; the newest snapshot there is of step {entries[0].step}" if entries else "; there is no snapshot"
             )
-            self._problem.__cause__ = error
+        except OSError as problem:
+            newest = "" if reason(problem) == reason(error) else f", which cannot be read: {reason(problem)}"
+        return f"{reason(error)}, in {self.folder}{newest}"
 
     def _publish(self, writer: int, document: dict[str, Any]) -> None:
         tmp = self.folder / f".tmp-{writer:06d}-{os.getpid()}-{next(_numbers)}"
@@ -270,24 +364,25 @@ class Snapshot:
         for entry in _entries(self.folder)[self._states_max :]:
             self._must_be_newest(writer)
             entry.path.unlink(missing_ok=True)
+        self._remove_left(writer)
+
+    def _remove_left(self, writer: int) -> None:
         for name in os.listdir(self.folder):
             alive, tmp = _ALIVE_NAME.fullmatch(name), _TMP_NAME.fullmatch(name)
             # Any other .tmp file of this writer or an older one is of an ended process.
             is_left = tmp and int(tmp[1]) <= writer and name not in _being_written
             if (alive and int(alive[1]) < writer) or is_left:
-                (self.folder / name).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (self.folder / name).unlink()
 
     # ---- who may write -------------------------------------------------------------------------------------
 
     def _claim(self, *, to_save: bool = False) -> int:
         """The writer number of this process: taken once, the next after the highest in the folder. Who has only loaded
-        may have that of an earlier process of the same attempt and generation."""
+        may have that of an earlier process of the same attempt and generation. Raises OSError, SnapshotError."""
         if self._writer is not None and not (to_save and self._writer not in self._taken()):
             return self._writer
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise SnapshotError(f"folder: {self.folder} cannot be made: {_reason(error)}.") from error
+        self.folder.mkdir(parents=True, exist_ok=True)
         while True:
             highest = _highest_writer(self.folder)
             claim = _claim_of(self.folder, highest)
@@ -360,7 +455,7 @@ class Snapshot:
         ranks.
         """
         refuse_sharded(objects)
-        self.wait()
+        self._finish()
         self._memory.begin()
         found = self._memory.find(objects)
         chosen = self._agreed(found)
@@ -373,6 +468,7 @@ class Snapshot:
             self.state = self._memory.loaded(objects, {})
             self._log_beginning()
             return 0
+        self._owe(None)
         entry, file = chosen
         with file:
             document = _decoded(file, entry.path)
@@ -394,6 +490,9 @@ class Snapshot:
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         ranks = f"{', '.join(map(str, found.ranks[:8]))}{' …' if len(found.ranks) > 8 else ''}"
         origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
+        if self._folder is not None:
+            before = {} if self._owed is None else self._owed.objects  # of a load() that has named another part
+            self._owe(_Owed(step, {**before, **objects}, self.state, by_value=fetched.by_value))
         if self.rank == 0:
             process.log(f"resumed at step {step} from {origin}")
         report_resumed(step, origin, saved=False)
@@ -424,13 +523,26 @@ class Snapshot:
 
     def _choose(self, found: Found | None, damaged: Collection[Path]) -> "_Entry | None":
         """The newest that is not known to be damaged. found: what is in memory; only what is newer than that counts."""
-        self._claim()
-        for entry in _entries(self.folder):
+        try:
+            self._claim()
+            entries = _entries(self.folder)
+        except OSError as error:
+            if found is None:
+                made = "" if self.folder.is_dir() else " cannot be made"
+                raise SnapshotError(f"folder: {self.folder}{made}: {reason(error)}.") from error
+            self._note_unused(found, error)
+            return None
+        for entry in entries:
             if found is not None and not is_newer(self._version(entry), found.held):
                 return None
             if entry.path not in damaged:
                 return entry
         return None
+
+    def _note_unused(self, found: Found, error: OSError) -> None:
+        """What is in memory is whole, and the folder takes no claim or cannot be read: a failure here would lose it."""
+        step = found.held.version.step
+        self._report_failed(f"the state of step {step} is in memory alone: {self._why_unwritten(error)}")
 
     def _version(self, entry: "_Entry") -> Version | None:
         """None: it is another job's, or nobody knows whose."""
@@ -472,7 +584,7 @@ class Snapshot:
             except SnapshotError as error:
                 answer = error
             except Exception as error:  # whatever lies in the folder: the other ranks are waiting for an answer
-                answer = SnapshotError(f"{self.folder}: {_reason(error)}.")
+                answer = SnapshotError(f"{self.folder}: {reason(error)}.")
         answer = self._broadcast(answer)
         if isinstance(answer, SnapshotError):
             raise answer
@@ -522,9 +634,10 @@ class Snapshot:
         buffer = io.BytesIO()
         torch.save(random_states.current(), buffer)
         self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
-        store.set(self._offered[-1], buffer.getvalue())
-        if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
-            store.delete_key(self._offered.pop(0))
+        with contextlib.suppress(RuntimeError):  # rank 0 serves the store and is gone: the next collective says so
+            store.set(self._offered[-1], buffer.getvalue())
+            if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
+                store.delete_key(self._offered.pop(0))
 
     def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
         """The random states of the ranks that save too. One that came too late for the save before is waited for again
@@ -548,11 +661,70 @@ class Snapshot:
         return rng
 
 
-def _log_unraised(reference: "weakref.ref[Snapshot]") -> None:
-    """A script that ends without wait() or close() must not lose the error that its last state is not there."""
-    snapshot = reference()
-    if snapshot is not None and snapshot._problem is not None:
-        process.log(str(snapshot._problem))
+@dataclass
+class _Unwritten:
+    """A state that is to be written, until it is."""
+
+    document: dict[str, Any]
+    """For torch.save."""
+    repeat: int
+    """How often the same step was saved before."""
+    lacks_rng: bool
+    """Whether the random states of the other ranks are still to be collected."""
+    pid: int
+    """The process that saves it: a fork of that one does not."""
+
+
+class _Owed:
+    """The state that memory alone had when the ranks went on from it: a script that saves nothing after it must not end
+    well without it."""
+
+    def __init__(self, step: int, objects: Mapping[str, Any], state: Mapping[str, Any], *, by_value: bool) -> None:
+        self.objects, self.pid = objects, os.getpid()
+        self._step, self._state = step, state
+        self._knows_all = not by_value and objects.keys() == state.keys()
+        self._has_stepped = False
+        process.current.marked = None
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """It is no longer owed."""
+        self._hook.remove()
+
+    def _before_step(self, *_: Any) -> None:
+        self._has_stepped, process.current.marked = True, None
+
+    def step_now(self) -> int | None:
+        """The step of the state as it is now; None if it is not known."""
+        if not self._has_stepped:
+            return self._step
+        return process.current.marked if self._knows_all else None
+
+    def state(self) -> Mapping[str, Any]:
+        """The state as it is now, under the names of `save`."""
+        return self.objects if self._has_stepped else {**self._state, **self.objects}
+
+
+class _Ending:
+    """What a Snapshot owes at the end of its process: a script that ends without close() must not lose its last state,
+    nor the error that it is not there."""
+
+    def __init__(self, snapshot: "weakref.ref[Snapshot]") -> None:
+        self._snapshot = snapshot
+
+    def __call__(self) -> None:
+        snapshot, error = self._snapshot(), termination.ending()
+        if snapshot is None:
+            return
+        is_failure = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
+        if is_failure:  # it has been reported already, and nobody is to wait for a disk
+            return
+        try:
+            snapshot.wait()
+        except SnapshotError as problem:
+            stop.fail_at_exit(problem)
+        except Exception as problem:  # nobody is left to raise it to
+            process.log(str(problem))
 
 
 def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:
@@ -700,12 +872,6 @@ def _fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} (errno {error.errno})"
-    return f"{type(error).__name__}: {error}"
-
-
 # ---- the document ------------------------------------------------------------------------------------------
 
 
@@ -714,7 +880,7 @@ def _decoded(file: BinaryIO, path: Path) -> dict[str, Any]:
         document = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # its bytes are what was written, perhaps by another version of torch
         raise SnapshotError(
-            f"{path}: this torch {torch.__version__} does not read it: {_reason(error).splitlines()[0]}"
+            f"{path}: this torch {torch.__version__} does not read it: {reason(error).splitlines()[0]}"
         ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         version = document.get("format") if isinstance(document, dict) else None

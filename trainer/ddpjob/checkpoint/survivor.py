@@ -80,7 +80,8 @@ class Survivor(abc.ABC):
         error = termination.ending()
         failed = error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE)
         # All ranks stop where one pod is told to go, and the agents of the others hold what is in their memory.
-        if failed or (not self._has_folder and process.current.stopped_at is not None):
+        is_saved = self._has_folder and not process.current.save_failed
+        if failed or (process.current.stopped_at is not None and not is_saved):
             self._ends = True
             self.save()
         if os.getpid() == self._pid:  # a fork has the lock as it was, and no such thread

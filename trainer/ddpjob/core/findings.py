@@ -15,6 +15,8 @@ NO_PROCESS_GROUP = "NoProcessGroup"
 """Several ranks were expected, and no rank has formed a process group: each has trained alone."""
 REPLICAS_DIFFER = "ReplicasDiffer"
 """The parameters of a DDP-wrapped module were not the same on all ranks at the end."""
+FAILURE_IN_LOG = "FailureInLog"
+"""The log shows the failure of a rank, and the exit code is 0. No agent writes it."""
 
 
 class Finding(NamedTuple):

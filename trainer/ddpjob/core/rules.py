@@ -96,13 +96,19 @@ _MAY_PASS = re.compile(
     r"|inline_container\.cc|PytorchStream(?:Writer|Reader))",
     re.IGNORECASE,
 )
+# What torch.save raises when its file takes no more bytes: it does not name the reason.
+WRITE_CUT_SHORT = re.compile(r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing")
 # Mistakes whose text names a GPU. An AcceleratorError, which torch 2.9 and later raise for CUDA's errors, is none.
 _OF_DEVICES = re.compile(
     r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
+# The library's, of a folder that a new process finds as it was: EACCES, ENOSPC, EROFS, EDQUOT (checkpoint/reasons.py).
+CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:13|28|30|122)\)")
 # What argparse and click say, with exit code 2, of options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
+# The launcher's own options: the same command is refused on every node, and before a rank starts.
+_LAUNCHER_REFUSED = re.compile(r"^(?:ddprun|torchrun): error: \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
 # The kubelet's and the node controller's reasons for a pod that was ended because of its node, or that the kubelet did
@@ -154,7 +160,7 @@ def classify(failure: Failure) -> Class:
         return "infrastructure"
     if f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN:
         return "infrastructure" if DEVICE.search(f.exception) else "permanent"
-    if NO_SUCH_BACKEND.search(f.exception) or f.exception == OUTPUT_UNREAD:
+    if NO_SUCH_BACKEND.search(f.exception) or f.exception == OUTPUT_UNREAD or CANNOT_SAVE.match(f.exception):
         return "permanent"
     if OUT_OF_MEMORY.search(f.exception):
         return "outOfMemory"
@@ -183,6 +189,11 @@ def is_symptom(exception: str) -> bool:
     return FROM_TORCH.match(exception) is not None and SYMPTOMS.search(exception) is not None
 
 
+def is_unsaved(exception: str) -> bool:
+    """Whether a rank ended because its last state is not in its folder: what other ranks have stopped for is lost."""
+    return exception.startswith("ddpjob.errors.SnapshotError: ")
+
+
 def cannot_start(f: Failure) -> bool:
     """Whether none of the user's own code ran: the container, the program or a module is not there."""
     has_not_started = f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN
@@ -202,6 +213,11 @@ def is_mistake(exception: str, exit_code: int | None) -> bool:
     if exit_code != 1 or _MISTAKE.match(exception) is None:
         return False
     return _MAY_PASS.match(exception) is None or _OF_DEVICES.match(exception) is not None
+
+
+def is_refused_by_launcher(exception: str, exit_code: int | None) -> bool:
+    """True if the launcher itself has refused its options: every node has the same command, so one node is enough."""
+    return exit_code == 2 and _LAUNCHER_REFUSED.match(exception) is not None
 
 
 def port_in_use(exception: str) -> int | None:

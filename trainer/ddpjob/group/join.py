@@ -27,7 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from ddpjob import process
 from ddpjob.core import stall_limits
 from ddpjob.core.rank_info import RankInfo, on_node
-from ddpjob.errors import ConfigurationError, DDPJobError, RendezvousError, Stopped, UnsupportedError
+from ddpjob.errors import (
+    ConfigurationError,
+    DDPJobError,
+    RendezvousError,
+    SnapshotError,
+    Stopped,
+    UnsupportedError,
+)
 from ddpjob.group import meet, stop
 from ddpjob.group.gloo_teardown import never_destroy, settle
 from ddpjob.reporting import termination
@@ -516,6 +523,8 @@ def _leave_at_exit() -> None:
         return
     try:
         _leave(group)
+    except SnapshotError as problem:
+        stop.fail_at_exit(problem)
     except Exception as problem:  # nobody is left to raise it to
         termination.tell(problem)
         process.log(str(problem))

@@ -57,6 +57,7 @@ def should_stop(step: int) -> bool:
     the others did not agree within the time-out of a step.
     """
     state, step = process.current, int(step)  # of samples / batch it is a float
+    state.marked = step
     if state.at_boundary is not None:
         state.at_boundary(step)
     if state.agreement is None:
@@ -71,9 +72,16 @@ def ignore_sigterm(_worker_id: int = 0) -> None:
     """For processes that a rank needs until it stops: `DataLoader(..., worker_init_fn=ddpjob.ignore_sigterm)`.
 
     torchrun sends SIGTERM to a rank and to all that the rank has started. A DataLoader whose worker ends by it raises
-    in the training, which then cannot save. The workers end with their rank in any case.
+    in the training, which then cannot save. Once the rank has ended, SIGTERM ends its workers.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = os.getppid()
+
+    def end_without_rank(number: int, _frame: Any) -> None:
+        if os.getppid() != parent:
+            os._exit(128 + number)
+
+    signal.signal(signal.SIGTERM, end_without_rank)
+    signal.siginterrupt(signal.SIGTERM, False)  # system calls of libraries that know no EINTR go on
 
 
 def must_leave_now() -> bool:
@@ -223,7 +231,7 @@ def _begin() -> Agreement:
     store = None if place.world_size == 1 else store_of_group()
     if place.world_size == 1 or store is not None:
         state.sigterm.handle()
-    process.at_exit_of_child(_end_as_resumable, 5)
+    process.at_exit_of_child(end_as_it_must, 5)
     # The others may be in a pause.
     limit_seconds = state.group.world.timeout_step_seconds if state.group else 2 * stall_limits.PAUSE_SECONDS
     return Agreement(store, state.sigterm, place.rank, place.world_size, limit_seconds)
@@ -242,8 +250,24 @@ def store_of_group() -> Any:
 # ---- the end -----------------------------------------------------------------------------------------------
 
 
+def fail_at_exit(problem: BaseException) -> None:
+    """The last state is not saved, and nobody is left to raise that to: `end_as_it_must` has this process fail."""
+    termination.tell(problem)
+    process.log(str(problem))
+    process.current.fails_at_exit = True
+
+
+def end_as_it_must() -> None:
+    """End with 1 where the last state is not saved, and with 75 after a stop, however the script ends: a training that
+    stopped before its end must not look completed."""
+    if process.current.fails_at_exit:
+        if (agreement := process.current.agreement) is not None and process.current.stopped_at is not None:
+            agreement.wait_for_others()  # in a group that the script has made, this rank may serve the store
+        _end_now(1)
+    _end_as_resumable()
+
+
 def _end_as_resumable() -> None:
-    """A training that stopped before its end must not look completed, however the script ends after it."""
     state = process.current
     error, step = termination.ending(), state.stopped_at
     if step is None or not (error is None or isinstance(error, SystemExit)):
@@ -259,8 +283,15 @@ def _end_as_resumable() -> None:
             f"stopped after step {step}: exit code {rules.RESUMABLE_EXIT_CODE}, not 0, for the training is not "
             f"complete. End the script by `raise ddpjob.Stopped(step)`."
         )
+        _end_now(rules.RESUMABLE_EXIT_CODE)
+
+
+def _end_now(code: int) -> None:
+    """sys.exit() has no effect at the exit."""
+    with contextlib.suppress(Exception):
         sys.stdout.flush()
-        os._exit(rules.RESUMABLE_EXIT_CODE)
+        sys.stderr.flush()
+    os._exit(code)
 
 
-atexit.register(_end_as_resumable)  # at the import: what join.py registers later runs before it, and leaves the group
+atexit.register(end_as_it_must)  # at the import: what join.py registers later runs before it, and leaves the group

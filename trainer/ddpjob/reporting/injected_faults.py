@@ -6,8 +6,13 @@
 A fault belongs to one attempt, by default the first, and in it to one generation of ranks, by default 0, the first (the
 others are started in the same pods): the training that follows it is to succeed. Its step is the first that this rank
 reports at or after it. What cannot be understood is named once on stderr and left out.
+
+A local run also names a folder, DDPJOB_FAULTS_HAPPENED. Then each fault happens once in the whole run, and one without
+an attempt or a generation in whichever reaches its step first: a file of the folder, named by the fault's place in the
+list, records that it has happened.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -17,14 +22,21 @@ from typing import Any, NamedTuple
 
 from ddpjob import process
 
+HAPPENED = "DDPJOB_FAULTS_HAPPENED"
+
 
 class Fault(NamedTuple):
     """What happens to this rank, in this attempt and generation, at that step."""
 
-    of: tuple[Any, str, str]
+    rank: Any
+    attempt: str | None
+    """None: the first one, or any in a run that records what has happened."""
+    generation: str | None
     step: int
     kind: str
     value: Any
+    record: str = ""
+    """The file that records that it has happened; "": nothing does."""
 
 
 def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
@@ -32,7 +44,8 @@ def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
     text = environ.get("DDPJOB_FAULTS")
     if not text:
         return []
-    read = [(entry, _fault(entry)) for entry in _entries(text)]
+    folder = environ.get(HAPPENED, "")
+    read = [(entry, _fault(entry, folder and os.path.join(folder, str(i)))) for i, entry in enumerate(_entries(text))]
     misread = [json.dumps(entry)[:200] for entry, fault in read if fault is None]
     if misread:
         process.log(
@@ -40,16 +53,31 @@ def ordered(environ: Mapping[str, str], rank: int) -> list[Fault]:
             f"and one of signal (a name), exit (1 to 255), hang (true)"
         )
     generation = environ.get("DDPJOB_GENERATION") or environ.get("TORCHELASTIC_RESTART_COUNT") or "0"
-    own = (rank, environ.get("DDPJOB_ATTEMPT") or "1", generation)
-    return [fault for _, fault in read if fault and fault.of == own]
+    attempt = environ.get("DDPJOB_ATTEMPT") or "1"
+    return [f for _, f in read if f and f.rank == rank and _is_of(f, attempt, generation)]
 
 
 def obey(faults: list[Fault], step: int) -> list[Fault]:
     """Break what is due, if anything; the faults that are still to come."""
     due = [fault for fault in faults if fault.step <= step]
     for fault in due:
-        _break(fault)
+        if not fault.record or _records(fault.record):
+            _break(fault)
     return [fault for fault in faults if fault not in due]
+
+
+def _is_of(fault: Fault, attempt: str, generation: str) -> bool:
+    if fault.record:
+        return fault.attempt in (None, attempt) and fault.generation in (None, generation)
+    return (fault.attempt or "1", fault.generation or "0") == (attempt, generation)
+
+
+def _records(file: str) -> bool:
+    """True if it had not happened yet. Without a record it would happen again after each restart, so it does not."""
+    with contextlib.suppress(OSError):
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        return True
+    return False
 
 
 def _entries(text: str) -> list[Any]:
@@ -60,12 +88,13 @@ def _entries(text: str) -> list[Any]:
     return entries if isinstance(entries, list) else [entries]
 
 
-def _fault(entry: Any) -> Fault | None:
+def _fault(entry: Any, record: str) -> Fault | None:
     """None for what is no fault."""
     try:
         (kind,) = set(entry) - {"rank", "step", "attempt", "generation"}
-        of = entry["rank"], str(entry.get("attempt", 1)), str(entry.get("generation", 0))
-        return Fault(of, int(entry["step"]), kind, _value(kind, entry[kind]))
+        attempt, generation = (str(entry[key]) if key in entry else None for key in ("attempt", "generation"))
+        value = _value(kind, entry[kind])
+        return Fault(entry["rank"], attempt, generation, int(entry["step"]), kind, value, record)
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
 

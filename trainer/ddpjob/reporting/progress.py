@@ -9,7 +9,7 @@ Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
      "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "savedStep": 300,
      "resumedStep": 100, "resumedFrom": "/ckpt/snapshots", "generation": 1, "replacement": 1, "notKept": "…",
-     "limitNeeded": 734003200, "final": false}
+     "limitNeeded": 734003200, "saveFailed": "…", "final": false}
 Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to run.
 A post repeats an unchanged step: a process that makes no step is not one that is gone.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
@@ -19,6 +19,7 @@ resumedStep, resumedFrom: of the state that it has loaded, and where that was: a
 generation: how often ddprun had restarted the ranks when this one was started.
 replacement: which pod of its node it runs in; absent in the one with which the attempt began.
 notKept: why the state is not kept in memory; limitNeeded: bytes of the container's memory limit that would do.
+saveFailed: why the last save of `Snapshot` has failed; absent once a later one is in the folder.
 """
 
 import collections
@@ -117,6 +118,17 @@ def report_resumed(step: int, origin: str, *, saved: bool = True, **metrics: Any
 def report_saved(step: int) -> None:
     """Report that the checkpoint of this step is on disk: a restart goes on from it. Called by the writing thread."""
     _write_saved(step)
+    process.current.save_failed = ""
+    _post_save()
+
+
+def report_save_failed(why: str) -> None:
+    """Report that a checkpoint could not be written; the training goes on. Called by the writing thread too."""
+    process.current.save_failed = why
+    _post_save()
+
+
+def _post_save() -> None:
     reporter = process.current.reporter
     if reporter is not None:
         reporter.saved()
@@ -233,7 +245,8 @@ class Reporter:
             self.sender.close()
 
     def saved(self) -> None:
-        """A checkpoint was saved: a rank that is killed now reports nothing any more, so this does not wait."""
+        """A checkpoint was saved, or could not be: a rank that is killed now reports nothing any more, so this does not
+        wait."""
         if not self.failures:
             self.has_saved = True
             self.news.set()
@@ -298,6 +311,7 @@ class Reporter:
             **({"replacement": number} if (number := process.number("DDPJOB_REPLACEMENT", 0)) else {}),
             **({"notKept": state.not_kept[:SENTENCE_CHARACTERS_MAX]} if state.not_kept else {}),
             **({} if state.limit_needed is None else {"limitNeeded": state.limit_needed}),
+            **({"saveFailed": state.save_failed[:SENTENCE_CHARACTERS_MAX]} if state.save_failed else {}),
             "final": final,
         }
 

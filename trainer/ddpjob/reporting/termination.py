@@ -3,11 +3,15 @@
 In a pod that is the container's termination message: the operator reads it in the pod's status when the pod is gone.
 
     {"ddpjob": 1, "rank": 3, "exitCode": 1, "signal": "", "exception": "ValueError: no such shard: 7", "step": 41,
-     "time": 1796000000.123, "resumable": false, "traceback": "the last lines, as many as fit"}
+     "time": 1796000000.123, "resumable": false, "parent": 77, "traceback": "the last lines, as many as fit"}
 
 All ranks of a pod share the file. The earliest failure stays; a rank that stopped in order gives way to it, and one
 that only says that a peer is gone writes nothing. `init` and the first `progress` install it. A process that is
 killed, or crashes in C code, writes nothing: the kubelet and torchrun report that.
+
+A failure that a process finds there from before its own start is of an earlier launcher, or of ranks that have been
+started again: it removes that. What is left when the container ends with 0 is a failure that a shell, or a program
+around the ranks, has hidden (observed/hidden_failure.py of the operator).
 """
 
 import contextlib
@@ -17,6 +21,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +32,7 @@ from ddpjob.errors import Stopped
 
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40
+_BEGINS = b'{"ddpjob"'
 LOCK_SECONDS = 0.5  # the other ranks of this pod write 4 kB each
 
 
@@ -38,6 +44,8 @@ def install() -> None:
     if state.previous_hook is None:  # a forked child has the hook already
         state.previous_hook, sys.excepthook = sys.excepthook, _hook
     state.reports_failure = True
+    with contextlib.suppress(Exception):
+        _forget_earlier()
     # Children of multiprocessing never reach sys.excepthook. Before progress() and the group, which may wait.
     process.at_exit_of_child(_tell_end_of_child, 30)
 
@@ -194,12 +202,40 @@ def _whole(error: BaseException) -> str:
 
 
 def _leave(message: Failure) -> None:
+    with _opened() as descriptor:
+        if not _stays(os.pread(descriptor, BYTES_MAX, 0), message):
+            write_over(descriptor, message.as_dict() | {"parent": os.getppid()})
+
+
+def _forget_earlier() -> None:
+    """Remove a failure that was written before this process was started, because its peers started with it; and that
+    of a child, when the parent goes on by itself: `except ProcessRaisedException: train_alone()`."""
+    if not os.path.getsize(os.environ["DDPJOB_TERMINATION_LOG"]):
+        return
+    with _opened() as descriptor:
+        written = os.pread(descriptor, BYTES_MAX, 0)
+        document = json.loads(written) if written.startswith(_BEGINS) else {}
+        is_earlier = 0 < Failure.from_dict(document).time < _started_at()
+        if is_earlier or document.get("parent") == os.getpid():
+            os.ftruncate(descriptor, 0)
+
+
+def _started_at() -> float:
+    """When this process was started or forked at the latest, in seconds since 1970. Not when it has imported this,
+    because a peer may have failed by then."""
+    with open("/proc/self/stat", "rb") as file:
+        ticks = int(file.read().rpartition(b")")[2].split()[19])  # complete ones
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
+    return time.time() - age
+
+
+@contextlib.contextmanager
+def _opened() -> Iterator[int]:
     path = os.environ["DDPJOB_TERMINATION_LOG"]
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     try:
         _lock(descriptor)
-        if not _stays(os.pread(descriptor, BYTES_MAX, 0), message):
-            write_over(descriptor, message.as_dict())
+        yield descriptor
     finally:
         os.close(descriptor)
 
@@ -215,7 +251,7 @@ def _lock(descriptor: int) -> None:
 
 def _stays(written: bytes, message: Failure) -> bool:
     """Whether what is in the file explains more than this message."""
-    if not written.startswith(b'{"ddpjob"'):
+    if not written.startswith(_BEGINS):
         return bool(written)  # by the script itself
     try:
         earlier = Failure.from_dict(json.loads(written))

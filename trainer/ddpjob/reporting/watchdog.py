@@ -16,6 +16,7 @@ import faulthandler
 import json
 import mmap
 import os
+import struct
 import sys
 import threading
 import time
@@ -30,14 +31,18 @@ from ddpjob.core.heartbeat import (
     ASKED,
     CELLS_BYTES,
     COLLECTIVES,
+    COMPLETED,
     OVER,
     PAGE_BYTES,
     PHASE,
     PID,
+    QUIET,
     SAVED,
     STEP,
     WAITED_IN,
 )
+from ddpjob.reporting import waiting
+from ddpjob.reporting.waiting import operation, shape
 
 T = TypeVar("T")
 TEXT_CHARACTERS_MAX = 120
@@ -70,22 +75,24 @@ def _share(where: str) -> None:
     with open(f"/proc/{agent}/fd/{memory}", "r+b", buffering=0) as file:
         page = memoryview(mmap.mmap(file.fileno(), 0))[page_number * PAGE_BYTES :][:PAGE_BYTES]
     cells = page[:CELLS_BYTES].cast("q")
+    pipe = f"/proc/{agent}/fd/{notify}"
     if cells[PID] not in (0, os.getpid()) and os.path.exists(f"/proc/{cells[PID]}"):
+        _notify(pipe)
         return  # the script has started processes of its own, and another one reports for the rank
-    cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = cells[WAITED_IN] = 0
+    cells[PHASE] = cells[STEP] = cells[COLLECTIVES] = cells[OVER] = cells[WAITED_IN] = cells[COMPLETED] = 0
     cells[SAVED] = process.current.saved_step or 0
     cells[PID] = os.getpid()
     faulthandler.register(heartbeat.STACKS_SIGNAL, file=2, all_threads=True)
     threading.Thread(target=_serve, args=(page, cells), name="ddpjob-watchdog", daemon=True).start()
-    _notify(f"/proc/{agent}/fd/{notify}")
+    _notify(pipe)
     process.current.cells = cells
 
 
 def _notify(pipe: str) -> None:
-    """Wake the agent, which reads no heartbeat before the first one."""
+    """Tell the agent that this process trains: it reads no heartbeat before the first one, and signals each of them."""
     descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        os.write(descriptor, b".")
+        os.write(descriptor, struct.pack(heartbeat.NOTICE, os.getpid()))
     finally:
         os.close(descriptor)
 
@@ -101,6 +108,8 @@ def _serve(page: memoryview, cells: memoryview) -> None:
             begun = _of_torch(collectives_begun)
             if begun is not None:
                 cells[COLLECTIVES], cells[OVER] = begun, 0
+                if begun and not cells[COMPLETED]:
+                    cells[COMPLETED] = int(begun > 1 or _has_completed())
             elif cells[COLLECTIVES]:
                 cells[OVER] = 1
         asked = cells[ASKED]
@@ -108,6 +117,11 @@ def _serve(page: memoryview, cells: memoryview) -> None:
             with contextlib.suppress(Exception):
                 _answer(page, cells)
             cells[ANSWERED] = asked
+
+
+def _has_completed() -> bool:
+    """True if the only collective so far is done; the recorder is short then."""
+    return any(is_done(entry) for entry in _of_torch(_recorded) or [])
 
 
 def _of_torch(call: Callable[[], T]) -> T | None:
@@ -162,14 +176,30 @@ def collectives_begun() -> int | None:
 def _answer(page: memoryview, cells: memoryview) -> None:
     """First to the agent, which waits for it; stderr may be a pipe that nobody reads."""
     frames = sys._current_frames()
-    recorded = _of_torch(_recorded) or []
     main = threading.main_thread().ident
-    answer = {"step": cells[STEP], "where": innermost(frames.get(main or 0)), **last_collective(recorded)}
-    answer["apart"] = waits_apart(recorded, _of_torch(collectives_begun))
+    answer: dict[str, Any] = {"step": cells[STEP], "where": innermost(frames.get(main or 0))}
+    if cells[QUIET]:
+        answer["waits"] = _waits(frames)
+        _write_answer(page, cells, answer)
+        return
+    recorded = _of_torch(_recorded) or []
+    answer |= {**last_collective(recorded), "apart": waits_apart(recorded, _of_torch(collectives_begun))}
+    _write_answer(page, cells, answer)
+    os.write(2, _stacks(cells, frames, recorded).encode("utf-8", "replace"))
+
+
+def _waits(frames: dict[int, FrameType]) -> dict[str, Any]:
+    """What the rank waits in; the recorder is read only if it waits in a collective."""
+    if not waiting.how(frames.get(threading.main_thread().ident or 0)):
+        return {}
+    return _of_torch(lambda: waiting.answer(frames, threading.get_ident(), _recorded())) or {}
+
+
+def _write_answer(page: memoryview, cells: memoryview, answer: dict[str, Any]) -> None:
+    """What does not fit is no answer: the agent reads a shorter one as none."""
     body = json.dumps(answer).encode()[: PAGE_BYTES - CELLS_BYTES]
     page[CELLS_BYTES : CELLS_BYTES + len(body)] = body
     cells[heartbeat.LENGTH], cells[ANSWERED] = len(body), cells[ASKED]
-    os.write(2, _stacks(cells, frames, recorded).encode("utf-8", "replace"))
 
 
 def _stacks(cells: memoryview, frames: dict[int, FrameType], recorded: list[dict[str, Any]]) -> str:
@@ -230,7 +260,8 @@ def last_collective(recorded: list[dict[str, Any]]) -> dict[str, Any]:
     if not default:
         return {}
     last = max(default, key=lambda e: e["collective_seq_id"])
-    return {"sequence": last["collective_seq_id"], "op": _op(last), "done": is_done(last)}
+    found = {"sequence": last["collective_seq_id"], "op": operation(last), "done": is_done(last)}
+    return found | ({"shape": text} if (text := shape(last)) else {})
 
 
 def waited_in(recorded: list[dict[str, Any]], begun: int | None) -> int:
@@ -265,12 +296,7 @@ def is_done(entry: dict[str, Any]) -> bool:
 def table(recorded: list[dict[str, Any]]) -> list[str]:
     """The last of them, one a line."""
     return [
-        f"    {e['collective_seq_id']:>6} {_op(e)} {e.get('input_sizes')} in group {e['process_group'][0]}"[:160]
+        f"    {e['collective_seq_id']:>6} {operation(e)} {e.get('input_sizes')} in group {e['process_group'][0]}"[:160]
         + (", done" if is_done(e) else ", not done")
         for e in recorded[-COLLECTIVES_MAX:]
     ]
-
-
-def _op(entry: dict[str, Any]) -> str:
-    """gloo:all_reduce -> all_reduce"""
-    return str(entry.get("profiling_name", "")).rpartition(":")[2][:TEXT_CHARACTERS_MAX]

@@ -6,7 +6,8 @@ like any other, and a job of one node follows the same rules.
     gathering   until every node is connected and nothing of the last generation runs anywhere
     running     until a rank fails, a node is lost, or all nodes have finished
     stopping    until every connected node has reported that its ranks are gone; after the timeout of a rank that waited
-                for another one, ranks are asked where they are before they are stopped
+                for another one, ranks are asked where they are before they are stopped; after a mistake of the script,
+                the ranks of the other nodes have a moment to make it as well
     pausing     the back-off
     over
 
@@ -19,8 +20,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ddpjob.agent.core.stall_rules import Position, Standstill, TimeoutQuestion, only_waited
-from ddpjob.core.budget import TRAINED_SECONDS, Attempt, Budget, Grant, History, Limits
+from ddpjob.agent.core.stall_rules import DeadlockSearch, Position, Standstill, TimeoutQuestion, only_waited
+from ddpjob.core.budget import (
+    INFRASTRUCTURE_IN_A_ROW_MAX,
+    NO_PROGRESS_MAX,
+    STALLS_MAX,
+    TRAINED_SECONDS,
+    Attempt,
+    Budget,
+    Grant,
+    History,
+    Limits,
+)
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import BRIEF_MAX, Failure, Precedence, abridged, root_cause
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
@@ -59,6 +70,8 @@ class Ask(NamedTuple):
     generation: int
     timed_out: int | None = None
     """The rank that has ended because it waited for another one until its timeout, where that is why."""
+    quiet: bool = False
+    """Whether each rank reports what it waits in, and writes nothing: none may hang at all."""
 
 
 class Over(NamedTuple):
@@ -82,8 +95,16 @@ class Leave(NamedTuple):
     why: str
 
 
+REPEATS = "the same error would come again: not restarted"
+# What is not listed is a budget that is spent.
+NOT_RESTARTED: dict[str, str] = {
+    "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
+    "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
+    "TooManyInfrastructureFailures": f"{INFRASTRUCTURE_IN_A_ROW_MAX} restarts in a row for lost nodes: not restarted",
+}
 CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # for what takes an agent one
+SAME_MISTAKE_SECONDS = 3.0  # ranks that start together come to the same line within a second
 PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
 Order = Start | Stop | Ask | Over | End | Leave
 
@@ -109,7 +130,7 @@ class LeaderState:
         self.furthest_step = furthest_step  # of all ranks, in all generations, and before
         self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
         self._furthest_before = furthest_step  # the last failure that was charged here
-        self._standstill, self._question = Standstill(), TimeoutQuestion()
+        self._standstill, self._question, self._search = Standstill(), TimeoutQuestion(), DeadlockSearch()
         self._waited_for: Failure | None = None  # the rank that others have waited for until their timeouts
         self.members, self._budget, self._policy = members, budget, policy
         self._has_operator = has_operator
@@ -121,6 +142,7 @@ class LeaderState:
         self._ended: list[Ended] = []  # in this generation
         self._unable: set[int] = set()  # nodes that have no such program, in this generation
         self._raised: dict[str, set[int]] = {}  # the nodes that raised an exception, in this generation
+        self._awaited: str | None = None  # the exception that the other nodes have a moment to raise as well
         self._has_trained = False  # or ran as long as only a script does that can
         self._stopping: set[int] = set()  # nodes whose ranks are not gone yet
         self._terminations = Terminations(members.leader, has_operator)
@@ -128,7 +150,7 @@ class LeaderState:
         self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation has lost first
         self._uncharged: Failure | None = None  # a lost node; who is charged is known when it comes again
         self._failures: list[Failure] = []  # as they came: clocks of nodes differ, and jump
-        self.said = ""  # what the last failure was, and what it cost
+        self.said = ""  # why the next ranks start: what the last failure was, and what it cost
         self._since = now  # of this state
         self._ran_seconds = 0.0  # the last generation
         self.deadline: float | None = now + join_seconds  # when `tick` has something to do
@@ -165,7 +187,8 @@ class LeaderState:
         self._wants_preflight |= preflight
         if grant is not None:
             self._budget = self._budget.renewed(grant, self._replacements[self.members.leader])
-        self.generation = max(self.generation, generation)  # a leader that replaces another one goes on from there
+        if generation > self.generation:  # a leader that replaces another one goes on from there
+            self.generation, self.said = generation, "the pod of node 0 is new"
         self._go_on_if_all_are_here(now)
 
     def lost(self, node: int, now: float) -> None:
@@ -181,6 +204,7 @@ class LeaderState:
         elif self.state == "stopping":
             self._failures.append(vanished)
             self._ask_no_more()
+            self._await_no_more()
             self._settle_if_all_have_stopped(now)
 
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
@@ -188,8 +212,11 @@ class LeaderState:
         if self.state == "running" and node in self._here:
             self._note_raised(node, failures)
             self._stop(failures, now, asks=True)
-        elif not all(failure.waited_in or failure.symptom for failure in failures):
+            return
+        if not all(failure.waited_in or failure.symptom for failure in failures):
             self._ask_no_more()  # it is the cause, and its node reports it again when its ranks are gone
+        self._note_raised(node, failures)
+        self._await_no_more(unless_others_may_raise_it=True)
 
     def stopped(
         self,
@@ -209,6 +236,7 @@ class LeaderState:
             self._note_raised(node, failures)
             self._failures = _merged(self._failures, failures)
             self._ask_no_more(answered=True)
+            self._await_no_more(unless_others_may_raise_it=True)
             self._settle_if_all_have_stopped(now)
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
@@ -217,6 +245,7 @@ class LeaderState:
             self._finished.add(node)
             self._ended += [ended] if ended is not None else []
             wait = self._standstill.forget(node)
+            self._search.forget(node)
             if wait is not None and not self._standstill.asked:
                 self.deadline = now + wait
             if len(self._finished) == len(self.members) and self._checking:
@@ -227,6 +256,7 @@ class LeaderState:
                 self.orders.append(Over(self.generation))
         else:
             self._ask_no_more()  # it has no rank that could answer
+            self._await_no_more()
 
     def reached(self, step: int) -> None:
         """A rank of this generation has made this step."""
@@ -236,14 +266,22 @@ class LeaderState:
         """The ranks of this node get on, or stand still, from now on."""
         if self.state == "running" and node in self._here:
             stalled = self._standstill.heard(node, report)
+            self._search.heard(node, still=report.still)
             if stalled and self.deadline is None:
                 self._ask(now)
+            elif self.deadline is None and self._search.is_due(self._here - self._finished):
+                self._search.ask()
+                self.deadline = now + ANSWER_SECONDS
+                self.orders.append(Ask(self.generation, quiet=True))
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
         """Where the ranks of this node are."""
         if self.state == "running" and node in self._here:
             running = self._here - self._finished
-            if self._standstill.answered(node, report, positions, running):
+            self._search.heard(node, still=report.still)
+            if self._search.answered(node, positions, running):
+                self._settle_search(now)
+            elif self._standstill.answered(node, report, positions, running):
                 self._settle_standstill(now)
         elif self._question.asked and node in self._stopping:
             self._question.answered(node, positions)
@@ -259,6 +297,7 @@ class LeaderState:
                 self._here.discard(node)
         elif self.state == "stopping":
             self._ask_no_more()
+            self._await_no_more()
             self._settle_if_all_have_stopped(now)
         elif node == self.members.leader and node in self._finished:
             self._stop([self._lose(node)], now)  # it must go, and the others have something to save
@@ -279,6 +318,9 @@ class LeaderState:
             self._end(RESUMABLE, None, why, now)
         elif self.state == "stopping":
             self._ask_no_more()
+            self._await_no_more()
+        elif self._search.asked:
+            self._settle_search(now)
         elif self._standstill.asked:
             self._settle_standstill(now)
         elif self._standstill.stalled:
@@ -305,6 +347,14 @@ class LeaderState:
         if found is not None:
             self._stop([found], now)
 
+    def _settle_search(self, now: float) -> None:
+        self.deadline = None
+        found = self._search.settle(self._here - self._finished)
+        if found is not None:
+            self._stop([found], now)
+        elif self._standstill.stalled:
+            self._ask(now)
+
     def _go_on_if_all_are_here(self, now: float) -> None:
         if self.state != "gathering":
             return None
@@ -318,7 +368,8 @@ class LeaderState:
         return self._start(now) if len(self._here) == len(self.members) else None
 
     def _go_on_after_check(self, said: str, now: float) -> None:
-        self.said, self._checking, self._wants_preflight = said, False, False
+        self.said = "; ".join(sentence for sentence in (self.said, said) if sentence)
+        self._checking = self._wants_preflight = False
         if self._terminations.include_leader:
             return self._leave(now)
         self._enter("gathering", now, self._join_seconds)
@@ -329,10 +380,11 @@ class LeaderState:
         if not self._checking:
             self.generation += 1
         self._finished, self._failures = set(), []
-        self._ended, self._unable, self._raised = [], set(), {}
+        self._ended, self._unable, self._raised, self._awaited = [], set(), {}, None
         self._lost_pods = {}
         self._terminations.begin_generation()
         self._standstill, self._question, self._waited_for = Standstill(), TimeoutQuestion(), None
+        self._search = DeadlockSearch()
         self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
         self.orders.append(Start(self.generation, self.members, self._checking))
 
@@ -351,8 +403,27 @@ class LeaderState:
             self._question.ask()
             self.deadline = now + ANSWER_SECONDS
             self.orders.append(Ask(self.generation, next(f.rank for f in failures if f.waited_in)))
+        elif asks and not (patient or self._finished or self._checking) and self._others_may_make(failures[0]):
+            self._awaited = _compared(failures[0])
+            self.deadline = now + SAME_MISTAKE_SECONDS
         else:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
+
+    def _others_may_make(self, failure: Failure) -> bool:
+        """True for a mistake of the script before its first step. The ranks of other nodes would be killed before they
+        come to it, and a mistake that all make is not worth a restart."""
+        return len(self.members) > 1 and not self._has_trained and _is_wrong(failure) and not failure.lacks_program
+
+    def _await_no_more(self, *, unless_others_may_raise_it: bool = False) -> None:
+        """Stop the ranks that had a moment to make the same mistake."""
+        if self._awaited is None or self.state != "stopping":
+            return
+        still = self._stopping - self._raised.get(self._awaited, set())
+        if unless_others_may_raise_it and still and set(self._raised) == {self._awaited}:
+            return
+        self._awaited = self.deadline = None
+        if self._stopping:
+            self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _ask_no_more(self, *, answered: bool = False) -> None:
         """Stop the ranks that were asked first where they are. answered: only if all have said it, or have ended."""
@@ -414,6 +485,11 @@ class LeaderState:
     def _leave(self, now: float) -> None:
         """This agent ends because of a termination: where no operator replaces the node, all nodes do."""
         if not self._has_operator:
+            from ddpjob.core import rules
+
+            unsaved = next((f for f in self._failures if rules.is_unsaved(f.exception)), None)
+            if unsaved is not None:  # with 75 it would look as if all were saved
+                return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
         others = "; the other nodes wait for a new node 0" if len(self.members) > 1 else ""
@@ -439,12 +515,17 @@ class LeaderState:
         self._furthest_before = self.furthest_step
         verdict = rules.judge(found, history, attempt, limits, moment)
         if is_elsewhere and found == "infrastructure":
-            return failure, "infrastructure: another node may have it"
-        if not verdict.restart:
-            return failure, f"{found}: {verdict.stop}"
-        if verdict.charged_to is None or not self._budget.allows(verdict.charged_to, verdict.history):
-            return failure, f"{found}: no restart in place is left"
-        return failure, verdict
+            return failure, "another node may have it"
+        if verdict.charged_to is None:
+            by_policy = any(rule.matches(failure.exit_code) for rule in self._policy)
+            return failure, "not restarted, by failurePolicy" if by_policy else REPEATS
+        if verdict.restart and self._budget.allows(verdict.charged_to, verdict.history):
+            return failure, verdict
+        return failure, NOT_RESTARTED.get(verdict.stop) or self._spent()
+
+    def _spent(self) -> str:
+        most = self._budget.max_restarts
+        return "no restarts left in place" if most is None else f"no restarts left (--max-restarts {most})"
 
     def _class_of(self, failure: Failure, history: History, attempt: Attempt) -> tuple[rules.Class, bool]:
         """Its class after the user's failurePolicy, and whether only another node may have the program."""
@@ -464,14 +545,11 @@ class LeaderState:
 
     def _repeats(self, failure: Failure) -> bool:
         """As the operator's: a mistake of the script that was made on all nodes before the first step, or twice in a
-        row, because a rank is stopped within milliseconds of the first failure, before it comes to its own. Also a
-        script or a module that is not there: what starts the ranks raises for it."""
-        from ddpjob.core import rules
-
-        wrong = rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
+        row, because another rank may come to it too late. Also a script or a module that is not there: what starts the
+        ranks raises for it."""
         on_all_nodes = len(self._raised.get(_compared(failure), ())) == len(self.members)
         again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)
-        return wrong and (on_all_nodes or again) and not self._has_trained
+        return _is_wrong(failure) and (on_all_nodes or again) and not self._has_trained
 
     def _class_of_no_start(self) -> rules.Class:
         """As the operator's: for good only where the job has never trained, and no node has the program."""
@@ -544,19 +622,26 @@ def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
     return failure._replace(rank=rank, exit_code=0, signal="", exception=text, step=step, symptom=False, early=True)
 
 
+def _is_wrong(failure: Failure) -> bool:
+    """True if the same lines would fail again, or there are none to run."""
+    from ddpjob.core import rules
+
+    return rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
+
+
 def _compared(failure: Failure) -> str:
     """As much of its exception as another node's report holds."""
     return abridged(failure.exception, BRIEF_MAX)
 
 
 def describe(failure: Failure) -> str:
-    """rank 3 ended with exit code 7 (ValueError: no such shard: 7), or with SIGSEGV in train.py:41"""
+    """Return `rank 3 ended with exit code 7 in train.py:41 (ValueError: none)`, or `rank 3 was killed by SIGKILL`."""
     if failure.early:
         return f"rank {failure.rank} {failure.exception}"
     if failure.vanished:
         return f"node {failure.node_rank} is lost"
     if failure.stalled:
         return f"the group {failure.exception}"
-    how = failure.signal or f"exit code {failure.exit_code}"
-    how += f" in {failure.where}" if failure.where and not failure.exception else ""
-    return f"rank {failure.rank} ended with {how}" + (f" ({failure.exception})" if failure.exception else "")
+    how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
+    how += f" in {failure.where}" if failure.where else ""
+    return f"rank {failure.rank} {how}" + (f" ({failure.exception})" if failure.exception else "")

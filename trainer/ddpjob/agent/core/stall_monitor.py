@@ -17,6 +17,7 @@ from ddpjob.core.stall_limits import Learned, Limit, Phase, learn, limit
 
 LOOK_SECONDS = 1.0
 GAP_SECONDS = 3.0
+STILL_SECONDS = 5.0  # a rank that waits in a collective is not run by the kernel until that ends
 # By what a rank is seen to get on. A rank without the library is known by its collectives alone.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
 # A script without the library cannot say that it has begun to train. DDP's construction has collectives too, and then
@@ -34,6 +35,8 @@ class Heartbeat(NamedTuple):
     collectives: int
     over: bool = False
     """Whether it needs no other rank any more: its group is left, its script has ended, or theirs have."""
+    completed: bool = False
+    """Whether a collective of its default group has completed."""
 
 
 class StepTracker(NamedTuple):
@@ -49,10 +52,13 @@ class StepTracker(NamedTuple):
     learned: Learned
     moves: int
     """How many looks saw it get on."""
+    completed: bool = False
+    """Whether a collective has completed: then the limit that the user has set holds, also before the first step."""
 
     def limit(self, timeout: float | None) -> Limit:
         """How long it may stand where it is."""
-        return limit(self.phase, self.mark, self.learned, timeout)
+        has_begun = self.completed and timeout and self.phase == "start"
+        return limit("train" if has_begun else self.phase, self.mark, self.learned, timeout)
 
 
 class StallReport(NamedTuple):
@@ -65,6 +71,8 @@ class StallReport(NamedTuple):
     seconds: float
     """For how long all of them do."""
     phase: Phase
+    still: bool = False
+    """Whether none of its ranks has run for STILL_SECONDS."""
 
 
 NOTHING = StallReport(0, False, 0.0, "start")
@@ -76,12 +84,13 @@ def update(pace: StepTracker | None, beat: Heartbeat, now: float) -> StepTracker
     if level == 0:
         return None
     if pace is None or pace.level != level:
-        return StepTracker(level, phase, mark, now, phase == "start", Learned() if pace is None else pace.learned, 0)
+        learned = Learned() if pace is None else pace.learned
+        return StepTracker(level, phase, mark, now, phase == "start", learned, 0, beat.completed)
     if (pace.phase, pace.mark) == (phase, mark):
-        return pace
+        return pace._replace(completed=beat.completed)
     steps, seconds = mark - pace.mark, now - pace.advanced_at
     learned = learn(pace.learned, pace.phase, pace.mark, steps, seconds, measured=pace.measured)
-    return StepTracker(level, phase, mark, now, True, learned, pace.moves + 1)
+    return StepTracker(level, phase, mark, now, True, learned, pace.moves + 1, beat.completed)
 
 
 def restart_clocks(trackers: Mapping[int, StepTracker], now: float) -> dict[int, StepTracker]:

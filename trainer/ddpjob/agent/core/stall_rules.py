@@ -7,9 +7,11 @@ else by its step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from ddpjob.agent.core import deadlock
 from ddpjob.agent.core.stall_monitor import BY_COLLECTIVES, StallReport
 from ddpjob.core.failures import EXCEPTION_MAX, RESUMABLE_EXIT_CODE, Failure
 
@@ -34,6 +36,12 @@ class Position(NamedTuple):
     apart: bool = False
     """Whether it waits in another group, or does not answer on its way out: its last collective in the default group
     does not say what it waits for."""
+    shape: str = ""
+    """Of what it brings to its last collective: [4, 3] float32."""
+    waits: deadlock.Waits | None = None
+    """What it waits in, if that was asked and is certain."""
+    ended_after: int = -1
+    """Of a process that has ended with 0: the operations that it had begun in the default group; -1: see Standing."""
 
 
 class TimeoutQuestion:
@@ -62,6 +70,59 @@ class TimeoutQuestion:
         if not set(nodes) <= set(self._positions):
             return None
         return kept_waiting(failures, [position for node in sorted(nodes) for position in self._positions[node]])
+
+
+class DeadlockSearch:
+    """The nodes whose ranks have not run for seconds, and what their ranks wait in."""
+
+    def __init__(self) -> None:
+        self._still: dict[int, bool] = {}  # by node
+        self._positions: dict[int, Sequence[Position]] | None = None  # by node, of those that have answered
+        self._is_known = False  # what the ranks wait in, as long as none has run
+
+    @property
+    def asked(self) -> bool:
+        """Whether the ranks were asked what they wait in."""
+        return self._positions is not None
+
+    def heard(self, node: int, *, still: bool) -> None:
+        """The ranks of a node have not run for seconds, or one has."""
+        self._is_known = self._is_known and still
+        self._still[node] = still
+
+    def forget(self, node: int) -> None:
+        """Its ranks have ended."""
+        self._still.pop(node, None)
+        self._is_known = False
+
+    def is_due(self, nodes: Collection[int]) -> bool:
+        """Whether to ask now: no rank of these nodes, where ranks run, has run since anything was known."""
+        return not (self.asked or self._is_known) and bool(nodes) and all(self._still.get(node) for node in nodes)
+
+    def ask(self) -> None:
+        """From now on answers are waited for."""
+        self._positions = {}
+
+    def answered(self, node: int, positions: Sequence[Position], nodes: Collection[int]) -> bool:
+        """A node says what its ranks wait in; whether all of these nodes have."""
+        if self._positions is None:
+            return False
+        self._positions[node] = positions
+        return set(nodes) <= set(self._positions)
+
+    def settle(self, nodes: Collection[int]) -> Failure | None:
+        """Return the deadlock, if all of these nodes have answered and it is certain. nodes: where ranks run."""
+        answers, self._positions, self._is_known = self._positions or {}, None, True
+        if not set(nodes) <= set(answers) or not all(self._still.get(node) for node in nodes):
+            return None
+        positions = {p.rank: p for node in sorted(nodes) for p in answers[node]}
+        standings = [deadlock.Standing(p.rank, p.waits, p.where, p.ended_after) for p in positions.values()]
+        found = deadlock.conflict(standings)
+        if found is None:
+            return None
+        text = deadlock.sentence(found, {standing.rank: standing for standing in standings})
+        step, code = positions[found.other].step, RESUMABLE_EXIT_CODE
+        return Failure(found.other, exit_code=code, exception=text[:EXCEPTION_MAX], step=step, stalled=True)
 
 
 class Standstill:
@@ -175,10 +236,14 @@ def furthest_behind(positions: Sequence[Position]) -> Position:
     others do nothing but wait.
     """
     known = [position for position in positions if position.sequence]
+    alike = Counter((position.sequence, position.op, position.shape) for position in known)
     silent = [position for position in positions if not position.answers]
     if silent and not any(position.done for position in positions if position.answers):
         return min(silent, key=lambda p: (p.step, p.rank))
-    return min(known or positions, key=lambda p: (p.sequence, not p.done, p.step, p.rank))
+    return min(
+        known or positions,
+        key=lambda p: (p.sequence, not p.done, alike[p.sequence, p.op, p.shape], p.step, p.rank),
+    )
 
 
 def _compared(culprit: Position, positions: Sequence[Position]) -> str:
@@ -197,8 +262,19 @@ def _compared(culprit: Position, positions: Sequence[Position]) -> str:
         name, stands = f"step {culprit.step}", "stands at"
         known = sorted({position.step for position in others})
     if known and known[-1] == (culprit.sequence or culprit.step):
-        return f"{who} {stands} {name}, as the others do"
+        return f"{who} {stands} {name}{_in_another(culprit, others)}"
     return f"{who} {stands} {name}" + (f", the others are at {_span(known)}" if known else "")
+
+
+def _in_another(culprit: Position, others: Sequence[Position]) -> str:
+    """Whether another rank is in another collective under the same number, or brings another shape to it."""
+    own = (culprit.op, culprit.shape)
+    for other in others if culprit.sequence else ():
+        if other.sequence == culprit.sequence and (other.op, other.shape) != own:
+            shape = f" with {culprit.shape}" if culprit.shape and other.op == culprit.op else ""
+            theirs = " ".join(filter(None, (other.op, other.shape if other.op == culprit.op else "")))
+            return f"{shape}, rank {other.rank} in {other.sequence} ({theirs})"
+    return ", as the others do"
 
 
 def _span(numbers: list[int]) -> str:

@@ -1,0 +1,28 @@
+"""OMP_NUM_THREADS of a local run: the job's, else the caller's, else one if several ranks share this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+from msgspec.structs import replace
+
+from ddpjob_operator.job import api, podspec, topology
+
+_NAME = "OMP_NUM_THREADS"
+
+
+def set_threads(job: api.DDPJob, environ: Mapping[str, str]) -> api.DDPJob:
+    """Return the job with OMP_NUM_THREADS in its template. It stays unset for a single rank, as under torchrun.
+
+    Locally the nodes share the machine: with one rank on each of two nodes, two ranks would use all cores each.
+    """
+    spec = job.spec
+    is_alone = topology.world_size(spec) == 1 or podspec.cpus(spec.template) is not None
+    value = environ.get(_NAME) or ("" if is_alone or topology.nproc_per_node(spec) > 1 else "1")
+    template = msgspec.to_builtins(spec.template)
+    trainer = podspec.trainer_container(template)
+    if not value or trainer is None or any(e.get("name") == _NAME for e in podspec.mappings(trainer, "env")):
+        return job
+    trainer["env"] = [{"name": _NAME, "value": value.replace("$", "$$")}, *(trainer.get("env") or [])]
+    return replace(job, spec=replace(spec, template=template))

@@ -1,0 +1,37 @@
+"""Failures that the exit code of a container hides: `torchrun train.py | tee log` ends with tee's 0.
+
+The termination message proves them, because ddprun, or the library in a rank, has written it. A launcher that starts
+later in the same container removes the message of the one before it, so the last launcher decides.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+
+from ddpjob.core.failures import Failure
+from ddpjob_operator.job.bounds import NOT_READABLE
+
+_BEGINS = '{"ddpjob"'
+_INTERRUPTED = "SIGINT"
+
+
+@functools.lru_cache(maxsize=512)
+def is_recorded(message: str) -> bool:
+    """True if a termination message proves that the training failed, whatever the container's exit code is.
+
+    A rank that was asked to stop, and saved, has not failed: `timeout 1h torchrun train.py || true`.
+    """
+    if not message.startswith(_BEGINS):
+        return False
+    try:
+        written = msgspec.json.decode(message.partition("\n")[0].encode())
+        failure = Failure.from_dict(written)
+    except (*NOT_READABLE, ValueError):
+        return False
+    if written.get("ddpjob") != 1 or failure.exit_code in (None, 0):
+        return False
+    if isinstance(written.get("failed"), bool):  # by an agent, which knows whether a signal has ended it
+        return bool(written["failed"])
+    return bool(failure.bad_nodes) or not (failure.resumable or failure.signal == _INTERRUPTED)

@@ -1,0 +1,70 @@
+"""The one pod of a group that is stopped whose log says why: it is ended so that its object stays, with its log.
+
+A pod whose activeDeadlineSeconds are over is ended by its kubelet as by a delete (SIGTERM, the pod's own grace,
+SIGKILL), as Failed with the reason DeadlineExceeded, and stays. The API server takes that field also for a pod that
+runs, as long as it becomes less (pkg/apis/core/validation, ValidatePodUpdate).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+
+from msgspec.structs import replace
+
+from ddpjob_operator.failures import root_cause, sentences
+from ddpjob_operator.job import api, podspec
+from ddpjob_operator.job.status import is_broken
+from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.plan.actions import DeletePod, EndPod, restart_grace_seconds
+from ddpjob_operator.plan.settlement import failure_of, with_log
+from ddpjob_operator.plan.transitions import with_failure
+from ddpjob_operator.plan.view import View
+
+# What a kubelet takes to receive the deadline, and to report the end of the pod.
+KUBELET_SECONDS = 10
+# A job whose pods may take an hour to save must not wait so long for one that hangs.
+GRACE_SECONDS_MAX = 60
+
+
+def stop(
+    view: View, first: api.JobFailure | None, pods: Sequence[Pod], grace_seconds: int | None
+) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
+    """Stop these pods, and when to check them again. first: what is recorded as the reason for it."""
+    kept = first.pod if first is not None and first.reason in root_cause.KEEPS_ITS_LOG else None
+    last = next(
+        (p for p in pods if p.name == kept and p.deletion_requested_at is None and p.uid not in view.lost), None
+    )
+    if first is None or last is None:
+        return view.stop(pods, grace_seconds), None
+    grace = podspec.grace_seconds(view.spec.template)
+    grace = min(grace, GRACE_SECONDS_MAX) if first.reason == root_cause.STALLED else grace
+    # The clock may have been set back since it was recorded; times.py keeps that of the state from being ahead.
+    until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(seconds=KUBELET_SECONDS + grace)
+    if view.now >= until:
+        # Neither its kubelet nor its process has answered, so its log is given up and the pod deleted.
+        return view.stop(pods, restart_grace_seconds(view.spec)), None
+    others = view.stop([p for p in pods if p is not last], grace_seconds)
+    end = EndPod(last.name, last.uid, restart_grace_seconds(view.spec) if grace_seconds is not None else None)
+    return (*others, *(() if last.deadline_set else (end,))), until
+
+
+def with_deadline(view: View, status: api.Status) -> api.Status:
+    """The status with the rank that was furthest behind when activeDeadlineSeconds were over: people set them against
+    hangs. None is named where no trainer runs, or where a failure is being settled: that one says more."""
+    running = {p.place: p for p in view.active if p.trainer.state == "running"}
+    if not running or is_broken(view.recorded):
+        return status
+    steps = {place: t.step for t in view.trackers.values() if (place := view.members.place(t.node_rank)) in running}
+    place = min(running, key=lambda p: (steps.get(p, max(steps.values(), default=0)), view.members.node_rank(p)))
+    failure = failure_of(view, status, place, root_cause.DEADLINE)
+    return with_failure(status, failure, sentences.sentence(failure))
+
+
+def with_end_at_deadline(view: View, status: api.Status) -> api.Status:
+    """The same once its pod has ended, with the end of its log."""
+    failure = view.recorded.last_failure
+    if failure is None or failure.reason != root_cause.DEADLINE or failure.failure_class:
+        return status
+    failure = replace(with_log(view, failure), failure_class="permanent")
+    return with_failure(status, failure, sentences.sentence(failure))

@@ -1,0 +1,119 @@
+"""Ranks that wait in collectives which can never meet are named within seconds, whatever the limits; others are not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+
+import pytest
+from agents import Launcher, finish
+from shell import eventually
+
+from ddpjob.threads import times_run
+
+# In its first life each rank makes a mistake of its own; in the second all do the same.
+SCRIPT = """
+import os, threading, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, again = dist.get_rank(), os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+one, x = dist.new_group([0, 1]), torch.ones(4)
+dist.all_reduce(x)
+{steps}
+print("done")
+"""
+# Lines after `if again: pass`, by rank.
+DEADLOCKS = {
+    "another operation": (
+        "elif rank == 0: dist.all_reduce(x)\nelse: dist.barrier()",
+        "rank 0 waits in all_reduce [4] float32 (collective 2, train.py:9 in <module>), "
+        "rank 1 in barrier (collective 2, train.py:10 in <module>): these never meet",
+    ),
+    "groups that wait for each other": (
+        "elif rank == 0: dist.barrier()\nelse: dist.barrier(one)",
+        "rank 0 waits in barrier (collective 2, train.py:9 in <module>), "
+        "rank 1 first in barrier (collective 1 of group 1, train.py:10 in <module>): each waits for the other",
+    ),
+    "the backward pass of DDP": (
+        "else:\n model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))\n"
+        " if rank == 0: dist.barrier()\n else: model(x).sum().backward()",
+        "rank 0 waits in barrier (collective N, train.py:11 in <module>), "
+        "rank 1 in all_reduce [5] float32 (collective N, train.py:12 in <module>): these never meet",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["another operation", *(pytest.param(name, marks=pytest.mark.long) for name in list(DEADLOCKS)[1:])]
+)
+def test_a_deadlock_that_is_certain_is_named_whatever_the_limit(launcher: Launcher, name: str) -> None:
+    """It held the machine until the limit of a start, half an hour, and was told as `as the others do`."""
+    lines, told = DEADLOCKS[name]
+    script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
+    done = finish(launcher.warm("--nproc", 2, script, DDPJOB_STALL_TIMEOUT="900", OMP_NUM_THREADS="1"), 150)
+    assert done.returncode == 0, done.stderr
+    stderr = re.sub(r"collective \d+, train.py:1[12]", lambda number: re.sub(r" \d+", " N", number[0]), done.stderr)
+    assert f"restart 1: the group is deadlocked: {told}; charged to stall, waiting 0 s" in stderr
+    assert "is stalled" not in done.stderr, "the two lines say it all"
+
+
+# Each stands still for longer than a deadlock needs to be named, and goes on.
+LATE = {
+    "a rank that comes late": "if rank == 1: time.sleep(12)\ndist.barrier()",
+    "another thread that begins what is missing": (
+        "def later():\n time.sleep(12)\n dist.barrier(one)\n"
+        "if rank == 1: threading.Thread(target=later).start()\n"
+        "if rank == 0: dist.barrier(one)\ndist.barrier()"
+    ),
+    "a timer": (
+        "if rank == 1: threading.Timer(12, lambda: dist.barrier(one)).start()\n"
+        "if rank == 0: dist.barrier(one)\ndist.barrier()"
+    ),
+    "asynchronous work": (
+        "if rank == 0: work = dist.all_reduce(x, async_op=True); dist.barrier(one); work.wait()\n"
+        "if rank == 1: work = dist.barrier(one, async_op=True); time.sleep(12); dist.all_reduce(x); work.wait()"
+    ),
+    "send and recv": "if rank == 0: dist.recv(x, 1)\nelse: time.sleep(12); dist.send(x, 0)",
+    "a pause in a hook of the backward pass": (
+        "y = torch.ones(4, requires_grad=True)\n"
+        "if rank == 1: y.register_hook(lambda _: time.sleep(12))\n"
+        "y.sum().backward()\ndist.barrier()"
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LATE)
+def test_what_stands_still_for_a_while_and_goes_on_is_no_deadlock(launcher: Launcher, name: str) -> None:
+    """A healthy job would lose what it had done since its last save."""
+    script = launcher.script(SCRIPT.format(steps=LATE[name]))
+    done = finish(launcher.warm("--nproc", 2, script, OMP_NUM_THREADS="1"), 150)
+    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
+    assert not re.search("deadlocked|restart 1", done.stderr)
+
+
+@pytest.mark.long
+def test_a_deadlock_over_two_nodes_is_named_by_node_0(launcher: Launcher) -> None:
+    lines, told = DEADLOCKS["another operation"]
+    script = launcher.script(SCRIPT.format(steps=f"if again: pass\n{lines}"))
+    started = launcher.nodes(2, "--nproc", 1, script, is_warm=True, OMP_NUM_THREADS="1")
+    done = [finish(agent, 150) for agent in started]
+    assert [d.returncode for d in done] == [0, 0], done[0].stderr
+    assert f"restart 1: the group is deadlocked: {told}; charged to stall" in done[0].stderr
+
+
+def test_a_process_that_is_stopped_does_not_sleep_and_one_that_is_continued_has_run() -> None:
+    """A rank that a debugger holds would be taken for one that waits."""
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        try:
+            eventually(lambda: times_run(process.pid) != "")
+            before = times_run(process.pid)
+            os.kill(process.pid, signal.SIGSTOP)
+            eventually(lambda: times_run(process.pid) == "")
+            os.kill(process.pid, signal.SIGCONT)
+            eventually(lambda: times_run(process.pid) not in ("", before))
+        finally:
+            process.kill()
+    assert times_run(process.pid) == ""

@@ -1,0 +1,283 @@
+"""What a job that ended with 0 says of replicas that are not the same, and of ranks that trained alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from agents import Launcher, finish
+
+# Each function is a training of its own; how it goes on with its model is what is tried.
+TRAININGS = """
+import contextlib, copy, os, sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+rank = int(os.environ["RANK"])
+
+def made(**options):
+    torch.manual_seed(3)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    return DDP(net, **options)
+
+def train(model, call=None, steps=6, around=contextlib.nullcontext, lr=0.1, dtype=torch.float32):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        with around():
+            (call or model)(torch.randn(4, 4, generator=generator).to(dtype)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+# ---- not kept in step, in this order ---------------------------------------------------------------------
+
+def every_backward_in_no_sync():
+    model = made()
+    train(model, around=model.no_sync)
+
+def around_the_wrapper():
+    model = made()
+    train(model, call=model.module)
+
+def a_checkpoint_loaded_on_one_rank():
+    model = made()
+    if rank == 1:
+        model.module.load_state_dict({name: value + 1 for name, value in model.module.state_dict().items()})
+    train(model)
+
+def another_learning_rate():
+    train(made(), lr=0.1 + 0.1 * rank)
+
+def changed_by_hand_amid_the_training():
+    model = made()
+    train(model, steps=30)
+    if rank == 1:
+        with torch.no_grad():
+            model.module[2].bias.add_(1)
+    train(model, steps=30)
+
+class Half(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = torch.nn.Linear(4, 1), torch.nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.used(x)
+
+def another_dtype_on_one_rank():
+    model = made()
+    train(model, around=model.no_sync, dtype=torch.float32)
+    model.module.to(torch.float64 if rank else torch.float32)
+    train(model, around=model.no_sync, dtype=torch.float64 if rank else torch.float32, steps=6)
+
+def with_a_last_layer_that_is_not_used():
+    train(DDP(Half(), find_unused_parameters=True), lr=0.1 + rank)
+
+# ---- right -------------------------------------------------------------------------------------------------
+
+def plain():
+    train(made())
+
+def accumulated():
+    model = made()
+    for _ in range(3):
+        for _ in range(2):
+            with model.no_sync():
+                model(torch.ones(4, 4) * rank).sum().backward()
+        train(model, steps=1)
+
+def averaged_weights_on_rank_0():
+    model = made()
+    train(model)
+    if rank == 0:
+        for parameter in model.parameters():
+            parameter.data.copy_(parameter.data * 0.9)
+
+def the_best_checkpoint_loaded_on_rank_0():
+    model = made()
+    best = copy.deepcopy(model.module.state_dict())
+    train(model)
+    if rank == 0:
+        model.module.load_state_dict(best)
+
+def pruned_and_put_in_half_on_rank_0():
+    model = made()
+    train(model)
+    if rank == 0:
+        model.module[0].weight.data = torch.zeros(8, 4)
+        model.module.half()
+
+def a_learning_rate_looked_for_on_rank_0():
+    model = made()
+    before = copy.deepcopy(model.module.state_dict())
+    if rank == 0:
+        train(model, call=model.module)
+        model.module.load_state_dict(before)
+    train(model)
+    averaged = [parameter.data.mul_(1 - 0.1 * rank) for parameter in model.parameters()]
+
+def evaluated_on_rank_0():
+    model = made()
+    train(model, steps=2)
+    if rank == 0:
+        model.eval()
+        model.module(torch.ones(1, 4)).sum().backward()
+        model.train()
+        model.zero_grad()
+    train(model, steps=4)
+
+def ignored():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    with torch.no_grad():
+        net[0].weight.fill_(rank)
+    DDP._set_params_and_buffers_to_ignore_for_model(net, ["0.weight"])
+    train(DDP(net))
+
+def frozen():
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    net[0].requires_grad_(False)
+    model = DDP(net)
+    with torch.no_grad():
+        net[0].weight.fill_(rank)
+    train(model)
+
+def not_a_number():
+    train(made(), lr=float("nan"))
+
+def a_group_of_one():
+    group = [dist.new_group([one]) for one in range(2)][rank]
+    model = DDP(torch.nn.Linear(4, 1 + rank), process_group=group)
+    train(model)
+
+def with_parts_unused():
+    train(DDP(Half(), find_unused_parameters=True))
+
+def sparse():
+    model = DDP(torch.nn.Embedding(8, 2, sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.tensor([rank, 5])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+def of_another_hook():
+    model = made()
+    model.register_comm_hook(None, lambda _, bucket: torch.futures.Future() if False else done(bucket))
+    train(model)
+
+def done(bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+dist.init_process_group("gloo")
+for training in TRAININGS:
+    training()
+dist.destroy_process_group()
+sys.exit(0)
+"""
+
+
+def trained(launcher: Launcher, *names: str) -> list[str]:
+    """What two nodes report of these trainings, one after the other; node 0 alone has it, and nothing else is said."""
+    script = launcher.script(TRAININGS.replace("in TRAININGS", f"in [{', '.join(names)}]"))
+    ran = [finish(node) for node in launcher.nodes(2, script, is_warm=True)]
+    assert [node.returncode for node in ran] == [0, 0], [node.stderr for node in ran]
+    assert ran[1].stderr == ""
+    assert not (launcher.folder / "termination-1.json").exists()
+    message = launcher.folder / "termination-0.json"
+    found: list[dict[str, Any]] = json.loads(message.read_text())["findings"] if message.exists() else []
+    assert {finding["reason"] for finding in found} <= {"ReplicasDiffer"}
+    texts = [finding["message"] for finding in found]
+    assert ran[0].stderr.splitlines() == [f"ddprun: {text}" for text in texts]
+    return texts
+
+
+def test_replicas_that_are_not_kept_in_step_are_named_at_the_end(launcher: Launcher) -> None:
+    """Each rank trains a model of its own, one of them is saved, and the exit code is 0."""
+    found = trained(
+        launcher,
+        "every_backward_in_no_sync",
+        "around_the_wrapper",
+        "a_checkpoint_loaded_on_one_rank",
+        "another_learning_rate",
+        "changed_by_hand_amid_the_training",
+        "another_dtype_on_one_rank",
+        "with_a_last_layer_that_is_not_used",
+    )
+    who = "rank 1 ended with other parameters than rank 0: "
+    why = "; the replicas were not kept in step, e.g. every backward ran in no_sync()"
+    before = "; they differed before the first step, e.g. a checkpoint was loaded on one rank after DDP(...)"
+    assert found == [
+        f"{who}0.weight is the first that differs{why}",
+        f"{who}0.weight is the first that differs{why}",
+        f"{who}0.weight is the first that differs{before}",
+        f"{who}0.weight is the first that differs{why}",
+        f"{who}2.bias is the first that differs{why}",
+        f"{who}0.weight is the first that differs (float64 where rank 0 has float32){why}",
+        f"{who}used.weight is the first that differs{why}",
+    ]
+
+
+def test_what_a_script_does_to_its_model_after_the_training_is_its_own_affair(launcher: Launcher) -> None:
+    """A warning at the end of a sound job would teach its user to overlook all of them."""
+    right = TRAININGS.partition("# ---- right")[2].partition("def done(")[0]
+    names = [line.split()[1].partition("(")[0] for line in right.splitlines() if line.startswith("def ")]
+    assert len(names) == 14
+    assert trained(launcher, *names) == []
+
+
+ALONE = """
+import os, sys
+import torch
+if WAY == "no group":
+    torch.ones(2, requires_grad=True).sum().backward()
+elif WAY == "groups of one":
+    path = f"{os.getcwd()}/{os.environ['RANK']}"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=0, world_size=1)
+    torch.ones(2, requires_grad=True).sum().backward()
+elif WAY == "a child trains":
+    pid = os.fork()
+    torch.ones(2, requires_grad=True).sum().backward() if pid == 0 else os.waitpid(pid, 0)
+elif WAY == "by another library":
+    sys.modules["horovod"] = sys
+    torch.ones(2, requires_grad=True).sum().backward()
+elif WAY == "a forward pass only":
+    torch.nn.Linear(2, 2)(torch.ones(2))
+elif os.environ["RANK"] == "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    torch.ones(2, requires_grad=True).sum().backward()
+    os._exit(0 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1" else 3)
+"""
+
+
+@pytest.mark.parametrize("way", ["no group", "groups of one"])
+def test_ranks_that_trained_alone_are_reported_though_they_ended_with_0(launcher: Launcher, way: str) -> None:
+    """`--launcher pytorch` was not given: each rank has trained on all data, and nobody notices."""
+    script = launcher.script(ALONE.replace("WAY", repr(way)))
+    done = finish(launcher.warm("--nproc-per-node", 2, script))
+    text = "ddprun: 2 ranks ran and none has formed a process group with another: each has trained alone"
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith(text)
+    message = json.loads((launcher.folder / "termination.json").read_text())
+    assert [finding["reason"] for finding in message["findings"]] == ["NoProcessGroup"]
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        "a forward pass only",
+        "by another library",
+        "an end that nobody sees",
+        # A rank that leaves the training to a child has trained as little as one that only predicts.
+        pytest.param("a child trains", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_may_have_had_a_reason_not_to_form_a_group_are_not_reported(launcher: Launcher, way: str) -> None:
+    """Data that each rank prepares for itself, a batch of predictions, Horovod: no group is needed."""
+    script = launcher.script(ALONE.replace("WAY", repr(way)))
+    # In a copy of this process autograd may have run before, for another test.
+    start = launcher.ddprun if way in ("a forward pass only", "a child trains") else launcher.warm
+    done = finish(start("--nproc-per-node", 2, script))
+    assert done.returncode == 0
+    assert "process group" not in done.stderr

@@ -1,0 +1,162 @@
+"""A stop reaches the processes that train, and what they have started only after them: otherwise nothing is saved."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from agents import Launcher, finish
+
+STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
+
+# A DataLoader's worker, as far as a stop is concerned: the rank fails when it ends first.
+RANK_WITH_A_HELPER = """
+import os, signal, subprocess, sys, time
+HELPER = '''
+import os, signal, sys, time
+def end(*_):
+    print("helper ends", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(100)
+'''
+helper = subprocess.Popen([sys.executable, "-c", HELPER])
+def save(*_):
+    time.sleep(0.3)
+    print("saved" if helper.poll() is None else "lost its helper", flush=True)
+    os._exit(75)
+signal.signal(signal.SIGTERM, save)
+while True: time.sleep(0.05)
+"""
+
+
+@STARTS
+def test_what_a_rank_has_started_gets_sigterm_only_after_it_has_ended(launcher: Launcher, start: str) -> None:
+    """A DataLoader raises in the rank when a worker ends, so the save at the stop was lost."""
+    done = told_to_stop(launcher.ddprun(start, launcher.script(RANK_WITH_A_HELPER)))
+    assert (done.stdout, done.returncode) == ("saved\nhelper ends\n", 75)
+
+
+def test_each_rank_of_a_node_is_signalled_without_its_helpers(launcher: Launcher) -> None:
+    done = told_to_stop(launcher.ddprun("--no-preload", "--nproc", 2, launcher.script(RANK_WITH_A_HELPER)), ready=2)
+    assert done.stdout.splitlines() == ["saved"] * 2 + ["helper ends"] * 2
+
+
+def test_helpers_of_a_rank_that_a_failure_of_another_one_stops_end_after_it(launcher: Launcher) -> None:
+    """A rank may save by itself when its group is broken, if the job gives it the time."""
+    script = launcher.script(
+        "import os, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not os.path.exists('go'): time.sleep(0.01)\n"
+        "    raise SystemExit(3)\n" + RANK_WITH_A_HELPER
+    )
+    agent = launcher.ddprun("--no-preload", "--nproc", 2, "--max-restarts", 0, script, DDPJOB_RESTART_GRACE="20")
+    wait_for(agent, "ready")
+    (launcher.folder / "go").touch()
+    assert finish(agent).stdout.splitlines() == ["saved", "helper ends"]
+
+
+IGNORES = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(100)"
+LEAVES_A_HELPER = f"""
+import os, signal, subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {IGNORES!r}], start_new_session=len(sys.argv) > 1)
+signal.signal(signal.SIGTERM, lambda *_: (print("saved", flush=True), os._exit(75)))
+while True: time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("session", [[], ["daemon"]])
+def test_a_helper_that_outlives_its_rank_is_killed_when_the_time_is_over(
+    launcher: Launcher, session: list[str]
+) -> None:
+    """One that uploads what was saved has the rest of the time; one that never ends must not hold the pod."""
+    agent = launcher.ddprun("--no-preload", launcher.script(LEAVES_A_HELPER), *session, PET_SHUTDOWN_TIMEOUT="3")
+    wait_for(agent, "ready")
+    began = time.monotonic()
+    agent.terminate()
+    done = finish(agent)
+    assert (done.stdout, done.returncode) == ("saved\n", 75)
+    assert time.monotonic() - began > 2.9
+    assert "the ranks have ended, what they have started has not (python" in done.stderr
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_helper(launcher: Launcher) -> None:
+    agent = launcher.ddprun("--no-preload", launcher.script(LEAVES_A_HELPER))
+    wait_for(agent, "ready")
+    agent.terminate()
+    wait_for(agent, "saved")
+    agent.send_signal(signal.SIGINT)
+    assert finish(agent, 15).returncode == 75
+
+
+TRAINS = """
+import os, signal, sys, time
+def save(*_):
+    time.sleep(0.3)
+    for _ in range(50): print("saved", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+while True: time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("words", ["{0}; true", "({0}; true) | cat", "sh -c '{0}; true' & wait", "exec {0}"])
+def test_the_python_below_a_shell_gets_the_signal_at_once_and_its_time(launcher: Launcher, words: str) -> None:
+    """The shell ends by the signal, and what it has started was killed at once. What reads the output must live on."""
+    launcher.script(TRAINS)
+    agent = launcher.ddprun("--no-python", "sh", "-c", words.format(f"{sys.executable} -u train.py"))
+    done = told_to_stop(agent)
+    assert done.stdout == "saved\n" * 50
+
+
+def test_a_shell_without_python_gets_the_signal_with_all_that_it_has_started(launcher: Launcher) -> None:
+    agent = launcher.ddprun("--no-python", "sh", "-c", "echo ready; sleep 1000; true")
+    assert told_to_stop(agent, seconds=15).returncode == 143
+
+
+SPAWNS = """
+import multiprocessing, os, signal, time
+def train():
+    import ddpjob
+    def save(*_):
+        time.sleep(0.3)
+        print("saved", flush=True)
+        os._exit(75)
+    signal.signal(signal.SIGTERM, save)
+    ddpjob.progress(step=1)
+    print("ready", flush=True)
+    while True: time.sleep(0.05)
+if __name__ == "__main__":
+    children = [multiprocessing.get_context("spawn").Process(target=train) for _ in range(2)]
+    for child in children: child.start()
+    for child in children: child.join()
+    print("parent ends", flush=True)
+"""
+
+
+def test_training_processes_that_a_rank_has_started_get_the_signal_at_once_and_it_waits_for_them(
+    launcher: Launcher,
+) -> None:
+    """torch.multiprocessing.spawn in a rank: its parent would end by the signal, and take the others with it."""
+    done = told_to_stop(launcher.ddprun("--no-preload", launcher.script(SPAWNS)), ready=2)
+    assert (done.stdout, done.returncode) == ("saved\nsaved\nparent ends\n", 0)
+
+
+def told_to_stop(
+    agent: subprocess.Popen[str], *, ready: int = 1, seconds: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Tell it to stop once so many processes are ready; what it prints from then on."""
+    for _ in range(ready):
+        wait_for(agent, "ready")
+    agent.terminate()
+    return finish(agent, seconds)
+
+
+def wait_for(agent: subprocess.Popen[str], line: str) -> None:
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == f"{line}\n"

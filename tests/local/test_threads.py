@@ -1,0 +1,43 @@
+"""The number of threads of a local run: the job's value, the caller's, or that of torchrun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from worlds import job
+
+from ddpjob_operator.local import threads
+from ddpjob_operator.pods import build
+
+
+def of_pod(what: Any) -> str:
+    env = build.pod(what, 1, 0)["spec"]["containers"][0]["env"]
+    return next((entry["value"] for entry in env if entry["name"] == "OMP_NUM_THREADS"), "unset")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nproc", "cpu", "caller", "made"),
+    [
+        (1, 1, None, "", "unset"),  # all cores, as `python train.py` and torchrun
+        (2, 1, None, "", "1"),  # two ranks on this machine
+        (1, 2, None, "", "1"),
+        (1, 1, 4, "", "4"),
+        (2, 2, 4, "", "2"),
+        (1, 1, None, "3", "3"),
+        (2, 2, None, "3", "3"),
+        (2, 1, 8, "3", "3"),
+        (2, 1, None, "4,2", "4,2"),
+    ],
+)
+def test_the_callers_threads_count_and_without_them_those_of_torchrun(
+    nodes: int, nproc: int, cpu: int | None, caller: str, made: str
+) -> None:
+    """OMP_NUM_THREADS=3 became 1 without a word, although all other variables of the caller are kept."""
+    limits = {"resources": {"limits": {"cpu": cpu}}} if cpu else None
+    given = job(nodes=nodes, nprocPerNode=nproc, container=limits)
+    environ = {"OMP_NUM_THREADS": caller} if caller else {}
+    assert of_pod(threads.set_threads(given, environ)) == made
+    own = job(nodes=nodes, nprocPerNode=nproc, container={"env": [{"name": "OMP_NUM_THREADS", "value": "7"}]})
+    assert of_pod(threads.set_threads(own, environ)) == "7", "the job's own value counts before both"
+    assert of_pod(given) == of_pod(threads.set_threads(given, {})) or (nodes, nproc) == (2, 1), "the job is unchanged"

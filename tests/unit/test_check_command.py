@@ -1,0 +1,235 @@
+"""`ddpjob check` names what a job's command does otherwise than it looks, and leaves sound commands alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddpjob_operator.check.job import mistakes
+from ddpjob_operator.job import api, validation
+
+NEW = (
+    "variable-of-ranks-unset",
+    "not-expanded",
+    "argument-taken-by-launcher",
+    "variable-of-ranks",
+    "variable-of-other-launcher",
+)
+
+
+def job(*words: str, env: dict[str, str] | None = None, nodes: int = 2, nproc: int = 2, **container: Any) -> api.DDPJob:
+    variables = [{"name": name, "value": value} for name, value in (env or {}).items()]
+    trainer = {"name": "trainer", "image": "i", "command": list(words), "env": variables, **container}
+    spec = {"nodes": nodes, "nprocPerNode": nproc, "template": {"spec": {"containers": [trainer]}}}
+    head = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": {"name": "j"}}
+    parsed, problems = validation.parse({**head, "spec": spec})
+    assert not problems
+    return parsed
+
+
+def said(what: api.DDPJob, script: str = "", given: tuple[str, ...] = ()) -> list[tuple[str, str]]:
+    found = mistakes(what, script=script, given=given)
+    return [(rule, text) for _, rule, text in found if rule in NEW or rule.startswith("variable-of-")]
+
+
+def shell(text: str) -> api.DDPJob:
+    return job("bash", "-c", text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchrun t.py 2>&1 | tee log_$RANK",
+        'torchrun t.py > "log_${RANK}.txt"',
+        "torchrun t.py | tee log_${RANK:-0}",
+        'cat <<EOF > c.json\n{"rank": $RANK}\nEOF\ntorchrun t.py',
+        "bash -c 'torchrun t.py > log.$RANK'",
+        'bash -ec "torchrun t.py > log.\\$RANK"',
+        "bash <<'EOF'\ntorchrun t.py > log.$RANK\nEOF",
+        "echo $((RANK + 1)); torchrun t.py",
+        "torchrun t.py --out $(dirname out_$RANK/x)",
+        "eval 'torchrun t.py > $RANK'",
+        "torchrun --no-python bash -c 'echo $RANK' > log_$RANK",
+    ],
+)
+def test_a_shell_that_reads_the_rank_before_there_are_ranks_is_named(text: str) -> None:
+    """All nodes of a job wrote their logs into one file of the shared volume, and each overwrote the others'."""
+    ((rule, sentence),) = said(shell(text))
+    assert rule == "variable-of-ranks-unset"
+    assert sentence.endswith("not set before the launcher has started the ranks; NODE_RANK is the node's")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchrun t.py > log_$NODE_RANK",
+        "torchrun --no-python bash -c 'exec python t.py --rank $RANK'",
+        "mpirun -np 2 bash -c 'python t.py --rank $RANK'",
+        "echo '$RANK' \\$RANK \"\\$RANK\"; awk '{print $RANK}' f; torchrun t.py # $RANK",
+        "cat > run.sh <<'EOF'\necho $RANK\nEOF\ntorchrun --no-python bash run.sh",
+        "RANK=$NODE_RANK; torchrun t.py > log_$RANK",
+        "export RANK=${NODE_RANK:-0}; torchrun t.py > log_$RANK",
+        "for RANK in 0 1; do echo $RANK; done; torchrun t.py",
+        'if [ -n "$RANK" ]; then echo $RANK; fi; torchrun t.py',
+        "torchrun t.py > log_$RANKS",
+    ],
+)
+def test_a_shell_that_reads_no_rank_or_its_own_is_left_alone(text: str) -> None:
+    assert said(shell(text)) == []
+
+
+def test_a_pod_with_one_rank_has_its_variables_and_env_may_set_them() -> None:
+    words = ["bash", "-c", "torchrun t.py > log_$RANK"]
+    assert said(job(*words, nproc=1)) == []
+    assert said(job(*words, env={"RANK": "$(NODE_RANK)"})) == []
+    assert said(job(*words, envFrom=[{"secretRef": {"name": "s"}}])) == []
+    assert said(job("bash", "-c", "torchrun t.py > log_${RANK:-0}", nodes=1)) == [], "0 is the only node"
+
+
+def test_a_variable_of_the_ranks_that_kubernetes_is_to_replace_is_named() -> None:
+    """The script gets the text $(RANK): Kubernetes knows only what is in env."""
+    for what in (job("torchrun", "t.py", "--rank=$(RANK)"), job("torchrun", "t.py", env={"LOG": "log_$(RANK)"})):
+        ((rule, text),) = said(what)
+        assert (rule, text.partition(":")[0]) == ("variable-of-ranks-unset", "$(RANK)")
+    assert said(job("torchrun", "t.py", "--rank=$(RANK)", nproc=1)) == []
+    assert said(job("torchrun", "t.py", "--rank=$$(RANK)")) == []
+
+
+def test_options_of_the_launcher_from_variables_of_slurm_are_an_error_and_others_a_warning() -> None:
+    """They are empty here, and torchrun fails with its usage; a log's name that lacks the job's number does not."""
+    text = "torchrun --nnodes=$SLURM_NNODES --node_rank ${SLURM_NODEID} t.py --id $SLURM_JOB_ID --job $LSB_JOBID"
+    assert [(rule, sentence.partition(":")[0]) for rule, sentence in said(shell(text))] == [
+        ("variable-of-other-launcher", "$SLURM_NNODES"),
+        ("variable-of-other-launcher", "$SLURM_NODEID"),
+        ("variable-of-other-launcher-unset", "$SLURM_JOB_ID"),
+        ("variable-of-other-launcher-unset", "$LSB_JOBID"),
+    ]
+    assert "NNODES is meant" in said(shell(text))[0][1]
+    given = ("SLURM_NNODES", "SLURM_NODEID", "SLURM_JOB_ID", "LSB_JOBID")
+    assert said(shell(text), given=given) == [], "a local run within an allocation has them"
+
+
+@pytest.mark.parametrize(
+    ("text", "errors"),
+    [
+        ("torchrun --nproc_per_node ${SLURM_GPUS_ON_NODE} t.py", ["$SLURM_GPUS_ON_NODE"]),
+        ("export NODES=$SLURM_NNODES; torchrun --nnodes=$NODES t.py", ["$SLURM_NNODES"]),
+        ("python t.py --rank=$SLURM_PROCID", ["$SLURM_PROCID"]),
+        ("exec ddprun t.py --rank $OMPI_COMM_WORLD_RANK", ["$OMPI_COMM_WORLD_RANK"]),
+        ("torchrun --rdzv_id=$SLURM_JOB_ID t.py --name=run-$SLURM_PROCID", []),
+    ],
+)
+def test_a_variable_of_slurm_for_a_number_or_an_address_is_an_error(text: str, errors: list[str]) -> None:
+    found = [sentence.partition(":")[0] for rule, sentence in said(shell(text)) if rule == "variable-of-other-launcher"]
+    assert found == errors
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "SLURM_NNODES=2; torchrun --nnodes=$SLURM_NNODES t.py",
+        "torchrun --nnodes=${SLURM_NNODES:-2} t.py",
+        'if [ -n "$SLURM_JOB_ID" ]; then echo $SLURM_JOB_ID; fi',
+        "mpirun -np 2 bash -c 'python t.py $OMPI_COMM_WORLD_RANK'",
+        "echo '$SLURM_NNODES'; torchrun t.py",
+    ],
+)
+def test_a_variable_of_slurm_that_has_a_value_or_is_asked_for_first_is_left_alone(text: str) -> None:
+    assert said(shell(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--data=$DATA_DIR"], "write $(DATA_DIR), which Kubernetes replaces"),
+        (["--data", "${DATA_DIR}/x"], "write $(DATA_DIR), which Kubernetes replaces"),
+        (["--rank=$NODE_RANK"], "write $(NODE_RANK)"),
+        (["--data=$OTHER/x"], "set OTHER in env and write $(OTHER)"),
+        (["$HOME/data"], "set HOME in env"),
+        (["--data=${DATA_DIR:-/data}"], "start it with a shell"),
+        (["--data", "~/data"], "write the whole path"),
+        (["--data=~"], "write the whole path"),
+        (["data/*.csv"], "list the files"),
+        (["--files", "data/part-?.csv"], "list the files"),
+        (["&&", "echo"], "start it with a shell"),
+        (["--verbose", "|", "tee", "log"], "start it with a shell"),
+        (["--lr=1", ">", "log"], "start it with a shell"),
+        (["2>&1"], "start it with a shell"),
+        ([">out/log.txt"], "start it with a shell"),
+    ],
+)
+def test_what_only_a_shell_expands_is_named_where_no_shell_reads_it(words: list[str], fix: str) -> None:
+    """The script got the text `$DATA_DIR`, and the job went on with a folder of that name."""
+    what = job("torchrun", "t.py", *words, env={"DATA_DIR": "/data"})
+    ((rule, text),) = said(what)
+    assert (rule, text.partition(": ")[0] in words) == ("not-expanded", True)
+    assert fix in text
+    assert said(job("sh", "-c", " ".join(["torchrun", "t.py", *words]), env={"DATA_DIR": "/data"})) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--data=$(DATA_DIR)", "--regex", "a$", "^a$", "(a|b)$", "$"],
+        ["dir=${now:%Y-%m-%d}", "a=${oc.env:HOME}", "x=${model.dim}", "y=${output_dir}", "~model.dropout", "$$HOME"],
+        ["--label", "$x^2$", "--title", r"$\alpha_{T}$", "$E=mc^2$", "pa$WORD5x!"],
+        ["--shards", "s-{000..100}.tar", "--re=.*", "^data/.*$", "--include", "*.py", "gs://b/*.tar", "http://h/?q=1"],
+        ["--delimiter", ";", "--sep", "|", "--op", ">", "5", "HEAD~1"],
+        ["--", "-c", "x"],
+    ],
+)
+def test_patterns_formulas_and_other_tools_signs_are_left_alone(words: list[str]) -> None:
+    assert said(job("torchrun", "t.py", *words, env={"DATA_DIR": "/data"})) == []
+    assert said(job("python", "-c", "print('$HOME' > '|', *sys.argv)")) == []
+    assert said(job("torchrun", "--no-python", "sh", "-c", "exec python t.py ~/d $HOME *.csv > log")) == []
+
+
+def test_a_script_that_expands_such_words_itself_may_have_them() -> None:
+    words = ["torchrun", "t.py", "--data", "~/data", "data/*.csv", "$HOME/x"]
+    assert len(said(job(*words))) == 3
+    script = "os.path.expandvars(x); os.path.expanduser(args.data); glob.glob(args.files)"
+    assert said(job(*words), script) == []
+
+
+def test_a_value_of_env_that_only_a_shell_would_expand_is_named_at_its_entry() -> None:
+    """PATH: /opt/bin:$PATH made a PATH without /usr/bin: the job's python was not found."""
+    env = {"A": "1", "PATH": "/opt/bin:$PATH", "B": "${A}/x", "C": "$(A)/x", "TOKEN": "pa$WORD$", "D": "$$PATH"}
+    found = [(path[-2:], text) for path, rule, text in mistakes(job("torchrun", "t.py", env=env)) if rule in NEW]
+    assert [path for path, _ in found] == [("env", 1), ("env", 2)]
+    assert found[0][1].endswith("Kubernetes replaces only $(PATH), by an earlier entry of env")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["torchrun", "t.py", "--log", "5"],
+        ["torchrun", "--nproc-per-node=2", "t.py", "--log=5"],
+        ["torchrun", "-m", "pkg.train", "--x", "1", "--log"],
+        ["python", "-m", "torch.distributed.run", "t.py", "--log"],
+        ["python", "-m", "torch.distributed.launch", "t.py", "--log"],
+        ["torchrun", "--no-python", "python", "t.py", "--log"],
+        ["sh", "-c", "cd /w && exec torchrun t.py --log 5 2>&1 | tee x --no"],
+    ],
+)
+def test_an_argument_that_abbreviates_options_of_torchrun_is_named(words: list[str]) -> None:
+    """torchrun ends with its usage and `ambiguous option`, although the word follows the script."""
+    ((rule, text),) = said(job(*words))
+    assert rule == "argument-taken-by-launcher"
+    assert text.startswith("--log: torchrun takes it for an abbreviation (--log-dir, --logs-specs)")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["torchrun", "t.py", "--", "--log", "5"],
+        ["torchrun", "t.py", "x", "--", "--log", "5"],
+        ["torchrun", "t.py", "--log-dir", "x", "--log-level", "5", "--nnodes=3", "--max-lr", "-mo"],
+        ["ddprun", "t.py", "--log", "5"],
+        ["python", "t.py", "--log", "5"],
+        ["sh", "-c", "torchrun t.py; ls --no"],
+        ["torchrun", "--no-python", "sh", "-c", "exec python t.py --log 5"],
+    ],
+)
+def test_arguments_that_torchrun_hands_over_are_left_alone(words: list[str]) -> None:
+    assert said(job(*words)) == []

@@ -1,0 +1,65 @@
+"""`check` on what a training does when it is told to stop."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpjob_operator.check import Job, check
+
+STOPS = "if ddpjob.should_stop(step):\n    raise ddpjob.Stopped(step)\n"
+HANDLER = "signal.signal(signal.SIGTERM, lambda *_: save())\n"
+HEAD = "import os, signal, ddpjob\nfrom torch.utils.data import DataLoader\ndata = range(9)\n"
+SEEDS = "def seeded(worker):\n    torch.manual_seed(worker)\n"
+IGNORES = "def ignoring(worker):\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+LATER = "def ignoring(worker):\n    seed(worker)\n    ddpjob.ignore_sigterm(worker)\n"
+
+
+def is_found(lines: str, launcher: str = "torchrun") -> bool:
+    found = check("train.py", HEAD + lines, Job(nodes=2, nproc=1, launcher=launcher, known=True))
+    return any(f.rule == "workers-get-sigterm" for f in found)
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "torch.distributed.run", "torch.distributed.launch"])
+@pytest.mark.parametrize(
+    "lines",
+    [
+        STOPS + "DataLoader(data, num_workers=2)",
+        STOPS + "DataLoader(data, 4, False, None, None, 2)",
+        STOPS + "workers = 4\nDataLoader(data, num_workers=workers, persistent_workers=True)",
+        STOPS + "DataLoader(data, num_workers=os.cpu_count())",
+        STOPS + "DataLoader(data, num_workers=2, worker_init_fn=None)",
+        STOPS + SEEDS + "DataLoader(data, num_workers=2, worker_init_fn=seeded)",
+        HANDLER + "DataLoader(data, num_workers=2)",
+        "from ddpjob.lightning import JobCallback\nJobCallback('last.ckpt')\nDataLoader(data, num_workers=2)",
+        "from ddpjob.huggingface import StopTogether\nfrom transformers import TrainingArguments\n"
+        "StopTogether()\nTrainingArguments('out', dataloader_num_workers=2)",
+    ],
+)
+def test_workers_that_end_before_their_rank_are_named(lines: str, launcher: str) -> None:
+    """The save at a drain was lost, and the log said only that a worker was killed."""
+    assert is_found(lines, launcher)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        STOPS + "DataLoader(data)",
+        STOPS + "DataLoader(data, num_workers=0)",
+        STOPS + "DataLoader(data, num_workers=args.workers)",
+        STOPS + "DataLoader(data, num_workers=2, **options)",
+        STOPS + "DataLoader(data, num_workers=2, worker_init_fn=ddpjob.ignore_sigterm)",
+        STOPS + "from other import start\nDataLoader(data, num_workers=2, worker_init_fn=start)",
+        STOPS + IGNORES + "DataLoader(data, num_workers=2, worker_init_fn=ignoring)",
+        STOPS + LATER + "DataLoader(data, num_workers=2, worker_init_fn=ignoring)",
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nDataLoader(data, num_workers=2)",
+        "signal.signal(signal.SIGINT, lambda *_: save())\nDataLoader(data, num_workers=2)",
+        "DataLoader(data, num_workers=2)",
+    ],
+)
+def test_a_script_without_such_workers_or_that_saves_at_no_stop_is_sound(lines: str) -> None:
+    assert not is_found(lines)
+
+
+@pytest.mark.parametrize("launcher", ["ddprun", "python", ""])
+def test_other_launchers_signal_the_rank_alone(launcher: str) -> None:
+    assert not is_found(STOPS + "DataLoader(data, num_workers=2)", launcher)

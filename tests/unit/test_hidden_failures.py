@@ -1,0 +1,175 @@
+"""A failure is no success: what an exit code 0 hides fails the attempt, or makes the success suspicious."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from worlds import World, digits
+
+from ddpjob_operator.describe import ending
+from ddpjob_operator.failures import termination_message
+from ddpjob_operator.job.status import find_condition
+
+PIPE = {"command": ["bash", "-c", "ddprun train.py | tee log"]}
+FALLBACK = {"command": ["bash", "-c", "ddprun train.py || torchrun train.py"]}
+TRACE = 'Traceback (most recent call last):\n  File "/app/train.py", line 3, in <module>\n    main()\n'
+TABLE = f"{TRACE}torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n{'=' * 60}\ntrain.py FAILED\n"
+BOOM = "RuntimeError: boom"
+
+
+def told(**values: Any) -> str:
+    return json.dumps({"ddpjob": 1, **values})
+
+
+def by_agent(**values: Any) -> str:
+    """As ddprun writes it."""
+    return told(**{"rank": 0, "exitCode": 1, "exception": BOOM, "where": "train.py:3", "failed": True} | values)
+
+
+def ended(message: str, other: str = "", **container: Any) -> World:
+    """A job both pods of which have ended with 0."""
+    world = digits(container=PIPE | container, backoffLimit=1).running()
+    return world.exits(0, 0, message=message).exits(1, 0, message=other).settle()
+
+
+def condition(world: World) -> tuple[str, str] | None:
+    found = find_condition(world.status, "Suspicious")
+    return None if found is None else (found.status, found.reason)
+
+
+def reasons_of(world: World) -> list[str]:
+    return [event.reason for event in world.events if event.type == "Warning"]
+
+
+# ---------------------------------------------------------------- certain
+
+
+def test_a_failure_that_ddprun_has_reported_is_one_although_the_command_ended_with_0() -> None:
+    """`ddprun train.py | tee log` ended as Succeeded, and the model was never trained."""
+    world = ended(by_agent(), told(exitCode=75, ended=True, failed=True))
+    assert (world.status.state, world.status.attempt) == ("Restarting", 2)
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.rank, failure.exit_code, failure.exception, failure.where) == (0, 1, BOOM, "train.py:3")
+    assert (failure.failure_class, failure.charged_to, failure.reason) == ("application", "application", "Error")
+    line = "rank 0 (pod digits-1-0, node node-0) ended with exit code 1 in train.py:3 (RuntimeError: boom), although"
+    assert world.status.failures[-1].message == f"{line} the command ended with 0"
+
+
+def test_it_is_charged_to_the_backoff_limit_as_any_failure() -> None:
+    world = ended(by_agent())
+    world.after(30).running().exits(0, 0, message=by_agent()).exits(1, 0).settle()
+    assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
+
+
+def test_one_node_is_enough_while_the_other_still_runs() -> None:
+    """Its peers would wait for ever in a collective."""
+    world = digits(container=PIPE).running().exits(0, 0, message=by_agent()).settle()
+    assert (world.status.state, world.status.completed_nodes) == ("Restarting", "")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        told(rank=1, exitCode=1, exception=BOOM),  # of the library
+        told(rank=1, exitCode=139, signal="SIGSEGV", exception=""),
+        told(exitCode=75, failed=True),  # of an agent whose connection is lost
+        told(exitCode=75, resumable=True, preflight=True, badNodes=[1], exception="node 1 is slow"),
+    ],
+)
+def test_what_was_recorded_in_the_attempt_counts_whoever_has_written_it(message: str) -> None:
+    assert ended(message).status.attempt == 2
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        told(exitCode=75, resumable=True, step=41),  # timeout 1h torchrun train.py || true
+        told(exitCode=143, signal="SIGTERM", failed=False),  # of a ddprun that a signal has ended
+        told(exitCode=130, signal="SIGINT", exception="KeyboardInterrupt"),
+        told(agent={"restarts": {"application": 1}}, ended=True),  # healed
+        told(exitCode=0),
+        "said by the script itself",
+        '{"ddpjob": 1, "exitCode": "many"}',
+        '{"ddpjob": 2, "exitCode": 1}',
+        '{"ddpjob": 1, "exitCode": 1',
+    ],
+)
+def test_a_rank_that_was_asked_to_stop_and_what_is_no_failure_fail_nothing(message: str) -> None:
+    """A false failure runs finished work again."""
+    world = ended(message)
+    assert (world.status.state, condition(world)) == ("Succeeded", None)
+
+
+def test_a_launcher_that_may_have_run_since_decides_by_its_exit_code() -> None:
+    """torchrun leaves no trace of its success: `ddprun train.py || torchrun train.py`."""
+    assert ended(by_agent(), **FALLBACK).status.state == "Succeeded"
+
+
+def test_where_the_shell_loses_that_exit_code_as_well_the_success_is_suspicious() -> None:
+    command = ["bash", "-c", "(ddprun train.py || torchrun train.py) | tee log"]
+    world = ended(by_agent(), command=command)
+    assert (world.status.state, condition(world)) == ("Succeeded", ("True", "FailureInLog"))
+
+
+# ---------------------------------------------------------------- suspicious
+
+
+def test_what_agents_find_makes_the_success_suspicious() -> None:
+    """N ranks that have each trained alone looked like a success."""
+    found = {"reason": "NoProcessGroup", "message": "2 ranks, and none has formed a process group"}
+    message = told(findings=[found, {"reason": "no word"}, 7])
+    world = ended(message, message)
+    assert world.status.state == "Succeeded"
+    assert [(f.reason, f.message) for f in world.status.findings] == [("NoProcessGroup", found["message"])]
+    assert condition(world) == ("True", "NoProcessGroup")
+    assert reasons_of(world).count("NoProcessGroup") == 1
+    assert world.status.message == f"all 2 nodes completed, but suspicious: {found['message']}"
+    first, second = ending.succeeded("digits", world.status, 8).splitlines()
+    assert (first, second) == ("✔ digits Succeeded in 8s", f"⚠ but suspicious: {found['message']}")
+
+
+def test_a_finding_outlives_the_pod_that_tells_it_and_not_its_attempt() -> None:
+    message = told(findings=[{"reason": "ReplicasDiffer", "message": "layer1.weight differs"}])
+    world = digits().running().exits(0, 0, message=message).settle()
+    world.vanishes(0)
+    world.exits(1, 3).settle()
+    assert (world.status.attempt, world.status.findings) == (2, [])
+    assert condition(world) == ("False", "NotSuspicious")
+
+
+def test_findings_of_many_nodes_are_one_line() -> None:
+    messages = [told(findings=[{"reason": "ReplicasDiffer", "message": f"rank {n} differs"}]) for n in range(2)]
+    line = ending.succeeded("digits", ended(*messages).status, 8).splitlines()[1]
+    assert line == "⚠ but suspicious: rank 0 differs (and 1 more like it)"
+
+
+@pytest.mark.parametrize(
+    ("log", "trusted", "is_found"),
+    [
+        (TABLE, False, True),
+        (TABLE + "done\n", False, True),
+        (TABLE, True, False),  # torchrun a.py || torchrun b.py
+        (f"[rank1]: {BOOM}\n".join([TRACE.replace("Trace", "[rank1]: Trace"), ""]), False, True),
+        (TRACE + BOOM + "\n", True, True),  # except Exception: traceback.print_exc()
+        (TRACE + BOOM + "\nepoch 2 loss 0.1\n", False, False),  # it has handled that, and gone on
+        (TRACE + BOOM + "\n[W1122 16:20:01.1 ProcessGroupNCCL.cpp:138] was not called\n", True, True),
+        (TRACE + "KeyboardInterrupt\n", False, False),
+        ("Exception ignored in: <function f>\n" + TRACE + BOOM + "\n", False, False),
+        ("epoch 1 loss 0.3\n", False, False),
+        ("", False, False),
+    ],
+)  # fmt: skip
+def test_a_log_makes_a_success_suspicious_if_a_launcher_reports_it_or_nothing_follows(
+    log: str, trusted: bool, is_found: bool
+) -> None:
+    found = list(termination_message.findings(log, trusted=trusted))
+    assert [f.reason for f in found] == (["FailureInLog"] if is_found else [])
+
+
+def test_the_shell_that_loses_an_exit_code_is_warned_of_when_the_job_starts() -> None:
+    """Who applies the YAML with kubectl has no `ddpjob check`."""
+    assert "ExitCodeLost" in reasons_of(digits(container=PIPE).started())
+    assert "ExitCodeLost" not in reasons_of(digits().started())

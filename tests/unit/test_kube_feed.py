@@ -1,0 +1,69 @@
+"""What kopf is told of the DDPJobs, and what goes straight into our copy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
+from ddpjob_operator.kube.store import Jobs
+
+KEY = ("team", "digits")
+
+
+def job(version: int, uid: str = "u1") -> dict[str, Any]:
+    return {"metadata": {"namespace": "team", "name": "digits", "uid": uid, "resourceVersion": str(version)}}
+
+
+def told(feed: Feed) -> list[tuple[str, str]]:
+    """The events that kopf has not read yet: type and uid."""
+
+    async def read() -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        lines = feed.lines()
+        while True:
+            try:
+                line = await asyncio.wait_for(anext(lines), 0.01)
+            except asyncio.TimeoutError:
+                return found
+            event = json.loads(line)
+            found.append((event["type"], event["object"]["metadata"]["uid"]))
+
+    return asyncio.run(read())
+
+
+def test_kopf_is_told_of_jobs_that_begin_and_end_and_changes_go_into_our_copy() -> None:
+    """An edit that nobody takes would never be acted on; one that both take costs twice."""
+    jobs = Jobs(lambda _key: None)
+    feed = Feed(jobs)
+    feed.put(job(4))
+    jobs.put(job(4))  # as kopf's handler does it
+    feed.put(job(5))
+    feed.remove(*KEY, "u1")
+    feed.put(job(7, "u2"))
+    assert jobs.get(KEY) == job(5)
+    assert told(feed) == [("ADDED", "u1"), ("DELETED", "u1"), ("ADDED", "u2")]
+
+
+def test_a_list_goes_into_our_copy_and_what_it_lacks_is_gone() -> None:
+    """A job that was deleted while no watch was open would be restarted for ever, and its pods refused."""
+    jobs = Jobs(lambda _key: None)
+    feed = Feed(jobs)
+    with feed.one_observation():
+        feed.put(job(4))
+    feed.retain({KEY}, 4)
+    assert jobs.get(KEY) == job(4)
+    feed.retain(set(), 9)
+    assert jobs.get(KEY) is None
+    assert told(feed) == []
+
+
+def test_a_job_that_python_cannot_read_reaches_kopf_cut() -> None:
+    """kopf reads events with Python's JSON, which fails at 1,000 levels, and would end the operator."""
+    deep: Any = "x"
+    for _ in range(900):
+        deep = [deep]
+    feed = Feed(Jobs(lambda _key: None))
+    feed.put(job(4) | {"spec": {"template": deep}})
+    assert told(feed) == [("ADDED", "u1")]

@@ -1,0 +1,147 @@
+"""A success is suspicious if ranks have trained alone, or if their replicas differed all along."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ddpjob.agent.core.rank_ends import MESSAGE_BYTES_MAX, NodeEnd, as_message, findings, node_end, of_message
+from ddpjob.core.findings import NO_PROCESS_GROUP, REPLICAS_DIFFER
+
+NAMES = ["net.0.weight", "net.0.bias"]
+
+
+def module(sums: str = "aaaaaaaabbbbbbbb", passes: str = "xyz", **fields: Any) -> dict[str, Any]:
+    """What a rank has written of a module: the letters of `passes` are the parameters before its passes."""
+    noted = [[number, 10 * number, letter] for number, letter in enumerate(passes, start=1)]
+    about = {"group": "0-1", "number": 0, "digest": "d", "dtypes": ["float32"], "hardware": "EPYC", "names": NAMES}
+    return {**about, "sums": sums, "passes": noted, **fields}
+
+
+def rank(*modules: Any, alone: bool = False) -> dict[str, Any]:
+    return {"alone": alone, "modules": [*modules]}
+
+
+def found(*ranks: Any) -> list[tuple[str, str]]:
+    """Of ranks on one node; those of as many nodes as there are ranks are found to be the same."""
+    one_node = findings([node_end(dict(enumerate(ranks)))], len(ranks))
+    sent = [json.loads(json.dumps(as_message(node_end({number: one})))) for number, one in enumerate(ranks)]
+    assert findings([of_message(message) for message in sent], len(ranks)) == one_node
+    return [(finding.reason, finding.message) for finding in one_node]
+
+
+OTHER = module("aaaaaaaacccccccc", "xqr")
+
+
+def test_replicas_that_were_apart_while_they_trained_are_named_by_rank_and_parameter() -> None:
+    """Without it N models are trained, one is saved, and the job has succeeded."""
+    [(reason, message)] = found(rank(module()), rank(OTHER))
+    assert reason == REPLICAS_DIFFER
+    assert message == (
+        "rank 1 ended with other parameters than rank 0: net.0.bias is the first that differs; "
+        "the replicas were not kept in step, e.g. every backward ran in no_sync()"
+    )
+
+
+def test_what_differed_before_the_first_step_is_not_blamed_on_the_steps() -> None:
+    [(_, message)] = found(rank(module()), rank(module("aaaaaaaacccccccc", "pqr")))
+    assert "they differed before the first step, e.g. a checkpoint was loaded on one rank after DDP(...)" in message
+
+
+def test_many_ranks_are_named_in_one_sentence() -> None:
+    [(_, message)] = found(rank(module()), rank(OTHER), rank(module()), rank(OTHER))
+    assert message.startswith("ranks 1 and 3 ended with other parameters than rank 0: ")
+    [(_, message)] = found(rank(module()), *[rank(OTHER)] * 7)
+    assert message.startswith("ranks 1, 2, 3, 4 and 3 others ended with ")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        module(),
+        module("aaaaaaaacccccccc", "xyz"),  # averaged weights, the best checkpoint or pruned ones, after the training
+        module(passes="xqz"),  # replicas that were brought together again, as by a local SGD
+        module("aaaaaaaacccccccc", ""),
+        module("aaaaaaaacccccccc", "xqr", group="1"),
+        module("aaaaaaaacccccccc", "xqr", number=1),
+        module("aaaaaaaacccccccc", "xqr", digest="e"),  # the other network of a GAN
+        # The second pass was another one: a rank has looked for its learning rate alone.
+        module("aaaaaaaacccccccc", passes="") | {"passes": [[1, 10, "x"], [2, 10, "q"]]},
+    ],
+)
+def test_what_may_be_right_is_not_reported(other: dict[str, Any]) -> None:
+    """A warning that is wrong once is not read the next time."""
+    assert found(rank(module()), rank(other)) == []
+
+
+def test_a_rank_that_left_nothing_is_not_compared() -> None:
+    assert found(rank(module()), None) == []
+    assert found(rank(module()), rank(alone=True)) == []
+
+
+def test_another_processor_and_another_dtype_are_named_with_the_difference() -> None:
+    [(_, message)] = found(rank(module()), rank(OTHER | {"hardware": "Xeon"}))
+    assert message.endswith("; rank 0 ran on EPYC, rank 1 on Xeon")
+    assert found(rank(module()), rank(module(hardware="Xeon"))) == []
+    [(_, message)] = found(rank(module()), rank(module(passes="xqr", dtypes=["float32", "float16"])))
+    assert "net.0.bias is the first that differs (float16 where rank 0 has float32); " in message
+
+
+def test_ranks_that_have_all_trained_alone_are_reported() -> None:
+    """The script needs an option to form its group, and N models are trained."""
+    [(reason, message)] = found(rank(alone=True), rank(alone=True))
+    assert reason == NO_PROCESS_GROUP
+    assert message.startswith("2 ranks ran and none has formed a process group with another: each has trained alone")
+
+
+@pytest.mark.parametrize("ranks", [[True], [True, False], [True, None]])
+def test_one_rank_or_one_that_is_not_known_is_not_alone(ranks: list[bool | None]) -> None:
+    assert found(*(None if alone is None else rank(alone=alone) for alone in ranks)) == []
+
+
+def test_a_node_without_news_is_not_alone() -> None:
+    assert findings([node_end({0: rank(alone=True)}), NodeEnd()], 2) == []
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        None,
+        [],
+        "x",
+        {},
+        {"alone": 1, "modules": 1},
+        {
+            "modules": [
+                None,
+                {},
+                {**module(), "passes": 3},
+                {**module(), "passes": [[1, 2]]},
+                {**module(), "number": "n"},
+            ]
+        },
+        {"modules": [{**module(), "ranks": []}, {**module(), "ranks": ["x"]}, {**module(), "ranks": [1e999]}]},
+        {"modules": [{**module(), "dtypes": None}, {**module(), "sums": 3, "passes": [[1e999, 1, "x"]]}]},
+    ],
+)
+def test_what_is_malformed_is_unknown(written: Any) -> None:
+    """Another node's agent, or a script that has found the file, must not end a job that went well."""
+    assert of_message(written) == NodeEnd()
+    assert findings([node_end({0: rank(module()), 1: written})], 2) == []
+
+
+def test_a_large_model_fits_into_one_line_between_agents() -> None:
+    """A longer one would end the connection, and with it the job."""
+    names = [f"model.layers.{number}.self_attention.query_key_value.weight" for number in range(5000)]
+    large = {"names": names, "sums": "0" * 8 * len(names)}
+    end = node_end({0: rank(module(**large), *[module(**large, number=number) for number in range(1, 9)])})
+    message = as_message(end)
+    assert len(json.dumps(message)) < MESSAGE_BYTES_MAX
+    assert [one.number for one in of_message(message).modules] == [0]
+    other = node_end({1: rank(module(names=names, sums="0" * (8 * len(names) - 1) + "1", passes="xqr"))})
+    [finding] = findings([of_message(message), of_message(as_message(other))], 2)
+    assert "parameter 4999 is the first that differs" in finding.message
+    [finding] = findings([end, of_message(as_message(other))], 2)
+    assert "layers.4999.self_attention.query_key_value.weight is the first" in finding.message

@@ -1,0 +1,163 @@
+"""What `check` says of the shell around a launcher: exit codes that it loses, and signals that it keeps to itself."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from ddpjob_operator.check import exit_codes, shells
+from ddpjob_operator.job import shell
+
+FIXTURES = Path(__file__).parent / "check/fixtures"
+
+
+def scripts(name: str) -> list[str]:
+    """The scripts of a file; an empty line stands between two."""
+    text = (FIXTURES / f"shells-{name}.txt").read_text()
+    return [part.strip("\n") for part in text.split("\n\n") if part.strip()]
+
+
+def is_lost(script: str) -> bool:
+    return bool(list(shells.lost_exit_codes(["bash", "-c", script])))
+
+
+@pytest.mark.parametrize("script", scripts("lose"))
+def test_a_launcher_whose_failure_the_shell_hides_is_warned_of(script: str) -> None:
+    """The job would succeed, whatever happens to its ranks."""
+    assert is_lost(script)
+
+
+@pytest.mark.parametrize("script", scripts("hand-over"))
+def test_a_shell_that_hands_the_exit_code_over_is_left_alone(script: str) -> None:
+    """A check that warns of sound scripts is worse than none."""
+    assert not is_lost(script)
+
+
+@pytest.mark.parametrize(
+    ("script", "part"),
+    [
+        ("torchrun t.py | tee log", "that of the end of the pipe, `| tee log`"),
+        ("torchrun t.py || true", "`|| true` takes its place"),
+        ("torchrun t.py; echo done", "goes on with `echo done`"),
+        ("torchrun t.py &", "in the background"),
+        ("torchrun t.py & wait", "`wait $!`"),
+        ("if torchrun t.py; then a; fi", "`if` only tests it"),
+        ("! torchrun t.py", "`!` turns a failure into 0"),
+        ("echo $(torchrun t.py)", "within the words"),
+        ("torchrun t.py; exit 0", "`exit 0`"),
+        ("trap 'exit 0' EXIT; torchrun t.py", "`trap 'exit 0' EXIT` sets another"),
+        ("script -c 'torchrun t.py' log", "give it -e"),
+    ],
+)
+def test_the_warning_names_what_does_it(script: str, part: str) -> None:
+    (said,) = shells.lost_exit_codes(["bash", "-c", script])
+    assert said.startswith("the exit code of torchrun is lost: ")
+    assert part in said
+
+
+def test_the_fix_of_a_pipe_in_sh_is_bash_because_dash_has_no_pipefail() -> None:
+    assert "use bash in place of sh" in next(shells.lost_exit_codes(["sh", "-c", "torchrun t.py | tee log"]))
+    assert "sh" not in next(shells.lost_exit_codes(["bash", "-c", "torchrun t.py | tee log"])).split()
+
+
+@pytest.mark.parametrize(
+    ("words", "is_said"),
+    [
+        (["sh", "-c", "set -o pipefail; torchrun t.py | tee log"], True),
+        (["sh", "-euo", "pipefail", "-c", "torchrun t.py | tee log"], True),
+        (["bash", "-c", "set -o pipefail; torchrun t.py | tee log"], False),
+        (["bash", "-c", "sh -c 'set -euo pipefail; torchrun t.py'"], True),
+        (["sh", "-c", "torchrun t.py"], False),
+    ],
+)
+def test_pipefail_in_sh_is_warned_of(words: list[str], is_said: bool) -> None:
+    """dash ends with 2 before anything has started."""
+    assert shells.pipefail_in_sh(words) is is_said
+
+
+@pytest.mark.parametrize(
+    ("words", "is_lost"),
+    [
+        (["/bin/bash", "-lc", "torchrun t.py | tee log"], True),
+        (["bash", "-o", "pipefail", "-c", "torchrun t.py | tee log"], False),
+        (["timeout", "1h", "bash", "-c", "torchrun t.py | tee log"], True),
+        (["script", "-c", "torchrun t.py", "log"], True),
+        (["torchrun", "t.py"], False),
+        (["torchrun", "t.py", "|", "tee", "log"], False),  # words of the script
+        (["bash", "run.sh"], False),
+        (["bash", "-c", "torchrun 't.py | tee"], False),  # cannot be read
+        (["(("], False),  # words of a list, which no shell reads
+        ([], False),
+    ],
+)
+def test_the_command_itself_may_be_a_shell_or_start_one(words: list[str], is_lost: bool) -> None:
+    assert bool(list(shells.lost_exit_codes(words))) is is_lost
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "cd .; torchrun t.py; echo after",
+        "torchrun t.py | tee log",
+        "exec torchrun t.py | tee log",
+        "f() { torchrun t.py; }; f",
+        "if a; then torchrun t.py; fi",
+        "torchrun t.py && echo done",
+        "torchrun t.py || exit 1",
+        "torchrun t.py & wait $!",
+        "sh -c 'exec torchrun t.py'; echo done",
+        "(torchrun t.py)",
+        "set -e\ntorchrun t.py\ncp a b",
+    ],
+)
+def test_a_shell_that_waits_for_its_launcher_keeps_signals_to_itself(script: str) -> None:
+    """A drained pod saved nothing."""
+    assert shells.keeps_signals(["bash", "-c", script]) == "torchrun"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "torchrun t.py",
+        "cd .; exec torchrun t.py",
+        "cd . && torchrun t.py",
+        "cd .\ntorchrun t.py\n",
+        "if a; then exec torchrun t.py --resume; fi; exec torchrun t.py",
+        "trap 'kill -TERM $pid' TERM; torchrun t.py & pid=$!; wait $pid",
+        "exec torchrun t.py > >(tee log) 2>&1",
+        "f() { exec torchrun t.py; }; f",
+        "python prep.py; exec torchrun t.py",
+        "bash run.sh; echo done",
+    ],
+)
+def test_a_shell_that_becomes_its_launcher_or_hands_signals_over_is_left_alone(script: str) -> None:
+    assert shells.keeps_signals(["bash", "-c", script]) == ""
+
+
+def test_an_init_that_signals_all_processes_is_left_alone() -> None:
+    assert shells.keeps_signals(["dumb-init", "bash", "-c", "torchrun t.py; echo done"]) == ""
+    assert shells.keeps_signals(["tini", "--", "bash", "-c", "torchrun t.py; echo done"]) == "torchrun"
+
+
+def test_only_what_hands_the_exit_code_over_makes_0_a_proof() -> None:
+    assert exit_codes.is_handed_over(["torchrun", "t.py"])
+    assert exit_codes.is_handed_over(["bash", "-c", "torchrun a.py || torchrun b.py"])
+    assert not exit_codes.is_handed_over(["bash", "-c", "torchrun t.py | tee log"])
+    assert not exit_codes.is_handed_over(["bash", "run.sh"])
+    assert not exit_codes.is_handed_over(["python", "launch.py"])
+
+
+def test_many_tests_in_a_script_cost_no_path_each() -> None:
+    script = "\n".join(f"if [ -f x{i} ]; then echo {i}; fi" for i in range(30)) + "\ntorchrun t.py | tee log"
+    assert is_lost(script)
+
+
+@pytest.mark.parametrize(
+    "text", ["a 'b", 'echo "', "if x", "a )", "fi", "a | ", "$(", "`", "case x in", "a <<E", "(" * 99]
+)
+def test_a_script_that_cannot_be_read_raises_one_kind_of_error(text: str) -> None:
+    with contextlib.suppress(shell.ShellSyntaxError):
+        shell.parse(text)
+    assert not is_lost(f"torchrun t.py {text}") or text == "a <<E"

@@ -1,0 +1,237 @@
+"""A deadlock that is certain: ranks that wait in collectives which can never meet. Pure; `LeaderState` asks.
+
+The proof is about one moment at which no rank runs: each has not run for STILL_SECONDS, and says what it waits in
+(`reporting/waiting.py`). A collective can never end if a rank of its group
+
+    is in another operation at the same number of the same group, or brings fewer bytes of the same one
+    has not begun it, waits in a collective that can never end either, and begins nothing before that ends
+    has ended without having begun it
+
+The set of such ranks is the greatest one that explains itself. A rank is in it only if everything that it has begun can
+never end, because what ends may begin something else. Whatever is not known counts as something that may still happen.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+SYNC = "sync"
+DEFAULT_GROUP = "0"
+# Every rank of the group must contribute before any rank has the result.
+_NEED_ALL = frozenset(("all_reduce", "sparse_all_reduce", "barrier", "all_gather"))
+# A rank may be done without some of the others; which ones it needs is not known.
+_NEED_ANY = frozenset(("broadcast", "reduce", "gather", "scatter", "all_to_all"))
+_WITHOUT_INPUT = ("barrier", "scatter")  # others without a byte may end without a peer
+_OF_EQUAL_SIZE = frozenset(("all_reduce", "all_gather"))
+
+
+class Call(NamedTuple):
+    """A collective that a rank has begun."""
+
+    number: int
+    """In its group."""
+    op: str
+    shape: str = ""
+    size: int = -1
+    """Bytes that the rank contributes; -1: unknown."""
+    done: bool = False
+    root: int = -1
+    """The rank that sends or collects; -1: unknown."""
+
+
+class GroupCalls(NamedTuple):
+    """The collectives of a rank in one group."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Empty: all ranks."""
+    begun: int
+    """The number of the newest one; -1: unknown."""
+    recent: tuple[Call, ...]
+    """The newest ones, the newest last; all that are not done are among them."""
+
+
+class Waits(NamedTuple):
+    """What a rank waits in that does not run."""
+
+    how: str
+    """SYNC: it waits for the newest collective and does nothing else; another word: it may still begin others."""
+    size: int
+    """The number of ranks."""
+    groups: tuple[GroupCalls, ...]
+
+    def open_calls(self) -> Iterator[tuple[GroupCalls, Call]]:
+        """The collectives that it has begun and that have not ended."""
+        return ((group, call) for group in self.groups for call in group.recent if not call.done)
+
+    def group(self, like: GroupCalls) -> GroupCalls | None:
+        """The same group, as this rank knows it."""
+        found = next((group for group in self.groups if group.name == like.name), None)
+        return found if found is not None and found.ranks == like.ranks else None
+
+
+class Standing(NamedTuple):
+    """A rank at that moment."""
+
+    rank: int
+    waits: Waits | None
+    """None: nothing is certain, or it has ended."""
+    where: str = ""
+    """train.py:41 in load_batch"""
+    ended_after: int = -1
+    """The process has ended with 0: the number of operations that it had begun in the default group; -1: it has not
+    ended, or that is not known."""
+
+
+class Conflict(NamedTuple):
+    """Two ranks that wait for each other, or one for another that has ended."""
+
+    rank: int
+    group: GroupCalls
+    call: Call
+    other: int
+    why: str
+    """other: it is in another collective at that number; behind: it waits elsewhere; ended."""
+
+
+def find(standings: Sequence[Standing]) -> str:
+    """Return how the group is deadlocked, with two ranks, their operations and lines; "" if that is not certain."""
+    return "" if (found := conflict(standings)) is None else sentence(found, {s.rank: s for s in standings})
+
+
+def conflict(standings: Sequence[Standing]) -> Conflict | None:
+    """Return the conflict that explains a deadlock best, if there is one."""
+    ranks = {standing.rank: standing for standing in standings}
+    live = {rank: s.waits for rank, s in ranks.items() if s.waits is not None}
+    if not live or any(s.waits is None and s.ended_after < 0 for s in standings):
+        return None
+    if set(ranks) != set(range(len(ranks))) or any(waits.size != len(ranks) for waits in live.values()):
+        return None
+    world = _World(ranks, live)
+    stuck = world.stuck()
+    found = [c for rank in sorted(stuck) if live[rank].how == SYNC for c in world.conflicts(rank, stuck)]
+    return min(found, key=world.preference, default=None)
+
+
+class _World:
+    def __init__(self, ranks: dict[int, Standing], live: dict[int, Waits]) -> None:
+        self._ranks, self._live = ranks, live
+
+    def stuck(self) -> set[int]:
+        """The greatest set of ranks of which everything that they have begun can never end."""
+        stuck = {rank for rank, waits in self._live.items() if any(True for _ in waits.open_calls())}
+        while True:
+            left = {rank for rank in stuck if all(self._never(rank, *open_, stuck) for open_ in self._open(rank))}
+            if left == stuck:
+                return stuck
+            stuck = left
+
+    def conflicts(self, rank: int, stuck: Collection[int]) -> Iterator[Conflict]:
+        for group, call in self._open(rank):
+            for other in self._members(group, rank):
+                if why := self._keeps(rank, group, call, other, stuck):
+                    yield Conflict(rank, group, call, other, why)
+
+    def preference(self, found: Conflict) -> tuple[Any, ...]:
+        """Two operations at one number before all else; of them a rank that most are not like, which is shown last."""
+        place = ("other", "ended", "behind").index(found.why)
+        alike = Counter(self._op(rank, found) for rank in self._live)
+        rarity = alike[self._op(found.other, found)] - alike[self._op(found.rank, found)]
+        return place, rarity if found.why == "other" else 0, found.rank, found.other
+
+    def _op(self, rank: int, found: Conflict) -> tuple[str, str]:
+        call = self._call(rank, found.group, found.call.number)
+        return ("", "") if call is None else (call.op, call.shape)
+
+    def _open(self, rank: int) -> list[tuple[GroupCalls, Call]]:
+        return list(self._live[rank].open_calls())
+
+    def _members(self, group: GroupCalls, but: int) -> list[int]:
+        return [rank for rank in group.ranks or sorted(self._ranks) if rank != but]
+
+    def _call(self, rank: int, group: GroupCalls, number: int) -> Call | None:
+        waits = self._live.get(rank)
+        own = None if waits is None else waits.group(group)
+        return None if own is None else next((call for call in own.recent if call.number == number), None)
+
+    def _never(self, rank: int, group: GroupCalls, call: Call, stuck: Collection[int]) -> bool:
+        """True if this collective can never end on this rank."""
+        others = self._members(group, rank)
+        if not others or (call.size == 0 and call.op not in _WITHOUT_INPUT):
+            return False
+        kept = (bool(self._keeps(rank, group, call, other, stuck)) for other in others)
+        return any(kept) if call.op in _NEED_ALL else call.op in _NEED_ANY and all(kept)
+
+    def _keeps(self, rank: int, group: GroupCalls, call: Call, other: int, stuck: Collection[int]) -> str:
+        """Why this rank will never have from the other one what it needs for the collective; "" if it may."""
+        waits = self._live.get(other)
+        if waits is None:
+            is_short = group.name == DEFAULT_GROUP and 0 <= self._ranks[other].ended_after < call.number
+            return "ended" if is_short else ""
+        own = waits.group(group)
+        if own is None:
+            return ""
+        there = self._call(other, group, call.number)
+        if there is not None:
+            return "other" if _differ(rank, call, other, there, len(group.ranks or self._ranks)) else ""
+        return "behind" if 0 <= own.begun < call.number and waits.how == SYNC and other in stuck else ""
+
+
+def _differ(rank: int, call: Call, other: int, there: Call, members: int) -> bool:
+    """True if the other rank's collective at this number brings nothing for this one, or too little."""
+    known = _NEED_ALL | _NEED_ANY
+    if call.op not in known or there.op not in known:
+        return False
+    if call.op != there.op:
+        return True
+    if call.op in _OF_EQUAL_SIZE:
+        return 0 <= there.size < call.size
+    if min(call.root, there.root) < 0 or call.root == there.root:
+        return False
+    return members == 2 or (call.root, there.root) == (rank, other)
+
+
+def sentence(found: Conflict, ranks: dict[int, Standing]) -> str:
+    """Return `is deadlocked: rank 0 waits in all_reduce [4] float32 (collective 12, train.py:12 in step), …`."""
+    one = f"rank {found.rank} waits in {_named(found.group, found.call, ranks[found.rank].where)}"
+    other = ranks[found.other]
+    if other.waits is None:
+        return f"is deadlocked: {one}, and rank {found.other} has ended without it"
+    if found.why == "other":
+        own = other.waits.group(found.group)
+        there = next(call for call in own.recent if call.number == found.call.number) if own is not None else found.call
+        verb, where = ("was in", "") if there.done else ("in", other.where)
+        return f"is deadlocked: {one}, rank {found.other} {verb} {_named(found.group, there, where)}: these never meet"
+    group, call = next(other.waits.open_calls())
+    first = f"rank {found.other} first in {_named(group, call, other.where)}"
+    return f"is deadlocked: {one}, {first}: each waits for the other"
+
+
+def _named(group: GroupCalls, call: Call, where: str) -> str:
+    what = " ".join(filter(None, (call.op, call.shape, f"from rank {call.root}" if call.root >= 0 else "")))
+    of = "" if group.name == DEFAULT_GROUP else f" of group {group.name}"
+    return f"{what} (collective {call.number}{of}{f', {where}' if where else ''})"
+
+
+def waits_of(written: Any) -> Waits | None:
+    """Read what a rank or another node has written. Raises KeyError, TypeError, ValueError for nonsense."""
+    if not written:
+        return None
+    groups = []
+    for group in written["groups"]:
+        calls = tuple(
+            Call(int(number), str(op)[:40], str(shape)[:60], int(size), done is True, int(root))
+            for number, op, shape, size, done, root in group["recent"]
+        )
+        groups.append(GroupCalls(str(group["name"])[:64], tuple(map(int, group["ranks"])), int(group["begun"]), calls))
+    return Waits(str(written["how"])[:16], int(written["size"]), tuple(groups))
+
+
+def written(waits: Waits | None) -> dict[str, Any] | None:
+    """Return the inverse, for a line between agents."""
+    if waits is None:
+        return None
+    groups = [{**group._asdict(), "recent": [list(call) for call in group.recent]} for group in waits.groups]
+    return {"how": waits.how, "size": waits.size, "groups": groups}
