@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import cProfile
+import random
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -82,3 +85,41 @@ def test_any_value_in_any_place_of_a_template_is_refused_by_its_field_or_made_in
         list(launcher.warnings(job.spec))
         variables.overridden(job.spec.template)
         list(launcher.warnings(job.spec))
+
+
+def _calls(run: Callable[[], object]) -> int:
+    """The calls that Python makes meanwhile: what a machine that is busy does not change."""
+    profile = cProfile.Profile()
+    profile.runcall(run)
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+HOSTILE_WORDS = ("'\"$(", "\n", "torchrun x | tee y; ", "(", "--nnodes ", "exec ", "if ", "<<E\n", "`", "a && ", "/")
+
+
+@pytest.mark.parametrize("word", HOSTILE_WORDS)
+def test_a_script_of_250_kb_costs_no_more_than_its_length(word: str) -> None:
+    """One job of one tenant kept the event loop of both operators for half a minute, and no other job restarted."""
+    began = time.process_time()
+    read, _ = validation.parse(manifest(container={"command": ["bash", "-c", word * (240_000 // len(word))]}))
+    launcher.warnings(read.spec)
+    assert time.process_time() - began < 5, "0.1 s; an expression that is quadratic in the text takes 30 s and more"
+
+
+@pytest.mark.parametrize("kind", ["volumes", "fields of the pod", "fields of the container", "words"])
+def test_names_that_nearly_match_each_other_cost_a_bounded_number_of_comparisons(kind: str) -> None:
+    """900 volumes and 900 mounts with names of 100 letters stopped both operators of a cluster until they were gone."""
+    draw = random.Random(4)
+    names = ["".join(draw.choices("ab", k=60)) for _ in range(900)]
+    fields = {"".join(draw.sample("activeDeadlineSeconds", 21)): 1 for _ in range(900)}
+    container: dict[str, Any] = (
+        {"command": ["torchrun", *(f"--nproc{name}" for name in names)]} if kind == "words" else {}
+    )
+    raw = manifest(container=container)
+    pod = raw["spec"]["template"]["spec"]
+    if kind == "volumes":
+        pod["volumes"] = [{"name": name, "emptyDir": {}} for name in names]
+        pod["containers"][0]["volumeMounts"] = [{"name": f"c{name}", "mountPath": "/x"} for name in names]
+    elif kind != "words":
+        (pod if kind == "fields of the pod" else pod["containers"][0]).update(fields)
+    assert _calls(lambda: validation.parse(raw)) < 150_000

@@ -48,13 +48,18 @@ _OTHER_ON_EACH_NODE = re.compile(
     r"\$(RANDOM|HOSTNAME|\$)(?!\w)|\$\{(RANDOM|HOSTNAME|\$)\}|(\$\(|`)(date|uuidgen|hostname(?=[^)`|]*[)`]))\b"
 )
 _OF_ONE_NODE = re.compile(
-    r"(?:^|[;&|(\n]\s*|\b(?:exec|env|run)\s+)(?:\S*/)?(deepspeed|horovodrun|mpiexec|mpirun|orterun)\s"
+    # Each part ends where the next one may begin: tenants write the text, and the operator's event loop reads it.
+    r"(?:^|[;&|(\n][ \t]*|\b(?:exec|env|run)[ \t]+)(?:[^\s;&|(]*/)?(deepspeed|horovodrun|mpiexec|mpirun|orterun)\s"
 )
 _OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-(?:H|f)\b")
 # Open MPI's OMPI_MCA_orte_default_hostfile and PRTE_MCA_prte_default_hostfile, Intel MPI's I_MPI_HYDRA_HOST_FILE.
 _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
 # Where DeepSpeed looks for its hostfile without an option.
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
+SCRIPT_READ_MAX = 20_480
+"""Characters of a shell's script that is split into words: the operator's event loop does it, at 2 µs for each."""
+OPTIONS_MAX = 128
+"""Options of a launcher that are read; torchrun has 35."""
 NEEDS_TORCHRUN = (
     "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
     "minNodes."
@@ -363,7 +368,8 @@ def _words(command: list[str]) -> list[str]:
     """The command's words; the script of `sh -c` is split into its own."""
     words: list[str] = []
     for part in command:
-        inner = " " in part.strip() and ("torchrun" in part or "torch.distributed" in part or "ddprun" in part)
+        named = "torchrun" in part or "torch.distributed" in part or "ddprun" in part
+        inner = named and len(part) <= SCRIPT_READ_MAX and " " in part.strip()
         try:
             words += shell_words(part) if inner else [part]
         except ValueError:  # an unclosed quote, which the shell reports
@@ -429,7 +435,7 @@ def split_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[s
     options: list[tuple[str, list[str]]] = []
     rest = iter(words)
     for word in rest:
-        if not word.startswith("-") or word == "--":
+        if not word.startswith("-") or word == "--" or len(options) == OPTIONS_MAX:
             return options, [*([] if word == "--" else [word]), *rest]
         name, has_value, _ = word.lstrip("-").partition("=")
         full = _full_name(name) if word.startswith("--") else _SHORT.get(name, name)
