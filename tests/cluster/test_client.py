@@ -122,6 +122,7 @@ def test_a_job_is_suspended_resumed_restarted_and_scaled(client: Client) -> None
     assert client.run("wait", "long", "--for", "Running", "--timeout", "2m").returncode == 0
     client.has_begun("long", attempt=1, nodes=2)
     with client.followed("logs", "long", "-f") as (following, printed):
+        until(lambda: printed.read_text().count("grüße") == 2, "the lines of both ranks are followed", 60)
         assert "up to 30 s to save" in client.run("suspend", "long").stderr
         assert client.run("wait", "long", "--for", "Suspended", "--timeout", "1m").returncode == 0
         assert client.run("resume", "long").returncode == 0
