@@ -16,7 +16,10 @@ from ddpjob_operator.check import command
 from ddpjob_operator.job import launcher, programs, shell
 
 PATHS_MAX = 64
-CALLS_MAX = 12
+WORK_MAX = 200_000
+"""Characters read or made to follow one command. Tenants write it, and the operator's event loop reads it."""
+STEP_WORK = 200
+"""What one command of a script counts as, in characters."""
 FAILED = "failed"
 """The text of an exit code that is some number but 0."""
 _TEXT_MAX = 40
@@ -80,6 +83,13 @@ class _State:
         options = (self.errexit, self.pipefail, self.jobs, self.pipe, self.arguments, self.program)
         return (self.status, self.failed, self.ran, self.after, self.how, *options, *(tuple(m.items()) for m in known))
 
+    @property
+    def size(self) -> int:
+        """How much is compared and copied with each step."""
+        return sum(
+            map(len, (self.variables, self.functions, self.ran, self.after, self.jobs, self.arguments, self.pipe))
+        )
+
     def lost(self, how: str, at: str) -> _State:
         """The state once the launcher's exit code is overwritten; the first time counts."""
         return replace(self, how=(how, at)) if self.failed and not self.how[0] else self
@@ -90,7 +100,28 @@ _Ends = list[tuple[_State, str]]
 
 
 class _TooMuchError(Exception):
-    """The script has more paths than anybody wants to follow."""
+    """The script has more paths, or takes more work, than anybody wants to follow."""
+
+
+class _Work:
+    """The work that is left for one command, in all of its runs."""
+
+    def __init__(self) -> None:
+        self._left = WORK_MAX
+        self._parsed: set[str] = set()
+
+    def take(self, characters: int) -> None:
+        """Raise _TooMuchError once there is none left."""
+        self._left -= characters
+        if self._left < 0:
+            raise _TooMuchError
+
+    def parse(self, text: str) -> shell.Script:
+        """Parse a script; the same one counts once."""
+        if text not in self._parsed:
+            self.take(len(text))
+            self._parsed.add(text)
+        return shell.parse(text)
 
 
 def fates(words: list[str]) -> tuple[Fate, ...]:
@@ -117,13 +148,12 @@ def is_handed_over(words: list[str]) -> bool:
 def _fates(words: tuple[str, ...]) -> tuple[Fate, ...]:
     top = shell.Simple(words=tuple(shell.Word(word) for word in words), text=" ".join(words))
     try:
-        first = _Run(frozenset())
+        work = _Work()
+        first = _Run(frozenset(), work)
         first.ends(top)
-        known: list[shell.Node] = []
         found: dict[shell.Node, Fate] = {}
-        while (node := next((n for n in first.started if n not in known), None)) is not None:
-            known.append(node)
-            found[node] = _fate(top, node, first)
+        while (node := next((n for n in first.started if n not in found), None)) is not None:
+            found[node] = _fate(top, node, first, work)
     except (shell.ShellSyntaxError, _TooMuchError, RecursionError):
         return ()
     by_launcher = [fate for fate in found.values() if fate.launcher != "python"]
@@ -132,11 +162,11 @@ def _fates(words: tuple[str, ...]) -> tuple[Fate, ...]:
     return tuple(by_launcher or (alone if all(fate.lost for fate in alone) or len(alone) == 1 else ()))
 
 
-def _fate(top: shell.Simple, node: shell.Node, succeeding: _Run) -> Fate:
-    run = _Run(frozenset({node}))
+def _fate(top: shell.Simple, node: shell.Node, succeeding: _Run, work: _Work) -> Fate:
+    run = _Run(frozenset({node}), work)
     ends = [state for state in run.ends(top) if state.failed]
     if not ends:  # it runs only when those before it have failed
-        run = _Run(frozenset(succeeding.started))
+        run = _Run(frozenset(succeeding.started), work)
         ends = [state for state in run.ends(top) if state.failed]
     for other, started in run.started.items():
         succeeding.started.setdefault(other, started)
@@ -161,13 +191,13 @@ def _only_then(state: _State, run: _Run, node: shell.Node, succeeding: _Run) -> 
 class _Run:
     """One run in thought, in which the launchers `failing` fail."""
 
-    def __init__(self, failing: frozenset[shell.Node]) -> None:
+    def __init__(self, failing: frozenset[shell.Node], work: _Work) -> None:
         self.failing = failing
+        self._work = work
         self.started: dict[shell.Node, command.Command] = {}
         self.followed: set[tuple[shell.Node, shell.Node]] = set()
         """Launchers, and those that have run after them on the same path."""
         self.shell_of: dict[shell.Node, str] = {}
-        self._calls = 0
         self._by_type: dict[type, Callable[..., _Ends]] = {
             shell.Script: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
             shell.Background: self._background, shell.Group: self._group, shell.If: self._if, shell.Loop: self._loop,
@@ -185,6 +215,7 @@ class _Run:
 
     def run(self, node: shell.Node, state: _State, tested: bool) -> _Ends:
         """Run a command. tested: whether `set -e` ignores its failure."""
+        self._work.take(STEP_WORK + state.size)
         ends = list(
             {(end.key, flow): (end, flow) for end, flow in self._by_type[type(node)](node, state, tested)}.values()
         )
@@ -274,7 +305,7 @@ class _Run:
         if not text:
             return [state]
         ends = []
-        for end, flow in self.run(shell.parse(text), replace(state, traps={}), True):
+        for end, flow in self.run(self._work.parse(text), replace(state, traps={}), True):
             status = end.status if flow == "exit" else state.status
             if state.status == FAILED and status == "0":
                 end = replace(end, how=("trap", _short(f"trap '{text}' EXIT")))
@@ -288,7 +319,7 @@ class _Run:
         ends: _Ends = [(state, "")]
         if text := state.traps.get("ERR"):
             calm = replace(state, traps={**state.traps, "ERR": ""})
-            ends = self.run(shell.parse(text), calm, True)
+            ends = self.run(self._work.parse(text), calm, True)
             ends = [(end if flow else replace(end, status=FAILED, traps=state.traps), flow) for end, flow in ends]
         return [(end, flow or ("exit" if state.errexit else "")) for end, flow in ends]
 
@@ -399,7 +430,7 @@ class _Run:
         has_runs = any(word.runs for word in shell.words_of(node))
         ends: _Ends = []
         for before in self._beside(node, state):
-            words = _expanded(node, state)
+            words = self._expanded(node, state)
             own = before.status if has_runs else "0"
             before = replace(before, status=state.status)
             if not words or (len(words) == 1 and words[0].startswith(("$(", "`")) and has_runs):
@@ -411,6 +442,24 @@ class _Run:
             for end, flow in done:
                 ends += [(end, flow)] if flow else self._checked(end, tested)
         return ends
+
+    def _expanded(self, node: shell.Simple, state: _State) -> list[str]:
+        """The words with the variables that are known."""
+
+        def known(found: re.Match[str]) -> str:
+            value = _known(found, state)
+            self._work.take(len(value))
+            return value
+
+        words: list[str] = []
+        for word in node.words:
+            if word.value in ("$@", "$*", "${@}"):
+                self._work.take(sum(map(len, state.arguments), len(state.arguments)))
+                words += state.arguments
+                continue
+            value = _VARIABLE.sub(known, word.value)
+            words += value.split() if value != word.value and not word.quoted else [value]
+        return words
 
     def _program(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
         while words[0] in ("exec", "command", "builtin", "nohup", "time", "env") and len(words) > 1:
@@ -451,9 +500,6 @@ class _Run:
         return replace(state, status="0", ran=ran, after=state.after | {node} if state.failed else state.after)
 
     def _called(self, body: shell.Node, arguments: list[str], state: _State) -> _Ends:
-        self._calls += 1
-        if self._calls > CALLS_MAX * PATHS_MAX:
-            raise _TooMuchError
         ends = self.run(body, replace(state, arguments=tuple(arguments), status="0"), False)
         return [(replace(end, arguments=state.arguments), "" if flow == "return" else flow) for end, flow in ends]
 
@@ -472,7 +518,7 @@ class _Run:
             arguments=tuple(arguments),
             program=programs.name(words[0]),
         )
-        ends = self._apart(shell.parse(text), inside, False)
+        ends = self._apart(self._work.parse(text), inside, False)
         return [(_merged(state, end), "") for end in ends]
 
     # ---- builtins ------------------------------------------------------------------------------------------
@@ -521,7 +567,7 @@ class _Run:
         return [(replace(state, status=status), "")]
 
     def _eval(self, words: list[str], _node: shell.Simple, state: _State) -> _Ends:
-        return self.run(shell.parse(" ".join(words[1:])), state, True)
+        return self.run(self._work.parse(" ".join(words[1:])), state, True)
 
     def _script_program(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
         """script -c "command", su -c "command": a shell of its own."""
@@ -569,18 +615,6 @@ def _starts(words: list[str]) -> command.Command | None:
     """The training that a simple command starts."""
     found = command.read(words) if words else command.Command()
     return found if found.launcher and (found.launcher != "python" or found.files) else None
-
-
-def _expanded(node: shell.Simple, state: _State) -> list[str]:
-    """The words with the variables that are known."""
-    words: list[str] = []
-    for word in node.words:
-        if word.value in ("$@", "$*", "${@}"):
-            words += state.arguments
-            continue
-        value = _VARIABLE.sub(lambda found: _known(found, state), word.value)
-        words += value.split() if value != word.value and not word.quoted else [value]
-    return words
 
 
 def _known(found: re.Match[str], state: _State) -> str:
@@ -669,5 +703,5 @@ def _matches(value: str | None, pattern: str) -> bool | None:
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
+    line = " ".join(text.split(None, _TEXT_MAX))
     return line if len(line) <= _TEXT_MAX else f"{line[: _TEXT_MAX - 2]} …"

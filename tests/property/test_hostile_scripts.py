@@ -1,0 +1,52 @@
+"""A shell's script that a tenant writes costs the operator a bounded amount of work, whatever stands in it."""
+
+from __future__ import annotations
+
+import cProfile
+
+import pytest
+
+from ddpjob_operator.check import exit_codes
+from ddpjob_operator.job import shell
+
+CALLS_MAX = 1_500_000
+FILL = shell.SCRIPT_MAX - 100
+PIECES = [
+    "torchrun x.py; ", "python x.py; ", "torchrun x.py || ", "true;", "a=1;", "a& ", "$(a) ", "<(a) ", "`a` ", "'' ",
+    "a[;", "eval a;", "[[ a ]];", "if [ $a ];then b;fi;", "cat <<E\nE\n", "a | ", "((", "$(", '"$(', "\\\n",
+]  # fmt: skip
+GROWING = {
+    "arguments": "f(){ f $@ $@; }; f a",
+    "a variable": "a=x; " + "export a=$a$a; " * 40,
+    "a variable in one word": "a=xxxxxxxxxxxxxxxx; " + "export a=$a$a$a$a$a$a$a$a; " * 12,
+    "calls": "f(){ g; g; }; g(){ h; h; }; h(){ f; f; }; f",
+    "evaluated text": "f(){ eval \"f;f #$1\"; }; f a",
+    "many names": ";".join(f"a{i}=1" for i in range(2500)),
+}  # fmt: skip
+
+
+def calls(script: str) -> int:
+    """The function calls that it takes to follow a script; unlike seconds they do not depend on the machine."""
+    shell.parse.cache_clear()
+    profile = cProfile.Profile()
+    profile.runcall(exit_codes.fates, ["sh", "-c", script])
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_script_of_many_commands_is_followed_up_to_a_bound(piece: str) -> None:
+    """3 kB of `torchrun x.py;` kept the operator from all other jobs for 12 s."""
+    assert calls(piece * (FILL // len(piece))) < CALLS_MAX
+
+
+@pytest.mark.parametrize("script", GROWING.values(), ids=GROWING)
+def test_a_script_that_doubles_its_text_with_each_step_is_given_up(script: str) -> None:
+    """20 characters, `f(){ f $@ $@; }; f a`, took the operator's memory."""
+    assert calls(script) < CALLS_MAX
+    assert exit_codes.fates(["sh", "-c", script]) == ()
+
+
+def test_a_long_script_with_a_few_launchers_is_followed() -> None:
+    script = "\n".join(f"echo 'step {i} of the preparation'; mkdir -p /data/{i}" for i in range(100))
+    fates = exit_codes.fates(["bash", "-c", f"{script}\ntorchrun a.py\ntorchrun b.py | tee log"])
+    assert [fate.lost for fate in fates] == ["next", "pipe"]
