@@ -2,7 +2,7 @@
 
 Under ddprun the agents are forked from a process that has torch: 1.2 to 2 s of CPU each. A few start as a pod starts
 them, 5 s each, and under torchrun, 10 s each. The ten by day find a fault that one job of six has with 84 %, one that
-6 % have with 46 %; the long tests run over two hundred, the bench the thousands (docs/measured.md).
+6 % have with 46 %; the long tests run over two hundred, the bench the thousands (bench/results).
 What the library does against each fault that is known is tested by itself in tests/trainer/test_gloo_teardown.py.
 """
 

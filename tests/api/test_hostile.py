@@ -2,7 +2,7 @@
 
 Needs kubectl and KUBECONFIG; any cluster will do. Pods find no node; the test writes their status as a kubelet would,
 and as nobody but an attacker would. What a user would lose: every job of the cluster, for each new operator meets the
-same objects again. With -s it prints what docs/measured.md has.
+same objects again. With -s it prints the figures of bench/results.
 """
 
 from __future__ import annotations

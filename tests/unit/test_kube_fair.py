@@ -114,7 +114,7 @@ def test_a_job_of_one_pod_has_it_within_a_second_amid_a_hundred_jobs_of_eight() 
     play(story)
 
 
-# On a real API server a status costs twice what a pod does (docs/measured.md).
+# On a real API server a status costs twice what a pod does (bench/results).
 STORM = {"create": 0.08, "delete": 0.08, "get": 0.08, "list": 0.08, "replace": 0.16}
 
 

@@ -99,7 +99,7 @@ def _differs(field: str) -> str:
 
 # A write that changes the status cannot change the spec, and one that changes the spec leaves the status as it was: the
 # API server sees to both before it looks at any rule. So where the status differs, the templates need not be compared,
-# which at each write of a status cost the API server more than all other rules together (docs/measured.md). These
+# which at each write of a status cost the API server more than all other rules together (bench/results). These
 # fields are enough: one of them differs in nearly all writes, and where neither does, the templates are compared.
 WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('message')} || {_differs('progress')})"
 

@@ -1,7 +1,7 @@
 """Puts off what only says that all goes well while pods of the same namespace are being created.
 
 In a storm of jobs the API server is the bottleneck, and a write of a status costs it as much as two pods
-(docs/measured.md): each job that says that it runs would make the pods of the others later. What is wrong, and what
+(bench/results): each job that says that it runs would make the pods of the others later. What is wrong, and what
 somebody else waits for, never comes here.
 """
 

@@ -125,7 +125,7 @@ class _NodeEvent(TypedDict):
 
 
 METADATA = "metadata"
-# By plural, what observe.py reads of an object and no more: a pod's event takes a fifth of the time (docs/measured.md).
+# By plural, what observe.py reads of an object and no more: a pod's event takes a fifth of the time (bench/results).
 _OBJECTS: dict[str, msgspec.json.Decoder[Any]] = {
     "pods": msgspec.json.Decoder(_Pod),
     "services": msgspec.json.Decoder(_MetadataAlone),

@@ -5,7 +5,7 @@ would ever tell, and the job would wait for ever. So while this operator leads, 
 versions of all objects that it watches, without their contents. What our copy lacks in two looks in a row has been
 lost: a watch may be late by seconds where a machine is overloaded, and to read all that again would add to the load.
 Two lists in a row that are older than our copy was before show that the server counts anew.
-docs/measured.md says what that costs.
+bench/results says what that costs.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Verifier:
             raise BadTokenError(f"the token has {len(token)} characters, at most {TOKEN_LENGTH_MAX} are read")
         if not token.isascii():  # aiohttp hands on bytes that are no UTF-8 as surrogates, on which PyJWT fails
             raise BadTokenError("the token is no JSON Web Token")
-        # A pod shows one token for an hour, and to verify it costs a fifth of what its report costs (docs/measured.md).
+        # A pod shows one token for an hour, and to verify it costs a fifth of what its report costs (bench/results).
         digest = hashlib.sha256(token.encode()).digest()
         if (known := self._proven.get(digest)) is not None and self._is_good(known):
             return known.pod

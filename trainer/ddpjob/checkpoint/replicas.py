@@ -130,7 +130,7 @@ def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     modulo 2^64. A change in the upper half of a pair can be lost there: a sign weighs 2^63 with any weight, and any
     even number of those is nothing. So the second number pairs the words the other way, from the second word on: each
     word is in the lower half of one of the two. Sums of rows and columns alone cost less and miss every change that
-    adds up to nothing in each row and column, as signs and four words in a rectangle do (docs/measured.md).
+    adds up to nothing in each row and column, as signs and four words in a rectangle do.
     """
     words, odd = _words(tensor)
     sums = torch.stack([_weighted(words, 0), _weighted(words[1:], 1)])

@@ -1,6 +1,6 @@
 """Posts to the receiver of progress, over one connection for as long as the receiver keeps it open.
 
-A new connection for each report costs the operator more than the report (docs/measured.md).
+A new connection for each report costs the operator more than the report (bench/results).
 """
 
 from __future__ import annotations
