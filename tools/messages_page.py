@@ -29,7 +29,7 @@ Accepted has `Valid`, `InvalidSpec` or `UnreadableStatus`.
 ## Reasons
 """
 LINKS = """\
-By symptom: [stuck.md](stuck.md), a job that does not move, and [troubleshooting.md](troubleshooting.md), errors.
+By symptom, and by the words of an error: [failures.md](failures.md).
 """
 
 

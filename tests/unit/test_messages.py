@@ -37,7 +37,7 @@ def test_every_link_of_the_pages_for_help_leads_somewhere() -> None:
     """Who is in trouble follows a link to nowhere."""
     pages = [
         ROOT / "README.md",
-        *(ROOT / "docs" / f"{n}.md" for n in ("stuck", "troubleshooting", "messages", "compatibility")),
+        *(ROOT / "docs" / f"{n}.md" for n in ("failures", "messages", "compatibility")),
     ]
     for page in pages:
         for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
@@ -49,8 +49,8 @@ def test_every_link_of_the_pages_for_help_leads_somewhere() -> None:
             assert not anchor or anchor in anchors, f"{page.name}: {link}"
 
 
-def test_the_page_about_stuck_jobs_knows_every_reason_to_wait() -> None:
-    text = (ROOT / "docs/stuck.md").read_text()
+def test_the_page_about_failures_knows_every_reason_to_wait() -> None:
+    text = (ROOT / "docs/failures.md").read_text()
     waits = (
         reasons.UNSCHEDULABLE,
         reasons.CANNOT_START,
