@@ -1,6 +1,6 @@
 """A model of Kueue: one queue with quota for so many nodes, which admits Workloads by priority and preempts lower ones.
 
-What it does was seen of Kueue 0.14.8 (docs/kueue.md): an evicted Workload keeps its quota until its owner has taken the
+What it does was seen of Kueue 0.14.8 (docs/gangs.md): an evicted Workload keeps its quota until its owner has taken the
 admission out of the status; one that is finished or gone has none. One with minCount is admitted in part where neither
 free quota nor preemption is enough for all of it.
 """

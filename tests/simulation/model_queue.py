@@ -1,6 +1,6 @@
 """A queue with quota and preemption, and jobs of one namespace in it: the rules alone, in walks that nobody chose.
 
-The queue does what Kueue was seen to do (docs/kueue.md): it admits by priority what fits, evicts who has less, and
+The queue does what Kueue was seen to do (docs/gangs.md): it admits by priority what fits, evicts who has less, and
 counts the quota of an evicted job until that has given it back.
 """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("**/*.md")])
 _BLOCK = re.compile(r"(?P<above>[^\n]*)\n```(?P<kind>\w*)\n(?P<text>.*?)\n```", re.DOTALL)
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 

@@ -355,13 +355,13 @@ def test_a_suspended_job_gives_its_place_back_when_its_pods_have_ended_and_queue
     assert (list(world.groups), world.names()) == (["digits"], [])
 
 
-# ---------------------------------------------------------------- the adapter that docs/gangs.md shows
+# ---------------------------------------------------------------- the adapter that docs/dev/gang-adapters.md shows
 
 
 @pytest.fixture
 def volcano() -> Adapter:
     """As it is printed."""
-    (block,) = (b for b in documents.blocks("python") if b.page.name == "gangs.md")
+    (block,) = (b for b in documents.blocks("python") if b.page.name == "gang-adapters.md")
     names: dict[str, Any] = {}
     exec(block.text, names)
     found = names["ADAPTER"]

@@ -37,7 +37,7 @@ def test_every_link_of_the_pages_for_help_leads_somewhere() -> None:
     """Who is in trouble follows a link to nowhere."""
     pages = [
         ROOT / "README.md",
-        *(ROOT / "docs" / f"{n}.md" for n in ("failures", "messages", "compatibility")),
+        *(ROOT / "docs" / f"{n}.md" for n in ("failures", "messages", "versions")),
     ]
     for page in pages:
         for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):

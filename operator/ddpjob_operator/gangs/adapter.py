@@ -1,7 +1,7 @@
 """What an adapter is: a table that says how one scheduler or queue takes all pods of a job, or none. Pure.
 
 The rules in plan/gang.py drive every adapter alike; the shell makes, watches and deletes what the table names. How to
-write another one: docs/gangs.md.
+write another one: docs/dev/gang-adapters.md.
 """
 
 from __future__ import annotations
