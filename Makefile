@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: install demo quick test test-long test-versions test-frameworks docs pictures simulate test-kind check format generate clean help
+.PHONY: install demo quick test-processes test test-long test-versions test-frameworks docs pictures simulate test-kind check format generate clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,11 +46,13 @@ check: install ## Style, types, layers, and that generated files are what the co
 	@for name in fleet job; do $(BIN)/python tools/dashboards.py ddpjob-$$name | diff -u $(DASHBOARDS)/ddpjob-$$name.json - \
 	  || { echo "make generate"; exit 1; }; done
 
-quick: check ## Style, types, and the tests that start no process: what a change in the core or the chart needs first.
-	$(PYTEST) --quiet -m "not long" tests/unit tests/property tests/chart
+quick: check ## Style, types, and the tests that start no process: a few minutes.
+	$(PYTEST) --quiet -m "not long" tests/unit tests/property tests/simulation tests/chart
 
-test: check ## All tests; those that need a cluster run where KUBECONFIG names one, and those that break it one after the other.
-	$(PYTEST) -m "not long" --durations 25 --ignore tests/api --ignore tests/cluster
+test-processes: install ## The tests that start processes: ddprun, local runs, the library with torch.
+	$(PYTEST) -m "not long" --durations 25 tests/agent tests/local tests/trainer tests/metrics
+
+test: quick test-processes ## All tests; those that need a cluster run where KUBECONFIG names one, and those that break it one after the other.
 	$(PYTEST) -m "not long and not alone" --durations 25 tests/api
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not long and not alone" --durations 25 tests/cluster
 	$(BIN)/python -m pytest -n 0 -m "not long and alone" --durations 25 tests/api tests/cluster
