@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from ddpjob_operator.kube.exposition import ANSWER_SECONDS
+from ddpjob_operator.kube.bounded_server import REQUEST_SECONDS
 from ddpjob_operator.metrics import names, of_status
 
 RULES = Path(__file__).parents[1] / "charts" / "ddpjob-operator" / "files" / "rules.yaml"
@@ -58,7 +58,7 @@ A local run keeps the same names in a file for node-exporter's textfile collecto
   The seconds of all jobs are counted when a job changes or is deleted and at each scrape, so a job that begins and ends
   between two scrapes is in them. What passes between the end of one leader and the begin of the next is not.
 - The name of a job is `job_name`, because Prometheus itself sets `job` on every series.
-- A scraper that does not read its answer within {ANSWER_SECONDS:.0f} s is cut off. Whoever asks more often than once a
+- A scraper that does not read its answer within {REQUEST_SECONDS:.0f} s is cut off. Whoever asks more often than once a
   second gets the same answer again.
 - 1,000 jobs are 25,000 lines, which take a tenth of a second to write, in a thread beside the reconciles.
 """

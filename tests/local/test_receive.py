@@ -303,6 +303,17 @@ def test_a_hundred_strangers_do_not_cost_a_hundred_threads_and_leave_room_again(
     assert world.post(b"room again")[0] == 204
 
 
+def test_strangers_that_hold_all_connections_cost_no_report(world: World) -> None:
+    """Another user of the machine could keep a job's reports away for as long as he liked."""
+    with closing(world.client()) as trainer, ExitStack() as stack:
+        assert world.post_on(trainer, b"1")[0] == 204
+        for _ in range(3 * CONNECTIONS_MAX):
+            stack.enter_context(closing(world.socket()))
+        assert world.post(b"2")[0] == 204
+        assert world.post_on(trainer, b"3")[0] == 204
+    assert world.reports == [b"1", b"2", b"3"]
+
+
 def test_stopping_waits_for_no_client(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.receiver.start()

@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import exposition
+from ddpjob_operator.kube import bounded_server, exposition
 from ddpjob_operator.kube.exposition import Exposition, Snapshot
 from ddpjob_operator.metrics.meter import Meter, Moment
 
@@ -28,7 +28,6 @@ def jobs(count: int) -> list[dict[str, object]]:
 def served(
     story: Callable[[Exposition, list[int]], Awaitable[None]],
     count: int = 1,
-    seconds: float = 10.0,
     meter: Meter | None = None,
 ) -> None:
     """Plays a story with a server of so many jobs, and how often it was asked for a snapshot."""
@@ -40,7 +39,7 @@ def served(
             asked.append(1)
             return Snapshot(Moment(NOW, None, "0.1.0", True, "ddpjob"), jobs(count))
 
-        server = Exposition(meter or Meter(), snapshot, answer_seconds=seconds)
+        server = Exposition(meter or Meter(), snapshot)
         await server.start("127.0.0.1", 0)
         try:
             await story(server, asked)
@@ -71,8 +70,9 @@ def test_prometheus_gets_openmetrics_and_others_the_older_text() -> None:
     served(story)
 
 
-def test_scrapers_that_never_read_are_cut_off_and_cost_the_others_nothing() -> None:
+def test_scrapers_that_never_read_are_cut_off_and_cost_the_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each would hold its answer of megabytes for ever."""
+    monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 5.0)
 
     async def story(server: Exposition, _: list[int]) -> None:
         silent = []
@@ -85,14 +85,13 @@ def test_scrapers_that_never_read_are_cut_off_and_cost_the_others_nothing() -> N
             writer.write(10 * b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
             silent.append((reader, writer))
         assert (await get(server.port))[0] == 200
-        assert server._server is not None
         async with asyncio.timeout(30):
-            while server._server._open:
+            while server.connections:
                 await asyncio.sleep(0.05)
         for _reader, writer in silent:
             writer.transport.abort()
 
-    served(story, count=1000, seconds=5.0)
+    served(story, count=1000)
 
 
 class Large(Meter):
@@ -102,8 +101,9 @@ class Large(Meter):
         return b"#" * (16 << 20), "text/plain"
 
 
-def test_an_answer_is_held_once_however_many_do_not_read_it() -> None:
+def test_an_answer_is_held_once_however_many_do_not_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """60 connections that did not read the 16 MB of 8,000 jobs took 450 MB, and the operator has a limit of 512."""
+    monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 60.0)  # one that is cut off would not be seen to wait
 
     async def story(server: Exposition, _: list[int]) -> None:
         silent = []
@@ -113,18 +113,17 @@ def test_an_answer_is_held_once_however_many_do_not_read_it() -> None:
             silent.append(writer)
         status, _kind, text = await get(server.port)
         assert (status, len(text)) == (200, 16 << 20), "who reads has all of it"
-        assert server._server is not None
         waiting: list[int] = []
         async with asyncio.timeout(30):
             while len(waiting) < len(silent):
                 await asyncio.sleep(0.01)
-                sizes = [c.transport.get_write_buffer_size() for c in server._server._open.values()]
+                sizes = [c.transport.get_write_buffer_size() for c in server.connections if c.transport]
                 waiting = [size for size in sizes if size]
         assert max(waiting) < 1 << 20
         for writer in silent:
             writer.transport.abort()
 
-    served(story, seconds=60.0, meter=Large())  # who is cut off would not be seen to wait
+    served(story, meter=Large())
 
 
 def test_head_has_the_length_and_no_body() -> None:

@@ -32,6 +32,9 @@ STRANGER = BoundPod("default", "web-7", "uid-web")
 TOKENS = {"token-of-rank-0": POD[0], "token-of-rank-1": POD[1], "token-of-a-stranger": STRANGER}
 
 
+BOUNDS = [(Receiver, "connections_max"), (bounded_server, "CONNECTIONS_PER_ADDRESS_MAX")]
+
+
 class World:
     """A receiver on loopback in a thread of its own, what it handed over, and clients of it."""
 
@@ -86,9 +89,7 @@ class World:
         return answer.status, answer.read().decode()
 
     def connections(self) -> int:
-        server = self.receiver._server
-        assert server is not None
-        return len(server.connections)
+        return len(self.receiver.connections)
 
     def raw(self, request: bytes) -> bytes:
         """All that is answered to these bytes until the receiver closes."""
@@ -158,19 +159,19 @@ def test_the_librarys_reports_share_a_connection_and_one_that_was_closed_costs_n
     with closing(Library(world.url, {"DDPJOB_STATUS_TOKEN_FILE": str(tmp_path / "token")})) as library:
         assert [library.send(b'{"step": 1}'), library.send(b'{"step": 2}')] == [None, None]
         assert world.connections() == 1
-        monkeypatch.setattr(receive, "IDLE_SECONDS", 0.01)
+        monkeypatch.setattr(bounded_server, "IDLE_SECONDS", 0.01)
         assert library.send(b'{"step": 3}') is None
         world.run(room(world, 0))
         assert library.send(b'{"step": 4}') is None
     assert [report.step for _, report in world.reports] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("bound", ["KEPT_MAX", "KEPT_PER_ADDRESS_MAX"])
+@pytest.mark.parametrize("bound", BOUNDS)
 def test_a_connection_beyond_those_that_are_kept_is_closed_with_its_answer(
-    world: World, monkeypatch: pytest.MonkeyPatch, bound: str
+    world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
     """Else a sender could find its connection closed for that of another."""
-    monkeypatch.setattr(bounded_server, bound, 1)
+    monkeypatch.setattr(*bound, 2)  # one is three quarters of it
     with closing(world.client()) as first, closing(world.client()) as second:
         assert [world.post_on(client, {"step": 1})[0] for client in (first, second)] == [204, 204]
         assert (first.sock is None, second.sock is None) == (False, True)
@@ -316,7 +317,7 @@ def test_a_peer_that_is_slow_to_send_its_headers_is_cut_off(
 def test_a_peer_that_is_slow_to_send_its_body_is_cut_off(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(receive, "REQUEST_SECONDS", 0.1)
+    monkeypatch.setattr(bounded_server, "REQUEST_SECONDS", 0.1)
     assert b"HTTP" not in world.raw(world.head("Content-Length: 11") + b'{"step"')
     assert world.run(room(world, 0))
     assert (world.reports, caplog.text) == ([], ""), "any peer could fill the operator's log"
@@ -339,15 +340,15 @@ def test_chunks_that_are_none_are_refused(world: World, caplog: pytest.LogCaptur
 
 
 def test_a_connection_that_falls_silent_after_a_report_is_closed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receive, "IDLE_SECONDS", 0.1)
+    monkeypatch.setattr(bounded_server, "IDLE_SECONDS", 0.1)
     assert world.raw(world.head("Content-Length: 11") + b'{"step": 1}' + b"POST").count(b"HTTP/1.1 204") == 1
 
 
-@pytest.mark.parametrize("bound", ["CONNECTIONS_MAX", "CONNECTIONS_PER_ADDRESS_MAX"])
+@pytest.mark.parametrize("bound", BOUNDS)
 def test_connections_beyond_the_bound_are_cut_while_all_others_are_being_answered(
-    world: World, monkeypatch: pytest.MonkeyPatch, bound: str
+    world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
-    monkeypatch.setattr(bounded_server, bound, 3)
+    monkeypatch.setattr(*bound, 3)
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(world.socket())) for _ in range(3)]
         for each in sockets:
@@ -359,14 +360,14 @@ def test_connections_beyond_the_bound_are_cut_while_all_others_are_being_answere
         assert world.post({"step": 1})[0] == 204
 
 
-@pytest.mark.parametrize("bound", ["CONNECTIONS_MAX", "CONNECTIONS_PER_ADDRESS_MAX"])
+@pytest.mark.parametrize("bound", BOUNDS)
 def test_a_connection_that_waits_for_its_next_report_gives_way_to_one_that_has_a_report(
-    world: World, monkeypatch: pytest.MonkeyPatch, bound: str
+    world: World, monkeypatch: pytest.MonkeyPatch, bound: tuple[object, str]
 ) -> None:
-    monkeypatch.setattr(bounded_server, bound, 3)
     with ExitStack() as stack:
         clients = [stack.enter_context(closing(world.client())) for _ in range(3)]
         assert [world.post_on(client, {"step": 1})[0] for client in clients] == [204] * 3
+        monkeypatch.setattr(*bound, 3)
         assert world.post({"step": 1})[0] == 204
         assert clients[0].sock.recv(1) == b"", "the oldest of them"
         assert world.post_on(clients[2], {"step": 2}, "token-of-rank-1")[0] == 204
@@ -376,7 +377,7 @@ def test_seventeen_peers_that_fill_all_connections_and_say_nothing_cost_nobody_a
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They pushed out 13 of 60 reports, and left a stack in the log for each connection that was cut."""
-    monkeypatch.setattr(bounded_server, "CONNECTIONS_MAX", 100)
+    monkeypatch.setattr(receive.Receiver, "connections_max", 100)
     monkeypatch.setattr(bounded_server, "CONNECTIONS_PER_ADDRESS_MAX", 8)
     with ExitStack() as stack:
         taken = []
@@ -390,7 +391,7 @@ def test_seventeen_peers_that_fill_all_connections_and_say_nothing_cost_nobody_a
             world.now += 5
             taken.append(world.post({"step": turn})[0])
         assert taken == [204] * 20
-        assert len(world.receiver._server._open) <= 100  # type: ignore[union-attr]
+        assert len(world.receiver.connections) <= 100
     gc.collect()
     assert caplog.text == ""
 
@@ -398,7 +399,7 @@ def test_seventeen_peers_that_fill_all_connections_and_say_nothing_cost_nobody_a
 def test_whoever_opens_too_many_closes_his_own_and_not_those_of_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_server, "CONNECTIONS_MAX", 5)
+    monkeypatch.setattr(receive.Receiver, "connections_max", 5)
     with closing(world.socket()) as slow, ExitStack() as stack:
         slow.sendall(world.head("Content-Length: 11")[:40])
         for _ in range(20):
@@ -413,17 +414,13 @@ def test_whoever_opens_too_many_closes_his_own_and_not_those_of_others(
 
 async def proven(world: World, connections: int) -> None:
     """Waits until so many have shown a token."""
-    server = world.receiver._server
-    assert server is not None
-    while sum(c.proven for c in server._open.values()) < connections:
+    while sum(c.proven for c in world.receiver.connections) < connections:
         await asyncio.sleep(0)
 
 
 async def room(world: World, connections: int) -> bool:
     """Waits until so few are open, as the loop learns of a close a moment later."""
-    server = world.receiver._server
-    assert server is not None
-    while len(server.connections) > connections:
+    while len(world.receiver.connections) > connections:
         await asyncio.sleep(0)
     return True
 

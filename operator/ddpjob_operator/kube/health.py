@@ -7,23 +7,22 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from ddpjob_operator.kube.bounded_server import BoundedServer, not_served
 
-async def serve_health(
-    port: int, unhealthy: Callable[[], str], remark: Callable[[], str] = str
-) -> web.AppRunner | None:
-    """/healthz: 503 with the reason while `unhealthy` gives one, else 200, with the remark in both. Port 0: nothing
-    listens."""
-    if port == 0:
-        return None
+PATH = "/healthz"
 
-    async def answer(_: web.Request) -> web.Response:
-        why, more = unhealthy(), remark()
+
+class Health(BoundedServer):
+    """Answers 503 with the reason while `unhealthy` gives one, else 200; with the remark in both."""
+
+    def __init__(self, unhealthy: Callable[[], str], remark: Callable[[], str] = str) -> None:
+        super().__init__()
+        self._unhealthy = unhealthy
+        self._remark = remark
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        """The kubelet connects again for each probe, so the server may close the connection at any time after it."""
+        if (refusal := not_served(request, PATH)) is not None:
+            return refusal
+        why, more = self._unhealthy(), self._remark()
         return web.Response(status=503 if why else 200, text=f"{why or 'ok'}{more and f'; {more}'}\n")
-
-    app = web.Application()
-    app.router.add_get("/healthz", answer)
-    # The kubelet connects again for each probe, so an idle connection is of no use to it.
-    runner = web.AppRunner(app, access_log=None, keepalive_timeout=5.0)
-    await runner.setup()
-    await web.TCPSite(runner, port=port).start()
-    return runner

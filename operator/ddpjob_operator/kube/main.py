@@ -32,7 +32,7 @@ from ddpjob_operator.kube.runtime import allow_open_files
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.metrics.meter import Meter
 
-OPEN_FILES = 16_384  # two ports of 4,000 connections each (bounded_server.py), and the watches
+OPEN_FILES = 16_384  # 4,000 connections of trainers, 256 on each other port (bounded_server.py), and the watches
 _LOGGER = logging.getLogger("ddpjob_operator")
 
 

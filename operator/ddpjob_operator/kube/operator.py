@@ -12,11 +12,10 @@ from functools import partial
 from importlib import metadata
 from typing import Any
 
-from aiohttp import web
-
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, topology, validation
 from ddpjob_operator.kube import access, decisions, exposition, measuring, observe, reading, served_crd, triggers
+from ddpjob_operator.kube.bounded_server import BoundedServer
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.client import Client, collection
 from ddpjob_operator.kube.events import Events
@@ -25,7 +24,7 @@ from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.gangs import Gang, waits_for
 from ddpjob_operator.kube.going_on import GoingOn
 from ddpjob_operator.kube.good_news import GoodNews
-from ddpjob_operator.kube.health import serve_health
+from ddpjob_operator.kube.health import Health
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.journal import Journal
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
@@ -118,7 +117,7 @@ class Operator:
         self._tasks: list[asyncio.Task[None]] = []
         self._leading: list[asyncio.Task[None]] = []
         self._first_lists: asyncio.Task[None] | None = None
-        self._health: web.AppRunner | None = None
+        self._health = Health(self.unhealthy, self.standing_by)
         self._forwarder = Forwarder(leader.leader_address if leader else lambda: None)
         verifier = Verifier(client.get, partial(runtime.log.warning, "progress is off: %s"), clock=runtime.clock)
         forward = self._forwarder.forward
@@ -200,11 +199,9 @@ class Operator:
 
     async def start(self) -> None:
         """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
-        self._health = await serve_health(self.settings.health_port, self.unhealthy, self.standing_by)
-        if self.settings.metrics_port:
-            await self._exposition.start(None, self.settings.metrics_port)
-        if self.settings.status_port:
-            await self._receiver.start(None, self.settings.status_port)
+        for port, server in self._ports():
+            if port:
+                await server.start(None, port)
         for reflector in self._all_reflectors:
             self.run(reflector.what, reflector.run())
         for name, gang in self.caches.gangs.items():
@@ -221,6 +218,14 @@ class Operator:
                 self.run("claims", self._claims.run(self._claims_changed))
             self.run("lease", self._leader.run())
             self.run("leadership", self._lead_while_held(self._leader))
+
+    def _ports(self) -> list[tuple[int, BoundedServer]]:
+        settings = self.settings
+        return [
+            (settings.health_port, self._health),
+            (settings.metrics_port, self._exposition),
+            (settings.status_port, self._receiver),
+        ]
 
     def watch_jobs(self) -> None:
         """Follow the DDPJobs, and tell kopf of them."""
@@ -250,11 +255,9 @@ class Operator:
             await self._leader.close()
         if self._claims is not None:
             await self._claims.close()
-        await self._receiver.stop()
-        await self._exposition.stop()
+        for _, server in reversed(self._ports()):
+            await server.stop()
         await self._forwarder.close()
-        if self._health is not None:
-            await self._health.cleanup()
         await self._client.close()
 
     def job_seen(self, kind: str | None, raw: dict[str, Any]) -> None:

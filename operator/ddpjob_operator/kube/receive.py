@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from ddpjob_operator.kube.bounded_server import BoundedServer
 from ddpjob_operator.kube.forward import NoLeaderError
@@ -23,8 +23,6 @@ from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
-REQUEST_SECONDS = 10.0  # from the headers to the answer; the cluster's keys may have to be fetched in between
-IDLE_SECONDS = 60.0  # between two accepted reports on a connection; a trainer posts at most every 5 s
 # Per pod: a report every 5 s is the default; the burst is for a restart in place, within a second: the last report of
 # the old ranks, the agent's, and start, load, first step and save of the new ones.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 10.0
@@ -51,8 +49,8 @@ class Account:
     """From an earlier report in Kubeflow's protocol."""
 
 
-class Receiver:
-    """Listens from `start` to `stop`.
+class Receiver(BoundedServer):
+    """Takes reports.
 
     verify     the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
     locate     the node of a job that a pod is; None for any other pod.
@@ -60,6 +58,8 @@ class Receiver:
                BadReportError where it is for a rank that is not the pod's.
     forward    gives another operator's answer where that one leads, else None (`forward.Forwarder.forward`).
     """
+
+    connections_max = 4000
 
     def __init__(
         self,
@@ -69,6 +69,7 @@ class Receiver:
         runtime: Runtime = SYSTEM,
         forward: Callable[[web.BaseRequest, bytes], Awaitable[web.Response | None]] | None = None,
     ) -> None:
+        super().__init__()
         self._verify = verify
         self._locate = locate
         self._on_report = on_report
@@ -77,40 +78,17 @@ class Receiver:
         self._accounts: dict[BoundPod, Account] = {}
         self._were_live = 0
         """How many of these were of pods that are there, when they were last looked through."""
-        self._server: BoundedServer | None = None
 
-    async def start(self, host: str | None, port: int) -> None:
-        """Listen; host None is every address of the pod, port 0 any free one. Raises OSError where that is taken."""
-        self._server = BoundedServer(self._answer, auto_decompress=False, lingering_time=1.0, tcp_keepalive=False)
-        await self._server.listen(host, port, backlog=256)
-
-    @property
-    def port(self) -> int:
-        """The port that it listens on."""
-        assert self._server is not None, "start() comes first"
-        return self._server.port
-
-    async def stop(self) -> None:
-        """Close the port and every connection; a request that is being answered gets a second."""
-        if self._server is not None:
-            await self._server.stop()
-            self._server = None
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        assert self._server is not None
-        self._server.allow(request.protocol, REQUEST_SECONDS, busy=True)
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        """Of a report."""
         try:
-            answer = await self._take(request)
+            return await self._take(request)
         except _RefusedError as refused:
-            answer = refused.answer()
+            return refused.answer()
         except Exception:
             # A bug. The traceback holds neither headers nor body: aiohttp's request shows method and path.
             self._runtime.log.exception("a progress report was lost")
-            answer = _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
-        self._server.allow(request.protocol, IDLE_SECONDS, busy=False)
-        if not self._server.keeps(request.protocol):
-            answer.force_close()
-        return answer
+            return _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
 
     async def _take(self, request: web.BaseRequest) -> web.Response:
         """A report; everything about it is judged before its body is read."""
@@ -119,8 +97,7 @@ class Receiver:
         sender = self._locate(pod)
         if sender is None:
             raise _RefusedError(403, "the token's pod is no trainer of a running job")
-        assert self._server is not None
-        self._server.prove(request.protocol)
+        self.prove(request)
         account = self._charge(pod)
         body = await _read_body(request)
         if (answer := await self._forward_to_leader(request, body)) is not None:
@@ -195,14 +172,12 @@ class _RefusedError(Exception):
         self.retry_seconds = retry_seconds
 
     def answer(self) -> web.Response:
-        headers = {"Connection": "close"}
+        headers = {}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         if self.retry_seconds is not None:
             headers["Retry-After"] = str(self.retry_seconds)
-        answer = web.json_response({"error": str(self)}, status=self.status, headers=headers)
-        answer.force_close()
-        return answer
+        return web.json_response({"error": str(self)}, status=self.status, headers=headers)
 
 
 def _check_request(request: web.BaseRequest) -> None:
@@ -218,6 +193,8 @@ async def _read_body(request: web.BaseRequest) -> bytes:
     """The body, with or without a Content-Length; never more than its bound is held."""
     body = bytearray()
     try:
+        if request.version == HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         while data := await request.content.readany():
             body += data
             if len(body) > BODY_BYTES_MAX:

@@ -77,8 +77,13 @@ class LocalReceiver(ThreadingHTTPServer):
         TCPServer.server_bind(self)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
-        """Whether there is room for one more connection."""
-        return len(self.deadlines) < CONNECTIONS_MAX
+        """True: there is room, made by closing the connection whose time ends first. One with a report has a minute, so
+        another user who opens connections without end closes his own."""
+        if len(self.deadlines) >= CONNECTIONS_MAX:
+            oldest = min(list(self.deadlines.items()), key=lambda item: item[1])[0]
+            self.deadlines.pop(oldest, None)
+            disconnect(oldest)
+        return True
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Serve a connection in its own thread."""

@@ -1,0 +1,358 @@
+"""The three ports of an operator under every corner of HTTP/1.1: each pod of the cluster can reach them.
+
+What a user would lose: one pod without any right could end both operators of a cluster, by their memory or by their
+liveness. The ports run on uvloop, as in the operator.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import gzip
+import re
+import socket
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from typing import Any
+
+import pytest
+import uvloop
+from aiohttp.http_parser import DeflateBuffer
+
+from ddpjob_operator.kube import bounded_server
+from ddpjob_operator.kube.bounded_server import BoundedServer
+from ddpjob_operator.kube.exposition import Exposition, Snapshot
+from ddpjob_operator.kube.health import Health
+from ddpjob_operator.kube.receive import Receiver, Sender
+from ddpjob_operator.kube.tokens import BoundPod
+from ddpjob_operator.metrics.meter import Meter, Moment
+
+BOUND_SECONDS = 20.0
+REPORT = b'{"step": 1}'
+CHUNK = b"b\r\n%s\r\n0\r\n\r\n" % REPORT
+NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
+
+
+def health() -> BoundedServer:
+    return Health(str)
+
+
+class Large(Meter):
+    """The metrics of a cluster of thousands of jobs: more than the kernel buffers."""
+
+    def text(self, moment: Moment, *, openmetrics: bool) -> tuple[bytes, str]:
+        return b"#" * (1 << 20), "text/plain"
+
+
+def metrics() -> BoundedServer:
+    return Exposition(Large(), lambda: Snapshot(Moment(NOW, None, "0.1.0"), []))
+
+
+def progress() -> BoundedServer:
+    async def verify(token: str) -> BoundPod:
+        return BoundPod("default", f"digits-1-{token}", token)
+
+    return Receiver(verify, lambda pod: Sender("default", "digits", 0, 1), lambda sender, report: None)
+
+
+# By port: what makes it, the request line without its version, and the answer to that.
+PORTS: dict[str, tuple[Callable[[], BoundedServer], bytes, int]] = {
+    "health": (health, b"GET /healthz", 200),
+    "metrics": (metrics, b"GET /metrics", 200),
+    "progress": (progress, b"POST /v1/progress", 204),
+}
+
+
+class Port:
+    """One of them, in a thread of its own, and clients of it."""
+
+    def __init__(self, name: str) -> None:
+        make, self.line, self.good = PORTS[name]
+        self.name = name
+        self.server = make()
+        self.loop = uvloop.new_event_loop()
+        self.errors: list[dict[str, Any]] = []
+        self.loop.set_exception_handler(lambda _, context: self.errors.append(context))
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.pods = 0
+
+    def run(self, work: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(BOUND_SECONDS)
+
+    def connect(self, address: str = "127.0.0.1") -> socket.socket:
+        return socket.create_connection(
+            ("127.0.0.1", self.server.port), timeout=BOUND_SECONDS, source_address=(address, 0)
+        )
+
+    def head(self, *lines: bytes, line: bytes | None = None) -> bytes:
+        """The head of a request, of another pod each time, because a pod may report only so often."""
+        self.pods += 1
+        token = b"Authorization: Bearer %d" % self.pods
+        return b"\r\n".join([line or self.line + b" HTTP/1.1", b"Host: x", token, *lines, b"", b""])
+
+    def good_request(self, *lines: bytes) -> bytes:
+        if self.name != "progress":
+            return self.head(*lines)
+        return self.head(b"Content-Length: %d" % len(REPORT), *lines) + REPORT
+
+    def ask(self, request: bytes) -> tuple[list[int], bytes]:
+        """The statuses of all answers until the port closes, and all that it has sent."""
+        with closing(self.connect()) as connection:
+            with suppress(ConnectionError):
+                connection.sendall(request)
+            answer = until_closed(connection)
+        return [int(status) for status in re.findall(rb"(?:^|[\n#])HTTP/1\.[01] (\d{3}) ", answer)], answer
+
+    def serves(self) -> bool:
+        """True if it answers what the kubelet, a scraper or a trainer sends."""
+        return self.ask(self.good_request(b"Connection: close"))[0] == [self.good]
+
+    async def until_closed(self) -> None:
+        while self.server.connections:
+            await asyncio.sleep(0.01)
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    answer = b""
+    with suppress(ConnectionError):
+        while data := connection.recv(1 << 16):
+            answer += data
+    return answer
+
+
+@pytest.fixture(params=PORTS)
+def port(request: pytest.FixtureRequest) -> Iterator[Port]:
+    port = Port(request.param)
+    port.thread.start()
+    port.run(port.server.start("127.0.0.1", 0))
+    yield port
+    port.run(port.server.stop())
+    port.loop.call_soon_threadsafe(port.loop.stop)
+    port.thread.join(BOUND_SECONDS)
+    port.loop.close()
+
+
+def sized(body: bytes, *lines: bytes) -> Callable[[Port], bytes]:
+    return lambda port: port.head(b"Content-Length: %d" % len(body), b"Connection: close", *lines) + body
+
+
+def chunked(body: bytes, *lines: bytes) -> Callable[[Port], bytes]:
+    return lambda port: port.head(b"Transfer-Encoding: chunked", b"Connection: close", *lines) + body
+
+
+def line(what: bytes) -> Callable[[Port], bytes]:
+    return lambda port: port.head(line=what.replace(b"LINE", port.line))
+
+
+def with_lines(*lines: bytes) -> Callable[[Port], bytes]:
+    return lambda port: port.good_request(b"Connection: close", *lines)
+
+
+def raw(what: bytes) -> Callable[[Port], bytes]:
+    return lambda _: what
+
+
+GOOD, BAD = -1, 400
+NOT_SERVED = -2  # 404 or 405
+BOMB = zlib.compress(b"\0" * (8 << 20), 9)
+# By what is sent: the request, and the statuses that may be answered, of which no answer is one where None is among
+# them. A GET may have a body, which nobody reads.
+CORNERS: dict[str, tuple[Callable[[Port], bytes], set[int | None]]] = {
+    **{
+        f"a body of 8 MB in {encoding}": (sized(BOMB, b"Content-Encoding: " + encoding.encode()), {GOOD, BAD})
+        for encoding in ("deflate", "gzip", "br", "zstd", "GZIP", "x-gzip", "identity", "gzip, deflate")
+    },
+    "a gzip body that is whole": (sized(gzip.compress(REPORT), b"Content-Encoding: gzip"), {GOOD, BAD}),
+    "a gzip body in chunks": (
+        chunked(b"%x\r\n%s\r\n0\r\n\r\n" % (len(BOMB), BOMB), b"Content-Encoding: gzip"),
+        {GOOD, BAD},
+    ),
+    "a transfer encoding of gzip": (
+        lambda port: (
+            port.head(b"Connection: close", b"Transfer-Encoding: gzip, chunked") + b"b\r\n" + REPORT + b"\r\n0\r\n\r\n"
+        ),
+        {GOOD, BAD},
+    ),
+    "chunks": (chunked(b"6\r\n" + REPORT[:6] + b"\r\n5\r\n" + REPORT[6:] + b"\r\n0\r\n\r\n"), {GOOD}),
+    "chunks of one byte without end": (chunked(b"1\r\nx\r\n" * 100_000), {GOOD, 413, None}),
+    "a chunk with an extension": (chunked(b"b;a=b;c\r\n" + REPORT + b"\r\n0\r\n\r\n"), {GOOD}),
+    "an extension of a chunk without end": (chunked(b"1;" + b"a" * 1_000_000), {GOOD, BAD, None}),
+    "a chunk of 16 EiB": (chunked(b"ffffffffffffffff\r\nx"), {GOOD, BAD, 413, None}),
+    "a chunk of a size that overflows": (chunked(b"f" * 40 + b"\r\nx"), {GOOD, BAD, None}),
+    "a chunk of negative size": (chunked(b"-1\r\nx\r\n"), {GOOD, BAD}),
+    "trailers without end": (chunked(b"1\r\nx\r\n0\r\n" + b"A: b\r\n" * 100_000), {GOOD, BAD, None}),
+    "a chunk that is longer than it says": (chunked(b"1\r\n" + REPORT + b"\r\n0\r\n\r\n"), {GOOD, BAD}),
+    "a length and chunks": (
+        lambda port: port.head(b"Content-Length: 5", b"Transfer-Encoding: chunked") + b"0\r\n\r\n",
+        {BAD},
+    ),
+    "two lengths": (lambda port: port.head(b"Content-Length: 5", b"Content-Length: 6") + b"123456", {BAD}),
+    "a length of 30 digits": (lambda port: port.head(b"Content-Length: " + b"9" * 30), {BAD, 413}),
+    "a length of 2^64 - 1": (lambda port: port.head(b"Content-Length: 18446744073709551615"), {GOOD, BAD, 413, None}),
+    "a length of a megabyte": (lambda port: port.head(b"Content-Length: 1048576") + b"x" * 1048576, {GOOD, 413, None}),
+    "a negative length": (lambda port: port.head(b"Content-Length: -1"), {BAD}),
+    "a length with a sign": (lambda port: port.head(b"Content-Length: +11") + REPORT, {BAD}),
+    "chunks in HTTP/1.0": (
+        lambda port: port.head(b"Transfer-Encoding: chunked", line=port.line + b" HTTP/1.0") + b"b\r\n" + REPORT,
+        {GOOD, BAD, None},
+    ),
+    "an unknown expectation": (with_lines(b"Expect: the-unexpected"), {GOOD, 417}),
+    "an upgrade to a websocket": (
+        with_lines(b"Connection: upgrade", b"Upgrade: websocket", b"Sec-WebSocket-Key: x"),
+        {GOOD, BAD},
+    ),
+    "an upgrade to HTTP/2": (with_lines(b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c"), {GOOD, BAD}),
+    "HTTP/2 at once": (raw(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0" * 64), {BAD, None}),
+    "HTTP/0.9": (lambda port: port.line + b"\r\n\r\n", {BAD, None}),
+    "HTTP/1.0": (lambda port: port.good_request().replace(b"HTTP/1.1", b"HTTP/1.0"), {GOOD}),
+    "HTTP/9.9": (line(b"LINE HTTP/9.9"), {BAD}),
+    "no host": (lambda port: port.line + b" HTTP/1.1\r\n\r\n", {BAD}),
+    "two hosts": (with_lines(b"Host: y"), {BAD}),
+    "TLS": (raw(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x99" * 500), {BAD}),
+    "zeros": (raw(b"\0" * 4096), {BAD}),
+    "empty lines without end": (raw(b"\r\n" * 1_000_000), {BAD, None}),
+    "a request line without end": (raw(b"GET /" + b"a" * 1_000_000), {BAD, None}),
+    "a method without end": (raw(b"A" * 1_000_000), {BAD, None}),
+    "a header without end": (lambda port: port.head()[:-2] + b"X: " + b"a" * 1_000_000, {BAD, None}),
+    "a header's name without end": (lambda port: port.head()[:-2] + b"a" * 1_000_000, {BAD, None}),
+    "a header of 16 kB": (with_lines(b"X: " + b"a" * 16_000), {BAD}),
+    "300 headers": (with_lines(*[b"X-%d: y" % number for number in range(300)]), {BAD}),
+    "headers without end": (lambda port: port.head()[:-2] + b"A: b\r\n" * 200_000, {BAD, None}),
+    "a header in two lines": (with_lines(b"X: y", b" z"), {GOOD, BAD}),
+    "a header without a colon": (with_lines(b"X"), {BAD}),
+    "a header with a zero": (with_lines(b"X: a\0b"), {BAD}),
+    "a header's name with a space": (with_lines(b"X y: z"), {BAD}),
+    "lines that end with LF alone": (lambda port: port.good_request().replace(b"\r\n", b"\n"), {BAD}),
+    "an unknown method": (line(b"FETCH / HTTP/1.1"), {BAD}),
+    "CONNECT": (line(b"CONNECT 10.0.0.1:443 HTTP/1.1"), {BAD, NOT_SERVED}),
+    "CONNECT with what follows": (
+        lambda port: port.head(line=b"CONNECT 10.0.0.1:443 HTTP/1.1") + b"x" * 1_000_000,
+        {BAD, NOT_SERVED, None},
+    ),
+    "OPTIONS of all": (line(b"OPTIONS * HTTP/1.1"), {BAD, NOT_SERVED}),
+    "TRACE": (line(b"TRACE / HTTP/1.1"), {NOT_SERVED}),
+    "DELETE": (line(b"DELETE /healthz HTTP/1.1"), {NOT_SERVED}),
+    "another path": (line(b"GET /../../etc/passwd HTTP/1.1"), {NOT_SERVED}),
+    "an address of 8 kB": (line(b"GET /" + b"a" * 8000 + b" HTTP/1.1"), {NOT_SERVED}),
+    "an address of another host": (line(b"GET http://10.0.0.1/ HTTP/1.1"), {NOT_SERVED}),
+    "an address that is none": (line(b"GET http://[::1 HTTP/1.1"), {BAD, NOT_SERVED}),
+}
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_each_corner_of_http_is_answered_once_or_cut_and_the_port_goes_on(
+    port: Port, corner: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, expected = CORNERS[corner]
+    expanded: list[object] = []
+    monkeypatch.setattr(DeflateBuffer, "feed_data", lambda *what: expanded.append(what))
+    with monkeypatch.context() as hurried:
+        if None in expected:
+            for name in ("HEADER_SECONDS", "REQUEST_SECONDS", "IDLE_SECONDS"):
+                hurried.setattr(bounded_server, name, 0.3)
+        statuses, answer = port.ask(request(port))
+    allowed = {port.good if status == GOOD else status for status in expected}
+    allowed |= {404, 405} if NOT_SERVED in expected else set()
+    assert len(statuses) <= 1, answer[:2000]
+    assert (statuses[0] if statuses else None) in allowed
+    port.run(port.until_closed())
+    assert port.serves()
+    assert (expanded, port.errors, caplog.text) == ([], [], "")
+
+
+@pytest.mark.parametrize("method", [b"HEAD", b"GET"])
+def test_head_has_the_headers_of_get_and_no_body(port: Port, method: bytes) -> None:
+    statuses, answer = port.ask(port.good_request(b"Connection: close").replace(b"GET", method, 1))
+    assert statuses == [port.good]
+    assert bool(answer.partition(b"\r\n\r\n")[2]) == (port.good == 200 and method == b"GET")
+
+
+def test_a_sender_that_expects_100_continue_gets_it_or_the_answer_at_once(port: Port) -> None:
+    """curl and Go's client send their body only then; others wait for ever."""
+    with closing(port.connect()) as connection:
+        connection.sendall(port.head(b"Expect: 100-continue", b"Content-Length: %d" % len(REPORT)))
+        if port.name == "progress":
+            assert connection.recv(1024) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            connection.sendall(REPORT)
+        assert connection.recv(1024).startswith(b"HTTP/1.1 %d " % port.good)
+
+
+def test_requests_on_one_connection_are_answered_one_after_the_other(port: Port) -> None:
+    """Some proxies pipeline."""
+    both = port.good_request() + port.good_request(b"Connection: close")
+    assert port.ask(both)[0] == [port.good, port.good]
+
+
+def test_pipelined_requests_take_no_more_memory_than_one(port: Port) -> None:
+    """30 connections of one pod took 1.3 GB of the metrics port: 32 requests with 128 headers of 8 kB each."""
+    large = port.head(*[b"X-%d: %s" % (number, b"a" * 8000) for number in range(100)]) * 10
+    with ExitStack() as stack:
+        before = resident_bytes()
+        for _ in range(30):
+            connection = stack.enter_context(closing(port.connect()))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connection.settimeout(0.05)
+            with suppress(OSError):
+                connection.sendall(port.good_request() + large)
+        assert port.serves()
+        assert resident_bytes() - before < 50 << 20
+
+
+@pytest.mark.parametrize("slow", ["nothing", "a head", "a body", "a second head", "no reading"])
+def test_who_is_slow_is_cut(port: Port, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEADER_SECONDS", "REQUEST_SECONDS", "IDLE_SECONDS"):
+        monkeypatch.setattr(bounded_server, name, 0.3)
+    sent = {
+        "nothing": b"",
+        "a head": port.head()[:20],
+        "a body": port.head(b"Content-Length: 11") + b"{",
+        "a second head": port.good_request() + port.head()[:20],
+        "no reading": port.good_request() * 2,
+    }
+    with closing(port.connect()) as connection:
+        connection.sendall(sent[slow])
+        if slow != "no reading":
+            until_closed(connection)
+        port.run(port.until_closed())
+
+
+@pytest.mark.parametrize("attacker", ["127.0.0.1", "127.0.0.9"])
+def test_who_opens_connections_without_end_keeps_out_nobody(port: Port, attacker: str) -> None:
+    """The kubelet has the address of its node, and a pod with hostNetwork has it too: refused, it ends the operator."""
+    with ExitStack() as stack:
+        for number in range(400):
+            connection = stack.enter_context(closing(port.connect(attacker)))
+            with suppress(ConnectionError):  # it was closed for a later one
+                connection.sendall([b"", b"GET", port.head()[:-2]][number % 3])
+            if number % 100 == 99:
+                assert port.serves()
+        assert len(port.server.connections) <= bounded_server.CONNECTIONS_PER_ADDRESS_MAX + 1
+
+
+def test_all_addresses_together_have_a_bound_and_the_probe_gets_through(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(port.server), "connections_max", 100)
+    with ExitStack() as stack:
+        for number in range(600):
+            stack.enter_context(closing(port.connect(f"127.0.1.{number % 30 + 1}")))
+            if number % 100 == 99:
+                assert port.serves()
+        assert len(port.server.connections) <= 100
+
+
+def test_a_peer_that_vanishes_in_the_middle_leaves_nothing(port: Port, caplog: pytest.LogCaptureFixture) -> None:
+    for sent in (b"", b"GET", port.head(b"Content-Length: 11") + b"{", port.good_request()):
+        with closing(port.connect()) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # closed with a reset
+            connection.sendall(sent)
+    port.run(port.until_closed())
+    assert port.serves()
+    assert (port.errors, caplog.text) == ([], "")
+
+
+def resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
