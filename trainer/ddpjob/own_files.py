@@ -1,5 +1,7 @@
 """Open files in folders that others can write: as our own regular file, or not at all. Standard library only.
 
+`open_named` is for a file that the user has named, and that a stranger may have made. It follows links.
+
 A name in such a folder may be a link to a file elsewhere, a hard link to it, a pipe that blocks its reader, or a
 device. `open_file` refuses all of them before it changes anything. The owner is not compared: volumes such as SMB and
 object stores report one user for all files, and the pods of a job may run as different users.
@@ -41,6 +43,25 @@ def read_file(path: str | os.PathLike[str], bytes_max: int = READ_BYTES_MAX) -> 
     """Return the content, cut at `bytes_max`. Raises OSError, also for what is no regular file."""
     with open(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read(bytes_max)
+
+
+def open_named(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor to read a file that the user has named. A shell's `<(command)` and /dev/stdin are accepted;
+    a named pipe, which nobody may ever write to, is not. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            return descriptor  # stays non-blocking: reading /proc/kmsg would wait for ever
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not os.path.realpath(path).startswith(("/dev/", "/proc/")):
+            raise OSError(errno.EPERM, _not_ours(status, writes=False), os.fspath(path))
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
