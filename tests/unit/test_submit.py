@@ -160,15 +160,6 @@ def test_gitignore_means_what_it_means_to_git(folder: Path) -> None:
     assert set(unpacked(pack.pack(folder).data)) == set(filter(None, listed.stdout.split("\0")))
 
 
-def test_without_pathspec_a_gitignore_is_not_passed_over(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it names may be secret."""
-    monkeypatch.setitem(sys.modules, "pathspec", None)
-    assert pack.pack(folder).files == 1
-    (folder / ".gitignore").write_text("secrets/\n")
-    with pytest.raises(InputError, match=r"ddpjob\[client\]"):
-        pack.pack(folder)
-
-
 def test_credentials_stay_here_and_are_named(folder: Path) -> None:
     """Whoever may read ConfigMaps could read them."""
     (folder / "deploy").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n")

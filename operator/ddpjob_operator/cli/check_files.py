@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import os
-import tokenize
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from ddpjob_operator.job import api, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
-from ddpjob_operator.local.files import read_script
+from ddpjob_operator.local.files import read_script, text_of_script
 from ddpjob_operator.local.script import find
 from ddpjob_operator.manifest.yamlfile import Document, InputError
 
@@ -163,9 +161,8 @@ def _of_script(path: str, context: Job) -> list[Finding]:
             return [Finding(path, 1, 1, SYNTAX, "error", error.strerror or "too large")]
         raise InputError(f"{path}: {error.strerror}") from None
     try:
-        encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-        text = raw.decode(encoding)
-    except (UnicodeDecodeError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
+        text = text_of_script(raw)
+    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     return _of_notebook(path, text, context) if path.endswith(kinds.NOTEBOOK) else check.check(path, text, context)
 
@@ -200,10 +197,10 @@ def _of_job(document: Document, job: api.DDPJob, parameters: int = 0, given: Col
 
 
 def _text_of(path: str) -> str:
-    """Nothing for a job that comes from no file."""
+    """Nothing for a job that comes from no file, or from a pipe, which can be read only once."""
     try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError:
+        return read_script(path).decode()
+    except (OSError, ValueError):
         return ""
 
 

@@ -11,7 +11,7 @@ import re
 import warnings
 from typing import Literal
 
-from ddpjob_operator.local.files import read_script
+from ddpjob_operator.local.files import read_script, text_of_script
 
 Kind = Literal["script", "notebook", "job", "program"]
 
@@ -50,8 +50,8 @@ def is_python(data: bytes) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            body = ast.parse(data).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+            body = ast.parse(text_of_script(data)).body
+    except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError):
         if by_python or _PYTHON.search(data):
             return True
         return shebang is None and b"\0" not in data and not _YAML.search(data)

@@ -186,7 +186,7 @@ def check(
     size = check_files.parameters(parameters)
     result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart, parameters=size)
     code = answer(result.to_json() if form == "json" else result.to_text())
-    for line in (*found.wrong, *result.unread, result.summary()):
+    for line in (*found.wrong, *found.left_out, *result.unread, result.summary()):
         click.echo(line, err=True)
     return code or (2 if found.wrong else result.exit_code)
 

@@ -225,4 +225,6 @@ def _cells(path: str) -> notebook.Part:
     except SyntaxError as error:
         cell, line = cells.place(error.lineno or 1)
         raise InputError(f"{path}:cell {cell}:{line}: not valid Python: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise InputError(f"{path}: not valid Python: its cells are nested too deeply to be read") from None
     return cells

@@ -139,15 +139,14 @@ _EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "proje
 
 def _lost_files(file: str, document: Document) -> tuple[str, ...]:
     """What the script saves that is lost with its pod: a sentence, where the job mounts no volume."""
-    from pathlib import Path
-
     from ddpjob_operator.cli import from_script, kinds
+    from ddpjob_operator.local.files import read_script
 
     pod = document.data["spec"]["template"]["spec"]
     kept = any(_EPHEMERAL.isdisjoint(volume) for volume in pod.get("volumes") or ())
     if kept or kinds.of(file) != "script":
         return ()
-    return from_script.files_lost(Path(file).read_text(encoding="utf-8", errors="replace"))
+    return from_script.files_lost(read_script(file).decode(errors="replace"))
 
 
 def show_until_end(cluster: Cluster, made: Stored) -> int:

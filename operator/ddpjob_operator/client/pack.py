@@ -5,13 +5,11 @@ The same files give the same bytes. Sizes are known from the file system before 
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
 import gzip
 import hashlib
 import io
 import os
-import re
 import stat
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -19,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ddpjob import own_files
+from ddpjob_operator.client.gitignore import Ignored
 from ddpjob_operator.job import wording
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -26,6 +26,7 @@ PACKED_BYTES_MAX = 900_000  # a ConfigMap holds 1 MiB
 FIT = "at most 900 kB packed fit into a ConfigMap"
 READ_BYTES_MAX = 20 << 20  # source text packs to a fifth; what is larger than that is data
 FILES_MAX = 5000
+FOLDERS_DEEP_MAX = 100
 HELP = "docs/your-code.md has three other ways: an image of your own, a volume (PVC), git"
 
 # What is never a part of a program: caches, environments, repositories.
@@ -111,37 +112,41 @@ def pack_texts(made: Mapping[str, str]) -> Archive:
 
 
 def scan(root: Path) -> Folder:
-    """Find what belongs to the program, by .gitignore and by name; nothing is read. Raises InputError."""
+    """Find what belongs to the program, by .gitignore and by name; no other file is read. Raises InputError."""
     folder = Folder(root)
     if not root.is_dir():
         raise InputError(f"{root}: no such folder")
-    _scan(folder, "", [])
+    ignored, left = Ignored(root), [""]
+    while left and len(folder.files) <= FILES_MAX:
+        left += reversed(_scan(folder, left.pop(), ignored))
     return folder
 
 
-def _scan(folder: Folder, below: str, ignores: list[tuple[str, Any]]) -> None:
-    """One folder; below: its path in the root, with a slash at its end, or empty."""
-    ignores = [*ignores, *_ignore_file(folder.root, below)]
+def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
+    """Scan one folder, and return those in it that are to be scanned. below: its path in the root, with a slash at its
+    end, or empty."""
+    if below.count("/") > FOLDERS_DEEP_MAX:
+        raise InputError(f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is no program")
+    ignored.enter(below)
     entries = _entries(folder.root / below)
     if below and any(fnmatch.fnmatchcase(entry.name, _SNAPSHOT_FILE) for entry in entries):
         folder.snapshots.append(below)
-        return
+        return []
+    inside = []
     for entry in entries:
-        if len(folder.files) > FILES_MAX:
-            return
         path = below + entry.name
-        is_link = entry.is_symlink()
-        is_folder = not is_link and entry.is_dir(follow_symlinks=False)
-        if _is_ignored(path + ("/" if is_folder else ""), entry.name, is_folder, ignores):
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if _is_ignored(path, entry.name, is_folder, ignored):
             continue
         if entry.name in _SECRET_FOLDERS if is_folder else _matches(entry.name, _SECRET_FILES):
             folder.secrets.append(path + ("/" if is_folder else ""))
-        elif is_link:
+        elif entry.is_symlink():
             _add_link(folder, path)
         elif is_folder and not os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
-            _scan(folder, f"{path}/", ignores)
+            inside.append(f"{path}/")
         elif entry.is_file(follow_symlinks=False):
             folder.files[path] = entry.stat(follow_symlinks=False).st_size
+    return inside
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:
@@ -152,33 +157,10 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
         raise InputError(f"{path}: {error.strerror}") from None
 
 
-def _ignore_file(root: Path, below: str) -> Iterator[tuple[str, Any]]:
-    """The patterns of a folder's .gitignore, with the folder that they are relative to."""
-    try:
-        lines = (root / below / ".gitignore").read_text(errors="replace").splitlines()
-    except OSError:
-        return
-    try:
-        import pathspec
-    except ImportError:
-        text = f"{root / below / '.gitignore'}: reading it needs pathspec: pip install 'ddpjob[client]'"
-        raise InputError(f"{text}, from a clone '.[client]'") from None
-    patterns: list[Any] = []
-    for line in lines:
-        with contextlib.suppress(ValueError, re.error):  # `[z-a]`, or a \ at the end, which git matches with nothing
-            patterns += pathspec.GitIgnoreSpec.from_lines([line]).patterns
-    yield below, pathspec.GitIgnoreSpec(patterns)
-
-
-def _is_ignored(path: str, name: str, is_folder: bool, ignores: list[tuple[str, Any]]) -> bool:
+def _is_ignored(path: str, name: str, is_folder: bool, ignored: Ignored) -> bool:
     if name in _IGNORED_FOLDERS or (not is_folder and _matches(name, _IGNORED_FILES)):
         return True
-    # The innermost file that says something of it decides, as in git.
-    for below, spec in reversed(ignores):
-        decision = spec.check_file(path[len(below) :]).include
-        if decision is not None:
-            return bool(decision)
-    return False
+    return ignored.has(path, is_folder=is_folder)
 
 
 def _matches(name: str, patterns: Any) -> bool:
@@ -221,7 +203,7 @@ def _contents(folder: Folder) -> Iterator[tuple[str, tuple[bytes, bool]]]:
     """Path, content and whether it is a program; private keys are left out."""
     for path in list(folder.files):
         try:
-            with open(folder.root / path, "rb") as file:
+            with open(own_files.open_file(folder.root / path, os.O_RDONLY), "rb") as file:
                 data = file.read(READ_BYTES_MAX + 1)
                 runs = bool(os.fstat(file.fileno()).st_mode & stat.S_IXUSR)
         except OSError as error:

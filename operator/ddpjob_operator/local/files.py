@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import tempfile
+import tokenize
 from pathlib import Path
 
-SCRIPT_MIB_MAX = 4
-NOTEBOOK_MIB_MAX = 64  # it keeps the pictures that its cells have drawn
+from ddpjob import own_files
 
+SCRIPT_MIB_MAX = 4
+NOTEBOOK_MIB_MAX = 64  # notebooks embed the output images of their cells
+_SLOW_ENCODINGS = ("idna", "punycode")  # decoding takes minutes for a megabyte
 
 _STREAMS = {"/dev/stdout": "/dev/fd/1", "/dev/stderr": "/dev/fd/2"}
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
@@ -20,11 +24,19 @@ _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/(\d+)")
 def read_script(path: str | Path) -> bytes:
     """A script or a notebook. Raises OSError, also for a file that is too large to be one: it takes minutes to read."""
     mib = NOTEBOOK_MIB_MAX if str(path).endswith(".ipynb") else SCRIPT_MIB_MAX
-    with open(path, "rb") as file:
-        data = file.read((mib << 20) + 1)
+    with open(own_files.open_named(path), "rb") as file:
+        data = file.read((mib << 20) + 1) or b""  # None: a file of /proc that has nothing now
     if len(data) > mib << 20:
         raise OSError(errno.EFBIG, f"larger than {mib} MiB, so it is no script", str(path))
     return data
+
+
+def text_of_script(data: bytes) -> str:
+    """Decode a script as Python does, by its `# coding:`. Raises ValueError, SyntaxError, LookupError."""
+    encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+    if encoding in _SLOW_ENCODINGS:
+        raise LookupError(f"coding: {encoding} is for host names")
+    return data.decode(encoding)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from ddpjob import own_files
 from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.job.validation import NOT_A_JOB, Problem
@@ -130,8 +131,8 @@ def read(path: str) -> Iterator[Document]:
         if path == "-":
             path, data = "stdin", sys.stdin.buffer.read(yamlbounds.BYTES_MAX + 1)
         else:
-            with open(path, "rb") as file:
-                data = file.read(yamlbounds.BYTES_MAX + 1)
+            with open(own_files.open_named(path), "rb") as file:
+                data = file.read(yamlbounds.BYTES_MAX + 1) or b""
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
     except ValueError:  # a NUL in its name

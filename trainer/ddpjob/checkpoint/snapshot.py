@@ -28,11 +28,11 @@ import contextlib
 import errno
 import hashlib
 import io
-import itertools
 import json
 import operator
 import os
 import re
+import stat
 import threading
 import time
 import weakref
@@ -45,7 +45,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddpjob import process
+from ddpjob import own_files, process
 from ddpjob.checkpoint import random_states, writers
 from ddpjob.checkpoint.in_memory import InMemory
 from ddpjob.checkpoint.reasons import reason
@@ -71,7 +71,6 @@ _WRITER_NAME = re.compile(r"writer-(\d{6,})\.json")
 _ALIVE_NAME = re.compile(r"writer-(\d{6,})\.alive")
 _TMP_NAME = re.compile(r"\.tmp-(\d{6,})-\d+-\d+")
 # Of this process, and not of a Snapshot: two of them may write into one folder at once.
-_numbers = itertools.count(1)
 _being_written: set[str] = set()
 
 
@@ -337,8 +336,7 @@ class Snapshot:
         return f"{reason(error)}, in {self.folder}{newest}"
 
     def _publish(self, writer: int, document: dict[str, Any]) -> None:
-        tmp = self.folder / f".tmp-{writer:06d}-{os.getpid()}-{next(_numbers)}"
-        tmp.unlink(missing_ok=True)  # of a process that was killed: in a container each has the same number
+        tmp = writers.tmp_path(self.folder, writer)
         _being_written.add(tmp.name)
         try:
             with _HashingFile(tmp) as file:
@@ -762,8 +760,9 @@ def _entries(folder: Path) -> list[_Entry]:
     for name in os.listdir(folder):
         if match := _STATE_NAME.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
-                modified = (folder / name).stat().st_mtime_ns
-                entries.append(_Entry(int(match[2]), int(match[1]), modified, match[3], folder / name))
+                status = (folder / name).lstat()
+                if stat.S_ISREG(status.st_mode):  # a link or a pipe is no state, whatever its name
+                    entries.append(_Entry(int(match[2]), int(match[1]), status.st_mtime_ns, match[3], folder / name))
     return sorted(entries, reverse=True)
 
 
@@ -773,7 +772,7 @@ def _opened(entry: _Entry) -> BinaryIO | None:
     Its bytes are never all in memory beside what they become: a node has many ranks, and each would have a copy.
     """
     with contextlib.suppress(OSError), contextlib.ExitStack() as otherwise:
-        file = otherwise.enter_context(entry.path.open("rb"))
+        file = otherwise.enter_context(open(own_files.open_file(entry.path, os.O_RDONLY), "rb"))
         sha256, piece = hashlib.sha256(), memoryview(bytearray(HASHED_BYTES))
         while count := file.readinto(piece):
             sha256.update(piece[:count])
@@ -829,7 +828,7 @@ class _Claim(NamedTuple):
 
 def _claim_of(folder: Path, writer: int) -> _Claim | None:
     try:
-        claim = json.loads(_claim_path(folder, writer).read_text())
+        claim = json.loads(own_files.read_file(_claim_path(folder, writer)))
         job, attempt, generation = claim["job"], int(claim["attempt"]), int(claim.get("generation", 0))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None  # not there, or another file
@@ -839,8 +838,8 @@ def _claim_of(folder: Path, writer: int) -> _Claim | None:
 def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     """Create the claim with its content, or return False where somebody else was first."""
     path = _claim_path(folder, writer)
-    tmp = folder / f".tmp-{writer:06d}-{os.getpid()}-0"
-    tmp.write_text(content)
+    tmp = writers.tmp_path(folder, writer)
+    writers.write_new(tmp, content.encode())
     try:
         os.link(tmp, path)  # like O_EXCL, but never seen half written
     except FileExistsError:

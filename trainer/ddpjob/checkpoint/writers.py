@@ -12,10 +12,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ddpjob import own_files
 from ddpjob.process import at_exit_of_child, log
 
 HEARTBEAT_SECONDS = 10.0
@@ -48,13 +49,13 @@ def note_saving(path: Path) -> None:
 def _write(path: Path) -> None:
     saves = {"saves": True} if path in _saving else {}
     body = json.dumps({"process": f"{process_namespace()}/{os.getpid()}/{_started('self')}", **saves}).encode()
+    tmp = tmp_path(path.parent, int(path.name[len("writer-") : -len(".alive")]))
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            os.pwrite(descriptor, body, 0)  # never empty meanwhile: that is a process which has left
-            os.ftruncate(descriptor, len(body))
+            write_new(tmp, body)
+            os.replace(tmp, path)  # never empty meanwhile (a process that has left), and what is planted there goes
         finally:
-            os.close(descriptor)
+            tmp.unlink(missing_ok=True)
 
 
 def _write_heartbeats(path: Path, stopped: threading.Event, is_newest: Callable[[], bool]) -> None:
@@ -62,14 +63,36 @@ def _write_heartbeats(path: Path, stopped: threading.Event, is_newest: Callable[
         with contextlib.suppress(OSError):  # a folder that is away for a moment
             if not is_newest():
                 return
-            os.utime(path)
+            with _opened(path) as descriptor:
+                os.utime(descriptor)
 
 
 def _leave(path: Path, stopped: threading.Event, pid: int) -> None:
     if pid == os.getpid():  # a fork has copied this and writes no heartbeats
         stopped.set()
-        with contextlib.suppress(OSError):
-            os.truncate(path, 0)
+        with contextlib.suppress(OSError), _opened(path) as descriptor:
+            os.ftruncate(descriptor, 0)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    """The file of this process's heartbeats. Raises OSError if it was replaced by a link or the like."""
+    descriptor = own_files.open_file(path, os.O_WRONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def tmp_path(folder: Path, writer: int) -> Path:
+    """Return a path for a temporary file of this writer. Nobody can guess its name, and plant a link there."""
+    return folder / f".tmp-{writer:06d}-{os.getpid()}-{int.from_bytes(os.urandom(8), 'big')}"
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file that is not there yet, readable as the umask allows: pods of other users share the folder."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), "wb") as file:
+        file.write(data)
 
 
 def is_running(claim: Path, path: Path, who: str) -> bool:
@@ -104,15 +127,17 @@ def running_here(claim: Path, path: Path) -> str:
 def saves(path: Path) -> bool:
     """Whether the process of that file has begun to save."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        return json.loads(path.read_text()).get("saves") is True
+        return json.loads(own_files.read_file(path)).get("saves") is True
     return False
 
 
 def _seen(claim: Path, path: Path) -> tuple[str | None, int]:
     """The process, "" where it has left in order, None where it is not known; and the time of its last heartbeat."""
     for file in (path, claim):  # a claim is made a moment before its first heartbeat
-        with contextlib.suppress(OSError, ValueError), open(file) as opened:  # so that NFS asks its server again
-            modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read()
+        with contextlib.suppress(OSError, ValueError):
+            # Opened before its time is read, so that NFS asks its server again.
+            with open(own_files.open_file(file, os.O_RDONLY), encoding="utf-8") as opened:
+                modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read(own_files.READ_BYTES_MAX)
             process = None
             with contextlib.suppress(
                 ValueError, TypeError, KeyError, RecursionError
@@ -123,10 +148,10 @@ def _seen(claim: Path, path: Path) -> tuple[str | None, int]:
 
 
 def _age(folder: Path, modified: int) -> float:
-    probe = folder / f".tmp-000000-{os.getpid()}-{threading.get_ident()}"
+    probe = tmp_path(folder, 0)
     try:
-        probe.touch()
-        return max(0.0, (probe.stat().st_mtime_ns - modified) / 1e9)
+        write_new(probe, b"")
+        return max(0.0, (probe.lstat().st_mtime_ns - modified) / 1e9)
     except OSError:
         return 0.0
     finally:

@@ -1,0 +1,80 @@
+"""Open files in folders that others can write: as our own regular file, or not at all. Standard library only.
+
+`open_named` is for a file that the user has named, and that a stranger may have made. It follows links.
+
+A name in such a folder may be a link to a file elsewhere, a hard link to it, a pipe that blocks its reader, or a
+device. `open_file` refuses all of them before it changes anything. The owner is not compared: volumes such as SMB and
+object stores report one user for all files, and the pods of a job may run as different users.
+"""
+
+import errno
+import os
+import stat
+
+READ_BYTES_MAX = 1 << 20
+_NAMES = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"))
+
+
+def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+    """Return a descriptor of a regular file that has no other name if it is written. The arguments are those of
+    `os.open`. Raises OSError that says what the name is instead."""
+    # O_NONBLOCK: opening a pipe would wait for its other end. O_TRUNC comes after the checks: a hard link to another
+    # file would be emptied by the call that opens it.
+    safe = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, safe, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "is a link, which is not followed", os.fspath(path)) from None
+        raise
+    try:
+        writes = flags & (os.O_WRONLY | os.O_RDWR)
+        if why := _not_ours(os.fstat(descriptor), writes=bool(writes)):
+            raise OSError(errno.EPERM, why, os.fspath(path))
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read_file(path: str | os.PathLike[str], bytes_max: int = READ_BYTES_MAX) -> bytes:
+    """Return the content, cut at `bytes_max`. Raises OSError, also for what is no regular file."""
+    with open(open_file(path, os.O_RDONLY), "rb") as file:
+        return file.read(bytes_max)
+
+
+def open_named(path: str | os.PathLike[str]) -> int:
+    """Return a descriptor to read a file that the user has named. A shell's `<(command)` and /dev/stdin are accepted;
+    a named pipe, which nobody may ever write to, is not. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode):
+            return descriptor  # stays non-blocking: reading /proc/kmsg would wait for ever
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+        if not os.path.realpath(path).startswith(("/dev/", "/proc/")):
+            raise OSError(errno.EPERM, _not_ours(status, writes=False), os.fspath(path))
+        os.set_blocking(descriptor, True)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder that only this user can read, or accept one that is like that already. Raises OSError."""
+    try:
+        os.mkdir(path, 0o700)
+    except FileExistsError:
+        status = os.lstat(path)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise OSError(errno.EPERM, "is no folder of this user alone", os.fspath(path)) from None
+
+
+def _not_ours(status: os.stat_result, *, writes: bool) -> str:
+    if not stat.S_ISREG(status.st_mode):
+        return f"is {next((name for is_it, name in _NAMES if is_it(status.st_mode)), 'a device')}, no regular file"
+    return "has a second name (a hard link), so it is not written" if writes and status.st_nlink > 1 else ""
