@@ -33,6 +33,13 @@ def node(
     return Node(tmp_path, run_ranks)
 
 
+def make_step(model: Any, optimizer: Any) -> None:
+    """A step of which the library hears nothing but that the optimizer made it."""
+    optimizer.zero_grad()
+    model(torch.randn(4, 4)).square().sum().backward()
+    optimizer.step()
+
+
 # ---- from load on, before the first save -------------------------------------------------------------------
 
 
@@ -1224,6 +1231,58 @@ def test_a_training_that_cannot_write_what_memory_alone_had_fails(node: Node, en
     assert node.run(0, lambda: train(6)) == 0
     node.run_ranks = lambda body, ranks: [outcome.error for outcome in end_ranks(body, ranks)]
     assert "the state of step 6 was not saved: disk full" in node.run(1, lambda: train(6), ends=True)
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_script_that_names_no_step_does_not_end_well_without_the_state_that_memory_alone_had(
+    node: Node, end_ranks: Any, is_written: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The save of step 6 was cut short, the next generation went on from memory, made two more steps and saved nothing:
+    the job succeeded, and its newest snapshot was older than the step at which it was started again."""
+
+    def begin() -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = snapshot.load(**objects)
+        steps(step, 6, **objects)
+        if is_written:
+            snapshot.save(6, **objects)
+            snapshot.close()
+        rescue()
+        return step
+
+    def go_on() -> None:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        snapshot.load(**objects)
+        for _ in range(2):
+            make_step(**objects)
+
+    assert node.run(0, begin) == 0
+    node.run_ranks = lambda body, ranks: [outcome.exit_code for outcome in end_ranks(body, ranks)]
+    assert node.run(1, go_on, ends=True) == (0 if is_written else 1)
+    why = "the steps after 6 were not saved, and the state of step 6, from which they went on, was in memory alone, in "
+    assert (f"{why}snapshots; there is no snapshot; save the last" in capfd.readouterr().err) == (not is_written)
+
+
+@pytest.mark.parametrize("way", ["keep", "save"])
+def test_a_script_that_names_its_steps_otherwise_ends_with_its_last_state_in_the_folder(node: Node, way: str) -> None:
+    def train(until: int) -> int:
+        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
+        step = begun = snapshot.load(**objects)
+        while step < until:
+            make_step(**objects)
+            step += 1
+            if way == "keep" or begun == 0:
+                snapshot.keep(step, value=step, **objects)
+                settle()
+        if begun == 0:
+            rescue()
+        elif way == "save":
+            snapshot.save(step, value=step, **objects)
+        return begun
+
+    assert [node.run(0, lambda: train(6)), node.run(1, lambda: train(8), ends=True)] == [0, 6]
+    node.lose(0)
+    assert node.run(2, lambda: train(8)) == 8
 
 
 @pytest.mark.parametrize("save_failed", ["", "the state of step 6 was not saved: disk full"])

@@ -854,6 +854,91 @@ def test_a_group_that_only_an_option_forms_is_found_where_the_option_is_not_give
     assert "group-needs-option" not in rules_in(text, dataclasses.replace(job, nodes=1))
 
 
+CLICK = """import click
+import torch.distributed as dist
+@click.command()
+@click.option("--launcher", "-l", default="none")
+@click.option("--ddp/--no-ddp", default=DDP)
+def main(launcher, ddp):
+    if launcher != "none" or ddp:
+        dist.init_process_group("gloo")
+main()
+"""
+TYPER = """import typer
+import torch.distributed as dist
+def main(launcher: str = "none", use_ddp: bool = False):
+    if launcher != "none" or use_ddp:
+        dist.init_process_group("gloo")
+typer.run(main)
+"""
+ANNOTATED = """import typer
+from typing import Annotated
+import torch.distributed as dist
+app = typer.Typer()
+def setup(name):
+    if name == "pytorch":
+        dist.init_process_group("gloo")
+@app.command()
+def main(launcher: Annotated[str, typer.Option("--by", "-b")] = "none"):
+    setup(launcher)
+app()
+"""
+ABSL = """from absl import app, flags
+import torch.distributed as dist
+FLAGS = flags.FLAGS
+flags.DEFINE_string("launcher", "none", "who starts it")
+flags.DEFINE_bool("ddp", False, "")
+def main(_):
+    if FLAGS.ddp or FLAGS.launcher == "pytorch":
+        dist.init_process_group("gloo")
+app.run(main)
+"""
+FIRE = TYPER.replace("typer.run", "fire.Fire").replace("typer", "fire")
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "found"),
+    [
+        (CLICK.replace("DDP", "False"), "", True),
+        (CLICK.replace("DDP", "False"), "--no-ddp --launcher none", True),
+        (CLICK.replace("DDP", "False"), "-l pytorch", False),
+        (CLICK.replace("DDP", "False"), "--ddp", False),
+        (CLICK.replace("DDP", "True"), "", False),
+        (CLICK.replace("DDP", "True"), "--no-ddp", True),
+        (CLICK.replace("DDP", "None"), "", True),
+        (CLICK.replace("DDP", "False, envvar='DDP'"), "", False),
+        (CLICK.replace("DDP", "False").replace("main()", "main(auto_envvar_prefix='X')"), "", False),
+        (CLICK.replace("DDP", "False").replace("    if", "    launcher = launcher or guess()\n    if"), "", False),
+        (TYPER, "", True),
+        (TYPER, "--launcher=pytorch", False),
+        (TYPER, "--use-ddp", False),
+        (TYPER, "--no-use-ddp", True),
+        (TYPER.replace("= False", "= typer.Option(False, '--ddp')"), "", True),
+        (TYPER.replace("= False", "= typer.Option(False, '--ddp')"), "--ddp", False),
+        (TYPER.replace("= False", "= typer.Option(False, envvar='DDP')"), "", False),
+        (ANNOTATED, "", True),
+        (ANNOTATED, "-b pytorch", False),
+        (ANNOTATED, "-b slurm", True),
+        (ABSL, "", True),
+        (ABSL, "--launcher=pytorch", False),
+        (ABSL, "-launcher pytorch", False),
+        (ABSL, "--ddp", False),
+        (ABSL, "--noddp", True),
+        (FIRE, "", True),
+        (FIRE, "--lr 0.1 --launcher none", True),
+        (FIRE, "--launcher pytorch", False),
+        (FIRE, "--use_ddp", False),
+        (FIRE, "pytorch", False),
+    ],
+)
+def test_options_of_click_typer_absl_and_fire_form_the_group_as_those_of_argparse_do(
+    text: str, words: str, found: bool
+) -> None:
+    """Only argparse was read: with click, each rank trained a model of its own, and nothing was found."""
+    job = Job(nodes=2, nproc=1, launcher="torchrun", words=tuple(words.split()))
+    assert ("group-needs-option" in rules_in(text, job)) == found
+
+
 @pytest.mark.parametrize(
     ("options", "default", "said"),
     [

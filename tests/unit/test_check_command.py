@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -35,6 +36,61 @@ def said(what: api.DDPJob, script: str = "", given: tuple[str, ...] = ()) -> lis
 
 def shell(text: str) -> api.DDPJob:
     return job("bash", "-c", text)
+
+
+@pytest.mark.parametrize(
+    ("words", "joined", "meant"),
+    [
+        (["torchrun train.py"], "torchrun train.py", "[torchrun, train.py]"),
+        (["torchrun  --nproc-per-node 2 train.py"], None, '[torchrun, --nproc-per-node, "2", train.py]'),
+        (["/usr/bin/python3 -u train.py"], None, "[/usr/bin/python3, -u, train.py]"),
+        (["./start.sh --lr 0.1"], None, '[./start.sh, --lr, "0.1"]'),
+        (["sh -c", "torchrun train.py"], "sh -c", "[sh, -c]"),
+        (["torchrun train.py | tee log"], None, '[sh, -c, "exec torchrun train.py | tee log"]'),
+        (["torchrun", "train.py --lr 0.1"], "train.py --lr 0.1", '[train.py, --lr, "0.1"]'),
+        (["torchrun", "--nnodes 2", "train.py"], "--nnodes 2", '[--nnodes, "2"]'),
+        (["torchrun", "--tee", "3", "-m train", "--x"], "-m train", "[-m, train]"),
+        (["python", "-m", "torch.distributed.run", "train.py --x"], "train.py --x", "[train.py, --x]"),
+        (["python", "train.py --x 'a b'"], None, '[train.py, --x, "a b"]'),
+        (["python", "-u train.py"], "-u train.py", "[-u, train.py]"),
+        (["env", "A=1", "python3.11", "-X", "dev", "sub/train.py --x"], None, "[sub/train.py, --x]"),
+        (["nosuch program"], None, "[nosuch, program]"),
+        (["/opt/my tools/python", "train.py"], "", ""),
+        (["/opt/my tools/run", "train.py"], "", ""),
+        (["/opt/python 3/bin/python", "train.py"], "", ""),
+        (["sh", "-c", "torchrun train.py"], "", ""),
+        (["bash", "-ec", "torchrun train.py --x 1"], "", ""),
+        (["python", "-c", "import a.py x"], "", ""),
+        (["python", "-c", "print('train.py x')"], "", ""),
+        (["python", "-W", "ignore::UserWarning", "train.py", "--text", "a.py b"], "", ""),
+        (["torchrun", "--rdzv-conf", "a=1, b=2", "train.py", "--prompt", "a.py and b"], "", ""),
+        (["torchrun", "train.py", "--names a b"], "", ""),
+        (["torchrun", "my train.py"], "", ""),
+        (["ddprun", "--no-python", "sh", "-c", "exec python train.py --x"], "", ""),
+        (["conda", "run", "-n", "a", "torchrun", "train.py"], "", ""),
+    ],
+)
+def test_a_command_in_one_word_is_an_error_with_the_words_that_are_meant(
+    words: list[str], joined: str | None, meant: str
+) -> None:
+    """`check` found nothing in `["torchrun train.py"]`, which no container can start."""
+    found = [text for _, rule, text in mistakes(job(*words)) if rule == "words-in-one"]
+    joined = words[-1] if joined is None else joined
+    why = "no shell reads the command, so this is one word with spaces"
+    assert found == ([f"{json.dumps(joined)}: {why}; write {meant}"] if joined else [])
+
+
+def test_an_address_of_one_machine_is_no_error_before_a_run_on_one_machine() -> None:
+    """`ddpjob run` refused a job with MASTER_ADDR=localhost, which works there, and fails in a cluster only."""
+    at_localhost = job("python", "train.py", env={"MASTER_ADDR": "localhost"}, nproc=1)
+    same_rank = job("python", "train.py", env={"RANK": "0"}, nproc=1)
+
+    def rules(what: api.DDPJob, local: bool) -> set[str]:
+        return {rule for _, rule, _ in mistakes(what, local=local)}
+
+    assert rules(at_localhost, local=False) == {"variable-keeps-nodes-apart"}
+    assert rules(at_localhost, local=True) == {"rendezvous-overridden"}
+    assert rules(same_rank, local=True) == {"variable-keeps-nodes-apart"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from typing import Any
 
 from ddpjob_operator.check.local_rank import default_means_alone
 from ddpjob_operator.check.nodes import name_of, text_in, words_of
-from ddpjob_operator.check.options import UNKNOWN, Options
+from ddpjob_operator.check.option import UNKNOWN
+from ddpjob_operator.check.options import Options
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.reached import Paths
 from ddpjob_operator.check.rule import Found, Job, rule
@@ -63,18 +64,14 @@ class _Seen:
         if value is not UNKNOWN and not isinstance(node, ast.Constant):
             option = self._options.declaration(node)
             if option is not None:
-                self.options.append((_long_name(option), value))
+                self.options.append((option.name, value))
         return value
 
-    def launcher(self) -> ast.Call | None:
+    def launcher(self) -> ast.AST | None:
         """The option --launcher of OpenMMLab's scripts where it is none."""
         option = self._options.declared.get("launcher")
-        is_theirs = option is not None and any(text_in(n) == "pytorch" for n in ast.walk(option))
-        return option if option is not None and is_theirs and self._options.given(option) in _ALONE else None
-
-
-def _long_name(option: ast.Call) -> str:
-    return max((text_in(a) for a in option.args), key=len)
+        is_theirs = option is not None and any(text_in(n) == "pytorch" for n in ast.walk(option.node))
+        return option.node if option is not None and is_theirs and self._options.given(option) in _ALONE else None
 
 
 def _forming(script: Script) -> Iterator[ast.Call]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from ddpjob_operator.job import launcher, programs
 
 _PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
+# train.py --lr 0.1, --nnodes 2, -u train.py. `python -W "ignore …"` may have a space.
+_JOINED = re.compile(r"\S+\.py\s+\S|--[\w-]+\s+\S|-[^\W\dWXc]\s+\S")
 _MODULES = {
     "accelerate": "accelerate",
     "colossalai": "colossalai",
@@ -74,6 +76,35 @@ def starts_nothing(words: list[str]) -> bool:
 def is_shell(words: list[str]) -> bool:
     """Whether a shell is started first, which may do more than to start the script."""
     return bool(words) and words[0].rsplit("/", 1)[-1] in launcher.SHELLS
+
+
+def joined(words: list[str]) -> str:
+    """The word that is several, so that nothing of its name can be started: `torchrun train.py`, `--nnodes 2`; "" if
+    there is none. The arguments of the script are its own affair."""
+    if words and _is_joined_program(words[0]):
+        return words[0]
+    begin = None if is_shell(words) else launcher.options_begin(words)
+    if begin is not None:
+        options, rest = launcher.split_options(words[begin:])
+        own = [*(group[0] for _, group in options), *rest[:1]]
+    else:
+        place = next((i for i in programs.places(words) if _PYTHON.match(programs.name(words[i]))), len(words))
+        following = words[place + 1 :]
+        own = following[: len(following) - len(launcher.after_python_options(following)) + 1]
+    return next((word for word in own if _JOINED.match(word)), "")
+
+
+def _is_joined_program(word: str) -> bool:
+    """True unless a path has a space in it: `/opt/my tools/python`."""
+    first, *rest = word.split() or [""]
+    if not rest or _is_known(programs.name(word.strip())):
+        return False
+    return "/" not in first or _is_known(programs.name(first)) or any(w.startswith("-") for w in rest)
+
+
+def _is_known(program: str) -> bool:
+    starts = program in (*launcher.LAUNCHERS, *launcher.SHELLS) or program in programs.FRAMEWORKS
+    return starts or program in programs.WRAPPERS or _PYTHON.match(program) is not None
 
 
 def _commands(words: list[str]) -> Iterator[list[str]]:

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
-from ddpjob_operator.check.options import UNKNOWN, Options
+from ddpjob_operator.check.option import UNKNOWN
+from ddpjob_operator.check.options import Options
 from ddpjob_operator.check.otherwise import is_otherwise
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.reached import goes_on

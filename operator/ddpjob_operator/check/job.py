@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.check import command, in_command, names, room, shells
-from ddpjob_operator.check.rule import Job, Severity
+from ddpjob_operator.check.rule import Job, Severity, command_line
 from ddpjob_operator.check.starting import DEPRECATED
 from ddpjob_operator.job import api, launcher, topology, variables
 from ddpjob_operator.job import template as templates
@@ -46,11 +48,18 @@ YAML_RULES = (
     ),
     YamlRule("script-missing", "error", "The command ends after its launcher: `[torchrun]`. It starts nothing."),
     YamlRule(
+        "words-in-one",
+        "error",
+        "`command: [torchrun train.py]` or `[torchrun, train.py --lr 0.1]`: no shell reads the command, so this is one "
+        "program, or one file, with a space in its name. Write one word an entry: `[torchrun, train.py]`.",
+    ),
+    YamlRule(
         "variable-keeps-nodes-apart",
         "error",
         "With several nodes: a variable in `env` whose value is the same on all of them and may not be (`RANK`, "
         "`NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or is another number than the job's (`WORLD_SIZE`, "
-        "`PET_NNODES`), where the command's program reads it. A value such as `$(NODE_RANK)` differs on each node.",
+        "`PET_NNODES`), where the command's program reads it. A value such as `$(NODE_RANK)` differs on each node. "
+        "A local run takes `localhost`.",
     ),
     YamlRule(
         "variable-of-ranks",
@@ -154,10 +163,11 @@ def _variables(template: dict[str, Any]) -> frozenset[str] | None:
 
 
 def mistakes(
-    job: api.DDPJob, parameters: int = 0, script: str = "", given: Collection[str] = ()
+    job: api.DDPJob, parameters: int = 0, script: str = "", given: Collection[str] = (), *, local: bool = False
 ) -> Iterator[tuple[FieldPath, str, str]]:
     """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. parameters: of the model; 0: not
-    known. script: the text of the job's script; "": not known. given: variables that the trainer has from outside."""
+    known. script: the text of the job's script; "": not known. given: variables that the trainer has from outside.
+    local: all nodes are on this machine."""
     template = job.spec.template
     by = launcher.in_template(template)
     if not (trainer_container(template) or {}).get("image"):
@@ -169,7 +179,7 @@ def mistakes(
     for deviation in templates.deviations(template):
         if deviation.kind == "unknown":
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
-    yield from _of_launch(job)
+    yield from _of_launch(job, local)
     yield from _of_command(job, script, given)
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
@@ -188,16 +198,19 @@ def mistakes(
         )
 
 
-def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
+def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, str]]:
     """What keeps the nodes apart, and what the job has Events of."""
     template = job.spec.template
     words = launcher.command_of(template)
     if "command" in (trainer_container(template) or {}) and command.starts_nothing(words):
         said = "the command ends after the launcher and its options, and names no script to start; add it"
         yield command_path(template), "script-missing", said
+    if word := command.joined(words):
+        said = f"{json.dumps(word)}: no shell reads the command, so this is one word with spaces; write {_apart(word)}"
+        yield command_path(template), "words-in-one", said
     by_python = command.read(words).launcher == "python"
     env = (*trainer_path(template), "env")
-    wrong = list(variables.contradictions(job.spec, by_python=by_python))
+    wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
     # A pod with one process has them, as that of a script without a launcher.
     if topology.nproc_per_node(job.spec) > 1 or launcher.min_nodes(job.spec) is not None:
@@ -208,6 +221,16 @@ def _of_launch(job: api.DDPJob) -> Iterator[tuple[FieldPath, str, str]]:
         yield env, "rendezvous-overridden", variables.remark(template)
     yield from ((command_path(template), rule, text) for rule, text in _of_shell(words))
     yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
+
+
+def _apart(word: str) -> str:
+    """The list that is meant, as YAML."""
+    try:
+        words = shlex.split(word)
+    except ValueError:  # an open quote
+        words = word.split()
+    needs_shell = re.search(r"[$`|;&<>*]", word) is not None
+    return command_line(["sh", "-c", f"exec {word}"] if needs_shell else words).removeprefix("command: ")
 
 
 def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:

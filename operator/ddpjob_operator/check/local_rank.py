@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpjob_operator.check.groups import backends
 from ddpjob_operator.check.nodes import bindings_in, is_main_guard, is_true, name_of, text_in
-from ddpjob_operator.check.options import UNKNOWN
+from ddpjob_operator.check.option import UNKNOWN
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.reached import Paths
 from ddpjob_operator.check.rule import Found, Job, Severity, command_line, rule

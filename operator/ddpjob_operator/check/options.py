@@ -1,22 +1,25 @@
-"""The options that a script reads with argparse, and what each is worth in a job."""
+"""The options that a script reads with argparse, absl, click, typer or fire, and what each is worth in a job."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
-from ddpjob_operator.check.nodes import Marker, is_main_guard, is_method, name_of, text_in
+from ddpjob_operator.check.commands import commands
+from ddpjob_operator.check.nodes import Function, Marker, is_main_guard, is_method, name_of, parameters_of, text_in
+from ddpjob_operator.check.option import UNKNOWN, Option, literal
 from ddpjob_operator.check.script import Script
 
-UNKNOWN = object()
 _DEPTH_MAX = 6
 # With these, an option may get its value elsewhere.
 _OTHER_SOURCES = ("set_defaults", "add_subparsers", "fromfile_prefix_chars", "parents")
-_TYPES = {"int": int, "float": float, "str": str}
 _FLAGS = {"store_true": (False, True), "store_false": (True, False)}
+_ABSL = {
+    "DEFINE_string": "str", "DEFINE_enum": "str", "DEFINE_integer": "int", "DEFINE_float": "float",
+    "DEFINE_bool": "bool", "DEFINE_boolean": "bool",
+}  # fmt: skip
 
 
 class Options:
@@ -26,26 +29,68 @@ class Options:
         self._script, self._words = script, tuple(words)
 
     @cached_property
-    def declared(self) -> dict[str, ast.Call]:
-        """The options by the attribute that argparse gives them; only those that are declared once, in any case."""
+    def declared(self) -> dict[str, Option]:
+        """The options by the attribute that argparse or absl gives them; only those that are declared once, always."""
         calls: dict[str, list[ast.Call]] = {}
         if not self._script.mentions(*_OTHER_SOURCES):
             for call in self._script.methods_called("add_argument"):
                 calls.setdefault(destination(call), []).append(call)
-        return {
-            name: found[0] for name, found in calls.items() if name and len(found) == 1 and self._is_plain(found[0])
-        }
+        for call in self._script.calls:
+            if name_of(call.func) in _ABSL and self._is_of_absl(call.func, name_of(call.func)):
+                calls.setdefault(text_in(call.args[0]) if call.args else "", []).append(call)
+        once = {name: found[0] for name, found in calls.items() if name and len(found) == 1}
+        read = ((name, self._read(call)) for name, call in once.items() if self._is_plain(call))
+        return {name: option for name, option in read if option is not None}
+
+    def _is_of_absl(self, node: ast.AST, name: str) -> bool:
+        return self._script.full_name(node) in (f"absl.flags.{name}", f"flags.{name}")
 
     def _is_plain(self, call: ast.Call) -> bool:
         return all(is_main_guard(test) for test in self._script.enclosing_tests(call))
 
-    def option(self, node: ast.expr) -> ast.Call | None:
-        """The declaration of the option that `args.NAME` reads."""
+    def _read(self, call: ast.Call) -> Option | None:
+        kind = _ABSL.get(name_of(call.func))
+        if kind is None:
+            return self._of_argparse(call)
+        name = text_in(call.args[0])
+        default = literal(self._script.argument(call, "default", 1))
+        flags = {f"{dash}{text}{name}": not text for dash in ("--", "-") for text in ("", "no")}
+        return Option(call, (f"--{name}", f"-{name}", *flags), default, kind, flags if kind == "bool" else {})
+
+    def _of_argparse(self, call: ast.Call) -> Option | None:
+        names = tuple(word for a in call.args if (word := text_in(a)))
+        action = text_in(self._script.argument(call, "action") or ast.Constant(None))
+        if not all(name.startswith("-") for name in names) or (action and action not in _FLAGS):
+            return None
+        if action:
+            off, on = _FLAGS[action]
+            return Option(call, names, off, "bool", dict.fromkeys(names, on))
+        kind = self._script.argument(call, "type")
+        known = "str" if kind is None else name_of(kind)
+        known = "" if self._script.argument(call, "nargs") else known
+        return Option(call, names, literal(self._script.argument(call, "default")), known)
+
+    @cached_property
+    def _commands(self) -> dict[Function, dict[str, Option]]:
+        return commands(self._script, self._words)
+
+    def option(self, node: ast.expr) -> Option | None:
+        """The declaration of the option that `args.NAME` reads, or a parameter of the function that click calls."""
+        if isinstance(node, ast.Name):
+            scope = self._script.scope(node)
+            is_plain = isinstance(scope, Function) and node.id in parameters_of(scope)
+            return self._commands.get(scope, {}).get(node.id) if is_plain and isinstance(scope, Function) else None
         if not isinstance(node, ast.Attribute) or node.attr not in self.declared:
             return None
-        return self.declared[node.attr] if self._is_parsed(node.value) else None
+        option = self.declared[node.attr]
+        of_absl = name_of(getattr(option.node, "func", ast.Pass())) in _ABSL
+        is_read = self._is_flags(node.value) if of_absl else self._is_parsed(node.value)
+        return option if is_read else None
 
-    def declaration(self, node: ast.expr) -> ast.Call | None:
+    def _is_flags(self, base: ast.expr) -> bool:
+        return all(isinstance(o, ast.expr) and self._is_of_absl(o, "FLAGS") for o in self._script.origins(base))
+
+    def declaration(self, node: ast.expr) -> Option | None:
         """The option that a name or attribute was made of, through the names of the file."""
         found = [self.option(o) for o in (node, *self._script.origins(node)) if isinstance(o, ast.expr)]
         return next((option for option in found if option is not None), None)
@@ -61,12 +106,17 @@ class Options:
         first = values[0]
         return first if all(v is not UNKNOWN and v == first for v in values) else UNKNOWN
 
-    def _own_value(self, origin: object, node: ast.expr, option: ast.Call | None, depth: int) -> Any:
+    def _own_value(self, origin: object, node: ast.expr, option: Option | None, depth: int) -> Any:
         if isinstance(origin, ast.Constant):
             return origin.value
         if option is not None and (origin is node or origin is Marker.BROUGHT):
-            return self.given(option)
-        return self.value(origin, depth + 1) if isinstance(origin, ast.Attribute) and origin is not node else UNKNOWN
+            return option.given(self._words)
+        is_other = isinstance(origin, ast.Attribute | ast.Name) and origin is not node
+        return self.value(origin, depth + 1) if is_other and isinstance(origin, ast.expr) else UNKNOWN
+
+    def given(self, option: Option) -> Any:
+        """What an option is worth, by the words of the command or by its default."""
+        return option.given(self._words)
 
     def _is_parsed(self, base: ast.expr) -> bool:
         return all(isinstance(o, ast.expr) and self._gives_options(o) for o in self._script.origins(base))
@@ -81,38 +131,6 @@ class Options:
             return not value.args and not value.keywords
         results = [o for r in self._script.results(value) for o in self._script.origins(r)]
         return bool(results) and all(isinstance(o, ast.expr) and self._gives_options(o, depth + 1) for o in results)
-
-    def given(self, option: ast.Call) -> Any:
-        """What an option is worth, by the words of the command or by its default."""
-        names = [word for a in option.args if (word := text_in(a))]
-        action = text_in(self._script.argument(option, "action") or ast.Constant(None))
-        if not all(name.startswith("-") for name in names) or (action and action not in _FLAGS):
-            return UNKNOWN
-        given = [self._word(word, after, names) for word, after in pairwise((*self._words, ""))]
-        text = next((t for t in reversed(given) if t is not None), None)
-        if action:
-            return _FLAGS[action][text is not None]
-        return self._default(option) if text is None else self._typed(option, text)
-
-    def _word(self, word: str, after: str, names: list[str]) -> str | None:
-        """The text that a word gives to an option, by its name or the beginning of it; None: it is another one."""
-        name, equals, text = word.partition("=")
-        is_name = name in names or (len(name) > 3 and name.startswith("--") and any(n.startswith(name) for n in names))
-        return None if not is_name else text if equals else after
-
-    def _default(self, option: ast.Call) -> Any:
-        try:
-            return ast.literal_eval(self._script.argument(option, "default") or ast.Constant(None))
-        except (ValueError, TypeError):
-            return UNKNOWN
-
-    def _typed(self, option: ast.Call, text: str) -> Any:
-        kind = self._script.argument(option, "type")
-        convert = _TYPES.get(name_of(kind) if kind is not None else "str")
-        try:
-            return UNKNOWN if convert is None or self._script.argument(option, "nargs") else convert(text)
-        except ValueError:
-            return UNKNOWN
 
 
 def destination(call: ast.Call) -> str:

@@ -19,7 +19,8 @@ from ddpjob_operator.check.nodes import (
     means_one_process,
     name_of,
 )
-from ddpjob_operator.check.options import UNKNOWN, Options
+from ddpjob_operator.check.option import UNKNOWN
+from ddpjob_operator.check.options import Options
 from ddpjob_operator.check.otherwise import means_otherwise
 from ddpjob_operator.check.rule import Job
 from ddpjob_operator.check.script import Script

@@ -138,7 +138,7 @@ def before_run(
     context = replace(known(job), local=local)
     context = replace(context, gpus=0) if cpu else context
     own = _script_of(document.source, job) if read_instead is None else [read_instead]
-    of_job = [f for f in _of_job(document, job, given=given) if f.rule not in CLUSTER_ONLY]
+    of_job = [f for f in _of_job(document, job, given=given, local=local) if f.rule not in CLUSTER_ONLY]
     findings = sorted({*of_job, *(f for s in own for f in _of_script(s, context))})
     errors = [f for f in findings if f.severity == "error"]
     warnings = [f for f in findings if f.severity != "error"]
@@ -186,12 +186,14 @@ def _of_notebook(path: str, text: str, context: Job) -> list[Finding]:
     return [f for f in findings if f.rule != "spawn-without-main-guard"]  # a notebook is not imported
 
 
-def _of_job(document: Document, job: api.DDPJob, parameters: int = 0, given: Collection[str] = ()) -> list[Finding]:
+def _of_job(
+    document: Document, job: api.DDPJob, parameters: int = 0, given: Collection[str] = (), *, local: bool = False
+) -> list[Finding]:
     severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
     path = document.source
     findings = [
         Finding(path, document.line(field), 1, rule, severities[rule], text)
-        for field, rule, text in mistakes(job, parameters, _script_text(path, job), given)
+        for field, rule, text in mistakes(job, parameters, _script_text(path, job), given, local=local)
     ]
     return check.kept(findings, _text_of(path)) if findings else []
 

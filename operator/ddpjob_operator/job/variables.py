@@ -41,11 +41,12 @@ def remark(template: Mapping[str, Any]) -> str:
     return f"{names}: your value and not the job's; the ranks meet only if it is right on every node" if names else ""
 
 
-def contradictions(spec: api.Spec, *, by_python: bool) -> Iterator[tuple[int, str, str]]:
+def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> Iterator[tuple[int, str, str]]:
     """(number of the entry in env, name, sentence) of those with which several nodes certainly do not meet.
 
     by_python: whether the command starts the script without a launcher. A launcher reads the variables of its own, and
-    sets those of the ranks; a program that is not known may read any, so nothing is said of it.
+    sets those of the ranks; a program that is not known may read any, so nothing is said of it. local: all nodes are on
+    this machine, and find rank 0 at localhost.
     """
     by = launcher.in_template(spec.template)
     if spec.nodes == 1 or not (by or by_python):
@@ -53,6 +54,8 @@ def contradictions(spec: api.Spec, *, by_python: bool) -> Iterator[tuple[int, st
     text = " ".join(launcher.command_of(spec.template))
     for number, entry in enumerate(mappings(trainer_container(spec.template) or {}, "env")):
         name, value = entry.get("name"), entry.get("value")
+        if local and name in _ADDRESSES:
+            continue
         if name in _COMPARED and isinstance(value, str) and _is_read(name, by, text):
             yield from ((number, name, f"{name}={value}{sentence}") for sentence in _wrong(name, value, spec))
 

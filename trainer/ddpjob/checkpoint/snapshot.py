@@ -184,6 +184,8 @@ class Snapshot:
         step = _checked_step(step)
         refuse_sharded(state)
         self._memory.saved(step, state, kept_alone=True)
+        if self._owed is not None:
+            self._owed.kept = (step, state)
 
     def _save(self, step: int, state: Mapping[str, Any], *, in_thread: bool = True) -> None:
         self._owe(None)
@@ -258,14 +260,33 @@ class Snapshot:
         """Wait for what `save` was given, and write it again if that has failed."""
         self._join()
         unwritten, self._unwritten = self._unwritten, None
-        process.current.unsaved.discard(self)
+        if self._owed is None:
+            process.current.unsaved.discard(self)
         if unwritten is not None and unwritten.pid == os.getpid():
             with pause("save"):
                 self._write_again(unwritten)
 
     def close(self) -> None:
-        """The same as `wait`: nothing stays open between two saves."""
+        """Wait as `wait` does, at the end of the script.
+
+        Raises SnapshotError also if the ranks went on from a state that memory alone had, and neither it nor a later
+        one is in the folder: the script has saved nothing since then, and has not named its steps.
+        """
         self.wait()
+        self._refuse_lost_state()
+
+    def _refuse_lost_state(self) -> None:
+        owed = self._owed
+        if owed is None or owed.pid != os.getpid() or self.rank != 0 or not owed.is_lost():
+            return
+        with contextlib.suppress(OSError):
+            if any(self._version(entry) == owed.version for entry in _entries(self.folder)):
+                return
+        raise SnapshotError(
+            f"the steps after {owed.version.step} were not saved, and the state of step {owed.version.step}, from "
+            f"which they went on, was in memory alone, {self._newest()}; save the last step, or call should_stop(step) "
+            f"after each step."
+        )
 
     def _join(self) -> None:
         """Wait for the thread. Raises that this process must end; what could not be written is in `_unwritten`."""
@@ -326,14 +347,18 @@ class Snapshot:
 
     def _why_unwritten(self, error: BaseException) -> str:
         """disk full: No space left on device (errno 28), in /ckpt; the newest snapshot there is of step 100"""
+        return f"{reason(error)}, {self._newest(reason(error))}"
+
+    def _newest(self, known: str = "") -> str:
+        """Return what is in the folder. known: a reason that was named already."""
         try:
             entries = _entries(self.folder)
             newest = (
                 f"; the newest snapshot there is of step {entries[0].step}" if entries else "; there is no snapshot"
             )
         except OSError as problem:
-            newest = "" if reason(problem) == reason(error) else f", which cannot be read: {reason(problem)}"
-        return f"{reason(error)}, in {self.folder}{newest}"
+            newest = "" if reason(problem) == known else f", which cannot be read: {reason(problem)}"
+        return f"in {self.folder}{newest}"
 
     def _publish(self, writer: int, document: dict[str, Any]) -> None:
         tmp = writers.tmp_path(self.folder, writer)
@@ -490,7 +515,7 @@ class Snapshot:
         origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
         if self._folder is not None:
             before = {} if self._owed is None else self._owed.objects  # of a load() that has named another part
-            self._owe(_Owed(step, {**before, **objects}, self.state, by_value=fetched.by_value))
+            self._owe(_Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value))
         if self.rank == 0:
             process.log(f"resumed at step {step} from {origin}")
         report_resumed(step, origin, saved=False)
@@ -677,11 +702,14 @@ class _Owed:
     """The state that memory alone had when the ranks went on from it: a script that saves nothing after it must not end
     well without it."""
 
-    def __init__(self, step: int, objects: Mapping[str, Any], state: Mapping[str, Any], *, by_value: bool) -> None:
-        self.objects, self.pid = objects, os.getpid()
-        self._step, self._state = step, state
+    def __init__(
+        self, version: Version, objects: Mapping[str, Any], state: Mapping[str, Any], *, by_value: bool
+    ) -> None:
+        self.version, self.objects, self.pid = version, objects, os.getpid()
+        self.kept: tuple[int, Mapping[str, Any]] | None = None  # what keep() was given after the last step
+        self._state = state
         self._knows_all = not by_value and objects.keys() == state.keys()
-        self._has_stepped = False
+        self._has_stepped, self._names_steps = False, False
         process.current.marked = None
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
@@ -690,17 +718,29 @@ class _Owed:
         self._hook.remove()
 
     def _before_step(self, *_: Any) -> None:
-        self._has_stepped, process.current.marked = True, None
+        self._names_steps |= self._is_named()
+        self._has_stepped, process.current.marked, self.kept = True, None, None
+
+    def _is_named(self) -> bool:
+        return process.current.marked is not None or self.kept is not None
 
     def step_now(self) -> int | None:
         """The step of the state as it is now; None if it is not known."""
         if not self._has_stepped:
-            return self._step
+            return self.version.step
+        if self.kept is not None:
+            return self.kept[0]
         return process.current.marked if self._knows_all else None
 
     def state(self) -> Mapping[str, Any]:
         """The state as it is now, under the names of `save`."""
-        return self.objects if self._has_stepped else {**self._state, **self.objects}
+        if not self._has_stepped:
+            return {**self._state, **self.objects}
+        return self.objects if self.kept is None else self.kept[1]
+
+    def is_lost(self) -> bool:
+        """True if steps followed, and the script names none: then memory had it of a save."""
+        return self._has_stepped and not self._names_steps and not self._is_named()
 
 
 class _Ending:
@@ -718,7 +758,7 @@ class _Ending:
         if is_failure:  # it has been reported already, and nobody is to wait for a disk
             return
         try:
-            snapshot.wait()
+            snapshot.close()
         except SnapshotError as problem:
             stop.fail_at_exit(problem)
         except Exception as problem:  # nobody is left to raise it to
