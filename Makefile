@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: install demo quick test-processes test test-long test-versions test-frameworks docs pictures simulate test-kind check format generate clean help
+.PHONY: install demo quick test-processes test test-long test-versions test-frameworks docs pictures simulate truth test-kind check format generate clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -79,6 +79,10 @@ pictures: install ## The terminal pictures of README, from a real run; needs tmu
 SEEDS ?= 20000
 simulate: install ## SEEDS=20000 lives of a job on a model of a cluster, with everything that can go wrong.
 	$(BIN)/python tests/simulation/simulate.py --seeds $(SEEDS)
+
+N ?= 500
+truth: install ## N=500 drawn training scripts, killed at random: each ends as undisturbed, or was refused before.
+	$(BIN)/python tests/truth/search.py --draws $(N)
 
 test-kind: install ## The tests that need a cluster, on a kind cluster of two nodes (docker, kind, kubectl and helm on the PATH).
 	printf 'kind: Cluster\napiVersion: kind.x-k8s.io/v1alpha4\nnodes: [{role: control-plane}, {role: worker}, {role: worker}]\n' \

@@ -1001,6 +1001,51 @@ def test_two_folders_of_the_same_last_name_keep_their_random_states_apart(run_ra
     assert run_ranks(load, 2) == [[a0, b0], [a1, b1]]
 
 
+def test_each_node_may_have_a_folder_of_its_own(run_ranks, tmp_path, patient):
+    """An emptyDir of the local run has another path on each node: the random states of all other nodes were left out
+    of the snapshot, which nothing said."""
+
+    def save(rank: int) -> float:
+        with world_of(rank, 2, f"file://{tmp_path}/a") as world:
+            snapshot = ddpjob.Snapshot(tmp_path / f"node-{rank}" / "s", world)
+            assert snapshot.load() == 0
+            torch.manual_seed(100 + rank)
+            for step in (1, 2):
+                saved(snapshot, step)
+            return float(torch.rand(()))
+
+    def load(rank: int) -> float:
+        with world_of(rank, 2, f"file://{tmp_path}/b") as world:
+            assert ddpjob.Snapshot(tmp_path / f"node-{rank}" / "s", world).load() == 2
+            return float(torch.rand(()))
+
+    expected = run_ranks(save, 2)
+    assert [rng_of(file) for file in (tmp_path / "node-0" / "s").glob("step-*.pt")] == [[0, 1], [0, 1]]
+    assert run_ranks(load, 2) == expected
+
+
+def test_a_save_of_rank_0_alone_waits_for_no_other_rank_and_says_what_it_lacks(run_ranks, tmp_path, capfd, monkeypatch):
+    """It reached the disk two seconds later, and a save within them held up the training."""
+    monkeypatch.setattr(importlib.import_module("ddpjob.checkpoint.snapshot"), "RNG_WAIT_SECONDS", 1e6)
+
+    def body(rank: int) -> int:
+        with world_of(rank, 2, f"file://{tmp_path}/a") as world:
+            model = world.wrap(torch.nn.Linear(1, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            snapshot = ddpjob.Snapshot(tmp_path / "s", world, keep=9)
+            for step in range(1, 7):
+                model(torch.ones(1, 1)).sum().backward()
+                optimizer.step()
+                if world.is_main and step in (1, 2, 4):
+                    snapshot.save(step, model=model)
+            snapshot.close()
+        return 0
+
+    run_ranks(body, 2)
+    assert [rng_of(file) for file in sorted((tmp_path / "s").glob("step-*.pt"))] == [[0]] * 3
+    assert capfd.readouterr().err.count("rank 1 did not save step 1, so a restart does not continue the random") == 1
+
+
 def test_rank_0_may_save_alone(run_ranks, tmp_path):
     def body(rank: int) -> int:
         with world_of(rank, 2, f"file://{tmp_path}/a") as world:

@@ -36,7 +36,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -130,6 +130,9 @@ class Snapshot:
         self._unwritten: _Unwritten | None = None  # the last state that was saved, where it is not in the folder
         self._owed: _Owed | None = None  # the state that memory alone had, until the folder has it or a newer one
         self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
+        self._name = str(folder)  # among the ranks; `load` makes it rank 0's, because each node may have its own path
+        self._others: _OthersSaved | None = None  # of the last save
+        self._named_late = False  # whether the log has named ranks that do not save
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
         self._reads_ahead: str | None = None  # the sampler of which that was said
@@ -192,6 +195,8 @@ class Snapshot:
         if self.rank != 0:
             self._offer_rng(step)
             return
+        if self._others is not None and step > self._others.step:
+            self._others.note()
         self._join()
         process.current.unsaved.add(self)
         self._log_reading_ahead(state)
@@ -204,6 +209,8 @@ class Snapshot:
             "state": {name: copied(state_of(value), name) for name, value in state.items()},
         }
         unwritten = _Unwritten(document, self._repeats, self.world_size > 1, os.getpid())
+        if self.world_size > 1:
+            self._others = _OthersSaved(step)
         try:
             writer = self._claim_to_save()
         except OSError as error:  # the folder is gone, or must not be written
@@ -539,9 +546,8 @@ class Snapshot:
         seeded = [rank for rank in range(self.world_size) if rank not in document["rng"]]
         if seeded and document["world_size"] == self.world_size:
             process.log(
-                f"{path} has no random state of {'rank' if len(seeded) == 1 else 'ranks'} "
-                f"{', '.join(map(str, seeded[:8]))}{' …' if len(seeded) > 8 else ''}, which did not save in time: "
-                f"seeded from rank 0's, the same way at each resume."
+                f"{path} has no random state of {_ranks(seeded)}, which did not save in time: seeded from rank 0's, "
+                f"the same way at each resume."
             )
 
     def _choose(self, found: Found | None, damaged: Collection[Path]) -> "_Entry | None":
@@ -599,7 +605,7 @@ class Snapshot:
         return None
 
     def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
-        """What rank 0 chooses; raises its SnapshotError on all ranks."""
+        """What rank 0 chooses; raises its SnapshotError on all ranks. All of them learn rank 0's name of the folder."""
         answer: Any = None
         if self.rank == 0 or self.world_size == 1:
             try:
@@ -608,7 +614,7 @@ class Snapshot:
                 answer = error
             except Exception as error:  # whatever lies in the folder: the other ranks are waiting for an answer
                 answer = SnapshotError(f"{self.folder}: {reason(error)}.")
-        answer = self._broadcast(answer)
+        answer, self._name = self._broadcast((answer, self._name))
         if isinstance(answer, SnapshotError):
             raise answer
         return answer
@@ -656,7 +662,7 @@ class Snapshot:
             return
         buffer = io.BytesIO()
         torch.save(random_states.current(), buffer)
-        self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
+        self._offered.append(_rng_key(self._name, step, self._repeats, self.rank))
         with contextlib.suppress(RuntimeError):  # rank 0 serves the store and is gone: the next collective says so
             store.set(self._offered[-1], buffer.getvalue())
             if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
@@ -665,23 +671,57 @@ class Snapshot:
     def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
         """The random states of the ranks that save too. One that came too late for the save before is waited for again
         once its state is there; one that never saves, because rank 0 saves alone, is waited for once."""
-        store = self._store()
-        missing = {rank: _rng_key(self.folder, step, repeat, rank) for rank in range(1, self.world_size)}
+        store, others = self._store(), self._others
+        missing = {rank: _rng_key(self._name, step, repeat, rank) for rank in range(1, self.world_size)}
         if store is None:
             return rng
         deadline = time.monotonic() + RNG_WAIT_SECONDS
         with contextlib.suppress(RuntimeError):  # the group is being left: the state is worth more than others' dice
             silent = {rank for rank, key in self._late.items() if not (store.check([key]) and store.delete_key(key))}
             while missing:
+                is_last = time.monotonic() > deadline or (others is not None and others.have)
                 for rank in [rank for rank, key in missing.items() if store.check([key])]:
                     key = missing.pop(rank)
                     rng[rank] = torch.load(io.BytesIO(store.get(key)), weights_only=True)
                     store.delete_key(key)
-                if missing.keys() <= silent or time.monotonic() > deadline:
+                if missing.keys() <= silent or is_last:
                     break
                 time.sleep(0.005)
         self._late = missing
+        self._name_late(step)
         return rng
+
+    def _name_late(self, step: int) -> None:
+        """Once: a resume from the folder will be another training where these ranks draw random numbers."""
+        if self._late and not self._named_late:
+            self._named_late = True
+            process.log(
+                f"{_ranks(list(self._late))} did not save step {step}, so a restart does not continue the random "
+                f"numbers there (dropout, augmentation). Call save() on every rank."
+            )
+
+
+class _OthersSaved:
+    """Whether the other ranks have come past this save: two optimizer steps after it, or at the save of a later step.
+
+    Gradients are summed over the ranks in between. An optimizer with a closure runs backward within its step, so one
+    step is not enough.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step, self.have = step, False
+        self._steps = 0
+        self._hook = register_optimizer_step_pre_hook(self._before_step)
+
+    def note(self) -> None:
+        """They have."""
+        self.have = True
+        self._hook.remove()
+
+    def _before_step(self, *_: Any) -> None:
+        self._steps += 1
+        if self._steps == 2:
+            self.note()
 
 
 @dataclass
@@ -765,8 +805,13 @@ class _Ending:
             process.log(str(problem))
 
 
-def _rng_key(folder: Path, step: int, repeat: int, rank: int) -> str:
-    return f"rng/{folder}/{step}/{repeat}/{rank}"
+def _rng_key(name: str, step: int, repeat: int, rank: int) -> str:
+    return f"rng/{name}/{step}/{repeat}/{rank}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """ranks 1, 2, 3"""
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
 
 
 def _checked_step(step: Any) -> int:

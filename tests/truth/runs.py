@@ -1,0 +1,163 @@
+"""Runs a drawn script under ddprun, undisturbed and with its kills, and judges whether the results are the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import warm
+from grammar import Draw, Kill, script
+
+SECONDS_MAX = 60
+RESUMABLE = 75
+FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
+# What the library says before a failure, of what a restart does not give back.
+REFUSED = re.compile(r"^ddpjob: .*\ba restart (does not|will not|would not)\b.*", re.MULTILINE)
+ERRORS = re.compile(r"^.*\b(StateError|ConfigurationError|SnapshotError): .*", re.MULTILINE)
+
+
+class Outcome(NamedTuple):
+    """How a run has ended."""
+
+    codes: tuple[int, ...]
+    results: Mapping[int, Any]
+    """By rank: a digest of each object."""
+    seen: Mapping[int, Mapping[int, list[int]]]
+    """By rank and step: the samples that count."""
+    log: str
+
+    @property
+    def has_ended_well(self) -> bool:
+        return bool(self.codes) and self.codes[-1] == 0 and len(self.results) == 2
+
+    @property
+    def before_the_first_failure(self) -> str:
+        return self.log.partition("STRUCK ")[0]
+
+
+class Verdict(NamedTuple):
+    """SAME, REFUSED and UNSTRUCK are right; INVALID is a mistake of the grammar."""
+
+    kind: str
+    why: str
+    log: str = ""
+
+    @property
+    def is_wrong(self) -> bool:
+        return self.kind in ("DIFFERENT", "FAILED")
+
+
+def undisturbed(draw: Draw) -> Outcome:
+    """The script without a kill."""
+    return ran(draw._replace(kills=()))
+
+
+def ran(draw: Draw) -> Outcome:
+    """The script under ddprun, started again where it has stopped as it was told to."""
+    folder = Path(tempfile.mkdtemp(prefix="ddpjob-truth-"))
+    try:
+        (folder / "train.py").write_text(script(draw.recipe))
+        (folder / "tmp").mkdir()
+        codes: list[int] = []
+        logs: list[str] = []
+        # Samples are noted before each step: those of a step that was made again count as they were the last time.
+        while not codes or (codes[-1] == RESUMABLE and len(codes) < 4):
+            code, log = _agent(folder, draw, len(codes))
+            codes.append(code)
+            logs.append(log)
+        return Outcome(tuple(codes), _results(folder), _seen(folder), "".join(logs))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    kills = [_as_json(kill, draw.kills) for kill in draw.kills]
+    settle = draw.kills[0].step if draw.kills and draw.settled and life == 0 else -1
+    env |= {
+        "OMP_NUM_THREADS": "1",
+        "KILLS": json.dumps(kills),
+        "SETTLE": str(settle),
+        "LIFE": str(life),
+        "SNAPSHOTS": str(folder / "snapshots"),
+        "TMPDIR": str(folder / "tmp"),
+        "DDPJOB_ATTEMPT": str(life + 1),
+        "DDPJOB_UID": "truth",
+    }
+    words = ["--nproc-per-node", "2", "--max-restarts", "3", "train.py"]
+    agent = warm.start("ddpjob.agent", words, cwd=folder, env=env)
+    try:
+        out, err = agent.communicate(timeout=SECONDS_MAX)
+    except subprocess.TimeoutExpired:
+        agent.send_signal(signal.SIGKILL)
+        out, err = agent.communicate()
+        err += f"\nit did not end within {SECONDS_MAX} s\n"
+    return agent.returncode, out + err
+
+
+def _as_json(kill: Kill, kills: tuple[Kill, ...]) -> list[Any]:
+    """With the label of the generation in which it strikes: one after a stop is of the next agent's first."""
+    stops = sum(1 for other in kills if other.how == "TERM" and other.generation < kill.generation)
+    generation = kill.generation - stops
+    return [kill.place, kill.step, kill.rank, kill.how, f"{stops}.{generation}"]
+
+
+def _results(folder: Path) -> dict[int, Any]:
+    return {rank: json.loads(path.read_text()) for rank in (0, 1) if (path := folder / f"result-{rank}").is_file()}
+
+
+def _seen(folder: Path) -> dict[int, dict[int, list[int]]]:
+    found: dict[int, dict[int, list[int]]] = {}
+    for rank in (0, 1):
+        path = folder / f"seen-{rank}"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        found[rank] = {step: part for _, step, part in map(json.loads, lines)}  # the last one of each step counts
+    return found
+
+
+# ---- the judge -----------------------------------------------------------------------------------------------
+
+
+def judged(draw: Draw, whole: Outcome | None = None) -> Verdict:
+    """Whether the killed run ends as the other one, or the library has refused before the kill."""
+    whole = undisturbed(draw) if whole is None else whole
+    if not whole.has_ended_well:
+        error = ERRORS.search(whole.log)
+        return Verdict("REFUSED" if error else "INVALID", error[0] if error else _last_error(whole.log), whole.log)
+    killed = ran(draw)
+    if "STRUCK " not in killed.log:
+        return Verdict("UNSTRUCK", "no kill has struck", killed.log)
+    refused = REFUSED.search(killed.before_the_first_failure)
+    wrong = difference(whole, killed)
+    if not wrong:
+        return Verdict("SAME", "", killed.log)
+    if refused:
+        return Verdict("REFUSED", refused[0], killed.log)
+    return Verdict("DIFFERENT" if killed.has_ended_well else "FAILED", wrong, killed.log)
+
+
+def difference(whole: Outcome, killed: Outcome) -> str:
+    """What is not as in the undisturbed run; "" where all is."""
+    if not killed.has_ended_well:
+        return f"it ended with {killed.codes}: {_last_error(killed.log)}"
+    found = []
+    for rank, result in whole.results.items():
+        names = [name for name, digest in result.items() if killed.results[rank].get(name) != digest]
+        found += [f"rank {rank}: {', '.join(names)}"] if names else []
+    for rank, steps in whole.seen.items():
+        others = [step for step, part in steps.items() if killed.seen[rank].get(step) != part]
+        found += [f"rank {rank}: the samples of {len(others)} steps from {others[0]} on"] if others else []
+    return "; ".join(found)
+
+
+def _last_error(log: str) -> str:
+    errors = [line for line in log.splitlines() if re.search(r"\b\w*Error\b|Signal|SIG[A-Z]+|did not end", line)]
+    return errors[-1][:300] if errors else "no error was said"

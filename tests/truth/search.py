@@ -1,0 +1,198 @@
+"""Draws training scripts and kills, and searches for one that a restart makes wrong: `make truth N=500`.
+
+    python tests/truth/search.py --draws 500 --seed 7000 --out found
+    python tests/truth/search.py --one 7141             # one seed, with its script and log
+
+Each script runs undisturbed once, and with a kill so often as `--kills` says. All agents are forked from this process,
+which has imported torch. What is wrong is made as small as it stays wrong, and written to `--out` as a script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+from grammar import CHOICES, Draw, drawn, normal, parts_of, script  # noqa: E402
+from runs import Outcome, Verdict, judged, undisturbed  # noqa: E402
+
+WORKERS = 2
+
+
+class Found(NamedTuple):
+    """A draw that is wrong, with as few parts as are needed for that."""
+
+    seed: int
+    draw: Draw
+    verdict: Verdict
+
+    @property
+    def title(self) -> str:
+        parts = " ".join(f"{name}={option}" for name, option in sorted(parts_of(self.draw.recipe).items()))
+        return parts or "plain"
+
+    def text(self) -> str:
+        kills = "; ".join(f"{k.how} of rank {k.rank} at {k.place} {k.step}" for k in self.draw.kills)
+        settled = ", when all that was saved is in the folder" if self.draw.settled else ""
+        return f"{self.title}\n  seed {self.seed}: {kills}{settled}\n  {self.verdict.kind}: {self.verdict.why}"
+
+
+def shrunk(draw: Draw, is_wrong: Callable[[Draw], bool]) -> Draw:
+    """The fewest parts with which it is still wrong: each is made plain in turns, until none can be."""
+    best, changed = draw, True
+    while changed:
+        changed = False
+        for candidate in _smaller(best):
+            if is_wrong(candidate):
+                best, changed = candidate, True
+                break
+    return best
+
+
+def _smaller(draw: Draw) -> Iterator[Draw]:
+    """The draw without one of its parts, those first that change most."""
+    for number in range(len(draw.kills) - 1, -1, -1):
+        if len(draw.kills) > 1 and all(kill.how != "TERM" for kill in draw.kills):
+            kills = [kill for place, kill in enumerate(draw.kills) if place != number]
+            yield draw._replace(kills=tuple(kill._replace(generation=at) for at, kill in enumerate(kills)))
+    size = len(parts_of(draw.recipe))
+    seen = []
+    for name in parts_of(draw.recipe):
+        smaller = normal({**draw.recipe, name: CHOICES[name][0]})
+        if len(parts_of(smaller)) < size and smaller not in seen:
+            seen.append(smaller)
+            yield draw._replace(recipe=smaller)
+
+
+def again(seed: int, number: int) -> Draw:
+    """The script of this seed; with number > 0 another kill of it."""
+    first = drawn(seed)
+    if number == 0:
+        return first
+    other = drawn(seed + 1_000_003 * number)
+    kills = tuple(kill._replace(how="KILL" if kill.how == "TERM" else kill.how) for kill in other.kills)
+    return first._replace(kills=kills, settled=other.settled)
+
+
+def searched(seeds: list[int], kills: int) -> Iterator[tuple[int, Draw, Verdict]]:
+    """The verdict of each draw."""
+    for seed in seeds:
+        whole: Outcome | None = None
+        for number in range(kills):
+            draw = again(seed, number)
+            whole = undisturbed(draw) if whole is None else whole
+            yield seed, draw, judged(draw, whole)
+
+
+def known_as(draw: Draw, known: list[Draw]) -> Draw | None:
+    """The smaller one that this draw contains, if one of those that were found."""
+    for other in known:
+        if parts_of(other.recipe).items() <= parts_of(draw.recipe).items():
+            return other
+    return None
+
+
+def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
+    """What is wrong, made small; None where it is not wrong again."""
+    if not judged(draw).is_wrong:
+        return None
+    small = shrunk(draw, lambda candidate: judged(candidate).is_wrong)
+    again = judged(small)
+    return Found(seed, small, again if again.is_wrong else verdict)
+
+
+def _work(place: int, seeds: list[int], kills: int, out: multiprocessing.SimpleQueue[object]) -> None:
+    for seed, draw, verdict in searched(seeds, kills):
+        out.put((place, seed, draw, verdict))
+    out.put((place, None, None, None))
+
+
+def main() -> int:
+    """Search; 1 if something is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000 * 1000)
+    parser.add_argument("--kills", type=int, default=2, help="of each script")
+    parser.add_argument("--workers", type=int, default=WORKERS)
+    parser.add_argument("--out", type=Path, default=Path("truth-found"))
+    parser.add_argument("--one", type=int, help="one seed, with its log")
+    options = parser.parse_args()
+    import torch._dynamo
+    import torch.distributed.optim
+
+    import ddpjob.agent.run  # noqa: F401 - what an agent imports is in each copy of this process
+
+    torch.set_num_threads(1)
+    if options.one is not None:
+        return _one(options.one, options.kills)
+    return _search(options)
+
+
+def _one(seed: int, kills: int) -> int:
+    for _, draw, verdict in searched([seed], kills):
+        print(script(draw.recipe), verdict.log, draw.kills, f"{verdict.kind}: {verdict.why}", sep="\n")
+    return 0
+
+
+def _search(options: argparse.Namespace) -> int:
+    began, counts, found = time.monotonic(), Counter[str](), list[Found]()
+    scripts = -(-options.draws // options.kills)
+    seeds = list(range(options.seed, options.seed + scripts))
+    context = multiprocessing.get_context("fork")
+    queue: multiprocessing.SimpleQueue[object] = context.SimpleQueue()
+    shares = [seeds[place :: options.workers] for place in range(options.workers)]
+    workers = [context.Process(target=_work, args=(k, share, options.kills, queue)) for k, share in enumerate(shares)]
+    for worker in workers:
+        worker.start()
+    left, invalid = len(workers), Counter[str]()
+    while left:
+        _, seed, draw, verdict = queue.get()  # type: ignore[misc]
+        if seed is None:
+            left -= 1
+            continue
+        counts[verdict.kind] += 1
+        if verdict.kind == "INVALID":
+            invalid[verdict.why[:150]] += 1
+            print(f"seed {seed} is invalid: {verdict.why}", flush=True)
+        if verdict.is_wrong and (known := known_as(draw, [one.draw for one in found])) is not None:
+            counts[f"of a kind that is known: {' '.join(parts_of(known.recipe))}"] += 1
+        elif verdict.is_wrong and (small := smallest(seed, draw, verdict)) is not None:
+            found.append(small)
+            _written(options.out, small)
+        elif verdict.is_wrong:
+            counts["wrong once, and not again"] += 1
+            print(f"seed {seed} is not wrong again: {verdict.why}\n{verdict.log}", flush=True)
+        if sum(counts[kind] for kind in ("SAME", "REFUSED", "UNSTRUCK", "DIFFERENT", "FAILED", "INVALID")) % 50 == 0:
+            print(dict(counts), f"{time.monotonic() - began:.0f} s", flush=True)
+    for worker in workers:
+        worker.join()
+    seconds = time.monotonic() - began
+    cpu = os.times()
+    print(dict(counts), f"{seconds:.0f} s, {options.draws / seconds * 3600:.0f} draws an hour,", end=" ")
+    print(f"{(cpu.children_user + cpu.children_system) / options.draws:.1f} s of CPU a draw")
+    print(f"{len(found)} kinds of wrong results" + (f", in {options.out}" if found else ""))
+    return int(bool(found))
+
+
+def _written(folder: Path, found: Found) -> None:
+    """The script, how it is killed, and its log, in a file of its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "-".join(parts_of(found.draw.recipe).values())[:80] or "plain"
+    lines = [f"# {line}" for line in found.text().splitlines()]
+    log = [
+        f"# {line}" for line in found.verdict.log.splitlines() if "ddp" in line or "Error" in line or "STRUCK" in line
+    ]
+    (folder / f"{name}.py").write_text("\n".join([*lines, *log, script(found.draw.recipe)]))
+    print(found.text(), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
