@@ -57,6 +57,16 @@ def changed_by_hand_amid_the_training():
             model.module[2].bias.add_(1)
     train(model, steps=30)
 
+def no_sync_after_a_thousand_passes():
+    model = made()
+    train(model, steps=1100, lr=1e-4)
+    train(model, steps=7, around=model.no_sync)
+
+def no_sync_in_the_last_two_passes():
+    model = made()
+    train(model, steps=29)
+    train(model, steps=2, around=model.no_sync)
+
 class Half(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -150,6 +160,28 @@ def a_group_of_one():
     model = DDP(torch.nn.Linear(4, 1 + rank), process_group=group)
     train(model)
 
+def averaged_weights_after_a_thousand_passes():
+    model = made()
+    train(model, steps=1100, lr=1e-4)
+    for parameter in model.parameters():
+        parameter.data = parameter.data * (0.9 + rank)
+
+def averaged_weights_evaluated_with_gradients_on_rank_0():
+    model = made()
+    for _ in range(4):
+        train(model, steps=5)
+        if rank == 0:
+            own = copy.deepcopy(model.module.state_dict())
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+            for _ in range(3):
+                model.module(torch.ones(1, 4)).sum().backward()
+            model.zero_grad()
+            model.module.load_state_dict(own)
+    if rank == 0:
+        for parameter in model.parameters():
+            parameter.data.mul_(0.9)
+
 def with_parts_unused():
     train(DDP(Half(), find_unused_parameters=True))
 
@@ -220,11 +252,18 @@ def test_replicas_that_are_not_kept_in_step_are_named_at_the_end(launcher: Launc
     ]
 
 
+def test_replicas_that_part_late_are_named_as_well(launcher: Launcher) -> None:
+    """The last phase of a training, or an epoch of fine-tuning after it, may be the one that is wrong."""
+    found = trained(launcher, "no_sync_after_a_thousand_passes", "no_sync_in_the_last_two_passes")
+    who = "rank 1 ended with other parameters than rank 0: 0.weight is the first that differs; "
+    assert found == [f"{who}the replicas were not kept in step, e.g. every backward ran in no_sync()"] * 2
+
+
 def test_what_a_script_does_to_its_model_after_the_training_is_its_own_affair(launcher: Launcher) -> None:
     """A warning at the end of a sound job would teach its user to overlook all of them."""
     right = TRAININGS.partition("# ---- right")[2].partition("def done(")[0]
     names = [line.split()[1].partition("(")[0] for line in right.splitlines() if line.startswith("def ")]
-    assert len(names) == 14
+    assert len(names) == 16
     assert trained(launcher, *names) == []
 
 

@@ -286,12 +286,17 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     place = {lease["metadata"]["namespace"], role["metadata"]["namespace"], binding["metadata"]["namespace"]}
     assert place == {told["DDPJOB_LEASE_NAMESPACE"]} == {"ddpjob"}
     assert told["DDPJOB_LEASE_NAME"] == lease["metadata"]["name"]
-    named, unnamed = role["rules"]
+    named, unnamed, tested = role["rules"]
+    assert (tested["resources"], tested["resourceNames"], tested["verbs"]) == (
+        ["deployments"],
+        [lease["metadata"]["name"]],
+        ["get"],
+    )
     assert (named["verbs"], named["resourceNames"]) == (["get", "update"], [lease["metadata"]["name"]])
     assert unnamed["verbs"] == ["create"], "Kubernetes cannot limit it to a name"
     assert set(named["verbs"] + unnamed["verbs"]) == set(LEASE_RIGHT.verbs)
-    assert all(rule["apiGroups"] == [LEASE_RIGHT.group] for rule in role["rules"])
-    assert all(rule["resources"] == [LEASE_RIGHT.resource] for rule in role["rules"])
+    assert all(rule["apiGroups"] == [LEASE_RIGHT.group] for rule in (named, unnamed))
+    assert all(rule["resources"] == [LEASE_RIGHT.resource] for rule in (named, unnamed))
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
 
@@ -729,17 +734,13 @@ def hooks(*settings: str) -> dict[str, dict[str, Any]]:
     return {document["kind"]: document for document in yaml.safe_load_all(done.stdout) if document}
 
 
-def test_helm_test_may_read_two_objects_and_nothing_else() -> None:
+def test_the_pod_of_helm_test_is_its_only_hook_and_has_the_rights_of_the_operator() -> None:
+    """`helm test --logs` printed the log four times: once for each hook of the pod's name."""
     made = hooks()
-    assert made.keys() == {"ServiceAccount", "Role", "RoleBinding", "Pod"}
-    assert all(document["metadata"]["annotations"]["helm.sh/hook"] == "test" for document in made.values())
-    name = {"DDPJOB_LEASE_NAME": variables()["DDPJOB_LEASE_NAME"]}
-    assert [(rule["resources"], rule["resourceNames"], rule["verbs"]) for rule in made["Role"]["rules"]] == [
-        (["deployments"], [*name.values()], ["get"]),
-        (["leases"], [*name.values()], ["get"]),
-    ]
+    assert made.keys() == {"Pod"}
+    assert made["Pod"]["metadata"]["annotations"]["helm.sh/hook"] == "test"
     (test,) = made["Pod"]["spec"]["containers"]
-    assert made["Pod"]["spec"]["serviceAccountName"] == made["ServiceAccount"]["metadata"]["name"]
+    assert made["Pod"]["spec"]["serviceAccountName"] == pod()["spec"]["serviceAccountName"]
     told = {entry["name"]: entry["value"] for entry in test["env"]}
     same = ("DDPJOB_LEASE_NAMESPACE", "DDPJOB_LEASE_NAME", "DDPJOB_STATUS_URL")
     assert told == {key: variables()[key] for key in same}

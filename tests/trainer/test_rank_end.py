@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -40,39 +42,64 @@ def trained(passes: int) -> DistributedDataParallel:
     return model
 
 
-def test_no_hook_is_left_when_the_last_pass_is_noted(
-    run_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_hook_is_left_after_the_first_pass_and_none_when_the_module_is_released(
+    run_ranks: Ranks, tmp_path: Path
 ) -> None:
-    """A step of a long training must cost what it costs without ddprun, also after its first minutes."""
-    monkeypatch.setattr(rank_end, "PASSES", [1, 2, 4])  # the real ones end at 1,024
+    """A step must cost what it costs without ddprun, but for one call."""
 
-    def hooks() -> list[list[int]]:
-        parameters = [[*trained(passes).parameters()] for passes in (0, 1, 3, 4, 6)]
-        return [[len(parameter._backward_hooks or ()) for parameter in ours] for ours in parameters]
+    def script() -> list[list[int]]:
+        counts = [[len(p._backward_hooks or ()) for p in trained(passes).parameters()] for passes in (0, 1, 30)]
+        module = trained(3).module
+        module(torch.ones(2, 4)).sum().backward()
+        counts.append([len(p._backward_hooks or ()) for p in module.parameters()])
+        return counts
 
-    none, one, three, four, six = left_by(run_ranks, tmp_path / "end.json", hooks)[0]
+    none, one, thirty, released = left_by(run_ranks, tmp_path / "end.json", script)[0]
     assert none == [1, 1, 1, 1]
-    assert (sum(one), sum(three)) == (1, 1)
-    assert (four, six) == ([0] * 4, [0] * 4)
+    assert (sum(one), sum(thirty)) == (1, 1)
+    assert released == [0, 0, 0, 0]
 
 
-def test_a_hook_of_the_script_stays_and_does_not_count_twice(
-    run_ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_end, "PASSES", [1, 2])
+def test_what_a_rank_leaves_of_a_long_training_grows_with_its_logarithm(run_ranks: Ranks, tmp_path: Path) -> None:
+    """The last passes are known, however many there were, and the noted ones become rare."""
+    _, end = left_by(run_ranks, tmp_path / "end.json", lambda: bool(trained(400)))
+    numbers = [passes for passes, *_ in end["modules"][0]["passes"]]
+    noted = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384]
+    assert numbers[: len(noted)] == noted
+    assert {*range(370, 401)} <= {*numbers}
+    assert len(numbers) <= len(noted) + rank_end.RECENT
 
+
+def test_a_hook_of_the_script_stays_and_does_not_count_twice(run_ranks: Ranks, tmp_path: Path) -> None:
     def script() -> int:
         model = trained(0)
         called: list[int] = []
         for parameter in model.parameters():
             parameter.register_hook(lambda _: called.append(1))
-        for _ in range(3):
+        for _ in range(5):
             model(torch.ones(2, 4)).sum().backward()
         return len(called)
 
     called, end = left_by(run_ranks, tmp_path / "end.json", script)
-    assert called == 12
-    assert [passes for passes, *_ in end["modules"][0]["passes"]] == [1, 2]
+    assert called == 20
+    assert sorted(passes for passes, *_ in end["modules"][0]["passes"]) == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_model_can_be_copied_and_sent_to_another_process_while_passes_are_counted(
+    run_ranks: Ranks, tmp_path: Path
+) -> None:
+    """torch warns of a tensor with a hook when it is sent away."""
+
+    def script() -> int:
+        model = trained(5)
+        copied = copy.deepcopy(model.module)
+        for parameter in (*model.module.parameters(), *copied.parameters()):
+            ForkingPickler.dumps(parameter)
+        torch.save(model.module, tmp_path / "model.pt")
+        return sum(len(p._backward_hooks or ()) for p in copied.parameters())
+
+    assert left_by(run_ranks, tmp_path / "end.json", script)[0] == 0
 
 
 def test_a_module_is_known_although_it_was_released_before_the_end(run_ranks: Ranks, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ ends, or hangs, is not changed by them. A rank that was forked by the fork serve
 of a rank, writes nothing.
 
 The parameters of a module are summed when the DDP object is released, or at the end of the process; and, over their
-first 32 KiB each, at 20 of the first 1,024 backward passes. After those no hook is left: a step costs nothing.
+first 32 KiB each, at backward passes that become rarer: 1, 2, 3, 4, 6, 8, 12, 16, … Between those one hook counts the
+passes, and copies a few values of one parameter, without waiting for the device.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import json
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ddpjob import process
 from ddpjob.core.members import Members
 
 MODULES_MAX = 64  # a search over hyperparameters makes one after the other
-PASSES = sorted({1 << n for n in range(11)} | {3 << n for n in range(9)})  # 1, 2, 3, 4, 6, 8, 12, … 768, 1024
+RECENT = 32  # backward passes of which the last are kept
+RECENT_VALUES = 64  # spread over one parameter
 PREFIX_WORDS = 4096  # of each parameter, in a backward pass
 ROW = 1021  # words that are summed without their positions; a prime, so that no axis of a tensor is a multiple of it
-WORDS_WEIGHTED = 8192  # at most, with a weight for each
+WORDS_WEIGHTED = 2048  # at most, with a weight for each
 # Their ranks talk to each other without torch.distributed, or it is not known how.
 OTHER_WAYS = ("horovod", "byteps", "mpi4py", "torch_xla", "torchft", "jax")
 # Communication hooks after which all ranks have the same parameters before a backward pass. A script's own may do
@@ -113,11 +116,19 @@ class WatchedModule:
         self._parameters = [weakref.ref(parameter) for _, parameter in named]
         shapes = json.dumps([(name, *parameter.shape) for name, parameter in named])
         self._digest = hashlib.sha256(shapes.encode()).hexdigest()[:16]
-        self._made, self._next = 0, list(PASSES)  # backward passes so far, and those that are still to be noted
+        self._made, self._next = 0, 1  # backward passes so far, and the next that is noted; 0: none is
         self._passes: list[tuple[int, int, str]] = []
+        # Of matrices alone: the gradient of a last bias may not depend on the data.
+        self._kept = [i for i, (_, p) in enumerate(named) if p.dim() > 1] or [*range(len(named))]
+        self._recent = Recent()
         self._ddp = weakref.ref(ddp, self._released)
         self._counted: int | None = None  # the parameter at which passes are counted
-        self._hooks = [p.register_hook(functools.partial(self._reached, index)) for index, (_, p) in enumerate(named)]
+        self._hooks = [parameter.register_hook(self._hook(index)) for index, (_, parameter) in enumerate(named)]
+
+    def _hook(self, index: int) -> Callable[[Any], None]:
+        hook = functools.partial(self._reached, index)
+        hook.__torch_unserializable__ = True  # type: ignore[attr-defined]  # or torch warns when the model is sent away
+        return hook
 
     def end(self) -> None:
         """Sum the parameters, if that was not done when the module was released."""
@@ -130,6 +141,7 @@ class WatchedModule:
         with contextlib.suppress(Exception):
             if not sys.is_finalizing() and process.current.end is not None:
                 self._sum_all()
+        self._recent = Recent()
 
     def _sum_all(self) -> None:
         torch: Any = sys.modules["torch"]
@@ -146,7 +158,7 @@ class WatchedModule:
             "names": self._names,
             "sums": "".join(f"{(number ^ number >> 32) & 0xFFFFFFFF:08x}" for number in sums),
             "dtypes": dtypes[:1] if len(set(dtypes)) == 1 else dtypes,
-            "passes": self._passes,
+            "passes": [*self._passes, *self._recent.read(torch)],
             "hardware": hardware(torch, parameters[0]),
         }
 
@@ -162,17 +174,25 @@ class WatchedModule:
 
     def _count_pass(self) -> None:
         self._made += 1
-        if not self._next or self._made < self._next[0]:
-            return
-        self._next.pop(0)
-        goes_on = False
-        with contextlib.suppress(Exception):
-            goes_on = self._note_pass()
-        if not goes_on:
-            self._next.clear()
         if not self._next:
-            self._counted = -1
+            return
+        is_noted, goes_on = self._made == self._next, False
+        if is_noted:
+            self._next = next_noted(self._made)
+        with contextlib.suppress(Exception):
+            goes_on = self._note_pass() if is_noted else self._keep_values()
+        if not goes_on:
+            self._next, self._counted = 0, -1
             after_this_pass(self._remove_hooks)
+
+    def _keep_values(self) -> bool:
+        """Returns False if no more passes are to be noted."""
+        ddp, parameter = self._ddp(), self._parameters[self._kept[self._made % len(self._kept)]]()
+        if ddp is None or parameter is None:
+            return False
+        if not is_captured(torch := sys.modules["torch"]):
+            self._recent.add(torch, parameter, self._made, collectives_begun(ddp.process_group))
+        return True
 
     def _remove_hooks(self) -> None:
         """All but the one that counts. A parameter without any costs nothing again: its list would be called, empty."""
@@ -192,7 +212,7 @@ class WatchedModule:
         if not all(keeps_in_step(hook) for hook, _ in getattr(ddp, "_comm_hooks", ())):
             self._passes.clear()
             return False
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if is_captured(torch):
             return True
         with torch.no_grad():
             sums = checksums(torch, parameters, PREFIX_WORDS)
@@ -205,6 +225,47 @@ class WatchedModule:
         """Its parameters; none if the script has put others in the place of some."""
         parameters = [parameter() for parameter in self._parameters]
         return [] if any(parameter is None for parameter in parameters) else parameters
+
+
+class Recent:
+    """Some values at the start of the last backward passes, in each pass of one parameter. They stay on its device
+    until the end: to read them in a pass would make it wait for a GPU."""
+
+    def __init__(self) -> None:
+        self._values: Any = None
+        self._passes: dict[int, tuple[int, int]] = {}  # row -> (backward passes made, collectives begun)
+
+    def add(self, torch: Any, parameter: Any, made: int, collectives: int) -> None:
+        """Keep those of this pass in place of the oldest."""
+        values = parameter.detach()  # its memory is looked up each time: to hold it would keep it after the training
+        if values.is_complex():
+            return
+        if self._values is None or self._values.device != values.device:
+            self._values = torch.zeros((RECENT, RECENT_VALUES), dtype=torch.float64, device=values.device)
+            self._passes.clear()
+        row, length = made % RECENT, values.numel()
+        count = min(RECENT_VALUES, length)
+        self._values[row, :count].copy_(values.as_strided((count,), (length // max(count, 1),)))
+        self._passes[row] = (made, collectives)
+
+    def read(self, torch: Any) -> list[tuple[int, int, str]]:
+        """Return (backward passes made, collectives begun, number) of each, in order."""
+        if self._values is None:
+            return []
+        octets = self._values.cpu().view(torch.uint8)
+        rows = sorted((key, row) for row, key in self._passes.items())
+        return [(*key, hashlib.sha256(bytes(octets[row].tolist())).hexdigest()[:16]) for key, row in rows]
+
+
+def next_noted(made: int) -> int:
+    """The pass after this one in 1, 2, 3, 4, 6, 8, 12, 16, 24, …"""
+    is_power = made & (made - 1) == 0
+    return made + 1 if made < 3 else made * 3 // 2 if is_power else made * 4 // 3
+
+
+def is_captured(torch: Any) -> bool:
+    """True while a CUDA graph is recorded: what is called now would be repeated with each replay."""
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
 
 def after_this_pass(call: Callable[[], None]) -> None:
@@ -234,30 +295,46 @@ def collectives_begun(group: Any) -> int:
 
 
 def checksums(torch: Any, parameters: Sequence[Any], words_max: int | None = None) -> list[int]:
-    """Sum the bits of each parameter, so that NaN is equal to itself; words_max: of the first words alone."""
-    weights: dict[Any, Any] = {}  # by device: 1, 3, 5, …: odd, so that no bit gets lost
-    sums = [checksum(torch, parameter, weights, words_max) for parameter in parameters]
-    if len({one.device for one in sums}) == 1:
-        return list(torch.stack(sums).tolist())  # one copy from a GPU
-    return [int(one) for one in sums]
+    """Sum the bits of each parameter, modulo 2**64, so that NaN is equal to itself. words_max: of its first words.
+
+    In a small tensor each word has a weight of its own, in a large one each row of words: parts that have changed
+    places are found, two words of one row are not. Weights are odd, so that no bit gets lost.
+    """
+    by_device: dict[Any, list[int]] = {}
+    for index, parameter in enumerate(parameters):
+        by_device.setdefault(parameter.device, []).append(index)
+    sums = [0] * len(parameters)
+    for indices in by_device.values():
+        for index, number in zip(indices, _checksums(torch, [parameters[i] for i in indices], words_max), strict=True):
+            sums[index] = number
+    return sums
 
 
-def checksum(torch: Any, parameter: Any, weights: dict[Any, Any], words_max: int | None) -> Any:
-    """Return a sum over 64-bit words as a tensor, modulo 2**64. In a small tensor each word has a weight of its own, in
-    a large one each row of words: parts that have changed places are found, two words of one row are not."""
+def _checksums(torch: Any, parameters: Sequence[Any], words_max: int | None) -> list[int]:
+    """Those of one device: few operations for each parameter, and one copy from a GPU."""
+    parts: list[Any] = []
+    ends: list[int] = []
+    length = 0
+    for parameter in parameters:
+        own = _parts(torch, parameter, words_max)
+        parts += own
+        length += sum(map(len, own))
+        ends.append(length)
+    words = torch.cat([torch.zeros(1, dtype=torch.int64, device=parameters[0].device), *parts])
+    weights = torch.arange(-1, 2 * length, 2, device=words.device)  # of the first parameter: 1, 3, 5, …
+    sums = torch.stack([words.cumsum(0), words.mul_(weights).cumsum(0)])[:, [0, *ends]].tolist()
+    return [
+        weighted[1] - weighted[0] - 2 * begin * (plain[1] - plain[0]) & 0xFFFFFFFFFFFFFFFF
+        for begin, plain, weighted in zip([0, *ends], *(pairwise(row) for row in sums), strict=False)
+    ]
+
+
+def _parts(torch: Any, parameter: Any, words_max: int | None) -> list[Any]:
+    """What is weighted of a parameter: sums of its rows, the words after them, and the octets that make no word."""
     words, rest = words_of(torch, parameter, words_max)
-    length = words.numel()
-    rows = length // ROW if length > WORDS_WEIGHTED else 0
-    known = weights.get(words.device)
-    if known is None or len(known) < max(rows, WORDS_WEIGHTED):
-        known = weights[words.device] = torch.arange(1, 2 * max(rows, WORDS_WEIGHTED), 2, device=words.device)
-    if rows:
-        total = (words[: rows * ROW].view(rows, ROW).sum(1) * known[:rows]).sum()
-        words, length = words[rows * ROW :], length - rows * ROW
-        total += 3 * (words * known[:length]).sum()
-    else:
-        total = (words * known[:length]).sum()
-    return total if rest is None else total + 5 * (rest * known[: len(rest)]).sum()
+    rows = len(words) // ROW if len(words) > WORDS_WEIGHTED else 0
+    parts = [words[: rows * ROW].view(rows, ROW).sum(1), words[rows * ROW :]] if rows else [words]
+    return parts if rest is None else [*parts, rest]
 
 
 def words_of(torch: Any, parameter: Any, words_max: int | None) -> tuple[Any, Any]:

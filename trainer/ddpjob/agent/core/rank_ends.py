@@ -4,8 +4,8 @@ Each rank writes a file for its agent (`reporting/rank_end.py`): whether it has 
 its DDP modules. An agent sends what its node has to node 0, together with the news that its ranks have ended.
 
 A difference at the end proves nothing alone: a rank may save averaged weights, load its best checkpoint, or prune.
-Therefore a rank also notes a number over its parameters at some of its first backward passes, where DDP needs all ranks
-to have the same. Only replicas that differed there, and differ at the end, are reported.
+Therefore a rank also notes a number over its parameters at some of its backward passes, the last ones among them, where
+DDP needs all ranks to have the same. Only replicas that differed there, and differ at the end, are reported.
 
 Pure. Whatever is malformed counts as unknown, and what is unknown is not reported.
 """
@@ -136,8 +136,14 @@ def _differ(one: ModuleEnd, other: ModuleEnd) -> bool:
 
 
 def _first_pass_apart(one: ModuleEnd, other: ModuleEnd) -> int | None:
-    """The first backward pass that both have noted, and that began with other parameters; None: there is none."""
+    """The first backward pass that both have noted, and that began with other parameters; None: there is none.
+
+    The last pass that both have noted is none if either made more: a rank that makes passes alone, to evaluate averaged
+    weights, has the same numbers at its first one as the others at their next one.
+    """
     both = one.passes.keys() & other.passes.keys()
+    if both and not max(both) == max(one.passes) == max(other.passes):
+        both = both - {max(both)}
     return min((key[0] for key in both if one.passes[key] != other.passes[key]), default=None)
 
 
