@@ -349,7 +349,7 @@ def test_the_operator_learns_its_name_and_address_from_its_pod() -> None:
 
 OTHERWISE = (
     *(NAMESPACED, "healthPort=9000", "progress.port=9001", "logLevel=DEBUG"),
-    *("lostNodeSeconds=90", "keepLogTail=false", "keepFromAutoscalers=false", "events=Warning"),
+    *("lostNodeSeconds=90", "keepLogTail=false", "keepFromAutoscalers=false", "mountApiToken=false", "events=Warning"),
 )
 
 
@@ -364,7 +364,7 @@ def test_the_operator_understands_what_the_chart_tells_it(settings: tuple[str, .
     assert (read.lease_namespace, read.lease_name) == ("ddpjob", told["DDPJOB_LEASE_NAME"])
     wanted = (90, False) if settings else (VALUES["lostNodeSeconds"], VALUES["keepLogTail"])
     assert (read.rules.lost_node_seconds, read.rules.keep_log_tail) == wanted
-    assert read.keep_from_autoscalers is (not settings)
+    assert (read.keep_from_autoscalers, read.mount_api_token) == (not settings, not settings)
     assert read.events == ("Warning" if settings else "Brief")
 
 
@@ -658,6 +658,7 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
         "rbac",
         "podSecurityContext",
         "keepFromAutoscalers",
+        "mountApiToken",
         "extraEnv",
         "claimNamespace",
         "metrics",

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from worlds import UID, job
 
-from ddpjob_operator.pods import build
+from ddpjob_operator.pods import build, report_token
 
 
 def pod(what: Any = None, attempt: int = 1, rank: int = 0, avoid: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -133,6 +133,22 @@ def test_a_cluster_may_leave_that_to_the_template() -> None:
     what.spec.template["metadata"] = {"annotations": {"karpenter.sh/do-not-disrupt": "true"}}
     given = build.pod(what, 1, 0, keep_from_autoscalers=False)["metadata"]["annotations"]
     assert given == {"karpenter.sh/do-not-disrupt": "true"}
+
+
+def test_no_pod_has_an_api_token_where_the_cluster_says_so_unless_its_template_asks_for_one() -> None:
+    """Code of a job could act as its service account, though a training needs no right in the cluster."""
+    what = job()
+    assert "automountServiceAccountToken" not in build.pod(what, 1, 0)["spec"], "as for all pods"
+    assert build.pod(what, 1, 0, mount_api_token=False)["spec"]["automountServiceAccountToken"] is False
+    what.spec.template["spec"]["automountServiceAccountToken"] = True
+    assert build.pod(what, 1, 0, mount_api_token=False)["spec"]["automountServiceAccountToken"] is True
+
+
+def test_a_pod_without_an_api_token_reports_its_progress() -> None:
+    """The kubelet mounts the token for reports whatever becomes of the other."""
+    reporting = build.Reporting("http://here/v1/progress")
+    volumes = build.pod(job(), 1, 0, reporting=reporting, mount_api_token=False)["spec"]["volumes"]
+    assert [volume["name"] for volume in volumes if "projected" in volume] == [report_token.NAME]
 
 
 def test_gpu_jobs_get_one_pod_per_node_beside_the_users_own_affinity() -> None:

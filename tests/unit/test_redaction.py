@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpjob_operator.failures.redaction import clean, mask, shown
+from ddpjob_operator.failures.redaction import MASK, clean, mask, shown, shown_pair
+from ddpjob_operator.job import api
+from ddpjob_operator.plan import redacted
 
+NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
 
 
@@ -227,3 +231,71 @@ def test_whatever_the_text_what_is_shown_is_clean_and_showing_it_again_changes_n
     assert clean(once) == once
     assert "\n" not in once
     once.encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("password", "hunter2"),
+        ("password", "12345"),
+        ("db_password", "correct horse, battery"),
+        ("dbPassword", ";x"),
+        ("Password (DB)", "x"),
+        ("pwd", "hunter2"),
+        ("passphrase", "a b"),
+        ("api_token", "abc"),
+        ("api_token", "12345678"),
+        ("apiToken", "abc"),
+        ("API token", "abc"),
+        ("client.secret", "x y"),
+        ("secret", "1234"),
+        ("api-key", "77"),
+        ("optim/access_token", "abc"),
+        ("token", "s3cret"),
+        ("credentials", "me:you"),
+        ("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI"),
+        ("secret_of_db", "hunter2"),
+        ("authorization", "Bearer abcdefgh12345678"),
+    ],
+)
+def test_a_metric_that_is_named_like_a_credential_is_masked(name: str, value: str) -> None:
+    """Name and value were looked at one by one, and everyone who may read the job read the password."""
+    assert shown_pair(name, value, 64) == (name, MASK)
+    reported = api.Status(progress=api.Progress(step=1, updated=NOW, metrics={name: value, "loss": "0.25"}))
+    kept = redacted.status(reported).progress
+    assert kept is not None
+    assert kept.metrics == {name: MASK, "loss": "0.25"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss", "0.25"),
+        ("tokens", "512"),
+        ("max_tokens", "512"),
+        ("token_accuracy", "0.93"),
+        ("tokens_per_second", "1.5e5"),
+        ("tokensPerSecond", "153,000"),
+        ("pass@1", "0.43"),
+        ("pass_rate", "43%"),
+        ("first_pass", "1"),
+        ("eos_token", "2"),
+        ("secret_sharing_loss", "0.31"),
+        ("key_loss", "nan"),
+        ("auth_error", "0.1"),
+        ("secretName", "db"),
+        ("token_file", "/run/x"),
+        ("epoch", "3/10"),
+        ("phase", "warm-up"),
+        ("", ""),
+    ],
+)
+def test_a_metric_that_is_none_stays_readable(name: str, value: str) -> None:
+    assert shown_pair(name, value, 64) == (name, value)
+
+
+@given(st.text(max_size=80), st.text(max_size=80))
+def test_a_metric_that_was_masked_stays_as_it_is(name: str, value: str) -> None:
+    """Else each write of a status would change it again."""
+    masked = shown_pair(name, value, 64)
+    assert shown_pair(*masked, 64) == masked

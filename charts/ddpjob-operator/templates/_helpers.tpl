@@ -86,6 +86,7 @@ DDPJOB_STATUS_URL: progress.url
 DDPJOB_LOST_NODE_SECONDS: lostNodeSeconds
 DDPJOB_KEEP_LOG_TAIL: keepLogTail
 DDPJOB_KEEP_FROM_AUTOSCALERS: keepFromAutoscalers
+DDPJOB_MOUNT_API_TOKEN: mountApiToken
 DDPJOB_GANGS: gang
 DDPJOB_QUEUE_PLACES: gang.kueue.places.enabled
 DDPJOB_EVENTS: events

@@ -121,6 +121,14 @@ _COMPILED = tuple(
 )
 
 
+# The name of a metric in words: apiToken, api.token and "API token" are api_token.
+_BETWEEN_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
+# A metric that is named so is masked whatever it is; one that is named like the second, unless it is a number.
+_SECRET = re.compile(rf"{_PASSWORD}|(?:{_STRONG}|{_KEYS}[_-]?token|authorization|cookie)_?$", re.IGNORECASE)
+_PERHAPS_SECRET = re.compile(rf"{_STRONG}|{_WEAK}_?$", re.IGNORECASE)
+_PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9.,]{0,30}(?:e[-+]?[0-9]{1,4})?|nan|inf)\s?%?", re.IGNORECASE)
+
+
 # What is masked may be what kept something before it from being known: https://https://://a:b@
 _PASSES_MAX = 20
 
@@ -152,6 +160,20 @@ def shown(text: str, length: int) -> str:
     """A text in one line, because a second could pass for the operator's own. shown(shown(x)) == shown(x)."""
     # Kept, because each message goes into a status, its conditions, an event and the log, and most are alike.
     return _kept(text, length) if len(text) <= _KEPT_LENGTH_MAX else _shown(text, length)
+
+
+def shown_pair(name: str, value: str, length: int) -> tuple[str, str]:
+    """The name and value of a metric, each as `shown`, and the value masked if the name says that it is a credential,
+    or if both together look like one. shown_pair(*shown_pair(x, y)) == shown_pair(x, y)."""
+    name, value = shown(name, length), shown(value, length)
+    words = "_" + _BETWEEN_WORDS.sub("_", name)
+    both = f"{name}={value}"
+    is_secret = (
+        _SECRET.search(words) is not None
+        or (_PERHAPS_SECRET.search(words) is not None and _PLAIN_NUMBER.fullmatch(value) is None)
+        or mask(both) != both
+    )
+    return name, MASK if is_secret else value
 
 
 def _shown(text: str, length: int) -> str:

@@ -70,6 +70,7 @@ class Executor:
     progressed: Callable[[Key], None] = lambda _key: None
     """Called for a job whenever a request for it has its turn or its answer."""
     keep_from_autoscalers: bool = True
+    mount_api_token: bool = True
     recorded: Callable[[api.DDPJob, Plan, JobState], None] = lambda _job, _todo, _state: None
     """Called with the job as it was, once the status of a plan is written and before the rest is carried out."""
     # Apart, so that slow creates hold up no delete.
@@ -367,6 +368,7 @@ class Executor:
             avoid=action.avoid,
             replacement=action.replacement,
             keep_from_autoscalers=self.keep_from_autoscalers,
+            mount_api_token=self.mount_api_token,
         )
         if job.status.gang is not None and (gang := self.caches.gangs.get(job.status.gang.kind)) is not None:
             gang.adapter.pod(body, job, action.attempt)

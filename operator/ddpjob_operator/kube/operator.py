@@ -157,6 +157,7 @@ class Operator:
             reporting,
             lambda key: self.queue.progressed(key),
             keep_from_autoscalers=settings.keep_from_autoscalers,
+            mount_api_token=settings.mount_api_token,
             recorded=Journal(runtime, self.meter).recorded,
             creates=creates,
             going_on=going_on,

@@ -52,6 +52,9 @@ class OperatorSettings:
     """DDPJOB_KEEP_FROM_AUTOSCALERS: whether pods carry the annotations that keep autoscalers from removing their nodes.
     true, because a node that is removed costs a training all steps since its last snapshot; false leaves it to the
     template."""
+    mount_api_token: bool = True
+    """DDPJOB_MOUNT_API_TOKEN: whether the pods of jobs mount the API token of their service account. true, as for all
+    pods; false leaves it to the template."""
     gangs: tuple[str, ...] = ()
     """DDPJOB_GANGS: the APIs that spec.gang may use, separated by commas: native, kueue. Empty, the default: none, and
     nothing is asked of the API server for them."""
@@ -96,6 +99,7 @@ class OperatorSettings:
             events=_checked(environment, "DDPJOB_EVENTS", "Brief", EVENTS.__contains__, "Brief, All or Warning"),
             rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=_flag(environment, "DDPJOB_KEEP_LOG_TAIL")),
             keep_from_autoscalers=_flag(environment, "DDPJOB_KEEP_FROM_AUTOSCALERS"),
+            mount_api_token=_flag(environment, "DDPJOB_MOUNT_API_TOKEN"),
             gangs=_gangs(environment),
             queue_places=_flag(environment, "DDPJOB_QUEUE_PLACES", "false"),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
@@ -124,6 +128,7 @@ class OperatorSettings:
             ("DDPJOB_LOST_NODE_SECONDS", self.rules.lost_node_seconds, rules.lost_node_seconds),
             ("DDPJOB_KEEP_LOG_TAIL", self.rules.keep_log_tail, rules.keep_log_tail),
             ("DDPJOB_KEEP_FROM_AUTOSCALERS", self.keep_from_autoscalers, True),
+            ("DDPJOB_MOUNT_API_TOKEN", self.mount_api_token, True),
             ("DDPJOB_GANGS", ",".join(self.gangs), ""),
             ("DDPJOB_QUEUE_PLACES", self.queue_places, False),
             ("DDPJOB_CLAIM_NAMESPACE", self.claim_namespace, OperatorSettings.claim_namespace),

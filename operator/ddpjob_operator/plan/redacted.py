@@ -11,7 +11,7 @@ from dataclasses import replace as replaced
 
 from msgspec.structs import replace
 
-from ddpjob_operator.failures.redaction import clean, mask, shown
+from ddpjob_operator.failures.redaction import clean, mask, shown, shown_pair
 from ddpjob_operator.failures.root_cause import EXCEPTION_MAX, LOG_TAIL_MAX, WORD_MAX
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.observed.reports import METRIC_LENGTH_MAX
@@ -46,8 +46,8 @@ def events(new: Iterable[Event]) -> tuple[Event, ...]:
 def _progress(progress: api.Progress | None) -> api.Progress | None:
     if progress is None or not progress.metrics:
         return progress
-    metrics = {shown(k, METRIC_LENGTH_MAX): shown(v, METRIC_LENGTH_MAX) for k, v in progress.metrics.items()}
-    return replace(progress, metrics=metrics)
+    pairs = progress.metrics.items()
+    return replace(progress, metrics=dict(shown_pair(name, value, METRIC_LENGTH_MAX) for name, value in pairs))
 
 
 def _line(line: api.FailureLine) -> api.FailureLine:

@@ -74,11 +74,13 @@ def pod(
     replacement: int = 0,
     *,
     keep_from_autoscalers: bool = True,
+    mount_api_token: bool = True,
 ) -> Body:
     """The pod of a place in `attempt`. rendezvous: its address; None is the Service's name, as in a cluster.
 
     avoid: cluster nodes that it must not run on. replacement: which pod of this place in this attempt it is.
     keep_from_autoscalers: whether it asks them not to remove its node; the template's annotations outrank that.
+    mount_api_token: False mounts no API token of its service account unless the template asks for it.
     """
     rendezvous = rendezvous or naming.endpoint(job, attempt)
     template = as_given(job.spec.template)
@@ -101,6 +103,8 @@ def pod(
         del container[field]
     spec.update(restartPolicy="Never", hostname=naming.hostname(job, place), subdomain=job.metadata.name)
     spec.setdefault("enableServiceLinks", False)
+    if not mount_api_token and spec.get("automountServiceAccountToken") is None:
+        spec["automountServiceAccountToken"] = False
     if spec.get("terminationGracePeriodSeconds") == 0:
         # With 0 whoever deletes a pod makes the API server forget it before its kubelet has ended anything.
         spec["terminationGracePeriodSeconds"] = 1
