@@ -82,6 +82,8 @@ class Options:
     """That in which the command was started, where the run has one of its own."""
     names: Callable[[str], str] = str
     """How texts of the ranks name places in the script: those in a notebook by its cells."""
+    defaults: str = ""
+    """What the title says about numbers that nobody gave."""
 
 
 def run(document: Document, job: api.DDPJob, options: Options) -> int:
@@ -209,7 +211,7 @@ class Runner:
         self.folder = folder
         self.reports = True
         """Whether the script may report steps."""
-        self.screen = screen.screen(self.job, options.plain, options.process_group)
+        self.screen = screen.screen(self.job, options.plain, options.process_group, options.defaults)
         self._started_at = time.monotonic()
         self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
