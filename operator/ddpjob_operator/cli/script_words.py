@@ -130,7 +130,7 @@ def keep_close(error: click.ClickException) -> None:
     else:
         return
     meant = close(name, known)
-    error.possibilities = [meant] if meant else []  # type: ignore[union-attr]
+    vars(error)["possibilities"] = [meant] if meant else []
 
 
 def _is_flag(option: click.Option) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import datetime as dt
 import os
 import selectors
@@ -221,6 +222,7 @@ class Runner:
         self._noted: set[str] = set()
         self._total_steps: int | None = None
         self._metrics = None if options.metrics is None else _metrics_file(options.metrics, self.job)
+        self._settings = SETTINGS
         self._received: collections.deque[Report] = collections.deque()
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
@@ -295,7 +297,7 @@ class Runner:
             seen = self.cluster.observe()
             if self._stop_reasons:
                 self._stopped |= {pod.name: pod.trainer for pod in seen.pods if pod.trainer.state == "ended"}
-            todo = plan(self.job, seen, now, settings=SETTINGS)
+            todo = plan(self.job, seen, now, settings=self._settings)
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
@@ -329,6 +331,7 @@ class Runner:
         """Remember the status, and write it for others; a full disk costs the file, never the job."""
         self._measure(self.job.status, status)
         if status.attempt != self.job.status.attempt:
+            self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
             self.cluster.agent = None  # what it restarted in place is counted, and is none of the next attempt's
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
