@@ -26,10 +26,10 @@ BEFORE = {
     "tutorial.md": [],
     "local.md": [
         "ddpjob run examples/digits.yaml --fail rank=1,step=20,exit=3",
-        "ddpjob init train.py | sed 's/name: train$/name: mine/' > mine.yaml",
+        "ddpjob init --nodes 2 train.py | sed 's/name: train$/name: mine/' > mine.yaml",
     ],
     "failures.md": [],
-    "library.md": ["ddpjob init train.py > train.yaml"],
+    "library.md": ["ddpjob init --nodes 2 train.py > train.yaml"],
 }
 
 

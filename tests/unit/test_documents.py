@@ -118,7 +118,7 @@ def test_the_tutorial_shows_what_the_commands_print_of_its_script(
     script, mistake = (block.text for block in documents.blocks("python") if block.page == page)
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(script + "\n", encoding="utf-8")
-    made = CliRunner().invoke(cli, ["init", "train.py"]).output
+    made = CliRunner().invoke(cli, ["init", "--nodes", "2", "train.py"]).output
     assert made.strip() in [block.text for block in documents.blocks("yaml") if block.page == page]
     place = "            step += 1\n"
     assert script.count(place) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 
 import pytest
@@ -1030,3 +1031,27 @@ def test_an_error_of_the_script_beside_an_unschedulable_pod_is_a_failure() -> No
     world.exits(0, code=1, message="ValueError: no such shard").settle()
     assert world.status.last_failure is not None
     assert world.status.last_failure.exception == "ValueError: no such shard"
+
+
+# ---------------------------------------------------------------- the same mistake twice, on the machine of its author
+
+TRACEBACK = (
+    'Traceback (most recent call last):\n  File "/a/train.py", line {line}, in main\n    go()\nOSError: {text}\n'
+)
+
+
+def _again(world: World, line: int, text: str = "no such shard") -> World:
+    """Rank 1 raises, the group stops, and the next attempt begins or does not."""
+    before = world.status.last_failure
+    world.settings = dataclasses.replace(world.settings, failed_before=before)
+    world.running().exits(1, code=1, message=TRACEBACK.format(line=line, text=text))
+    return world.restarted().after(400).settle()
+
+
+@pytest.mark.parametrize(("line", "is_over"), [(7, True), (8, False)])
+def test_an_exception_at_the_same_line_is_enough_only_where_the_shell_says_so(line: int, *, is_over: bool) -> None:
+    """In a cluster a file system or the network may be the cause; on one machine it is the script."""
+    world = _again(_again(digits(), 7), line, "another text")
+    assert (world.status.state == "Failed") == is_over
+    if is_over:
+        assert "the same exception at the same line twice in a row" in world.status.message

@@ -71,7 +71,7 @@ def test_a_script_without_a_suffix_is_run_and_checked_as_one(tmp_path: Path, mon
     Path("train").write_text(f"#!/usr/bin/env python\n{wrong}")
     _, job = sources.load(sources.Source("./train", arguments=("--lr", "1")))
     assert (job.metadata.name, command_of(job.spec.template)) == ("train", ["torchrun", "./train", "--lr", "1"])
-    printed = CliRunner().invoke(cli, ["init", "./train"], standalone_mode=False)
+    printed = CliRunner().invoke(cli, ["init", "--nodes", "2", "./train"], standalone_mode=False)
     Path("job").write_text(printed.stdout)
     for words in (["train", "--nodes", "2"], ["job"], ["job", "train"]):
         said = CliRunner().invoke(cli, ["check", *words], standalone_mode=False)

@@ -21,7 +21,7 @@ from ddpjob_operator.job.arguments import behind_script
 from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.manifest.yamlfile import InputError
 
-NODES = 2
+NODES = 1  # as torchrun
 FOUND_MAX = 8
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
@@ -39,6 +39,7 @@ class Start:
     min_nodes: str = ""
     """Of an elastic job; "" for one with a fixed number of nodes."""
     nproc: str | None = None
+    max_restarts: str | None = None
     arguments: Sequence[str] = ()
     gpus: bool = False
     """Whether there are GPUs to ask for."""
@@ -63,7 +64,7 @@ def job_yaml(start: Start, text: str | None) -> str:
     """The YAML. text: of the script; None where it is a module, which is not read. Raises InputError."""
     _refuse_unprintable(start)
     found = Found() if text is None else read(start.script, text)
-    nodes = start.nodes or ("1" if found.spawns else str(NODES))
+    nodes = start.nodes or str(NODES)
     nproc = start.nproc or "1"
     words = _command(start, found)
     gpus = (
@@ -76,7 +77,8 @@ def job_yaml(start: Start, text: str | None) -> str:
     )
     file = f"{name_of(start.script)}.yaml"
     notes = "".join(f"# {note}\n" for note in found.notes[:FOUND_MAX])
-    least = start.min_nodes
+    least, restarts = start.min_nodes, start.max_restarts
+    limit = f"\n  backoffLimit: {_scalar(restarts)}     # restarts after a failure" if restarts is not None else ""
     elastic = f"\n  minNodes: {_scalar(least)}         # it starts with these, and takes in more" if least else ""
     return f"""# From {start.script}. Here: ddpjob run {file}; in a cluster: kubectl apply -f {file}
 {notes}apiVersion: {api.API_VERSION}
@@ -85,7 +87,7 @@ metadata:
   name: {_scalar(name_of(start.script), text=True)}
 spec:
   nodes: {_scalar(nodes)}            # pods; on this machine, groups of processes{elastic}
-  nprocPerNode: {_scalar(nproc)}     # processes on each
+  nprocPerNode: {_scalar(nproc)}     # processes on each{limit}
   template:
     spec:
       containers:

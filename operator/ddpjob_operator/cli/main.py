@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpjob_operator.cli import cluster, convert, runs, sections, shell, submit
+from ddpjob_operator.cli import cluster, convert, runs, script_words, sections, shell, submit
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
@@ -31,25 +31,28 @@ def cli() -> None:
     """PyTorch DDP jobs: one YAML, on Kubernetes or as processes on this machine."""
 
 
+class _Run(script_words.ScriptCommand, sections.Brief):
+    """`ddpjob run`."""
+
+
 @cli.command(
-    cls=sections.Brief,
+    cls=_Run,
+    context_settings=script_words.SETTINGS,
     short_help="Run a script or a DDPJob on this machine.",
-    epilog="Example: ddpjob run train.py --nodes 2 --nproc-per-node 2 -- --epochs 5",
+    epilog="Example: ddpjob run --nproc-per-node 2 train.py --epochs 5",
 )
 @click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True))
-@click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
-@click.option("--nodes", metavar="N", help="Instead of spec.nodes; MIN:MAX: an elastic job.")
-@click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node.")
-@click.option("-m", "--module", metavar="MODULE", help="Run a module in place of a file.")
+@click.argument("arguments", metavar="[ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--nodes", metavar="N", help="Nodes; MIN:MAX: an elastic job.  [1, or spec.nodes]")
+@click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node.  [1, or the file's]")
+@click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3, or the file's]")
 @click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.backoffLimit=5.")
 @click.option("--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer.")
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, not on GPUs.")
 @click.option(
     "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; node=1,at=20s."
 )
-@click.option("--report", type=sections.AsPath(dir_okay=False), help="Write a report (HTML) into it at the end.")
-@click.option("--no-check", is_flag=True, help="Start even if `ddpjob check` finds errors.")
-@click.option("--dry-run", is_flag=True, help="Print the pods that a cluster would get.")
+@click.option("--dry-run", cls=sections.RareOption, is_flag=True, help="prints pods")
 @click.option(
     "-f",
     "--filename",
@@ -58,10 +61,13 @@ def cli() -> None:
     type=click.Path(dir_okay=False, allow_dash=True),
     help="as FILE",
 )
-@click.option("--job", cls=sections.RareOption, metavar="NAME", help="of several")
+@click.option("-m", "--module", cls=sections.RareOption, metavar="NAME", help="not FILE")
+@click.option("--no-check", cls=sections.RareOption, is_flag=True, help="in any case")
+@click.option("--job", cls=sections.RareOption, metavar="NAME", help="of many")
+@click.option("--report", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="HTML")
 @click.option("--status", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="JSON")
 @click.option(
-    "--metrics-file", "metrics", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="for Prometheus"
+    "--metrics-file", "metrics", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="metrics"
 )
 @click.option(
     "--logs",
@@ -71,8 +77,8 @@ def cli() -> None:
     metavar="DIR",
 )
 @click.option("--plain", cls=sections.RareOption, is_flag=True, help="no table")
-@click.option("--allow-unsupported", cls=sections.RareOption, is_flag=True, help="ignores fields")
-@click.option("--yes", cls=sections.RareOption, is_flag=True, help="over 512 ranks")
+@click.option("--allow-unsupported", cls=sections.RareOption, is_flag=True, help="ignore fields")
+@click.option("--yes", cls=sections.RareOption, is_flag=True, help="512+ ranks")
 def run(
     file: str | None,
     arguments: tuple[str, ...],
@@ -81,6 +87,7 @@ def run(
     job: str | None,
     nodes: str | None,
     nproc: str | None,
+    max_restarts: str | None,
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     status: Path | None,
@@ -96,7 +103,8 @@ def run(
     dry_run: bool,
 ) -> int:
     """Run FILE here: a DDPJob, a script or a notebook, or - for stdin.
-    Exit codes: 0 succeeded, 1 the job failed, 2 wrong input, 130 interrupted.
+    Options end at a script's first other word: the rest is the script's.
+    Exit codes: 0 succeeded, 1 failed, 2 wrong input, 130 interrupted.
     """
     from ddpjob_operator.cli import check_files, sources
     from ddpjob_operator.local import faults, gpus
@@ -109,8 +117,11 @@ def run(
     broken = tuple(faults.parse(text) for text in failures)
     if broken:
         variables = (*variables, f"{faults.VARIABLE}={faults.variable(broken)}")
-    has_gpus = bool(gpus.visible())
-    source = sources.Source(file, module, job, nodes, nproc, settings, variables, arguments, has_gpus)
+    devices = len(gpus.visible())
+    nproc = sources.processes(nproc, devices)
+    source = sources.Source(
+        file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
+    )
     with sources.as_file(source) as source:
         document, parsed = sources.load(source)
         faults.check(broken, parsed)
@@ -131,28 +142,43 @@ def run(
             report=report,
             process_group=os.getpgrp(),
             names=sources.names_of(file),
+            defaults=sources.defaults(source, parsed, 0 if cpu else devices),
         )
         cells = file if sources.is_notebook(file) else None
         return start(document, parsed, options, checked=not no_check, notebook=cells)
 
 
-@cli.command(short_help="Print a DDPJob for a training script.", epilog="Example: ddpjob init train.py > job.yaml")
+@cli.command(
+    cls=script_words.ScriptCommand,
+    context_settings=script_words.SETTINGS,
+    short_help="Print a DDPJob for a training script.",
+    epilog="Example: ddpjob init --nodes 2 train.py --epochs 5 > job.yaml",
+)
 @click.argument("script", required=False, type=click.Path(dir_okay=False))
-@click.argument("arguments", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.argument("arguments", metavar="[ARGS...]", nargs=-1, type=click.UNPROCESSED)
 @click.option("-m", "--module", metavar="MODULE", help="A module in place of a file.")
-@click.option("--nodes", metavar="N", help="This many nodes; MIN:MAX: an elastic job.  [2]")
+@click.option("--nodes", metavar="N", help="This many nodes; MIN:MAX: an elastic job.  [1]")
 @click.option("--nproc-per-node", "nproc", metavar="N", help="This many processes on each.  [1]")
+@click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3]")
 def init(
-    script: str | None, arguments: tuple[str, ...], module: str | None, nodes: str | None, nproc: str | None
+    script: str | None,
+    arguments: tuple[str, ...],
+    module: str | None,
+    nodes: str | None,
+    nproc: str | None,
+    max_restarts: str | None,
 ) -> int:
-    """Print a DDPJob for a training script, with what the script shows in comments."""
+    """Print a DDPJob for a training script, with what the script shows in comments.
+
+    Options come before the script or right behind it; all from the first other word on is the script's.
+    """
     from ddpjob_operator.cli import sources
 
     if module is not None:
         script, arguments = None, (*([] if script is None else [script]), *arguments)
     if (script is None) == (module is None):
         raise click.UsageError("name a script, or -m MODULE")
-    source = sources.Source(script, module, None, nodes, nproc, (), (), arguments)
+    source = sources.Source(script, module, None, nodes, nproc, (), (), arguments, max_restarts=max_restarts)
     sources.load(source)
     return answer(sources.to_yaml(source))
 
@@ -264,6 +290,7 @@ def main(name: str = "ddpjob") -> None:
     try:
         code = cli.main(prog_name=name, standalone_mode=False)
     except click.ClickException as error:
+        script_words.keep_close(error)
         error.show()
         code = 2
     except (click.Abort, KeyboardInterrupt):

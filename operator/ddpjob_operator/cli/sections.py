@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import Any
 
 import click
@@ -47,8 +48,36 @@ class Brief(click.Command):
             formatter.write_text(", ".join(rare))
 
 
+def _is_option_of(command: click.Command, ctx: click.Context, name: str) -> bool:
+    from ddpjob_operator.cli import script_words
+
+    return any(script_words.spelling(name) in param.opts for param in command.get_params(ctx))
+
+
 class Sections(click.Group):
     """A group whose help lists its commands in sections; what is in none comes last."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Called by click."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if "run" not in self.commands or not _is_option_of(self.commands["run"], ctx, error.option_name):
+                raise
+            text = f"{error.option_name} is an option of a command, which comes first: {ctx.command_path} run"
+            raise click.UsageError(f"{text} {shlex.join(given)}", ctx) from None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Called by click."""
+        from ddpjob_operator.cli import script_words
+
+        is_command = args[0].startswith("-") or self.get_command(ctx, args[0]) is not None
+        if not is_command and not ctx.resilient_parsing and (text := script_words.without_command(args)):
+            raise click.UsageError(text, ctx)
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Called by click."""

@@ -52,6 +52,7 @@ class Source:
     """Whether a script that uses GPUs is to get one for each process."""
     text: str | None = None
     """The YAML from stdin."""
+    max_restarts: str | None = None
 
 
 def load(source: Source) -> tuple[Document, api.DDPJob]:
@@ -62,6 +63,8 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
     made_command = _command(document) if is_made else None
     if source.nproc is not None and not is_made:
         override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
+    if source.max_restarts is not None and not is_made:
+        override.set_field(document, f"spec.backoffLimit={source.max_restarts}", "--max-restarts")
     document, parsed = applied(document, source.nodes, source.settings, source.variables)
     if source.arguments and made_command != _command(document):  # of a YAML, or set by --set
         _replace_arguments(document, parsed, source.arguments)
@@ -73,7 +76,7 @@ def to_yaml(source: Source) -> str:
     """The YAML for a script or a module: what `ddpjob init` prints. Raises InputError."""
     least, nodes = range_of(source.nodes) if source.nodes is not None else ("", None)
     start = Start(source.file or "", nodes=nodes, min_nodes=least, nproc=source.nproc, arguments=source.arguments)
-    start = replace(start, gpus=source.gpus)
+    start = replace(start, gpus=source.gpus, max_restarts=source.max_restarts)
     if source.module is not None:
         return job_yaml(replace(start, script=source.module, module=True), None)
     if is_notebook(start.script):
@@ -83,6 +86,29 @@ def to_yaml(source: Source) -> str:
             f"then ddpjob init {stem}.py"
         )
     return job_yaml(start, _text(source.file or ""))
+
+
+def processes(nproc: str | None, devices: int) -> str | None:
+    """Return --nproc-per-node as a number for this machine, if it is one of torchrun's words. Raises InputError."""
+    cores = len(os.sched_getaffinity(0))
+    numbers = {"gpu": devices, "cpu": cores, "auto": devices or cores}
+    if nproc == "gpu" and not devices:
+        raise InputError("--nproc-per-node gpu: no GPU was found on this machine; give a number, or cpu")
+    return str(numbers[nproc]) if nproc in numbers else nproc
+
+
+def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
+    """Return which numbers of a job that was made for a script are defaults, and how to use all GPUs; "" for none."""
+    if source.text is not None or (source.module is None and kinds.of(source.file or "") == "job"):
+        return ""
+    given = {setting.partition("=")[0].strip() for setting in source.settings}
+    taken = [f"--nodes {job.spec.nodes}"] if source.nodes is None and "spec.nodes" not in given else []
+    nproc = topology.nproc_per_node(job.spec)
+    if source.nproc is None and "spec.nprocPerNode" not in given and launcher.in_template(job.spec.template):
+        more = f" ({devices} GPUs here: --nproc-per-node gpu)" if devices > max(1, nproc * job.spec.nodes) else ""
+        taken.append(f"--nproc-per-node {nproc}{more}")
+    word = "default" if len(taken) == 1 else "defaults"
+    return f"{word}: {', '.join(taken)}" if taken else ""
 
 
 @contextmanager
@@ -164,6 +190,7 @@ def _refuse_two_values(source: Source) -> None:
         ("--nodes", source.nodes, "spec.nodes"),
         ("--nodes", source.nodes if ":" in (source.nodes or "") else None, "spec.minNodes"),
         ("--nproc-per-node", source.nproc, "spec.nprocPerNode"),
+        ("--max-restarts", source.max_restarts, "spec.backoffLimit"),
     ):
         other = next((s for s in source.settings if s.partition("=")[0].strip() == field), None)
         if value is not None and other is not None:

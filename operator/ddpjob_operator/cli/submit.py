@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ddpjob_operator.cli import sections
+from ddpjob_operator.cli import script_words, sections
 from ddpjob_operator.cli.cluster import Connect, cluster_options, end_of, say
 from ddpjob_operator.cli.output import answer, closed
 
@@ -34,6 +34,7 @@ class Wishes:
     image: str | None
     nodes: str | None
     nproc: int | None
+    max_restarts: str | None
     gpus: int | None
     settings: tuple[str, ...]
     variables: tuple[str, ...]
@@ -42,13 +43,16 @@ class Wishes:
 
 
 @click.command(
+    cls=script_words.ScriptCommand,
+    context_settings=script_words.SETTINGS,
     short_help="Run a script or a DDPJob in a cluster.",
-    epilog="Example: ddpjob submit train.py --nodes 2 --nproc-per-node 4 --follow -- --epochs 5",
+    epilog="Example: ddpjob submit --nodes 2 --nproc-per-node 4 --follow train.py --epochs 5",
 )
 @click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
-@click.argument("words", metavar="[-- ARGS...]", nargs=-1, type=click.UNPROCESSED)
-@click.option("--nodes", metavar="N", help="How many nodes (pods); MIN:MAX for an elastic job.  [2, or the file's]")
+@click.argument("words", metavar="[ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--nodes", metavar="N", help="How many nodes (pods); MIN:MAX for an elastic job.  [1, or the file's]")
 @click.option("--nproc-per-node", "nproc", type=click.IntRange(min=1), metavar="P", help="Processes on each node.")
+@click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3, or the file's]")
 @click.option("--gpus", type=click.IntRange(min=1), metavar="G", help="GPUs of each node (nvidia.com/gpu).")
 @click.option("--image", metavar="IMAGE", help=f"The trainer's image.  [{IMAGE}, or the file's]")
 @click.option("--name", metavar="NAME", help="The job's name.  [the script's, or the file's]")
@@ -74,6 +78,8 @@ def submit(
     **options: Any,
 ) -> int:
     """Run FILE in a cluster: a script or a notebook, with the folder it is in, or a DDPJob's YAML.
+
+    Options come before a script or right behind it; all from the first other word on is the script's.
 
     \b
     The folder (900 kB packed at most; .gitignore applies) is stored as a ConfigMap that is
@@ -114,7 +120,7 @@ def prepare(
     nproc = wishes.nproc or wishes.gpus
     source = sources.Source(
         file, None, wishes.job, wishes.nodes, None if nproc is None else str(nproc),
-        wishes.settings, wishes.variables, words, bool(wishes.gpus),
+        wishes.settings, wishes.variables, words, bool(wishes.gpus), max_restarts=wishes.max_restarts,
     )  # fmt: skip
     with sources.as_file(source) as given:
         # What as_file sets names folders of this machine.

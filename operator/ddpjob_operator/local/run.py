@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import datetime as dt
 import os
 import selectors
@@ -82,6 +83,8 @@ class Options:
     """That in which the command was started, where the run has one of its own."""
     names: Callable[[str], str] = str
     """How texts of the ranks name places in the script: those in a notebook by its cells."""
+    defaults: str = ""
+    """What the title says about numbers that nobody gave."""
 
 
 def run(document: Document, job: api.DDPJob, options: Options) -> int:
@@ -209,7 +212,7 @@ class Runner:
         self.folder = folder
         self.reports = True
         """Whether the script may report steps."""
-        self.screen = screen.screen(self.job, options.plain, options.process_group)
+        self.screen = screen.screen(self.job, options.plain, options.process_group, options.defaults)
         self._started_at = time.monotonic()
         self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
@@ -219,6 +222,7 @@ class Runner:
         self._noted: set[str] = set()
         self._total_steps: int | None = None
         self._metrics = None if options.metrics is None else _metrics_file(options.metrics, self.job)
+        self._settings = SETTINGS
         self._received: collections.deque[Report] = collections.deque()
         self._wake_read, self._wake_write = os.pipe()
         for end in (self._wake_read, self._wake_write):
@@ -293,7 +297,7 @@ class Runner:
             seen = self.cluster.observe()
             if self._stop_reasons:
                 self._stopped |= {pod.name: pod.trainer for pod in seen.pods if pod.trainer.state == "ended"}
-            todo = plan(self.job, seen, now, settings=SETTINGS)
+            todo = plan(self.job, seen, now, settings=self._settings)
             if todo.status is not None:
                 self._record(todo.status)
             self.cluster.execute(self.job, todo.actions)
@@ -327,6 +331,7 @@ class Runner:
         """Remember the status, and write it for others; a full disk costs the file, never the job."""
         self._measure(self.job.status, status)
         if status.attempt != self.job.status.attempt:
+            self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
             self.cluster.agent = None  # what it restarted in place is counted, and is none of the next attempt's
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))

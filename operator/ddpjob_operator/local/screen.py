@@ -34,8 +34,9 @@ class OutputClosedError(Exception):
 class PlainScreen:
     """Lines: the nodes' output with their prefix, events as they come, progress now and then."""
 
-    def __init__(self, job: api.DDPJob) -> None:
+    def __init__(self, job: api.DDPJob, defaults: str = "") -> None:
         self.job = job
+        self._defaults = defaults
         self._next = 0.0
         self._drawn = api.Status()
         self._waiting: tuple[object, ...] = ()
@@ -45,7 +46,7 @@ class PlainScreen:
 
     def start(self) -> None:
         """Show the title."""
-        self.note(title(self.job))
+        self.note(title(self.job) + (f" · {self._defaults}" if self._defaults else ""))
 
     def note(self, text: str) -> None:
         """Show a sentence about the run, which may quote a program or a file."""
@@ -121,8 +122,8 @@ class LiveScreen(PlainScreen):
     While another process group has the terminal (`ddpjob run … &`), plain lines. groups: those that are ours.
     """
 
-    def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
-        super().__init__(job)
+    def __init__(self, job: api.DDPJob, groups: frozenset[int], defaults: str = "") -> None:
+        super().__init__(job, defaults)
         from rich.console import Console
 
         self._console = Console(stderr=True)
@@ -223,14 +224,15 @@ def _forget_unwritten() -> None:
     os.close(nowhere)
 
 
-def screen(job: api.DDPJob, plain: bool, group: int | None = None) -> PlainScreen:
+def screen(job: api.DDPJob, plain: bool, group: int | None = None, defaults: str = "") -> PlainScreen:
     """The table where both stdout and stderr are a terminal that can redraw lines, else plain lines.
 
-    group: the process group in which the command was started, where this process has one of its own.
+    group: the process group in which the command was started, where this process has one of its own. defaults: what
+    the title says about numbers that nobody gave.
     """
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     groups = frozenset({os.getpgrp()} if group is None else {os.getpgrp(), group})
-    return PlainScreen(job) if plain or not terminal else LiveScreen(job, groups)
+    return PlainScreen(job, defaults) if plain or not terminal else LiveScreen(job, groups, defaults)
 
 
 def title(job: api.DDPJob) -> str:

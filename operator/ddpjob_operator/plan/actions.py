@@ -105,6 +105,9 @@ class Settings:
     """What a user does with a suspended job."""
     keeps_files: bool = False
     """Whether what a pod writes beside its volumes is there for the next one: a pod on this machine is a process."""
+    failed_before: api.JobFailure | None = None
+    """The failure of the attempt before, if the same exception at the same line is enough to end the job: on the
+    machine of whoever writes the script. None in a cluster, where it takes the same mistake on all nodes."""
     keep_log_tail: bool = True
     """Whether the end of the log goes into the status."""
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: ADAPTERS)

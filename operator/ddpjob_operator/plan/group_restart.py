@@ -25,7 +25,7 @@ from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import kept_log, pending
 from ddpjob_operator.plan.actions import Decision, restart_grace_seconds
-from ddpjob_operator.plan.settlement import Settled, context, failure_of, settle, with_last_step, with_limit
+from ddpjob_operator.plan.settlement import Settled, context, failure_of, is_again, settle, with_last_step, with_limit
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure, with_idle
 from ddpjob_operator.plan.view import View, name_pods
 
@@ -271,6 +271,8 @@ def _why_it_stops(view: View, failure: api.JobFailure, verdict: rules.Verdict) -
         r.action == "FailJob" and r.matches(failure.exit_code) for r in budgets.policy(view.spec)
     ):
         return reason, "failurePolicy says FailJob for this exit code"
+    if verdict.stop == "PermanentFailure" and is_again(failure, view.settings.failed_before):
+        return reason, "the same exception at the same line twice in a row, so the job is not retried"
     used, limit = budget.counted(verdict.history, budgets.limits(view.spec), view.now), view.spec.backoff_limit
     gave_up = f"gave up after {wording.count(used, 'restart')} (backoffLimit: {limit})"
     return reason, text.format(

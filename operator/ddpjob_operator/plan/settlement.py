@@ -64,8 +64,27 @@ def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
         given = launcher.max_restarts(view.spec)
         history = budget.with_application_spent(history, budgets.limits(view.spec), view.now, given)
     verdict = rules.judge(failure_class, history, attempt, budgets.limits(view.spec), view.now)
+    if verdict.restart and not attempt.made_a_new_step and _is_repeated(view, cause, failure_class):
+        failure_class = "permanent"
+        verdict = rules.judge(failure_class, history, attempt, budgets.limits(view.spec), view.now)
     charged_to = (verdict.charged_to or "") if verdict.restart else ""
     return Settled(cause, replace(cause, failure_class=failure_class, charged_to=charged_to), verdict)
+
+
+def _is_repeated(view: View, cause: api.JobFailure, failure_class: rules.Class) -> bool:
+    """True if another restart would only repeat the failure once more, and no rule of the user's failurePolicy wants
+    it."""
+    is_own = failure_class in ("application", "outOfMemory")
+    is_wanted = any(rule.matches(cause.exit_code) for rule in budgets.policy(view.spec))
+    return is_own and not is_wanted and is_again(cause, view.settings.failed_before)
+
+
+def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
+    """True if a process has raised an exception of the same type at the same line as in the attempt before."""
+    if before is None or before.attempt + 1 != failure.attempt or not failure.where:
+        return False
+    kind, kind_before = (f.exception.partition(":")[0] for f in (failure, before))
+    return (failure.where, kind) == (before.where, kind_before) and root_cause.evidence_of(failure).raised
 
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
