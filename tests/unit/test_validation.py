@@ -447,3 +447,10 @@ def test_env_leaves_a_variable_where_others_refer_to_it(write) -> None:
     override.set_variable(document, "ROOT=/c")
     made = document.data["spec"]["template"]["spec"]["containers"][0]["env"]
     assert made == [{"name": "ROOT", "value": "/c"}, {"name": "DATA", "value": "$(ROOT)/data"}]
+
+
+def test_the_operator_compares_no_names() -> None:
+    """A tenant may write thousands of names; the API server refuses an unknown field of a pod with a sentence."""
+    body = manifest(node=2, container={"comand": ["torchrun"]})
+    found = [str(problem) for problem in validation.parse(body, hints=False)[1]]
+    assert found == ["spec.node: unknown field"]

@@ -159,7 +159,7 @@ def mistakes(
     """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. parameters: of the model; 0: not
     known. script: the text of the job's script; "": not known. given: variables that the trainer has from outside."""
     template = job.spec.template
-    by = launcher.in_template(template)
+    by = launcher.facts(job.spec).launcher
     if not (trainer_container(template) or {}).get("image"):
         yield (
             trainer_path(template),

@@ -40,7 +40,7 @@ Time = Annotated[dt.datetime, Meta(tz=True)]
 State = Literal["Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
 
 
-class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True, dict=True):
     """The desired state, written by the user."""
 
     nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1

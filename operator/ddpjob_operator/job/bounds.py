@@ -125,7 +125,9 @@ def refused(value: object) -> str:
 
 
 def _inside(value: object) -> list[object]:
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        return []
+    if isinstance(value, (dict, Mapping)):  # dict first: Mapping alone costs as much as all the rest
         return [*value, *value.values()] if len(value) <= SPEC_VALUES_MAX else [None] * (SPEC_VALUES_MAX + 1)
     return value[: SPEC_VALUES_MAX + 1] if isinstance(value, list) else []
 

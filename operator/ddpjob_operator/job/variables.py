@@ -47,10 +47,10 @@ def contradictions(spec: api.Spec, *, by_python: bool) -> Iterator[tuple[int, st
     by_python: whether the command starts the script without a launcher. A launcher reads the variables of its own, and
     sets those of the ranks; a program that is not known may read any, so nothing is said of it.
     """
-    by = launcher.in_template(spec.template)
+    by = launcher.facts(spec).launcher
     if spec.nodes == 1 or not (by or by_python):
         return
-    text = " ".join(launcher.command_of(spec.template))
+    text = launcher.facts(spec).text
     for number, entry in enumerate(mappings(trainer_container(spec.template) or {}, "env")):
         name, value = entry.get("name"), entry.get("value")
         if name in _COMPARED and isinstance(value, str) and _is_read(name, by, text):

@@ -207,7 +207,7 @@ class JobStates:
         metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
         known = self._parsed.get(key)
         if known is None or known[:2] != (metadata.uid, metadata.generation):
-            job, problems = validation.parse(raw)
+            job, problems = validation.parse(raw, hints=False)
             self._parsed[key] = (metadata.uid, metadata.generation, job, problems)
             return job, problems
         _, _, job, problems = known

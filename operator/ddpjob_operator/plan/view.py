@@ -122,7 +122,7 @@ class View:
     @cached_property
     def hands_over_exit_code(self) -> bool:
         """Whether exit code 0 proves that the last launcher of the command has ended with 0."""
-        return exit_codes.is_handed_over(launcher.command_of(self.spec.template))
+        return exit_codes.is_handed_over(launcher.facts(self.spec).command)
 
     @cached_property
     def is_elastic(self) -> bool:
@@ -257,7 +257,7 @@ def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
     """The pod with what follows from the time and from its command."""
     if is_past(outlived_at(pod, spec), now):
         pod = replace(pod, outlived=True)
-    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.command_of(spec.template)):
+    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.facts(spec).command):
         pod = replace(pod, overcome=True)
     return pod
 
