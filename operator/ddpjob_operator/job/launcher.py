@@ -6,7 +6,6 @@ With such a contradiction the job hangs or fails, because the launcher waits for
 
 from __future__ import annotations
 
-import functools
 import re
 import shlex
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import dropwhile, islice, pairwise
 from typing import Any
+
+import msgspec
 
 from ddpjob_operator.job import api, bounds, programs
 from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container
@@ -129,6 +130,15 @@ def facts(spec: api.Spec) -> Facts:
     if "facts" not in kept:
         kept["facts"] = Facts(spec.template)
     return kept["facts"]  # type: ignore[no-any-return]
+
+
+def with_nodes(spec: api.Spec, nodes: int) -> api.Spec:
+    """Return the spec with another number of nodes; its command is not read again."""
+    if nodes == spec.nodes:
+        return spec
+    changed = msgspec.structs.replace(spec, nodes=nodes)
+    changed.__dict__["facts"] = facts(spec)
+    return changed
 
 
 def find(command: list[str]) -> Launcher | None:

@@ -324,7 +324,8 @@ def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
         return msgspec.convert({} if given is None else given, kind, strict=False)
     except (*NOT_READABLE, OverflowError) as error:
         what, _, where = str(error).partition(" - at `$")
-        raise UnreadableJobError(f"{name}{where.rstrip('`')}: {what}") from None
+        # A key that somebody wrote may be of any length.
+        raise UnreadableJobError(f"{name}{where.rstrip('`')[:200]}: {what[:200]}") from None
 
 
 def _lenient(raw: object, kind: type[Any]) -> Any:
