@@ -28,6 +28,14 @@ TURNS_MAX = 10**9
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message; a status that somebody else writes has no such limit.
 TEXT_MAX = 16_384
+# A name, a word or an exception's line in a status: the operator writes at most 500 characters.
+STATUS_TEXT_MAX = 1_024
+# metav1.Condition's own limit.
+CONDITION_MAX = 32_768
+# Every second one of NODES_MAX nodes is the longest that `ranges.text` writes: 25 kB.
+RANGES_LENGTH_MAX = 65_536
+# Lists of a status: the operator keeps at most 100 items.
+STATUS_ITEMS_MAX = 128
 # A sentence of a report, and that sentence with what to do about it.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600

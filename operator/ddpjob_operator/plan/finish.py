@@ -52,7 +52,7 @@ def finish(view: View, decision: Decision) -> Plan:
     status, long_wait_at = pending.with_long_wait(view, invalid_spec.with_remark(decision.status, view.problems))
     new = _document(view, old, status)
     if new != view.stored:
-        new = redacted.status(new)
+        new = redacted.status(new, view.stored)
     new, write_at = throttle(old, new, view.settings, view.now)
     return Plan(
         actions=decision.actions,
