@@ -190,7 +190,7 @@ class Client:
                 limit = max(1, limit // 8)
                 continue
             try:
-                listed = await _read_json(partial(reading.page, plural=kind), content)
+                listed = await read_json(partial(reading.page, plural=kind), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
             del content
@@ -228,7 +228,7 @@ class Client:
                     self._renew_after(response.status, info)
                     raise of_answer(response.status, await response.read(), response.headers)
                 async for line in reading.lines(response.content):
-                    event = await _read_json(partial(reading.event, plural=plural), line)
+                    event = await read_json(partial(reading.event, plural=plural), line)
                     if event["type"] == "ERROR":
                         raise of_status(event["object"])
                     yield event
@@ -254,7 +254,7 @@ class Client:
     ) -> Raw:
         content = await self._request_bytes(method, path, params, None, body)
         try:
-            return _checked(method, path, await _read_json(read, content))
+            return _checked(method, path, await read_json(read, content))
         except reading.BadJsonError as error:
             raise bad_answer(method, path, error) from None
 
@@ -384,7 +384,7 @@ def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
     return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
 
 
-async def _read_json(read: Callable[[bytes], T], content: bytes) -> T:
+async def read_json(read: Callable[[bytes], T], content: bytes) -> T:
     """Long JSON is read in a thread: to cut what is nested too deep off 1.5 MB takes 0.3 s. Raises BadJsonError."""
     return read(content) if len(content) <= READ_AT_ONCE else await asyncio.to_thread(read, content)
 
