@@ -52,9 +52,9 @@ def test_a_failed_rank_fails_the_job_with_its_cause_and_stops_the_others(
 
 
 BAD = {
-    "a misspelled container field": (
-        job(container={"comand": ["torchrun"]}),
-        "spec.template.spec.containers[0].comand: unknown field; did you mean command?",
+    "a wrong type": (
+        job(container={"stdin": "yes"}),
+        'spec.template.spec.containers[0].stdin: must be true or false, is "yes"',
     ),
     "options that contradict the job": (job(container={"command": ["torchrun", "--standalone", "a.py"]}), "standalone"),
 }
@@ -74,7 +74,7 @@ def test_a_bad_spec_is_a_condition_with_the_reason_and_no_pods(
 
 
 def test_a_spec_that_is_mended_starts(namespace: Namespace, operator: Operator) -> None:
-    wrong = {"container": {"comand": ["torchrun"]}}
+    wrong = {"container": {"stdin": "yes"}}
     namespace.apply(job(**wrong))
     namespace.reaches("Pending", "InvalidSpec")
     namespace.apply(job(**wrong, suspend=True))  # a template changes only while the job is suspended

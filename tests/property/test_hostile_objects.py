@@ -316,7 +316,8 @@ def test_a_job_whose_pod_cannot_be_read_is_told_so_and_its_other_pods_are_left_a
     for reflector in operator.reflectors:
         reflector.synced.set()
     operator.caches.pods.put(raw)
-    assert asyncio.run(operator.reconciler.reconcile(("default", "digits"))) is None
+    assert asyncio.run(operator.reconciler.reconcile(("default", "digits"))) == 0.5, "it is tried again, ever later"
+    assert asyncio.run(operator.reconciler.reconcile(("default", "digits"))) == 1.0
     ((waiting,),) = operator._events._waiting.values()
     assert (waiting.event.type, waiting.event.reason) == ("Warning", "Unreadable")
     assert "digits-1-0: the pod cannot be read" in waiting.event.message

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from worlds import manifest
 
-from ddpjob_operator.job import launcher, validation
+from ddpjob_operator.job import launcher, topology, validation
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
@@ -72,11 +72,9 @@ def test_a_command_with_a_long_script_in_it_is_read_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(launcher, "options_begin", counted)
     script = "echo 'hello world'\n" * 1000 + "exec torchrun --nproc-per-node={} train.py"
     for processes in (2, 4):
+        job, _ = validation.parse(manifest(nodes=2, container={"command": ["bash", "-c", script.format(processes)]}))
         for _ in range(5):
-            found = launcher.find(["bash", "-c", script.format(processes)])
-            assert found is not None
-            assert found.options == {"nproc_per_node": str(processes)}
+            assert topology.nproc_per_node(job.spec) == processes
+            assert topology.ranks_follow_nodes(job.spec)
+            assert launcher.min_nodes(job.spec) is None
     assert read == 2
-    for _ in range(2):
-        launcher.find(["torchrun", f"--rdzv-id={'x' * 100_000}"])
-    assert read == 4, "what was found there is as long as the command"

@@ -61,7 +61,9 @@ class Cluster:
         caches = Caches(Jobs(lambda _: None), nothing, services, Nodes(lambda _: None, lambda: START))
         self.jobs, self.version = caches.jobs, 1
         self.edit(raw)
-        runtime, client, states = Runtime(utc=lambda: START), cast(Client, self), JobStates(caches.jobs)
+        self.clock = 0.0
+        runtime = Runtime(utc=lambda: START, clock=lambda: self.clock)
+        client, states = cast(Client, self), JobStates(caches.jobs)
         lookup, reports = Lookup(client, caches, runtime), Reports(caches.jobs, states, runtime, 10.0, ProgressTurns())
         executor = Executor(client, caches, lookup, cast(Events, self), runtime)
         self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
@@ -77,8 +79,8 @@ class Cluster:
     def job(self) -> dict[str, Any]:
         return dict(self.jobs.get(KEY) or {})
 
-    def reconciles(self) -> None:
-        asyncio.run(self.reconciler.reconcile(KEY))
+    def reconciles(self) -> float | None:
+        return asyncio.run(self.reconciler.reconcile(KEY))
 
     async def replace(self, path: str, body: dict[str, Any], _: Any) -> dict[str, Any]:
         self.requests.append(f"PUT {path}")
@@ -199,3 +201,34 @@ def test_a_rank_that_is_none_in_a_log_makes_no_status_that_cannot_be_read(rank: 
     assert world.status.last_failure.rank in (None, 0)
     assert validation.stored_status({"status": msgspec.to_builtins(world.status)}) == world.status
     assert world.status.state == "Failed"
+
+
+def test_a_condition_that_the_server_refuses_is_tried_again_after_growing_pauses_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each event of a pod asked the API server again, and wrote a line into the operator's log."""
+    cluster = Cluster(broken(attempt=-1), ApiError(422, "Invalid", "status.x: Invalid value"))
+    pauses = []
+    for _ in range(9):
+        before = len(cluster.requests)
+        pauses.append(cluster.reconciles() or 0.0)
+        assert cluster.reconciles() == pauses[-1], "a pod's event changes nothing"
+        assert len(cluster.requests) == before + 1
+        cluster.clock += pauses[-1]
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert len([record for record in caplog.records if "422" in record.getMessage()]) == 1
+    cluster.refuses = None
+    cluster.edit(broken(attempt=2))
+    cluster.reconciles()
+    assert cluster.job["status"]["attempt"] == 2, "a job that was fixed waits for no pause"
+    assert {c["type"]: c["status"] for c in cluster.job["status"]["conditions"]}["Accepted"] == "True"
+
+
+def test_a_status_that_stays_unreadable_is_read_again_ever_more_rarely_and_written_once() -> None:
+    cluster = Cluster(broken(attempt=-1))
+    pauses = []
+    for _ in range(6):
+        pauses.append(cluster.reconciles() or 0.0)
+        cluster.clock += pauses[-1]
+    assert pauses == [0.5, 1, 2, 4, 8, 16]
+    assert len(cluster.requests) == 1

@@ -447,3 +447,20 @@ def test_env_leaves_a_variable_where_others_refer_to_it(write) -> None:
     override.set_variable(document, "ROOT=/c")
     made = document.data["spec"]["template"]["spec"]["containers"][0]["env"]
     assert made == [{"name": "ROOT", "value": "/c"}, {"name": "DATA", "value": "$(ROOT)/data"}]
+
+
+def test_the_operator_compares_no_names() -> None:
+    """A tenant may write thousands of names; the API server refuses an unknown field of a pod with a sentence."""
+    body = manifest(node=2, container={"comand": ["torchrun"]})
+    found = [str(problem) for problem in validation.parse(body, hints=False)[1]]
+    assert found == ["spec.node: unknown field"]
+
+
+def test_of_thousands_of_wrong_values_the_first_are_named() -> None:
+    """To name 5,000 kept the operator from other jobs for 90 ms; nobody reads more than the first page."""
+    limits = {f"x{number}": "1e3Ki" for number in range(4_000)}
+    found = validation.parse(manifest(container={"resources": {"limits": limits}}), hints=False)[1]
+    assert len(found) == validation.PROBLEMS_MAX
+    found = validation.parse(manifest(container={"env": [1] * 4_000}), hints=False)[1]
+    assert len(found) == validation.PROBLEMS_MAX
+    assert all(problem.unreadable for problem in found)

@@ -126,7 +126,7 @@ class _Work:
 
 def fates(words: list[str]) -> tuple[Fate, ...]:
     """What becomes of each launcher of a command; none where the command cannot be followed."""
-    return _fates(tuple(words))
+    return _fates(tuple(words)) if sum(map(len, words)) <= launcher.SCRIPT_READ_MAX else ()
 
 
 def may_be_replaced(words: list[str]) -> bool:

@@ -169,7 +169,7 @@ def mistakes(
     known. script: the text of the job's script; "": not known. given: variables that the trainer has from outside.
     local: all nodes are on this machine."""
     template = job.spec.template
-    by = launcher.in_template(template)
+    by = launcher.facts(job.spec).launcher
     if not (trainer_container(template) or {}).get("image"):
         yield (
             trainer_path(template),

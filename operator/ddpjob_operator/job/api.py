@@ -37,10 +37,14 @@ Count = Annotated[int, Meta(ge=0, le=bounds.COUNT_MAX)]
 # Without a zone it could not be compared with any other.
 Time = Annotated[dt.datetime, Meta(tz=True)]
 
+# What a status holds is bounded: somebody may write it by hand, and each plan reads all of it.
+Text = Annotated[str, Meta(max_length=bounds.STATUS_TEXT_MAX)]
+Ranges = Annotated[str, Meta(max_length=bounds.RANGES_LENGTH_MAX)]
+
 State = Literal["Pending", "Starting", "Running", "Restarting", "Failing", "Suspended", "Succeeded", "Failed"]
 
 
-class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+class Spec(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True, dict=True):
     """The desired state, written by the user."""
 
     nodes: Annotated[int, Meta(ge=1, le=NODES_MAX)] = 1
@@ -131,7 +135,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
 
     state: State | None = None
     """One word for people: Pending, Starting, Running, Restarting, Failing, Suspended, Succeeded or Failed."""
-    reason: str = ""
+    reason: Text = ""
     """Why, as one CamelCase word; the reference lists them."""
     message: Annotated[str, Meta(max_length=4096)] = ""
     """Why, as a sentence: who, what, since when, and what happens next."""
@@ -162,21 +166,21 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """Who admits all pods at once, and why; unset where the operator has no such API switched on."""
     attempt_nodes: Count | None = None
     """spec.nodes when this attempt began; only of an elastic job, whose spec.nodes may have changed since."""
-    started_nodes: str = ""
+    started_nodes: Ranges = ""
     """Node ranks whose trainer has run in this attempt, as ranges: 0-5,8."""
-    replacements: dict[str, Count] = {}
+    replacements: Annotated[dict[str, Count], Meta(max_length=NODES_MAX)] = {}
     """How often the pod of a node was replaced alone in this attempt, by node rank; needs ddprun."""
     in_place: InPlace | None = None
     """What the agent of node 0 has restarted in place in this attempt, as far as `restarts` counts it."""
-    completed_nodes: str = ""
+    completed_nodes: Ranges = ""
     """Node ranks whose trainer ended with 0 in this attempt, as ranges: 0-5,8."""
-    selector: str = ""
+    selector: Text = ""
     """Label selector of the job's pods, for the scale subresource."""
     start_time: Time | None = None
     """When the job (last) started; unset while it is suspended."""
     completion_time: Time | None = None
     """When the job succeeded or failed and its last pod had ended."""
-    master_addr: str = ""
+    master_addr: Text = ""
     """The address of the rendezvous, that of rank 0, as host:port."""
     progress: Progress | None = None
     """What the training reports."""
@@ -193,17 +197,17 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """The furthest step of all ranks before those that train now; unset while none has reported a step."""
     last_failure: JobFailure | None = None
     """The root cause of the last failure."""
-    failures: list[FailureLine] = []
+    failures: Annotated[list[FailureLine], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
     """The last 10 failures, short, the newest last."""
     findings: Annotated[list[Finding], Meta(max_length=bounds.FINDINGS_MAX)] = []
     """Facts that make a success suspicious."""
-    avoided_nodes: list[AvoidedNode] = []
+    avoided_nodes: Annotated[list[AvoidedNode], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
     """Nodes that failed this job repeatedly, and that its next pods stay away from until a given time."""
     goodput: Goodput | None = None
     """Where the time went, up to stateTime."""
     display: Display | None = None
     """The texts that `kubectl get` shows."""
-    conditions: list[Condition] = []
+    conditions: Annotated[list[Condition], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
     """Accepted, Running, Suspended, FailureTarget, Complete, Failed, as in batch/v1 Job; SaveFailed, Suspicious."""
 
 
@@ -239,7 +243,7 @@ class Restarts(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """Restarts without a new step since the last one: the back-off follows it."""
     charged_in_a_row: Count = 0
     """Those of them charged to application or stall: three stop a job that reports steps."""
-    charged_at: list[Time] = []
+    charged_at: Annotated[list[Time], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
     """When the application was charged, where backoffWindowSeconds is set."""
     uncharged_in_a_row: Count = 0
     """Restarts charged to infrastructure since the last new step: a hundred stop the job."""
@@ -288,7 +292,7 @@ class Progress(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """The number of ranks that the training itself sees; other than nodes x nprocPerNode, it did not form one group."""
     saved_step: Count | None = None
     """The step of the newest checkpoint of ddpjob.Snapshot: a restart goes on from it."""
-    metrics: dict[str, str] = {}
+    metrics: Annotated[dict[Text, Text], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = {}
     """At most 16 values with a name, as text."""
     attempt: Count = 0
     """The attempt that reported."""
@@ -334,27 +338,27 @@ class JobFailure(Struct, rename="camel", omit_defaults=True, frozen=True, kw_onl
     """The global rank, where it is known."""
     node_rank: Count
     """The node's rank in the job."""
-    pod: str = ""
+    pod: Text = ""
     """The pod's name."""
-    init_container: str = ""
+    init_container: Text = ""
     """The init container that failed; the trainer never ran then."""
-    node: str = ""
+    node: Text = ""
     """The cluster node it ran on."""
     exit_code: int | None = None
     """The exit code of the culprit rank where it is known, else of the container."""
-    signal: str = ""
+    signal: Text = ""
     """The signal's name where a signal ended it: SIGKILL."""
-    reason: str = ""
+    reason: Text = ""
     """What the kubelet or the process said in a word: OOMKilled, Error, NodeLost, Stalled."""
-    failure_class: str = field(default="", name="class")
+    failure_class: Text = field(default="", name="class")
     """application, outOfMemory, infrastructure, stall or permanent; unset until all pods of the attempt have ended."""
-    charged_to: str = ""
+    charged_to: Text = ""
     """The restart that paid for it: application, infrastructure or stall. Unset: none."""
     step: Count | None = None
     """The last step that the training had reported."""
     generation: Count | None = None
     """How often the ranks that it ended had been restarted in their pods, as far as was known when it was recorded."""
-    exception: str = ""
+    exception: Text = ""
     """The exception's line, where the log has one."""
     where: Annotated[str, Meta(max_length=128)] = ""
     """The line of the script that raised it, where the log has its traceback: train.py:41."""
@@ -373,11 +377,11 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """The attempt that failed."""
     message: Annotated[str, Meta(max_length=300)]
     """Who and what."""
-    reason: str = ""
+    reason: Text = ""
     """What the kubelet or the process said in a word, as in lastFailure; nothing of an init container."""
-    failure_class: str = field(default="", name="class")
+    failure_class: Text = field(default="", name="class")
     """What it was, as in lastFailure."""
-    node: str = ""
+    node: Text = ""
     """The cluster node."""
     time: Time
     """When."""
@@ -395,7 +399,7 @@ class Finding(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
 class AvoidedNode(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """A node that failed this job repeatedly."""
 
-    node: str
+    node: Text
     """Its name."""
     until: Time
     """New pods may go there again."""
@@ -432,28 +436,28 @@ class Goodput(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=T
 class Display(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """The texts that `kubectl get` shows; printer columns cannot join two fields."""
 
-    nodes: str = ""
+    nodes: Text = ""
     """2/2"""
-    step: str = ""
+    step: Text = ""
     """312/1125"""
-    progress: str = ""
+    progress: Text = ""
     """28%"""
-    eta: str = ""
+    eta: Text = ""
     """3h10m"""
-    restarts: str = ""
+    restarts: Text = ""
     """2 application, 1 infrastructure: what the restarts were charged to"""
 
 
 class Condition(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """metav1.Condition."""
 
-    type: str
+    type: Text
     """Which one."""
     status: Literal["True", "False", "Unknown"]
     """Whether it holds."""
-    reason: str
+    reason: Text
     """Why, as one CamelCase word."""
-    message: str = ""
+    message: Annotated[str, Meta(max_length=bounds.CONDITION_MAX)] = ""
     """Why, as a sentence. That of the state has status.message; Accepted, what is wrong with the spec."""
     last_transition_time: Time
     """Since when the status of this condition holds."""

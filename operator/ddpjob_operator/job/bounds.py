@@ -18,8 +18,8 @@ from ddpjob.core import findings, members
 SECONDS_MAX = 315_360_000
 # What JSON carries without loss in every language; a sum of two still fits the 64 bits of the API server.
 COUNT_MAX = 2**53 - 1
-# A job of 99,999 nodes is the most that fits a pod's host name.
-NODES_MAX = 99_999
+# Kubernetes is made for clusters of 5,000 nodes. A plan takes 50 µs for each node, and a tenant may write any number.
+NODES_MAX = 10_000
 # A pod speaks for so many ranks at most.
 NPROC_MAX = members.NPROC_MAX
 # Attempts and replacements in labels. A restart a second for 30 years is fewer.
@@ -28,6 +28,14 @@ TURNS_MAX = 10**9
 IN_PLACE_MAX = 10**6
 # A kubelet keeps 4 kB of a termination message; a status that somebody else writes has no such limit.
 TEXT_MAX = 16_384
+# A name, a word or an exception's line in a status: the operator writes at most 500 characters.
+STATUS_TEXT_MAX = 1_024
+# metav1.Condition's own limit.
+CONDITION_MAX = 32_768
+# Every second one of NODES_MAX nodes is the longest that `ranges.text` writes: 25 kB.
+RANGES_LENGTH_MAX = 65_536
+# Lists of a status: the operator keeps at most 100 items.
+STATUS_ITEMS_MAX = 128
 # A sentence of a report, and that sentence with what to do about it.
 SENTENCE_MAX = 300
 ADVICE_MAX = 600
@@ -125,7 +133,9 @@ def refused(value: object) -> str:
 
 
 def _inside(value: object) -> list[object]:
-    if isinstance(value, Mapping):
+    if isinstance(value, str):
+        return []
+    if isinstance(value, (dict, Mapping)):  # dict first: Mapping alone costs as much as all the rest
         return [*value, *value.values()] if len(value) <= SPEC_VALUES_MAX else [None] * (SPEC_VALUES_MAX + 1)
     return value[: SPEC_VALUES_MAX + 1] if isinstance(value, list) else []
 

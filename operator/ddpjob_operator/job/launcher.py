@@ -6,14 +6,15 @@ With such a contradiction the job hangs or fails, because the launcher waits for
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import dropwhile, pairwise
+from functools import cached_property
+from itertools import dropwhile, islice, pairwise
 from typing import Any
+
+import msgspec
 
 from ddpjob_operator.job import api, bounds, programs
 from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container
@@ -57,7 +58,10 @@ _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
 # Where DeepSpeed looks for its hostfile without an option.
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
 SCRIPT_READ_MAX = 20_480
-"""Characters of a shell's script that is split into words: the operator's event loop does it, at 2 µs for each."""
+"""Characters of a command that are searched, and of a shell's script that is split into words: the operator's event
+loop does it, at 2 µs for each."""
+WORDS_READ_MAX = 5_000
+"""Words of a command among which its launcher and its options are searched."""
 OPTIONS_MAX = 128
 """Options of a launcher that are read; torchrun has 35."""
 NEEDS_TORCHRUN = (
@@ -76,11 +80,6 @@ _OF_PODS = (
     (re.compile(rf"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?{_REFERENCE})RANK\b"), "RANK", "NODE_RANK"),
 )
 
-_KEPT_LENGTH_MAX = 4096
-# Of a longer command, with a whole script in it, what was found is kept where that is short. To read 10 kB takes 5 ms,
-# and each report of each node asks four times.
-_KEPT_OF_LONG_MAX, _OPTIONS_LENGTH_MAX = 4096, 1024
-
 
 @dataclass(frozen=True)
 class Launcher:
@@ -90,29 +89,64 @@ class Launcher:
     options: dict[str, str] = field(default_factory=dict)
 
 
+class Facts:
+    """What a job's template says of its command, read once for each parsed spec.
+
+    A plan asks dozens of times, some of them for each node, and each report of each node four times.
+    """
+
+    def __init__(self, template: dict[str, Any]) -> None:
+        self._template = template
+
+    @cached_property
+    def command(self) -> list[str]:
+        """command + args of the trainer."""
+        return command_of(self._template)
+
+    @cached_property
+    def text(self) -> str:
+        """The command as one text, as far as it is searched."""
+        return " ".join(self.command)[:SCRIPT_READ_MAX]
+
+    @cached_property
+    def words(self) -> list[str]:
+        """The command's words; the script of `sh -c` is split into its own."""
+        return _words(self.command)
+
+    @cached_property
+    def launcher(self) -> Launcher | None:
+        """The launcher that the trainer's command starts."""
+        return _found(self.words)
+
+    @cached_property
+    def gpus(self) -> int:
+        """GPUs in the trainer's limits."""
+        return gpus(self._template)
+
+
+def facts(spec: api.Spec) -> Facts:
+    """Return what the command of this spec says. A changed copy of the spec has facts of its own."""
+    kept = spec.__dict__
+    if "facts" not in kept:
+        kept["facts"] = Facts(spec.template)
+    return kept["facts"]  # type: ignore[no-any-return]
+
+
+def with_nodes(spec: api.Spec, nodes: int) -> api.Spec:
+    """Return the spec with another number of nodes; its command is not read again."""
+    if nodes == spec.nodes:
+        return spec
+    changed = msgspec.structs.replace(spec, nodes=nodes)
+    changed.__dict__["facts"] = facts(spec)
+    return changed
+
+
 def find(command: list[str]) -> Launcher | None:
     """The launcher that `command` (command + args) starts, also inside `sh -c "…"`; None where there is none."""
-    if sum(map(len, command)) <= _KEPT_LENGTH_MAX:
-        return _found(tuple(command))
-    kept = _kept_of_long(hashlib.sha256(repr(command).encode()).digest())
-    if kept:
-        return kept[0]
-    found = _found.__wrapped__(tuple(command))
-    if found is None or len(repr(found.options)) <= _OPTIONS_LENGTH_MAX:
-        kept.append(found)
-    return found
+    return _found(_words(command))
 
 
-@functools.lru_cache(maxsize=_KEPT_OF_LONG_MAX)
-def _kept_of_long(_digest: bytes) -> list[Launcher | None]:
-    """Where it is kept what a long command starts."""
-    return []
-
-
-@functools.lru_cache(maxsize=256)
-def _found(command: tuple[str, ...]) -> Launcher | None:
-    # Kept, because each plan of a job asks for it several times.
-    words = _words(list(command))
+def _found(words: list[str]) -> Launcher | None:
     begin = options_begin(words)
     if begin is None:
         return None
@@ -130,7 +164,7 @@ def options_begin(words: list[str]) -> int | None:
             begin = i + 1
         elif word == "-m" and (following in MODULES or following == "ddpjob.agent"):
             begin = i + 2
-        if begin and not programs.tells_of_itself(words[begin:]):
+        if begin and not programs.tells_of_itself(words[begin : begin + 1]):
             return begin
     return None
 
@@ -142,14 +176,9 @@ def command_of(template: dict[str, Any]) -> list[str]:
     return [part for part in parts if isinstance(part, str)]
 
 
-def in_template(template: dict[str, Any]) -> Launcher | None:
-    """The launcher that the trainer's command starts."""
-    return find(command_of(template))
-
-
 def restarts_in_place(spec: api.Spec) -> bool:
     """Whether ddprun starts the ranks, so that they can restart without new pods."""
-    launcher = in_template(spec.template)
+    launcher = facts(spec).launcher
     return launcher is not None and launcher.name == "ddprun"
 
 
@@ -158,23 +187,23 @@ def min_nodes(spec: api.Spec) -> int | None:
     trains with all."""
     if spec.min_nodes is not None:
         return spec.min_nodes
-    launcher = in_template(spec.template)
+    launcher = facts(spec).launcher
     if launcher is None or launcher.name == "ddprun":
         return None
     least, most = _range(launcher)
     return least if 0 < least < most else None
 
 
-def nproc_per_node(template: dict[str, Any]) -> int | None:
+def nproc_per_node(spec: api.Spec) -> int | None:
     """--nproc-per-node of the command where it is a number."""
-    launcher = in_template(template)
+    launcher = facts(spec).launcher
     value = launcher.options.get("nproc_per_node", "") if launcher else ""
     return _number(value) if _number(value) > 0 else None
 
 
 def max_restarts(spec: api.Spec) -> int | None:
     """How often torchrun may start its ranks again in their pods, where the user's template says it and not the job."""
-    launcher = in_template(spec.template)
+    launcher = facts(spec).launcher
     env = {e.get("name"): e.get("value") for e in mappings(trainer_container(spec.template) or {}, "env")}
     given = launcher.options.get("max_restarts") if launcher else None
     number = _number(given or env.get("PET_MAX_RESTARTS") or "")
@@ -183,7 +212,7 @@ def max_restarts(spec: api.Spec) -> int | None:
 
 def warnings(spec: api.Spec) -> list[str]:
     """Launchers and options of theirs that are allowed, but have a drawback."""
-    launcher = in_template(spec.template)
+    launcher = facts(spec).launcher
     if launcher is not None and launcher.name == "ddprun":  # it obeys all of these
         return []
     options, notes = (launcher.options, []) if launcher else ({}, _alone(spec))
@@ -200,8 +229,7 @@ def warnings(spec: api.Spec) -> list[str]:
 
 def _alone(spec: api.Spec) -> list[str]:
     """A launcher that starts the ranks of one node where it is told of no other, and reads no variable of the job."""
-    words = command_of(spec.template)
-    text = shell_script(words) or " ".join(words)
+    text = (shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text) or _has_hostfile(found[1], spec.template):
         return []
@@ -222,8 +250,8 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
     """(WORLD_SIZE, NNODES), (RANK, NODE_RANK): a variable of the ranks of which the command makes an option of the
     launcher that starts them, so that it is not set yet, and the one that is meant."""
     own = {entry.get("name") for entry in mappings(trainer_container(spec.template) or {}, "env")}
-    text = " ".join(command_of(spec.template))
-    for pattern, name, meant in _OF_PODS if in_template(spec.template) else ():
+    text = facts(spec).text
+    for pattern, name, meant in _OF_PODS if facts(spec).launcher else ():
         is_set = name in own or re.search(rf"\b{name}=", text)
         # ${WORLD_SIZE:-1} has a value in any case, which may be right.
         if not is_set and re.search(rf"{pattern.pattern}(?!:?[-=+])", text):
@@ -251,7 +279,7 @@ def contradictions(spec: api.Spec) -> Found:
     """
     path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
-    launcher = in_template(spec.template)
+    launcher = facts(spec).launcher
     if spec.min_nodes is not None and (launcher is None or launcher.name == "ddprun"):
         yield ("spec", "minNodes"), NEEDS_TORCHRUN.format(what="ddprun" if launcher else "this command")
     if launcher is None:
@@ -316,7 +344,7 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
             "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)."
         )
     run_id = options.get("rdzv_id", "")
-    if shell_script(command_of(spec.template)) is not None and _OTHER_ON_EACH_NODE.search(run_id):
+    if shell_script(facts(spec).command) is not None and _OTHER_ON_EACH_NODE.search(run_id):
         yield f"--rdzv_id={run_id} is another one on each of {spec.nodes} nodes. Remove it: the job sets it."
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
@@ -339,7 +367,7 @@ def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
             f"--nproc_per_node={wanted} contradicts spec.nprocPerNode: {spec.nproc_per_node}. "
             "Remove one of them: the job sets the option."
         )
-    if wanted == "gpu" and not gpus(spec.template):
+    if wanted == "gpu" and not facts(spec).gpus:
         yield "--nproc_per_node=gpu: the trainer's limits have no GPU. Remove it: the job sets the option."
     if launcher.name.endswith("launch") and "no_python" in launcher.options and "use_env" not in launcher.options:
         yield "--no_python cannot hand over --local-rank. Add --use_env, or use torchrun."
@@ -347,8 +375,7 @@ def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
 
 def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
     """init_method file:// in an option, on a folder that the nodes do not share."""
-    words = _words(command_of(spec.template))
-    for word, following in pairwise([*words, ""]):
+    for word, following in pairwise([*facts(spec).words, ""]):
         named = _INIT_METHOD_OPTION.match(word)
         value = (word.partition("=")[2] or following) if named else ""
         path = value.removeprefix("file://")
@@ -367,14 +394,14 @@ def _may_be_shared(path: str, spec: api.Spec) -> bool:
 def _words(command: list[str]) -> list[str]:
     """The command's words; the script of `sh -c` is split into its own."""
     words: list[str] = []
-    for part in command:
+    for part in islice(command, WORDS_READ_MAX):
         named = "torchrun" in part or "torch.distributed" in part or "ddprun" in part
         inner = named and len(part) <= SCRIPT_READ_MAX and " " in part.strip()
         try:
             words += shell_words(part) if inner else [part]
         except ValueError:  # an unclosed quote, which the shell reports
             words.append(part)
-    return words
+    return words[:WORDS_READ_MAX]
 
 
 def shell_script(words: list[str]) -> str | None:

@@ -7,9 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from ddpjob_operator.job import bounds
 
-# Every second one of 99,999 nodes is the longest that `text` writes.
-TEXT_LENGTH_MAX = 300_000
-# Of a short text; it may be one span of many nodes, so only a few are kept.
 _KEPT_LENGTH_MAX = 16
 
 
@@ -25,20 +22,29 @@ def text(numbers: Iterable[int]) -> str:
 
 
 def parse(written: str) -> frozenset[int]:
-    """The inverse of `text`; a damaged part counts as nothing, for a status may come from anywhere."""
-    return _parsed(written) if len(written) <= _KEPT_LENGTH_MAX else _parsed.__wrapped__(written)
+    """The inverse of `text`; a damaged part counts as nothing, for a status may come from anywhere. So does what
+    follows more numbers than there are nodes: 0-9999,0-9999, …"""
+    return _of_short(written) if len(written) <= _KEPT_LENGTH_MAX else _of_long(written)
 
 
-@functools.lru_cache(maxsize=64)
 def _parsed(written: str) -> frozenset[int]:
-    # Kept, because each plan asks for the same two or three many times.
     numbers: set[int] = set()
-    for part in written[:TEXT_LENGTH_MAX].split(","):
+    left = bounds.NODES_MAX + 1
+    for part in written[: bounds.RANGES_LENGTH_MAX].split(","):
         first, _, last = part.partition("-")
         span = bounds.number(first, bounds.NODES_MAX), bounds.number(last or first, bounds.NODES_MAX)
+        left -= max(0, span[1] - span[0]) + 1
+        if left < 0:
+            break
         if -1 not in span:
             numbers.update(range(span[0], span[1] + 1))
     return frozenset(numbers)
+
+
+# Kept, because each plan asks for the same two or three many times. A short text may be one span of many nodes, and a
+# set of 10,000 numbers has 0.7 MB, so only a few are kept.
+_of_short = functools.lru_cache(maxsize=64)(_parsed)
+_of_long = functools.lru_cache(maxsize=4)(_parsed)
 
 
 def for_people(node_ranks: Sequence[int]) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Set
 
 from ddpjob.core.members import Members
 from ddpjob_operator.job import api, bounds, launcher
-from ddpjob_operator.job.podspec import gpus, grace_seconds, trainer_container
+from ddpjob_operator.job.podspec import grace_seconds, trainer_container
 
 
 def nproc_per_node(spec: api.Spec) -> int:
     """Processes per node: the number in the spec; for auto that of the command, else of its GPUs, else 1."""
     if spec.nproc_per_node != "auto":
         return spec.nproc_per_node
-    return min(bounds.NPROC_MAX, launcher.nproc_per_node(spec.template) or max(1, gpus(spec.template)))
+    return min(bounds.NPROC_MAX, launcher.nproc_per_node(spec) or max(1, launcher.facts(spec).gpus))
 
 
 def world_size(spec: api.Spec) -> int:
@@ -27,7 +28,13 @@ def members(spec: api.Spec) -> Members:
     The one translation between places and node ranks. Pods, and startedNodes, completedNodes and replacements of a
     status, go by place; reports and failures go by node rank.
     """
-    return Members(range(spec.nodes))
+    return _of(spec.nodes)
+
+
+@functools.lru_cache(maxsize=16)
+def _of(nodes: int) -> Members:
+    # Kept, because a plan asks for each node: to make it each time would take the square of them.
+    return Members(range(nodes))
 
 
 def is_enough(spec: api.Spec, places: Set[int]) -> bool:
@@ -43,7 +50,7 @@ def is_enough(spec: api.Spec, places: Set[int]) -> bool:
 def ranks_follow_nodes(spec: api.Spec) -> bool:
     """Whether node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
     nodes in the order of their arrival, and ignores the node rank."""
-    started = launcher.in_template(spec.template)
+    started = launcher.facts(spec).launcher
     if launcher.min_nodes(spec) is not None:
         return False
     return started is None or started.name == "ddprun" or started.options.get("rdzv_backend", "static") == "static"
@@ -74,7 +81,7 @@ def backend(spec: api.Spec) -> str:
     """The torch.distributed backend: auto is nccl for jobs with GPUs, else gloo."""
     if spec.backend != "auto":
         return spec.backend
-    return "nccl" if gpus(spec.template) else "gloo"
+    return "nccl" if launcher.facts(spec).gpus else "gloo"
 
 
 def shutdown_timeout_seconds(spec: api.Spec) -> int:

@@ -18,20 +18,20 @@ _OTHER_NAMES |= {"nnodes": "nodes", "numprocpernode": "nprocPerNode", "slots": "
 
 
 class Typos:
-    """The comparisons that may still be made for one document."""
+    """The comparisons that may still be made for one document (`left`)."""
 
     def __init__(self, comparisons: int = COMPARISONS_MAX) -> None:
-        self._left = comparisons
+        self.left = comparisons
 
     def meant(self, name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
         """Return the known name that this one resembles most, "" if there is none or no comparison is left."""
-        if len(name) > LENGTH_MAX or not self._left:
+        if len(name) > LENGTH_MAX or not self.left:
             return ""
         compared = []
         for other in known:
-            if not self._left:
+            if not self.left:
                 break
-            self._left -= 1
+            self.left -= 1
             if len(other) <= LENGTH_MAX:
                 compared.append(other)
         same = [other for other in compared if other.lower() == name.lower()]

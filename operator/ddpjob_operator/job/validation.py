@@ -12,6 +12,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -52,6 +53,8 @@ NOT_A_JOB = "a DDPJob is a mapping with apiVersion, kind, metadata and spec"
 MPI_REFUSED = '"mpi" needs a PyTorch built with MPI, and no published wheel is. Use gloo (CPU) or nccl (GPU).'
 
 WINDOWED_LIMIT_MAX = 100
+PROBLEMS_MAX = 200
+"""Problems of a template that are named: each takes 20 µs, and a tenant may write 9,000."""
 LABEL_KEY = "^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 _RESEMBLES = 0.8  # "comand" is 0.92 like "command"
 
@@ -111,15 +114,18 @@ _CONTAINER_SHAPES = {
 }
 
 
-def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
+def parse(raw: object, *, hints: bool = True) -> tuple[api.DDPJob, list[Problem]]:
     """The job in `raw` (decoded YAML or JSON) and all its problems.
 
     For any `raw` there is a job, with defaults for what could not be read, so that the problems can be reported with
-    its name.
+    its name. hints: whether names are compared with those that they may be a typo of. The operator compares none: a
+    tenant may write thousands, and the API server refuses an unknown field of a pod.
     """
+    typos = Typos() if hints else Typos(0)
     if not isinstance(raw, Mapping):
         return api.DDPJob(), [Problem((), f"{NOT_A_JOB}, not {say(raw)}")]
-    problems = list(_kind(raw))
+    problems = _Found(_kind(raw))
+    problems.typos = typos
     status = _lenient(raw.get("status"), api.Status)
     metadata = _lenient(raw.get("metadata"), api.Metadata)
     given = raw.get("spec", {})
@@ -127,12 +133,12 @@ def parse(raw: object) -> tuple[api.DDPJob, list[Problem]]:
         return api.DDPJob(metadata=metadata, status=status), [*problems, Problem(("spec",), why)]
     spec = typing.cast(api.Spec, _convert(given, api.Spec, ("spec",), problems) or api.Spec())
     job = api.DDPJob(metadata=metadata, spec=spec, status=status)
-    problems += _unknown(raw, ("apiVersion", "kind", "metadata", "spec", "status"), ())
+    problems += _unknown(raw, ("apiVersion", "kind", "metadata", "spec", "status"), (), typos)
     problems += _name(raw)
     if not any(p.path[:1] == ("spec",) for p in problems):
-        problems += check(spec)
+        problems += check(spec, typos)
     elif "template" not in {p.path[1] for p in problems if len(p.path) == 2}:
-        problems += _template(spec.template)
+        problems += _template(spec.template, typos)
     return job, problems
 
 
@@ -150,11 +156,11 @@ def stored_status(raw: Mapping[str, Any]) -> api.Status:
     return typing.cast(api.Status, _stored(raw, "status", api.Status))
 
 
-def check(spec: api.Spec) -> Iterator[Problem]:
+def check(spec: api.Spec, typos: Typos) -> Iterator[Problem]:
     """What is wrong with a spec whose fields have the right types."""
     wrong = {rule.field: rule.message for rule in RULES if rule.broken(spec)}
     yield from (Problem(("spec", name), message) for name, message in wrong.items())
-    misshapen = [*_template(spec.template)]
+    misshapen = [*_template(spec.template, typos)]
     yield from misshapen
     if not any(p.unreadable for p in misshapen):
         yield from (Problem(path, text) for path, text in launcher.contradictions(spec))
@@ -200,18 +206,18 @@ def strict(spec: api.Spec) -> Iterator[Problem]:
     yield from (Problem(("spec", "template", *d.path), d.message) for d in found if d.kind == "misspelled")
 
 
-def _template(given: Mapping[str, Any]) -> Iterator[Problem]:
-    misshapen = [replace(problem, unreadable=True) for problem in _shape_of(given)]
+def _template(given: Mapping[str, Any], typos: Typos) -> Iterator[Problem]:
+    misshapen = [replace(problem, unreadable=True) for problem in islice(_shape_of(given, typos), PROBLEMS_MAX)]
     yield from misshapen
     # What is not read here cannot keep a pod from being made: the API server refuses it, in words of its own.
     named = {p.path for p in misshapen}
-    for deviation in template.wrong(given):
+    for deviation in islice(template.wrong(given), PROBLEMS_MAX):
         path: Path = ("spec", "template", *deviation.path)
         if not any(path[:length] in named for length in range(len(path) + 1)):
             yield Problem(path, deviation.message)
 
 
-def _shape_of(given: Mapping[str, Any]) -> Iterator[Problem]:
+def _shape_of(given: Mapping[str, Any], typos: Typos) -> Iterator[Problem]:
     path: Path = ("spec", "template", "spec")
     pod = given.get("spec")
     yield from _shapes(given, {"metadata": "mapping"}, path[:2])
@@ -235,7 +241,6 @@ def _shape_of(given: Mapping[str, Any]) -> Iterator[Problem]:
             yield Problem((*where, "name") if "name" in container else where, "needs a name, such as trainer")
         else:
             yield from _container(container, where)
-    typos = Typos()
     yield from _misspelled(pod, "PodSpec", path, typos)
     for i, container in enumerate(containers):
         if isinstance(container, Mapping):
@@ -244,9 +249,9 @@ def _shape_of(given: Mapping[str, Any]) -> Iterator[Problem]:
 
 def _misspelled(given: Mapping[Any, Any], kind: str, path: Path, typos: Typos) -> Iterator[Problem]:
     """Only what resembles a known field very much: an API server that is newer may know the others."""
-    known = template.fields(kind)
-    for name in map(str, given):
-        if name not in known and (close := typos.meant(name, known, _RESEMBLES)):
+    known = frozenset(template.fields(kind))
+    for name in map(str, given if typos.left else ()):
+        if name not in known and (close := typos.meant(name, template.fields(kind), _RESEMBLES)):
             yield Problem((*path, name), f"unknown field; did you mean {close}?")
 
 
@@ -308,11 +313,12 @@ def _container(container: Mapping[str, Any], where: Path) -> Iterator[Problem]:
             yield Problem((*where, "env", i, "value"), f"must be text, is {say(value)}. Put it into quotes.")
 
 
-def _unknown(raw: Mapping[Any, Any], known: typing.Iterable[str], path: Path) -> Iterator[Problem]:
-    known, typos = list(known), Typos()
+def _unknown(raw: Mapping[Any, Any], known: typing.Iterable[str], path: Path, typos: Typos) -> Iterator[Problem]:
+    known = list(known)
     for name in raw:
         if name not in known:
-            yield Problem((*path, str(name)), f"unknown field{suggestion(str(name), known, typos)}")
+            hint = suggestion(str(name), known, typos) if typos.left else ""
+            yield Problem((*path, str(name)), f"unknown field{hint}")
 
 
 def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
@@ -321,7 +327,8 @@ def _stored(raw: Mapping[str, Any], name: str, kind: type[Struct]) -> Struct:
         return msgspec.convert({} if given is None else given, kind, strict=False)
     except (*NOT_READABLE, OverflowError) as error:
         what, _, where = str(error).partition(" - at `$")
-        raise UnreadableJobError(f"{name}{where.rstrip('`')}: {what}") from None
+        # A key that somebody wrote may be of any length.
+        raise UnreadableJobError(f"{name}{where.rstrip('`')[:200]}: {what[:200]}") from None
 
 
 def _lenient(raw: object, kind: type[Any]) -> Any:
@@ -333,13 +340,19 @@ def _lenient(raw: object, kind: type[Any]) -> Any:
         return kind(name=name) if kind is api.Metadata and isinstance(name, str) else kind()
 
 
-def _convert(raw: object, kind: type[Struct], path: Path, problems: list[Problem]) -> Struct | None:
+class _Found(list[Problem]):
+    """Problems, and the comparisons that may still be made for hints on how to fix them."""
+
+    typos: Typos
+
+
+def _convert(raw: object, kind: type[Struct], path: Path, problems: _Found) -> Struct | None:
     """A Struct from a mapping, field by field, so that every wrong field is named and not only the first."""
     if not isinstance(raw, Mapping):
         problems.append(Problem(path, f"must be a mapping, is {say(raw)}"))
         return None
     fields, hints = _fields_of(kind)
-    problems += _unknown(raw, (f.encode_name for f in fields), path)
+    problems += _unknown(raw, (f.encode_name for f in fields), path, problems.typos)
     values = {}
     for field in fields:
         # null means unset, as in the API server, which drops it.
@@ -359,7 +372,7 @@ def _fields_of(kind: type[Struct]) -> tuple[tuple[inspect.Field, ...], dict[str,
     return info.fields, typing.get_type_hints(kind, include_extras=True)
 
 
-def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: list[Problem]) -> Any:
+def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Found) -> Any:
     struct = _struct_in(hint)
     if struct is not None:
         value = _convert(raw, struct, path, problems)
@@ -384,7 +397,7 @@ def _nearest(kind: inspect.Type, raw: object) -> Any:
     return low if whole.le is None else min(low, whole.le)
 
 
-def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, problems: list[Problem]) -> list[Any]:
+def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, problems: _Found) -> list[Any]:
     if not (kind.min_length or 0) <= len(raw) <= (kind.max_length or len(raw)):
         wanted = f"at least {kind.min_length}" if len(raw) < (kind.min_length or 0) else f"at most {kind.max_length}"
         problems.append(Problem(path, f"must have {wanted} items, has {len(raw)}"))

@@ -48,10 +48,10 @@ def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> I
     sets those of the ranks; a program that is not known may read any, so nothing is said of it. local: all nodes are on
     this machine, and find rank 0 at localhost.
     """
-    by = launcher.in_template(spec.template)
+    by = launcher.facts(spec).launcher
     if spec.nodes == 1 or not (by or by_python):
         return
-    text = " ".join(launcher.command_of(spec.template))
+    text = launcher.facts(spec).text
     for number, entry in enumerate(mappings(trainer_container(spec.template) or {}, "env")):
         name, value = entry.get("name"), entry.get("value")
         if local and name in _ADDRESSES:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
 import kopf
@@ -28,6 +28,7 @@ from ddpjob_operator.kube.login import LoginError, login
 from ddpjob_operator.kube.reach import Reach
 from ddpjob_operator.kube.write_guard import GuardedBody, WriteGuard
 
+T = TypeVar("T")
 Raw = dict[str, Any]
 Headers = dict[str, str]
 _LOGGER = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ _METADATA_OF_LIST: Headers = {
     "Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1, application/json",
     "Accept-Encoding": "identity",  # to compress it costs the server twice as much as all the rest
 }
+READ_AT_ONCE = 65_536
+"""Bytes of JSON that are read on the event loop."""
 _METADATA_IS_ENOUGH = frozenset({"pods", "services", "events"})
 
 
@@ -187,7 +190,7 @@ class Client:
                 limit = max(1, limit // 8)
                 continue
             try:
-                listed = reading.page(content, kind)
+                listed = await read_json(partial(reading.page, plural=kind), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
             del content
@@ -225,7 +228,7 @@ class Client:
                     self._renew_after(response.status, info)
                     raise of_answer(response.status, await response.read(), response.headers)
                 async for line in reading.lines(response.content):
-                    event = reading.event(line, plural)
+                    event = await read_json(partial(reading.event, plural=plural), line)
                     if event["type"] == "ERROR":
                         raise of_status(event["object"])
                     yield event
@@ -251,7 +254,7 @@ class Client:
     ) -> Raw:
         content = await self._request_bytes(method, path, params, None, body)
         try:
-            return _checked(method, path, read(content))
+            return _checked(method, path, await read_json(read, content))
         except reading.BadJsonError as error:
             raise bad_answer(method, path, error) from None
 
@@ -379,6 +382,11 @@ def _headers(method: str, path: str) -> Headers:
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
     """All of it but what goes into a header: that may change under an open session."""
     return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
+
+
+async def read_json(read: Callable[[bytes], T], content: bytes) -> T:
+    """Long JSON is read in a thread: to cut what is nested too deep off 1.5 MB takes 0.3 s. Raises BadJsonError."""
+    return read(content) if len(content) <= READ_AT_ONCE else await asyncio.to_thread(read, content)
 
 
 async def _read(response: aiohttp.ClientResponse, bytes_max: int | None) -> bytes:

@@ -5,6 +5,7 @@ cluster keeps logs."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from ddpjob_operator.failures.redaction import shown
@@ -81,14 +82,15 @@ def _actions(job: api.DDPJob, actions: Sequence[Action]) -> Iterator[str]:
     words = {CreateService: "create the Service", DeleteJob: "delete the job"}
     yield from (words[type(action)] for action in actions if type(action) in words)
     for kind, verb in ((CreatePod, "create"), (EndPod, "end"), (DeletePod, "delete")):
-        if names := _pods(job, [action for action in actions if isinstance(action, kind)]):
-            more = f" and {len(names) - PODS_MAX} more" if len(names) > PODS_MAX else ""
-            yield f"{verb} {' '.join(names[:PODS_MAX])}{more}"
+        if those := [action for action in actions if isinstance(action, kind)]:
+            more = f" and {len(those) - PODS_MAX} more" if len(those) > PODS_MAX else ""
+            yield f"{verb} {' '.join(_pods(job, those))}{more}"
 
 
 def _pods(job: api.DDPJob, actions: Sequence[Action]) -> list[str]:
-    made = [naming.pod_name(job, a.attempt, a.place, a.replacement) for a in actions if isinstance(a, CreatePod)]
-    return [*made, *(a.name for a in actions if isinstance(a, (DeletePod, EndPod)))]
+    """The names of the first PODS_MAX: a job may have thousands."""
+    made = (naming.pod_name(job, a.attempt, a.place, a.replacement) for a in actions if isinstance(a, CreatePod))
+    return list(islice(chain(made, (a.name for a in actions if isinstance(a, (DeletePod, EndPod)))), PODS_MAX))
 
 
 def _failed_pod(old: api.Status, new: api.Status) -> str:

@@ -127,12 +127,13 @@ class Executor:
         """An event that is no part of a plan."""
         self.events.send(job, redacted.events((event,)), self.runtime.now())
 
-    async def report_unreadable(self, metadata: Raw, status: Raw | None, event: Event) -> None:
-        """For a job that cannot be read: `status` is the stored one with another condition.
+    async def report_unreadable(self, metadata: Raw, status: Raw | None, event: Event) -> str:
+        """For a job that cannot be read: `status` is the stored one with another condition. Return why the server
+        refuses it (another field of it breaks the schema), which leaves the event; "" if it is written.
 
-        Raises ConflictError and ApiError as `execute`. A server that refuses the status (another field of it breaks the
-        schema) leaves the event.
+        Raises ConflictError and ApiError as `execute`.
         """
+        refused = ""
         job = api.Metadata(
             name=metadata["name"],
             namespace=metadata.get("namespace", "default"),
@@ -145,10 +146,9 @@ class Executor:
         except ApiError as error:
             if not is_refusal(error):
                 raise
-            key = (job.namespace, job.name)
-            about = decisions.about(key, self.caches.jobs.get(key))
-            self.runtime.log.warning("%s: its condition was not written: %s", about["job"], error, extra=about)
+            refused = f"its condition was not written: {error}"
         self.send_event(job, event)
+        return refused
 
     async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
         path = f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}/status"

@@ -6,12 +6,13 @@ import contextlib
 import datetime as dt
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.job.times import Clock
+from ddpjob_operator.kube.queue import back_off
 from ddpjob_operator.kube.store import Jobs, Key
 from ddpjob_operator.metrics.of_change import Restart
 from ddpjob_operator.observed.cluster import ConflictingObject, Pod, Refusal
@@ -32,6 +33,18 @@ class Conflict:
     object: ConflictingObject
     check_at: dt.datetime
     checks: int = 0
+
+
+class PutOff(NamedTuple):
+    """A job that cannot be read, or whose condition was refused: it is tried again after growing pauses."""
+
+    why: str
+    version: str
+    """The resourceVersion of the job that was tried: another one is tried at once. Empty: it is not the job's own."""
+    until: float
+    """By the clock that nobody sets."""
+    times: int
+    """How often in a row it was put off for this reason."""
 
 
 @dataclass
@@ -72,6 +85,7 @@ class JobState:
     """Whether the job's status was written, or read from the API server, since this operator leads."""
     written_at: float = float("-inf")
     """When (of the clock that nobody sets) the job's status was written last."""
+    put_off: PutOff | None = None
     listed_to_free: set[tuple[str, int]] = field(default_factory=set)
     """Groups (by uid, and the attempt that is recorded) that may be given up by what the API server has listed."""
 
@@ -145,6 +159,18 @@ class JobState:
             retry_at = now + dt.timedelta(seconds=wait)
         self.refusals[kind, name] = Refusal(kind, name, message, retry_at)
 
+    def waits(self, version: str, clock: float) -> float:
+        """Seconds until this version of the job is tried again; 0: now."""
+        off = self.put_off
+        return max(0.0, off.until - clock) if off is not None and version and off.version == version else 0.0
+
+    def put_it_off(self, why: str, version: str, clock: float) -> float:
+        """Seconds until the next try; `put_off.times` is 1 where the reason is a new one."""
+        times = self.put_off.times + 1 if self.put_off is not None and self.put_off.why == why else 1
+        pause = back_off(times)
+        self.put_off = PutOff(why, version, clock + pause, times)
+        return pause
+
     def created(self, kind: str, name: str) -> None:
         """The server has created it, so the next refusal waits for the shortest time."""
         self.refusals.pop((kind, name), None)
@@ -207,7 +233,7 @@ class JobStates:
         metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
         known = self._parsed.get(key)
         if known is None or known[:2] != (metadata.uid, metadata.generation):
-            job, problems = validation.parse(raw)
+            job, problems = validation.parse(raw, hints=False)
             self._parsed[key] = (metadata.uid, metadata.generation, job, problems)
             return job, problems
         _, _, job, problems = known

@@ -131,8 +131,7 @@ class Schedule(Generic[K]):
         """The reconcile has failed; the seconds until the next. at_least: what the server asked for, or a proxy before
         it: an hour of maintenance may be over in a minute."""
         count = self._failures[key] = self._failures.get(key, 0) + 1
-        # The exponent is bounded as well: 2.0 ** 1025 is an error.
-        wait = min(BACK_OFF_SECONDS_MAX, max(at_least, BACK_OFF_SECONDS_FIRST * 2.0 ** min(count - 1, 10)))
+        wait = min(BACK_OFF_SECONDS_MAX, max(at_least, back_off(count)))
         self._not_before[key] = now + wait
         self._release(key, now, now + wait)
         return wait
@@ -185,6 +184,12 @@ class Schedule(Generic[K]):
             self.add(key, now)
         if again_at is not None:
             self.add(key, again_at)
+
+
+def back_off(times: int) -> float:
+    """Seconds to wait after so many failures in a row."""
+    # The exponent is bounded as well: 2.0 ** 1025 is an error.
+    return min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(times - 1, 10))
 
 
 class RetryError(Exception):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard
 
 import msgspec
 
 from ddpjob_operator.job import api, ranges, reasons, validation
 from ddpjob_operator.job.status import apart_from_progress
+from ddpjob_operator.kube import decisions
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.executor import RECONCILE_SECONDS, ConflictError, Executor
 from ddpjob_operator.kube.job_state import JobState, JobStates
@@ -38,6 +40,8 @@ from ddpjob_operator.pods import naming
 # Most changes need two rounds (record, then act), and never more than a few.
 ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
+# Nodes, or pods, of a job that is planned on the event loop; more of them are planned in a thread.
+PLANNED_AT_ONCE = 256
 # A job that waits until it may go on is enqueued then, so it need not look by itself. Until then its status need not
 # tell how many of its pods run.
 WAITS_SECONDS = 60.0
@@ -82,14 +86,15 @@ class Reconciler:
 
     async def _round(self, key: Key, ends: float) -> float | Literal["another round"] | None:
         """The seconds until the next reconcile, None: nothing is to come; or another round comes at once."""
-        if (readable := await self._readable(key)) is None:
-            return None
+        readable = await self._readable(key)
+        if not isinstance(readable, tuple):
+            return readable
         job, problems = readable
         state = self.states.of(key, job.metadata.uid)
         if not await self._confirm_gone(key, job, state):
             return 0.0  # the other jobs that are due come first
         seen = await self._observe(key, job, state)
-        todo = plan(job, seen, self.runtime.now(), problems=problems, settings=self.settings)
+        todo = await self._plan(job, seen, problems)
         if todo.status is None and not todo.actions:
             return self._requeue_in(todo, state)
         if await self._has_read_job(key, todo, state) or await self._has_listed_pods(key, job, todo, state):
@@ -100,6 +105,15 @@ class Reconciler:
         if again_in is not None:
             return again_in
         return self._requeue_in(todo, state) if _is_only_progress(job.status, todo) else "another round"
+
+    async def _plan(self, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
+        """That of a large job takes up to a second, in which other jobs, and the Lease, go on."""
+        now = self.runtime.now()
+        if max(job.spec.nodes, len(seen.pods)) <= PLANNED_AT_ONCE:
+            return plan(job, seen, now, problems=problems, settings=self.settings)
+        # Reports and changes of nodes that come meanwhile go into the next plan.
+        seen = replace(seen, reports=dict(seen.reports), nodes=None if seen.nodes is None else dict(seen.nodes))
+        return await asyncio.to_thread(plan, job, seen, now, problems=problems, settings=self.settings)
 
     async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> float | None:
         """The seconds until the next reconcile; None: another round comes at once."""
@@ -129,34 +143,50 @@ class Reconciler:
         same = {name: getattr(old, name) for name in ("nodes", "started_nodes", "display", "message", "conditions")}
         return told and bool(todo.actions) and msgspec.structs.replace(new, **same) == old
 
-    async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | None:
-        """The job and what is wrong with its spec. None where it is gone, or where it or one of its objects cannot be
-        read: that is reported, and whoever fixes the object thereby enqueues the job."""
+    async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | float | None:
+        """The job and what is wrong with its spec; None where it is gone, or not ours. Where it or one of its objects
+        cannot be read that is reported, and the seconds until the next try are returned: whoever fixes the object
+        enqueues the job earlier."""
         raw = self.caches.jobs.get(key)
         if raw is None:
             self.progress_turns.forget(key)
             self.states.forget([key])
             return None
+        version = str(raw["metadata"].get("resourceVersion") or "")
+        state = self.states.of(key, raw["metadata"]["uid"])
+        if (wait := state.waits(version, self.runtime.clock())) > 0:
+            return wait
         try:
             job, problems = self.states.parse(key, raw)
         except validation.UnreadableJobError as error:
-            await self._report_unreadable(raw, str(error))
-            return None
+            if not unreadable.is_managed(raw):
+                return None
+            return self._put_off(key, state, version, await self._report_unreadable(raw, str(error)) or str(error))
         copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
         copies += [gang.store for gang in self.caches.gangs.values()]
         if why := next((why for copy in copies if (why := copy.unreadable(key))), ""):
             # Without it a rank would seem to be lost, and a pod would be made beside it.
             self.executor.send_event(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
-            return None
+            return self._put_off(key, state, "", why)
+        state.put_off = None
         return job, problems
 
-    async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> None:
-        """Nothing is planned for a job that cannot be read."""
-        if not unreadable.is_managed(raw):
-            return
+    def _put_off(self, key: Key, state: JobState, version: str, why: str) -> float:
+        """The seconds until the next try. Each reason is logged once in a row."""
+        pause = state.put_it_off(why, version, self.runtime.clock())
+        if state.put_off is not None and state.put_off.times == 1:
+            about = decisions.about(key, self.caches.jobs.get(key))
+            text = "%s: %s; nothing is done for the job until that is fixed"
+            self.runtime.log.warning(text, about["job"], why, extra=about)
+        return pause
+
+    async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> str:
+        """Nothing is planned for a job that cannot be read. Return why the server refuses its condition; "" if it does
+        not."""
         status = unreadable.with_condition(raw, why, self.runtime.now())
-        if status is not None or not unreadable.is_reported(raw):
-            await self.executor.report_unreadable(raw["metadata"], status, unreadable.event(why))
+        if status is None and unreadable.is_reported(raw):
+            return ""
+        return await self.executor.report_unreadable(raw["metadata"], status, unreadable.event(why))
 
     async def _observe(self, key: Key, job: api.DDPJob, state: JobState) -> Observed:
         now = self.runtime.now()

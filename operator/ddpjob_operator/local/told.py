@@ -31,7 +31,7 @@ class Teller:
     def __init__(
         self, job: api.DDPJob, note: Callable[[str], None], log: Callable[[LocalPod, list[str]], None]
     ) -> None:
-        found = launcher.in_template(job.spec.template)
+        found = launcher.facts(job.spec).launcher
         self._launcher = "torch" if found is None else found.name.rpartition(".")[2]
         self._note, self._log = note, log
         self._folds: dict[str, tuple[LocalPod, Fold]] = {}

@@ -52,7 +52,7 @@ def finish(view: View, decision: Decision) -> Plan:
     status, long_wait_at = pending.with_long_wait(view, invalid_spec.with_remark(decision.status, view.problems))
     new = _document(view, old, status)
     if new != view.stored:
-        new = redacted.status(new)
+        new = redacted.status(new, view.stored)
     new, write_at = throttle(old, new, view.settings, view.now)
     return Plan(
         actions=decision.actions,
@@ -232,17 +232,17 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
         yield _event(reasons.DEVICES_NOT_COUNTED, text)
     for text in launcher.warnings(job.spec):
         yield _event(reasons.LAUNCHER_OPTION, text)
-    for text in shells.lost_exit_codes(launcher.command_of(job.spec.template)):
+    for text in shells.lost_exit_codes(launcher.facts(job.spec).command):
         yield _event(reasons.EXIT_CODE_LOST, text)
 
 
 def _not_counted(spec: api.Spec) -> str:
     """What a job gets that says nothing else, where nobody can tell whether its devices are GPUs; "": nothing."""
-    if not podspec.claims_devices(spec.template) or podspec.gpus(spec.template):
+    if not podspec.claims_devices(spec.template) or launcher.facts(spec).gpus:
         return ""
     given = {
         "backend is gloo": spec.backend,
-        "nprocPerNode is 1": spec.nproc_per_node if launcher.nproc_per_node(spec.template) is None else 1,
+        "nprocPerNode is 1": spec.nproc_per_node if launcher.nproc_per_node(spec) is None else 1,
         "onePodPerNode is false": spec.one_pod_per_node,
     }
     return ", ".join(f"spec.{what}" for what, value in given.items() if value == "auto")

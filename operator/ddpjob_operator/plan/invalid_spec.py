@@ -14,12 +14,13 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, reasons
+from ddpjob_operator.job import api, launcher, reasons
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.job.validation import Path, Problem
 from ddpjob_operator.plan.transitions import MESSAGE_MAX
 
 _SENTENCE_MAX = 1000
+_PROBLEMS_MAX = 50  # a tenant's template may have thousands; a condition has room for about 20
 _REMARK = re.compile(r"; the spec is invalid \(.*\)(?:; the job goes on as it was)?\Z", re.DOTALL)
 # With another value the ranks of the next attempt would be others than those that have trained.
 _RANKS = frozenset((("spec", "nodes"), ("spec", "nprocPerNode")))
@@ -28,8 +29,8 @@ _WHOLE: frozenset[Path] = frozenset(((), ("spec",)))
 
 
 def sentence(problems: Sequence[Problem]) -> str:
-    """All problems in one sentence."""
-    return "; ".join(str(p) for p in problems)
+    """The problems in one sentence, as many as anybody reads."""
+    return "; ".join(str(p)[:_SENTENCE_MAX] for p in problems[:_PROBLEMS_MAX])
 
 
 def as_it_was(job: api.DDPJob, problems: Sequence[Problem]) -> api.DDPJob:
@@ -37,7 +38,7 @@ def as_it_was(job: api.DDPJob, problems: Sequence[Problem]) -> api.DDPJob:
     status = replace(job.status, message=_REMARK.sub("", job.status.message))
     nodes = status.nodes.total if status.nodes is not None and status.attempt else 0
     wrong = nodes > 0 and any(p.path in _WHOLE or p.path[:2] == ("spec", "nodes") for p in problems)
-    return replace(job, status=status, spec=replace(job.spec, nodes=nodes) if wrong else job.spec)
+    return replace(job, status=status, spec=launcher.with_nodes(job.spec, nodes) if wrong else job.spec)
 
 
 def keeps_pods_from_being_made(problems: Sequence[Problem]) -> bool:

@@ -21,19 +21,20 @@ from ddpjob_operator.plan.transitions import MESSAGE_MAX
 CONDITION_MAX = 1024
 
 
-def status(new: api.Status) -> api.Status:
-    """The status as people may see it. status(status(x)) == status(x)."""
+def status(new: api.Status, old: api.Status) -> api.Status:
+    """The status as people may see it. status(status(x)) == status(x). old: what the API server has already; an entry
+    of it that stays has been cleaned before, and masking takes up to 20 ms."""
     return replace(
         new,
         message=shown(new.message, MESSAGE_MAX),
         resumed_from=shown(new.resumed_from, bounds.SENTENCE_MAX),
         not_kept=shown(new.not_kept, bounds.ADVICE_MAX),
         save_failed=shown(new.save_failed, bounds.SENTENCE_MAX),
-        progress=_progress(new.progress),
-        last_failure=_failure(new.last_failure),
-        failures=[_line(line) for line in new.failures],
+        progress=_progress(new.progress, old.progress),
+        last_failure=new.last_failure if new.last_failure == old.last_failure else _failure(new.last_failure),
+        failures=[line if line in old.failures else _line(line) for line in new.failures],
         findings=[replace(one, message=shown(one.message, EXCEPTION_MAX)) for one in new.findings],
-        avoided_nodes=[replace(node, message=shown(node.message, EXCEPTION_MAX)) for node in new.avoided_nodes],
+        avoided_nodes=[node if node in old.avoided_nodes else _avoided(node) for node in new.avoided_nodes],
         conditions=[replace(one, message=shown(one.message, CONDITION_MAX)) for one in new.conditions],
     )
 
@@ -43,8 +44,12 @@ def events(new: Iterable[Event]) -> tuple[Event, ...]:
     return tuple(replaced(event, message=shown(event.message, MESSAGE_MAX)) for event in new)
 
 
-def _progress(progress: api.Progress | None) -> api.Progress | None:
-    if progress is None or not progress.metrics:
+def _avoided(node: api.AvoidedNode) -> api.AvoidedNode:
+    return replace(node, message=shown(node.message, EXCEPTION_MAX))
+
+
+def _progress(progress: api.Progress | None, old: api.Progress | None) -> api.Progress | None:
+    if progress is None or not progress.metrics or (old is not None and progress.metrics == old.metrics):
         return progress
     pairs = progress.metrics.items()
     return replace(progress, metrics=dict(shown_pair(name, value, METRIC_LENGTH_MAX) for name, value in pairs))

@@ -275,7 +275,7 @@ def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.J
 def context(view: View, status: api.Status) -> root_cause.Context:
     """What is known of the attempt beside its pods."""
     port = status.master_addr.rpartition(":")[2]
-    found = launcher.find(launcher.command_of(view.spec.template))
+    found = launcher.facts(view.spec).launcher
     return root_cause.Context(
         attempt=status.attempt,
         members=view.members,

@@ -116,6 +116,8 @@ def name_taken(view: View, status: api.Status) -> Decision | None:
 
 def create_refused(view: View, status: api.Status) -> Decision | None:
     """The API server refuses an object; its own sentence is shown, and another try follows after a while."""
+    if not view.seen.refusals:
+        return None
     missing = _to_create(view, status)
     wanted = [a for a in missing if isinstance(a, CreatePod)]
     named = {("Pod", naming.pod_name(view.job, a.attempt, a.place, a.replacement)) for a in wanted}

@@ -122,7 +122,7 @@ class View:
     @cached_property
     def hands_over_exit_code(self) -> bool:
         """Whether exit code 0 proves that the last launcher of the command has ended with 0."""
-        return exit_codes.is_handed_over(launcher.command_of(self.spec.template))
+        return exit_codes.is_handed_over(launcher.facts(self.spec).command)
 
     @cached_property
     def is_elastic(self) -> bool:
@@ -190,7 +190,7 @@ def _as_it_began(job: api.DDPJob, status: api.Status, wanted_nodes: int) -> api.
     """An elastic job with the nodes that the pods of its attempt were made for; before the first pod, with those that
     it may have now."""
     nodes = status.attempt_nodes or wanted_nodes
-    return replace(job, spec=replace(job.spec, nodes=nodes)) if nodes != job.spec.nodes else job
+    return replace(job, spec=launcher.with_nodes(job.spec, nodes)) if nodes != job.spec.nodes else job
 
 
 def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
@@ -203,7 +203,7 @@ def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
 
 def in_attempt(view: View, status: api.Status) -> View:
     """The same facts, sorted for the attempt that begins with `status`: all pods there are now belong to older ones."""
-    job = replace(view.job, spec=replace(view.spec, nodes=view.wanted_nodes))
+    job = replace(view.job, spec=launcher.with_nodes(view.spec, view.wanted_nodes))
     return _sorted(status, job, view.stored, view.seen, view.now, view.problems, view.settings)
 
 
@@ -257,7 +257,7 @@ def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
     """The pod with what follows from the time and from its command."""
     if is_past(outlived_at(pod, spec), now):
         pod = replace(pod, outlived=True)
-    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.command_of(spec.template)):
+    if pod.trainer.hides_a_failure and exit_codes.may_be_replaced(launcher.facts(spec).command):
         pod = replace(pod, overcome=True)
     return pod
 
@@ -383,10 +383,10 @@ def name_pods(pods: Sequence[Pod]) -> str:
 
 
 def _conflicting_pods(job: api.DDPJob, seen: Observed, status: api.Status) -> Iterator[ConflictingObject]:
-    names = {naming.present_pod_name(job, status, place) for place in topology.members(job.spec)}
-    for pod in seen.pods:
-        if is_own(pod, job):
-            continue
+    others = [pod for pod in seen.pods if not is_own(pod, job)]
+    places = topology.members(job.spec) if others else ()
+    names = {naming.present_pod_name(job, status, place) for place in places}
+    for pod in others:
         # A pod of the deleted job answers to the same DNS name, whatever its attempt, until it has ended. It has no
         # owner where the job was deleted with --cascade=orphan.
         of_deleted = is_of_deleted_job(pod, job)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.podspec import TRAINER, gpus, quantity, restarts_of_the_kubelet, trainer_container
+from ddpjob_operator.job.launcher import facts
+from ddpjob_operator.job.podspec import TRAINER, quantity, restarts_of_the_kubelet, trainer_container
 from ddpjob_operator.job.topology import all_have_dns_names, members
 from ddpjob_operator.pods import agent_environment, naming, report_token
 from ddpjob_operator.pods import environment as contract
@@ -144,7 +145,7 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
 
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
     """auto: yes for jobs with GPUs."""
-    return gpus(spec.template) > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
+    return facts(spec).gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
 def as_given(value: Any) -> Any:

@@ -56,7 +56,7 @@ def pod_name(job: api.DDPJob, attempt: int, place: int, replacement: int = 0) ->
 
 def replacement(status: api.Status, place: int) -> int:
     """How many pods of a place were replaced alone in the present attempt."""
-    return status.replacements.get(str(place), 0)
+    return status.replacements.get(str(place), 0) if status.replacements else 0
 
 
 def present_pod_name(job: api.DDPJob, status: api.Status, place: int) -> str:

@@ -1,0 +1,129 @@
+"""Whatever a tenant writes into a DDPJob: each step that the operator does without a pause costs a bounded number of
+calls. `python bench/hostile_specs.py` draws many more, and measures seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import AsyncIterator
+from functools import partial
+
+import pytest
+from hostile_specs import PUTS, STATUSES, calls, job, steps, warm
+from worlds import START, manifest
+
+from ddpjob_operator.job import launcher, ranges, validation
+from ddpjob_operator.kube import listing
+from ddpjob_operator.kube.client import READ_AT_ONCE, Page, read_json
+from ddpjob_operator.kube.store import Jobs
+from ddpjob_operator.observed.cluster import Observed
+from ddpjob_operator.plan.plan import plan
+
+LONG = pytest.mark.long  # more draws of the same
+CALLS_MAX = 150_000
+"""About 20 ms; the review's job of 900 volumes took 400 million."""
+
+
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=LONG) for seed in range(8, 80))])
+def test_no_job_that_an_api_server_accepts_keeps_the_operator_from_others(seed: int) -> None:
+    """One job of 205 kB in one namespace ended both operators of a cluster, again and again until it was deleted."""
+    what, raw = job(random.Random(seed))
+    with warm():
+        for name, work in steps(raw):
+            assert calls(work) < CALLS_MAX, f"{name}: {what}"
+
+
+@pytest.mark.parametrize("name", sorted(PUTS))
+@pytest.mark.parametrize("count", [2_400, pytest.param(300, marks=LONG), pytest.param(9_000, marks=LONG)])
+def test_a_long_list_of_one_kind_is_read_in_linear_time(name: str, count: int) -> None:
+    """Two lists of a user that are compared with each other take the square of their length."""
+    raw = manifest()
+    PUTS[name](raw, count, random.Random(count))
+    with warm():
+        for step, work in steps(raw):
+            assert calls(work) < CALLS_MAX, f"{step}: {count} {name}"
+
+
+@pytest.mark.parametrize("name", sorted(STATUSES))
+def test_a_status_written_by_hand_costs_no_more(name: str) -> None:
+    """300 kB of `0-9999,0-9999,…` in startedNodes were 400 million numbers, and an exception of 250 kB was masked 20
+    times."""
+    for count in (10, 1_000, 9_000):
+        raw = manifest() | {"status": {"state": "Running", "attempt": 1, name: STATUSES[name](count)}}
+        with warm():
+            for step, work in steps(raw):
+                assert calls(work) < CALLS_MAX, f"{step}: {count} in {name}"
+
+
+def test_ranges_hold_no_more_numbers_than_a_job_has_nodes() -> None:
+    assert len(ranges.parse("0-9999," * 9_000)) <= 10_001
+    assert calls(lambda: ranges.parse("0-9999," * 8_000)) < CALLS_MAX
+
+
+def test_a_plan_takes_time_that_is_linear_in_the_nodes_of_the_job() -> None:
+    """`nodes: 10000` took 5 s, and 99,999 nodes minutes: for each node all of them were counted."""
+    taken = []
+    for nodes in (500, 5_000):
+        raw = manifest(nodes=nodes) | {"status": {"state": "Running", "attempt": 1, "startedNodes": f"0-{nodes - 1}"}}
+        parsed, _ = validation.parse(raw)
+        taken.append(calls(partial(plan, parsed, Observed(service=True), START)))
+    assert taken[1] < 12 * taken[0]
+
+
+def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """9,000 words behind torchrun kept the event loop for 250 ms: each plan read them 14 times."""
+    read = 0
+    search = launcher.options_begin
+
+    def counted(words: list[str]) -> int | None:
+        nonlocal read
+        read += 1
+        return search(words)
+
+    monkeypatch.setattr(launcher, "options_begin", counted)
+    parsed, problems = validation.parse(manifest(container={"command": ["torchrun", *(["x"] * 9_000)]}), hints=False)
+    plan(parsed, Observed(), START, problems=problems)
+    assert read == 1
+
+
+def test_long_json_is_read_beside_the_event_loop() -> None:
+    """To cut what is nested too deep off 1.5 MB takes 0.3 s."""
+    threads: list[int] = []
+
+    def read(content: bytes) -> int:
+        threads.append(threading.get_ident())
+        return len(content)
+
+    async def both() -> None:
+        assert await read_json(read, b"x" * READ_AT_ONCE) == READ_AT_ONCE
+        assert await read_json(read, b"x" * (READ_AT_ONCE + 1)) == READ_AT_ONCE + 1
+
+    asyncio.run(both())
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
+def test_others_go_on_while_the_objects_of_a_page_are_put() -> None:
+    """A page has 200 objects, and each of them may take 10 ms."""
+    turns, jobs = 0, Jobs(lambda _key: None)
+
+    async def pages() -> AsyncIterator[Page]:
+        made = [manifest(f"j{i}") for i in range(40)]
+        for number, raw in enumerate(made):
+            raw["metadata"] |= {"uid": f"u{number}", "resourceVersion": "1"}
+        yield Page(made, "1")
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def both() -> None:
+        other = asyncio.create_task(count())
+        await listing.take(pages(), jobs, jobs.put)
+        other.cancel()
+
+    asyncio.run(both())
+    assert len(jobs) == 40
+    assert turns >= 40 // listing.PUT_AT_ONCE

@@ -1,0 +1,216 @@
+"""DDPJobs that an API server accepts and that are as much work as can be, and what the operator does with one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import sys
+import unicodedata
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import msgspec
+import orjson
+from worlds import START, World, manifest
+
+from ddpjob_operator.job import api, validation
+from ddpjob_operator.kube import decisions, exposition, reading
+from ddpjob_operator.kube.job_state import JobStates
+from ddpjob_operator.kube.store import Jobs
+from ddpjob_operator.observed.cluster import Observed
+from ddpjob_operator.plan import unreadable
+from ddpjob_operator.plan.plan import plan
+from ddpjob_operator.pods import build
+
+BYTES_MAX = 1_500_000  # of an object in etcd
+Raw = dict[str, Any]
+Put = Callable[[Raw, int, random.Random], None]
+
+SHELL = (
+    "'\"$(", "\n", "torchrun x | tee y; ", "(", "--nnodes ", "exec ", "if ", "<<E\n", "`", "a && ", "/", "${", "A=$A ",
+    "\\\n", "[[ ", "case x in ", "f(){ ", "env ", "password=", "python -m torch.distributed.run ", "mpirun ", "; ",
+    "token=a1b2c3d4 ",
+)  # fmt: skip
+FIELDS = ("activeDeadlineSeconds", "enableServiceLinks", "hostnameOverride", "priorityClassName", "serviceAccountName")
+
+
+def _name(draw: random.Random) -> str:
+    kinds = (
+        lambda: "".join(draw.choices("ab", k=draw.choice((3, 60, 250)))),
+        lambda: "".join(draw.sample(field := draw.choice(FIELDS), len(field))),
+        lambda: unicodedata.normalize("NFD", "".join(draw.choices("éüﬁ①Å", k=30))),
+        lambda: draw.choice(("MASTER_ADDR", "RANK", "PET_NNODES", "A")),
+    )
+    return draw.choice(kinds)()
+
+
+def _pod(raw: Raw) -> Raw:
+    return raw["spec"]["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def _trainer(raw: Raw) -> Raw:
+    return _pod(raw)["containers"][0]  # type: ignore[no-any-return]
+
+
+def _list(path: str, item: Callable[[str, int], Any]) -> Put:
+    """A list of the pod's spec, or of its trainer's container."""
+
+    def put(raw: Raw, count: int, draw: random.Random) -> None:
+        *parents, last = path.split(".")
+        at = raw if parents[:1] == ["spec"] else _trainer(raw) if parents[:1] == ["trainer"] else _pod(raw)
+        for parent in [p for p in parents if p != "trainer"]:
+            at = at.setdefault(parent, {})
+        at[last] = [item(_name(draw), number) for number in range(count)]
+
+    return put
+
+
+def _names(at: Callable[[Raw], Raw], value: Any) -> Put:
+    def put(raw: Raw, count: int, draw: random.Random) -> None:
+        at(raw).update({_name(draw) + str(number): value for number in range(count)})
+
+    return put
+
+
+def _words(raw: Raw, count: int, draw: random.Random) -> None:
+    of = (lambda: f"--nproc{_name(draw)}", lambda: "torchrun", lambda: _name(draw))
+    _trainer(raw)["command"] = ["torchrun", *(draw.choice(of)() for _ in range(count))]
+
+
+def _script(raw: Raw, count: int, draw: random.Random) -> None:
+    words = draw.sample(SHELL, draw.choice((1, 1, 2, 5)))
+    _trainer(raw)["command"] = ["bash", "-c", "".join(draw.choices(words, k=count * 25))]
+
+
+def _mounts(raw: Raw, count: int, draw: random.Random) -> None:
+    _pod(raw)["volumes"] = [{"name": _name(draw)} for _ in range(count // 2)]
+    _trainer(raw)["volumeMounts"] = [{"name": _name(draw), "mountPath": _name(draw)} for _ in range(count // 2)]
+
+
+def _deep(raw: Raw, count: int, _: random.Random) -> None:
+    inner: Any = 1
+    for _level in range(min(count, 250)):
+        inner = [inner]
+    _pod(raw)["zz"] = inner
+
+
+_TERMS = "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
+_TERM = [{"key": "a", "operator": "In", "values": ["b"]}]
+_RULE = {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [1, 2]}}
+PUTS: dict[str, Put] = {
+    "containers": _list("containers", lambda _, i: {"name": f"t{i}", "image": "i", "comand": 1}),
+    "init containers": _list("initContainers", lambda _, i: {"name": f"t{i}", "restartPolicy": "Always"}),
+    "env": _list("trainer.env", lambda name, i: {"name": name, "value": f"$({name})"}),
+    "ports": _list("trainer.ports", lambda name, i: {"containerPort": i % 65_535 + 1, "name": name}),
+    "mounts": _mounts,
+    "tolerations": _list("tolerations", lambda name, _: {"key": name, "effect": "NoSchedul", "operator": "Exists"}),
+    "terms": _list(_TERMS, lambda name, _: {"matchExpressions": _TERM, "matchFields": [{"key": name}]}),
+    "spread": _list("topologySpreadConstraints", lambda name, _: {"maxSkew": 1, "topologyKey": name}),
+    "rules": _list("spec.failurePolicy.rules", lambda *_: _RULE),
+    "annotations": _names(lambda raw: raw["spec"]["template"].setdefault("metadata", {}).setdefault("labels", {}), "x"),
+    "of the job": _names(lambda raw: raw["metadata"].setdefault("annotations", {}), "x"),
+    "unknown of the pod": _names(_pod, 1),
+    "unknown of the container": _names(_trainer, None),
+    "limits": _names(lambda raw: _trainer(raw).setdefault("resources", {}).setdefault("limits", {}), "1e3Ki"),
+    "small values": lambda raw, count, _: _pod(raw).update(zz=[[] for _ in range(count)]),
+    "words": _words,
+    "script": _script,
+    "deep": _deep,
+    "nodes": lambda raw, count, _: raw["spec"].update(nodes=min(count, 10_000)),
+}  # fmt: skip
+STATUSES: dict[str, Callable[[int], Any]] = {
+    "startedNodes": lambda count: ",".join(["0-9999"] * count),
+    "failures": lambda count: [{"attempt": 1, "message": "https://" * 30, "time": "2031-03-05T07:00:00Z"}] * count,
+    "avoidedNodes": lambda count: [{"node": f"n{i}", "until": "2999-01-01T00:00:00Z"} for i in range(count)],
+    "replacements": lambda count: {str(i): 2**50 for i in range(count)},
+    "message": lambda count: "; the spec is invalid (" * count,
+    "lastFailure": lambda n: {"attempt": 1, "nodeRank": 0, "time": "2031-03-05T07:00:00Z", "exception": "://a:" * n},
+    "attempt": lambda count: -count,
+    "progress": lambda n: {"step": 1, "updated": "2031-03-05T07:00:00Z", "metrics": {f"m{i}": "x" for i in range(n)}},
+    "conditions": lambda count: [{"type": f"C{i}", "status": "True", "reason": "x"} for i in range(count)],
+    "restarts": lambda count: {"chargedAt": ["2031-03-05T07:00:00Z"] * count},
+}  # fmt: skip
+
+
+def job(draw: random.Random) -> tuple[str, Raw]:
+    """A job of up to 1.5 MB, and what was put into it."""
+    raw, put = manifest(), []
+    for name in draw.sample(sorted(PUTS), draw.choice((1, 1, 2, 3))):
+        before, count = json.dumps(raw), int(10 ** draw.uniform(1, 4.5))
+        PUTS[name](raw, count, draw)
+        put.append(f"{count} {name}")
+        if len(json.dumps(raw)) > BYTES_MAX:
+            raw = json.loads(before)
+    if draw.random() < 0.3:
+        name, count = draw.choice(sorted(STATUSES)), int(10 ** draw.uniform(0, 4))
+        raw["status"] = {"state": "Running", "attempt": 1, name: STATUSES[name](count)}
+        put.append(f"{count} in status.{name}")
+    return ", ".join(put), raw
+
+
+def steps(raw: Raw) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What the operator does with it without letting other jobs go on, in order; each is to be called once."""
+    content = orjson.dumps(raw)
+    read = reading.obj(content)  # longer JSON is read in a thread
+    jobs = Jobs(lambda _key: None, reading.job)
+    states, key = JobStates(jobs), ("default", "digits")
+    yield "store", lambda: (jobs.put(read), exposition.job(read))
+    stored = jobs.get(key) or {}
+    parsed: list[Any] = []
+
+    def parse() -> None:
+        with contextlib.suppress(validation.UnreadableJobError):
+            parsed.append(states.parse(key, stored))
+
+    yield "parse", parse
+    if not parsed:
+        yield "unreadable", lambda: unreadable.with_condition(stored, "x" * 300, START)
+        return
+    ((read_job, problems),) = parsed
+    if read_job.spec.nodes > 256:  # planned in a thread
+        return
+    yield from _planned(read_job, problems)
+
+
+def _planned(job: api.DDPJob, problems: list[validation.Problem]) -> Iterator[tuple[str, Callable[[], object]]]:
+    made: list[Any] = []
+    yield "plan", lambda: made.append(plan(job, Observed(), START, problems=problems))
+    yield "log", lambda: (list(decisions.lines(job, made[0])), decisions.decision(job, made[0]))
+    yield "write", lambda: orjson.dumps(msgspec.to_builtins(made[0].status))
+    if any(problem.unreadable for problem in problems) or not job.spec.template:
+        return
+    body: list[Any] = []
+    yield "pod", lambda: body.append(build.pod(job, 1, 0, avoid=["n1"] * 10))
+    yield "refusal", lambda: build.in_users_words("spec.containers[0].env[1]: " * 40, body[0], job)
+    if not problems and job.status.state is None:
+        world = World(job).running()
+        yield "running", lambda: world.plan()
+        world.exits(0, code=1)
+        yield "failed", lambda: world.plan()
+
+
+def calls(work: Callable[[], object]) -> int:
+    """The calls that Python makes meanwhile, those of C included: what a busy machine does not change."""
+    counted = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return counted
+
+
+@contextlib.contextmanager
+def warm() -> Iterator[None]:
+    """With the caches filled that each process fills once."""
+    for _, work in steps(manifest()):
+        work()
+    yield
