@@ -82,7 +82,8 @@ def check(file: str, text: str, job: Job = _NOTHING_KNOWN, limited: Limited = un
             warnings.simplefilter("ignore")  # "\d" in a text is no mistake of DDP
             script = limited(lambda: Script(text))
         findings = list(_findings(file, script, job if job.script else replace(job, script=(file,)), limited))
-        return limited(lambda: kept(findings, text))
+        kept_findings: list[Finding] = limited(lambda: kept(findings, text))
+        return kept_findings
     except SyntaxError as error:
         return [_of_syntax(file, text, error)]
     except ValueError as error:  # a null byte

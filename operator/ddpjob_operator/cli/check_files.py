@@ -16,6 +16,7 @@ from ddpjob_operator.check.rule import SYNTAX
 from ddpjob_operator.cli import kinds
 from ddpjob_operator.cli.cpu_limit import Limit
 from ddpjob_operator.cli.options import NODES_WANTED, range_of
+from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
@@ -48,8 +49,8 @@ class CheckResult:
         return 2 if broken else int(self.errors > 0)
 
     def to_text(self) -> str:
-        """A line for each finding."""
-        return "".join(f"{finding}\n" for finding in self.findings)
+        """A line for each finding, without what a terminal would obey: names of files are a stranger's."""
+        return "".join(f"{clean(str(finding))}\n" for finding in self.findings)
 
     def to_json(self) -> str:
         """One document: findings (file, line, column, rule, severity, message), errors, warnings."""

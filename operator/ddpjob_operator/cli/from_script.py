@@ -18,6 +18,7 @@ from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.check.values import STARTERS
 from ddpjob_operator.cli.cpu_limit import Limit
 from ddpjob_operator.cli.options import refuse_other_bytes
+from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.arguments import behind_script
 from ddpjob_operator.job.naming import name_of
@@ -77,7 +78,8 @@ def job_yaml(start: Start, text: str | None) -> str:
         "" if gpus or not found.cuda else (f"\n        # With GPUs: resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}")
     )
     file = f"{name_of(start.script)}.yaml"
-    notes = "".join(f"# {note}\n" for note in found.notes[:FOUND_MAX])
+    # Names of options are the script's: one with a line end would add lines to the YAML.
+    notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in found.notes[:FOUND_MAX])
     least = start.min_nodes
     elastic = f"\n  minNodes: {_scalar(least)}         # it starts with these, and takes in more" if least else ""
     return f"""# From {start.script}. Here: ddpjob run {file}; in a cluster: kubectl apply -f {file}
