@@ -26,7 +26,7 @@ $ ddpjob check train.py --nodes 2
 {EXAMPLE}
 $ ddpjob check job.yaml                 # the job, and the script that its command starts
 $ ddpjob check job.yaml src/train.py    # the script lies elsewhere here than in the image
-$ ddpjob check .                        # all scripts, notebooks and DDPJobs here that git does not ignore
+$ ddpjob check .                        # all scripts, notebooks and DDPJobs here, but those in .gitignore
 $ ddpjob check train.ipynb              # code cells: train.ipynb:cell 3:2: error[…]
 $ ddpjob check train.py --format json   # findings (file, line, column, rule, severity, message), errors, warnings
 ```
@@ -47,6 +47,9 @@ before `ddpjob run`.
 
 The rules `elastic-…` are for jobs whose number of nodes may change, by `minNodes` or `torchrun --nnodes=MIN:MAX`
 ([elastic.md](elastic.md)), and for a script with `--nodes MIN:MAX`; of all others they say nothing.
+
+A file has four seconds of processor time. What takes longer, in scripts of many thousand lines, is left out, and the
+warning `left-out` names it.
 
 Exit codes: 0 nothing or warnings only, 1 errors, 2 wrong input (no such file, no valid job, no valid Python).
 

@@ -39,6 +39,11 @@ def open_file(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, di
     return descriptor
 
 
+def opener(path: str, flags: int) -> int:
+    """For `open(path, "w", opener=opener)`."""
+    return open_file(path, flags)
+
+
 def read_file(path: str | os.PathLike[str], bytes_max: int = READ_BYTES_MAX) -> bytes:
     """Return the content, cut at `bytes_max`. Raises OSError, also for what is no regular file."""
     with open(open_file(path, os.O_RDONLY), "rb") as file:

@@ -31,13 +31,25 @@ from ddpjob_operator.check import (
     wrapping,
 )
 from ddpjob_operator.check.reached import Certainty
-from ddpjob_operator.check.rule import SYNTAX, Finding, Found, Job, Rule, Severity
+from ddpjob_operator.check.rule import (
+    LEFT_OUT,
+    SYNTAX,
+    Finding,
+    Found,
+    Job,
+    Limited,
+    Rule,
+    Severity,
+    TooLongError,
+    unlimited,
+)
 from ddpjob_operator.check.script import Script
 
 __all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
 
 _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
+LEFT_OUT_MAX = 5  # rules that are named
 _MODULES = (
     ranks,
     collectives,
@@ -60,20 +72,28 @@ RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinsta
 """All rules, in the order of docs/check.md."""
 
 
-def check(file: str, text: str, job: Job = _NOTHING_KNOWN) -> list[Finding]:
-    """All findings in a script, in the order of its lines. A script that does not parse is a finding itself."""
+def check(file: str, text: str, job: Job = _NOTHING_KNOWN, limited: Limited = unlimited) -> list[Finding]:
+    """All findings in a script, in the order of its lines. A script that does not parse is a finding itself.
+
+    limited: does one part of the work. Rules that it gives up are named by a finding.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "\d" in a text is no mistake of DDP
-            script = Script(text)
-        findings = list(_findings(file, script, job if job.script else replace(job, script=(file,))))
+            script = limited(lambda: Script(text))
+        findings = list(_findings(file, script, job if job.script else replace(job, script=(file,)), limited))
+        kept_findings: list[Finding] = limited(lambda: kept(findings, text))
+        return kept_findings
     except SyntaxError as error:
         return [_of_syntax(file, text, error)]
     except ValueError as error:  # a null byte
         return [Finding(file, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
     except (RecursionError, MemoryError):
         return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
-    return kept(findings, text)
+    except TooLongError:
+        return [
+            Finding(file, 1, 1, LEFT_OUT, "warning", "this file takes too long to follow, so nothing in it is checked")
+        ]
 
 
 # Type parameters and type aliases, and quotes within the braces of an f-string: Python 3.12.
@@ -90,14 +110,37 @@ def _of_syntax(file: str, text: str, error: SyntaxError) -> Finding:
     return Finding(file, number, error.offset or 1, SYNTAX, severity, f"{said}: {error.msg}")
 
 
-def _findings(file: str, script: Script, job: Job) -> Iterator[Finding]:
+def _findings(file: str, script: Script, job: Job, limited: Limited) -> Iterator[Finding]:
     certainty = Certainty(script, job)
+    left_out = []
     for rule in RULES:
+        findings = _of_rule(rule, file, script, job, certainty, limited)
+        if findings is None:
+            left_out.append(rule.name)
+        yield from findings or ()
+    if left_out:
+        more = f" and {len(left_out) - LEFT_OUT_MAX} more" if len(left_out) > LEFT_OUT_MAX else ""
+        why = f"this file takes too long to follow, so it is not checked for {', '.join(left_out[:LEFT_OUT_MAX])}{more}"
+        yield Finding(file, 1, 1, LEFT_OUT, "warning", why)
+
+
+def _of_rule(
+    rule: Rule, file: str, script: Script, job: Job, certainty: Certainty, limited: Limited
+) -> list[Finding] | None:
+    """What a rule finds; None if that takes too long."""
+
+    def find() -> Iterator[Finding]:
         for found in rule.find(script, job):
             severity = found.severity or rule.severity
             if severity == "error" and found.node is not None and not certainty.runs(found.node):
                 severity = "warning"
             yield Finding(file, found.line, found.column, rule.name, severity, found.message)
+
+    try:
+        findings: list[Finding] = limited(lambda: list(find()))
+    except TooLongError:
+        return None
+    return findings
 
 
 def kept(findings: Iterable[Finding], text: str) -> list[Finding]:

@@ -27,6 +27,7 @@ _AUTOMAGIC = re.compile(
 )
 _PROMPT = re.compile(r"(?:>>> ?|\.\.\. ?|In \[\d+\]: ?)")
 _AUTOMAGIC_MAX = 200  # a cell is parsed once for each
+_PARSED_MAX = 2_000_000  # characters of a cell that are parsed for its automagic
 
 
 @dataclass
@@ -113,7 +114,8 @@ def _error_in(lines: list[str]) -> int | None:
 
 def _without_automagic(lines: list[str]) -> list[str]:
     """A line that is no Python, and that IPython takes for magic, is left out; all else is as it was."""
-    for _ in range(_AUTOMAGIC_MAX):
+    size = 1 + sum(map(len, lines))
+    for _ in range(min(_AUTOMAGIC_MAX, 1 + _PARSED_MAX // size)):
         wrong = _error_in(lines)
         # The error may stand in the line after the one that does not end: `cd data/`.
         found = [

@@ -7,13 +7,29 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from ddpjob_operator.check.script import Script
 
 Severity = Literal["error", "warning"]
 
 SYNTAX = "syntax"
+LEFT_OUT = "left-out"
+"""The name of the finding that says which rules took too long, and so found nothing."""
+T = TypeVar("T")
+
+
+class TooLongError(Exception):
+    """The work was given up, because it took too long."""
+
+
+Limited: TypeAlias = Callable[[Callable[[], Any]], Any]
+"""Does some work and returns its result. Raises TooLongError."""
+
+
+def unlimited(work: Callable[[], T]) -> T:
+    """Do the work, however long it takes."""
+    return work()
 
 
 @dataclass(frozen=True, order=True)

@@ -43,6 +43,7 @@ _LOOPBACK = re.compile(r"^(localhost|127\.\d+\.\d+\.\d+|::1|\[::1\])$")
 _DEPTH_MAX = 12
 # Functions that return what another returns: each may have several results, so the ways multiply.
 _CALLS_MAX = 3
+_PARTS_MAX = 1000  # of an expression, with all that its names lead to
 
 
 def _has_arguments(node: ast.expr) -> TypeGuard[ast.Call]:
@@ -208,6 +209,8 @@ class Script(Values):
                 new = [o for o in origins if isinstance(o, ast.expr) and o not in seen]
                 seen.update(new)
                 todo += [(o, False) for o in new]
+            if len(seen) > _PARTS_MAX:
+                return True  # it may: then no rule is certain of anything
         return False
 
     def on_every_rank(self, node: ast.AST) -> bool:

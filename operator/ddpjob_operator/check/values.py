@@ -32,6 +32,11 @@ from ddpjob_operator.check.nodes import (
 )
 from ddpjob_operator.check.rebinding import changed_containers, changed_objects, rebound_until
 
+# Of these the parser makes one object for all places. They are no nodes of their own.
+_SHARED = ast.expr_context | ast.operator | ast.boolop | ast.unaryop | ast.cmpop
+_VALUES_MAX = 100  # of one name: what has more may be anything
+_STEPS_MAX = 1000  # from a value to where it comes from
+
 STARTERS = {"torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"}
 _ALIASES = {
     "torch.distributed.distributed_c10d.": "torch.distributed.",
@@ -68,11 +73,11 @@ class Values:
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text)
         self._parent: dict[ast.AST, ast.AST] = {}
-        self.nodes: list[ast.AST] = list(ast.walk(self.tree))
-        for node in self.nodes:
-            for child in ast.iter_child_nodes(node):
-                # `ctx` and operators are shared by all nodes of their kind; only positions matter here.
-                self._parent[child] = node
+        self.nodes: list[ast.AST] = [self.tree]
+        for node in self.nodes:  # which grows
+            children = [child for child in ast.iter_child_nodes(node) if not isinstance(child, _SHARED)]
+            self.nodes += children
+            self._parent.update(dict.fromkeys(children, node))
         self.imported = imports_in(self.nodes)
         self._defs: dict[tuple[Scope, str], Function | ast.ClassDef] = {}
         self._methods: dict[str, list[Function]] = defaultdict(list)
@@ -240,6 +245,8 @@ class Values:
                 continue
             seen.add(origin)
             values = self._values(origin)
+            if values is not None and (len(values) > _VALUES_MAX or len(seen) > _STEPS_MAX):
+                return [Marker.UNKNOWN]
             if values is None:
                 ends.append(origin)
             else:
@@ -291,6 +298,8 @@ class Values:
         for scope in self._scopes(name):
             where: Scope = self.tree if (scope, name.id) in self._globals else scope
             values = self._names.get((where, name.id), [])
+            if len(values) > _VALUES_MAX:
+                return [Marker.UNKNOWN]
             is_parameter = (
                 where is scope and isinstance(scope, Function | ast.Lambda) and name.id in parameters_of(scope)
             )
@@ -305,7 +314,7 @@ class Values:
 
     def _values_of_parameter(self, scope: Scope, name: str) -> list[Origin]:
         """What all callers of this file give."""
-        if not isinstance(scope, Function) or not self._callers.get(scope):
+        if not isinstance(scope, Function) or not 0 < len(self._callers.get(scope, ())) <= _VALUES_MAX:
             return [Marker.UNKNOWN]
         names = [name_of(d.func if isinstance(d, ast.Call) else d) for d in scope.decorator_list]
         if not _KEEP_ARGUMENTS.issuperset(names):
@@ -331,6 +340,8 @@ class Values:
             set_here = self._attributes.get((None, text))
             if not set_here:
                 return None
+            if len(set_here) > _VALUES_MAX:
+                return [Marker.UNKNOWN]
             before: list[Origin] = []
             if not any(self._is_set_in_any_case(text, value) for value in set_here):
                 before.append(Marker.BROUGHT)
@@ -339,6 +350,8 @@ class Values:
         values = self._attributes.get((owner, text), [])
         if owner is None or not values:
             return None
+        if len(values) > _VALUES_MAX:
+            return [Marker.UNKNOWN]
         # What the class itself, or one that it is made from, may have set.
         named = [*self._names.get((owner, node.attr), ()), *(fields_declared(owner, node.attr))]
         foreign = [b for b in owner.bases if not self.full_name(b).startswith("torch.") and name_of(b) != "object"]

@@ -14,7 +14,9 @@ from ddpjob_operator.check import Finding, Job, command, notebook
 from ddpjob_operator.check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
 from ddpjob_operator.cli import kinds
+from ddpjob_operator.cli.cpu_limit import Limit
 from ddpjob_operator.cli.options import NODES_WANTED, range_of
+from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
@@ -47,8 +49,8 @@ class CheckResult:
         return 2 if broken else int(self.errors > 0)
 
     def to_text(self) -> str:
-        """A line for each finding."""
-        return "".join(f"{finding}\n" for finding in self.findings)
+        """A line for each finding, without what a terminal would obey: names of files are a stranger's."""
+        return "".join(f"{clean(str(finding))}\n" for finding in self.findings)
 
     def to_json(self) -> str:
         """One document: findings (file, line, column, rule, severity, message), errors, warnings."""
@@ -164,7 +166,10 @@ def _of_script(path: str, context: Job) -> list[Finding]:
         text = text_of_script(raw)
     except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
-    return _of_notebook(path, text, context) if path.endswith(kinds.NOTEBOOK) else check.check(path, text, context)
+    limit = Limit()
+    if path.endswith(kinds.NOTEBOOK):
+        return _of_notebook(path, text, context, limit)
+    return check.check(path, text, context, limit)
 
 
 def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
@@ -172,7 +177,7 @@ def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
     return [str(finding) for finding in _of_job(document, job)]
 
 
-def _of_notebook(path: str, text: str, context: Job) -> list[Finding]:
+def _of_notebook(path: str, text: str, context: Job, limit: Limit) -> list[Finding]:
     """A finding's file is `PATH:cell N`, and its line the one in that cell."""
     try:
         parts = notebook.parts(text)
@@ -180,7 +185,7 @@ def _of_notebook(path: str, text: str, context: Job) -> list[Finding]:
         return [Finding(path, 1, 1, SYNTAX, "error", f"not a valid notebook: {error}")]
     findings = []
     for part in parts:
-        for found in check.check(path, part.text, context):
+        for found in check.check(path, part.text, context, limit):
             cell, line = part.place(found.line)
             findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
     return [f for f in findings if f.rule != "spawn-without-main-guard"]  # a notebook is not imported

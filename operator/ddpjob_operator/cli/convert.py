@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from ddpjob_operator.cli.cluster import say
 from ddpjob_operator.cli.output import answer
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int
     except ConvertError as error:
         raise InputError(f"command: {error}") from None
     for remark in converted.remarks:
-        click.echo(f"command: {remark.text}", err=True)
+        say(f"command: {remark.text}")
     return answer(_checked(converted, "command"))
 
 
@@ -94,7 +95,7 @@ def _say_left_out(documents: list[Document]) -> None:
     from ddpjob_operator.convert import left_out
 
     for document in documents:
-        click.echo(f"{document.place(())}: {left_out(document.data)}", err=True)
+        say(f"{document.place(())}: {left_out(document.data)}")
 
 
 def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
@@ -110,7 +111,7 @@ def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
         raise InputError(_place(error, job, documents) + f": {error}") from None
     used.add(id(result.runtime))
     for remark in sorted(result.remarks, key=lambda r: _order(r, job, result, documents)):
-        click.echo(_line(remark, job, result, documents), err=True)
+        say(_line(remark, job, result, documents))
     return _checked(result, job.place(()))
 
 

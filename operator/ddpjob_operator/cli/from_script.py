@@ -13,9 +13,12 @@ from dataclasses import dataclass
 
 from ddpjob_operator.check import local_rank
 from ddpjob_operator.check.nodes import text_in
+from ddpjob_operator.check.rule import TooLongError
 from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.check.values import STARTERS
+from ddpjob_operator.cli.cpu_limit import Limit
 from ddpjob_operator.cli.options import refuse_other_bytes
+from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.arguments import behind_script
 from ddpjob_operator.job.naming import name_of
@@ -76,7 +79,8 @@ def job_yaml(start: Start, text: str | None) -> str:
         "" if gpus or not found.cuda else (f"\n        # With GPUs: resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}")
     )
     file = f"{name_of(start.script)}.yaml"
-    notes = "".join(f"# {note}\n" for note in found.notes[:FOUND_MAX])
+    # Names of options are the script's: one with a line end would add lines to the YAML.
+    notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in found.notes[:FOUND_MAX])
     least, restarts = start.min_nodes, start.max_restarts
     limit = f"\n  backoffLimit: {_scalar(restarts)}     # restarts after a failure" if restarts is not None else ""
     elastic = f"\n  minNodes: {_scalar(least)}         # it starts with these, and takes in more" if least else ""
@@ -110,11 +114,16 @@ def _command(start: Start, found: Found) -> list[str]:
 def read(name: str, text: str) -> Found:
     """What a script shows without being run. Raises InputError for one that is not valid Python."""
     try:
-        script = Script(text)
+        return Limit()(lambda: _read(Script(text)))
     except SyntaxError as error:
         raise InputError(f"{name}:{error.lineno or 1}: not valid Python: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{name}:1: not valid Python: {error}") from None
+    except TooLongError:
+        return Found(notes=("The script takes too long to follow, so nothing is known of how it wants to be started.",))
+
+
+def _read(script: Script) -> Found:
     spawned = script.calls_to(*STARTERS) or script.calls_to(*_PROCESSES)
     nccl = next((call.lineno for call in script.calls_to(INIT) if _is_nccl(call)), 0)
     cuda = bool(nccl) or any(isinstance(n, ast.Attribute) and n.attr == "cuda" for n in ast.walk(script.tree))
@@ -198,8 +207,8 @@ def _lost(script: Script) -> Iterator[str]:
 def files_lost(text: str) -> tuple[str, ...]:
     """What a script saves that is lost with its pod, a sentence; nothing where it cannot be read as Python."""
     try:
-        return tuple(_lost(Script(text)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return Limit()(lambda: tuple(_lost(Script(text))))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, TooLongError):
         return ()
 
 

@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator
 from typing import Protocol
 
 from ddpjob_operator.cli.cluster import say
-from ddpjob_operator.cli.output import closed
+from ddpjob_operator.cli.output import closed, write, write_printed
 from ddpjob_operator.client.errors import ClusterError
+from ddpjob_operator.describe.terminal import TerminalPieces
 from ddpjob_operator.job import ranges
 from ddpjob_operator.job.wording import count
 from ddpjob_operator.manifest.yamlfile import InputError
@@ -64,21 +65,24 @@ class Lines:
         self._source = source
         self._several = several
         self._rest: dict[int, bytes] = {}
+        self._pieces = TerminalPieces() if sys.stdout.isatty() else None
 
     def write(self, node: int, piece: bytes) -> None:
         """Write what is complete; the begin of a line waits for its end, or lines of two nodes would mix."""
         if not self._several:
-            _write(piece)
+            write(piece if self._pieces is None else self._pieces.feed(piece).encode())
             return
         *lines, self._rest[node] = (self._rest.get(node, b"") + piece).split(b"\n")
         prefix = self._source.prefix(node).encode()
-        _write(b"".join(prefix + line + b"\n" for line in lines))
+        write_printed(b"".join(prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:
         """Write the last lines of those that ended without an end of line."""
+        if self._pieces is not None:
+            write(self._pieces.feed(b"", last=True).encode())
         for node, rest in self._rest.items():
             if rest:
-                _write(self._source.prefix(node).encode() + rest + b"\n")
+                write_printed(self._source.prefix(node).encode() + rest + b"\n")
 
 
 def show(
@@ -132,8 +136,3 @@ def _choose(source: Source, attempt: int | None, previous: bool, *, wait: bool) 
     if attempt not in known:
         raise InputError(f"--attempt {attempt}: {source.name} has logs of {', '.join(map(str, known))}")
     return attempt
-
-
-def _write(data: bytes) -> None:
-    sys.stdout.buffer.write(data)
-    sys.stdout.buffer.flush()

@@ -213,7 +213,7 @@ def check(
     result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart, parameters=size)
     code = answer(result.to_json() if form == "json" else result.to_text())
     for line in (*found.wrong, *found.left_out, *result.unread, result.summary()):
-        click.echo(line, err=True)
+        cluster.say(line)
     return code or (2 if found.wrong else result.exit_code)
 
 
@@ -249,7 +249,7 @@ def start(document: Document, job: api.DDPJob, options: Options, *, checked: boo
             document, job, cpu=options.cpu, read_instead=notebook, given=os.environ
         )
         for line in lines:
-            click.echo(line, err=True)
+            cluster.say(line)
         if is_refused:
             return 2
     own_children.stand_apart()

@@ -18,6 +18,21 @@ def answer(text: str) -> int:
     return 0
 
 
+def write_printed(lines: bytes) -> None:
+    """Write whole lines that a script has printed: unchanged to a pipe; a terminal gets text and colors alone."""
+    if sys.stdout.isatty():
+        from ddpjob_operator.describe.terminal import for_terminal
+
+        lines = for_terminal(lines.decode(errors="replace")).encode()
+    write(lines)
+
+
+def write(data: bytes) -> None:
+    """Write to stdout at once."""
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
 def closed(error: OSError) -> int:
     """The exit code where stdout takes no more: a full disk is said. Raises an error that is of a file."""
     if error.filename is not None:

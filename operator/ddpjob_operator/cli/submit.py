@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import click
 
 from ddpjob_operator.cli import script_words, sections
 from ddpjob_operator.cli.cluster import Connect, cluster_options, end_of, say
-from ddpjob_operator.cli.output import answer, closed
+from ddpjob_operator.cli.output import answer, closed, write_printed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,8 +163,7 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
     name = made.job.metadata.name
     try:
         for node, piece in source.follow(1, None, later=True):
-            sys.stdout.buffer.write(source.prefix(node).encode() + piece)
-            sys.stdout.buffer.flush()
+            write_printed(source.prefix(node).encode() + piece)
     except OSError as error:
         code = closed(error)
         say(f"{name} goes on in the cluster")

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from ddpjob import own_files
 from ddpjob.agent import ports, processes
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import grace_seconds
@@ -210,15 +211,15 @@ class LocalCluster:
         base = self._slots[action.place]
         slot = pod_process.Slot(base.cwd, self.folder / "volumes" / name, base.environment, base.gpus)
         process = pod_process.process(body, slot)
+        slot.volumes.parent.mkdir(mode=0o700, exist_ok=True)
         for folder in process.folders:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         termination_log = slot.volumes.with_suffix(".termination-log")
-        termination_log.parent.mkdir(parents=True, exist_ok=True)
-        termination_log.touch()
+        termination_log.touch(mode=0o600)
         process.env[environment.TERMINATION_LOG] = str(termination_log)
         if faults.VARIABLE in process.env:
             records = self.folder / run_folder.FAULTS
-            records.mkdir(exist_ok=True)
+            records.mkdir(mode=0o700, exist_ok=True)
             process.env[faults.HAPPENED] = str(records)
         node = nodes.NodeProcess(action.place)
         node.start(process.argv, process.env, process.cwd, grace_seconds(job.spec.template))
@@ -322,8 +323,7 @@ def _note(pod: LocalPod, event: nodes.Event, names: Callable[[str], str]) -> Non
 def _termination_message(path: Path) -> str:
     """As a kubelet reads it: the first 4096 bytes, or nothing."""
     try:
-        with path.open("rb") as file:
-            return file.read(TERMINATION_MESSAGE_BYTES).decode(errors="replace")
+        return own_files.read_file(path, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
     except OSError:
         return ""
 

@@ -54,12 +54,21 @@ def write_atomically(path: Path, data: bytes) -> None:
         with open(os.dup(int(named[1])), "wb", buffering=0) as there:
             there.write(data)
         return
-    path = Path(os.path.realpath(path))
+    _replace(Path(os.path.realpath(path)), data, 0o644)  # for others too: a node exporter reads the metrics
+
+
+def write_privately(path: Path, data: bytes) -> None:
+    """Replace a file of a run, which only its user can read. What is there, such as a link, is not written to. Raises
+    OSError."""
+    _replace(path, data, 0o600)
+
+
+def _replace(path: Path, data: bytes, mode: int) -> None:
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

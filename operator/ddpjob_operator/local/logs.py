@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from ddpjob import own_files
 
 TAIL_BYTES = 16384  # the cause is read from these; a kubelet keeps 2048, which torchrun's own table can fill
 LINE_MAX = 4096  # longer lines are cut on the screen; the file has them whole
@@ -15,7 +18,8 @@ class Log:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.error = ""
-        self._file = path.open("ab", buffering=0)
+        descriptor = own_files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._file = os.fdopen(descriptor, "ab", buffering=0)
         self._tail = b""
         self._line = b""
         self._cut = 0  # bytes of the present line that are not shown

@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from ddpjob import own_files
 from ddpjob_operator.local import files
 from ddpjob_operator.manifest.yamlfile import InputError
 
@@ -38,6 +39,10 @@ class RunFolder:
     def __init__(self, job: str, base: Path | None = None) -> None:
         self.uid = str(uuid.uuid4())
         jobs = (base or state_home() / "ddpjob").absolute() / job
+        if jobs.is_symlink() and jobs.lstat().st_uid not in (os.geteuid(), 0):
+            raise InputError(
+                f"{jobs}: is a link that another user has made, and is not followed; choose another --logs"
+            )
         jobs.mkdir(parents=True, exist_ok=True)
         _clear_old(jobs, job)
         self.path = jobs / self.uid
@@ -50,13 +55,14 @@ class RunFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a file of the run. Raises OSError."""
-        files.write_atomically(self.path / name, data)
+        files.write_privately(self.path / name, data)
 
     def close(self) -> None:
         """Remove all but the logs and the status."""
-        if _is_marked(self.path, self._job):
-            _remove_what_ends_with_a_run(self.path)
-        _remove_folders_of_agents(self.path)
+        with _own(self.path, self._job) as held:
+            if held is not None:
+                _remove_what_ends_with_a_run(held)
+        _remove_folders_of_agents(self.uid)
         os.close(self.lock)
 
 
@@ -99,12 +105,15 @@ def _clear_old(jobs: Path, job: str) -> None:
     """Keep the newest runs. A run that was killed left its volumes, its lock file and the folders of its agents, but
     the lock is free."""
     for i, run in enumerate(_runs(jobs, job)):
-        if is_running(run):
-            continue
-        _remove_what_ends_with_a_run(run)
-        _remove_folders_of_agents(run)
-        if i >= RUNS_KEPT - 1:
-            _remove_run(run, job)
+        with _own(run, job) as held:
+            if held is None or is_running(held):
+                continue
+            _remove_what_ends_with_a_run(held)
+            _remove_folders_of_agents(run.name)
+            if i >= RUNS_KEPT - 1:
+                _remove_run(held, job)
+                with contextlib.suppress(OSError):  # it has other files
+                    run.rmdir()
 
 
 def _runs(jobs: Path, job: str) -> Iterator[Path]:
@@ -137,15 +146,34 @@ def _mark(run: Path, job: str) -> None:
 
 def _is_marked(run: Path, job: str) -> bool:
     """Whether a run of this job has made this very folder."""
-    try:
+    with contextlib.suppress(OSError):
         status = run.lstat()
-        if not stat.S_ISDIR(status.st_mode):
-            return False
-        with open(os.open(run / MARK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)) as file:
-            mark = json.loads(file.read(_MARK_BYTES_MAX))
+        return stat.S_ISDIR(status.st_mode) and _has_mark(run, job, run.name, status.st_ino)
+    return False
+
+
+def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
+    try:
+        mark = json.loads(own_files.read_file(run / MARK, _MARK_BYTES_MAX))
     except (OSError, ValueError, RecursionError):  # no mark, or not one of a run
         return False
-    return bool(mark == {"job": job, "run": run.name, "inode": status.st_ino})
+    return bool(_UUID.fullmatch(name) and mark == {"job": job, "run": name, "inode": inode})
+
+
+@contextlib.contextmanager
+def _own(run: Path, job: str) -> Iterator[Path | None]:
+    """A path of the very folder that this user's run has made, whatever takes its name meanwhile; None: it is not."""
+    try:
+        descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        status, held = os.fstat(descriptor), Path(f"/proc/self/fd/{descriptor}")
+        is_own = status.st_uid == os.geteuid() and _has_mark(held, job, run.name, status.st_ino)
+        yield held if is_own else None
+    finally:
+        os.close(descriptor)
 
 
 def _remove_what_ends_with_a_run(run: Path) -> None:
@@ -156,22 +184,21 @@ def _remove_what_ends_with_a_run(run: Path) -> None:
         _unlink(run / leftover)
 
 
-def _remove_folders_of_agents(run: Path) -> None:
+def _remove_folders_of_agents(run: str) -> None:
     """What a `ddprun` that was killed has left in the temporary folder; its name has the run's id."""
-    for left in Path(tempfile.gettempdir()).glob(f"ddprun_{run.name}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for left in Path(tempfile.gettempdir()).glob(f"ddprun_{run}*"):
+        with contextlib.suppress(OSError):
+            if left.lstat().st_uid == os.geteuid():
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _remove_run(run: Path, job: str) -> None:
-    """Remove what a run writes, and the folder if it is empty then; otherwise it stays, unmarked, for the user's
-    files."""
+    """Remove what a run writes. If the folder has other files, it stays for them, unmarked."""
     written = (STATUS, FACTS, HISTORY)
     for path in list(run.iterdir()):
         if path.name in written or re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
             _unlink(path)
     _unlink(run / MARK)
-    with contextlib.suppress(OSError):
-        run.rmdir()
 
 
 def _unlink(path: Path) -> None:

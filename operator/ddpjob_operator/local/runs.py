@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +12,14 @@ from typing import TypeVar
 
 import msgspec
 
+from ddpjob import own_files
 from ddpjob_operator.job import api
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.local import run_folder
 from ddpjob_operator.local.history import Facts, History
 from ddpjob_operator.manifest.yamlfile import InputError
 
+RECORD_BYTES_MAX = 16 << 20  # the course of a long run is up to a megabyte
 _T = TypeVar("_T")
 
 KILLED = "Killed"
@@ -109,14 +112,14 @@ def took(run: Run, now: dt.datetime) -> float | None:
 
 def _read(path: Path, kind: type[_T]) -> _T | None:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(own_files.read_file(path, RECORD_BYTES_MAX), type=kind)
     except (OSError, ValueError, RecursionError):  # not written yet, or by another version
         return None
 
 
 def chunks(path: Path, offset: int = 0, size: int = 1 << 16) -> Iterator[bytes]:
     """The bytes of a log from an offset to its present end."""
-    with path.open("rb") as file:
+    with open(own_files.open_file(path, os.O_RDONLY), "rb") as file:
         file.seek(offset)
         while data := file.read(size):
             yield data

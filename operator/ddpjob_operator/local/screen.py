@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 
+from ddpjob_operator.describe.terminal import for_terminal
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, reasons, topology, wording
 from ddpjob_operator.job.status import present_progress, ranks_since
@@ -56,8 +57,9 @@ class PlainScreen:
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
         """Show lines that a node printed. Raises OutputClosedError when the reader is gone."""
         prefix = prefix_of(self.job, pod)
+        shown = for_terminal if sys.stdout.isatty() else str
         try:
-            sys.stdout.write("".join(f"{prefix}{line}\n" for line in lines))
+            sys.stdout.write("".join(f"{prefix}{shown(line)}\n" for line in lines))
             sys.stdout.flush()
         except BrokenPipeError:
             # Python flushes stdout once more when it exits; that would end in a second message about the same pipe.
@@ -148,7 +150,7 @@ class LiveScreen(PlainScreen):
         """Take lines that a node printed; the next drawing shows them."""
         prefix = prefix_of(self.job, pod)
         room = LINES_A_DRAWING - len(self._pending)
-        self._pending += [prefix + line for line in lines[: max(0, room)]]
+        self._pending += [prefix + for_terminal(line) for line in lines[: max(0, room)]]
         if hidden := max(0, len(lines) - max(0, room)):
             self._hidden, self._last = self._hidden + hidden, str(pod.log.path)
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ddpjob import own_files
 from ddpjob.agent import processes
 from ddpjob.agent.core.leader_state import End
 from ddpjob.agent.environment import Life
@@ -291,7 +292,7 @@ def leave_message(path: str | None, message: dict[str, Any]) -> None:
     from ddpjob.reporting.termination import write_over
 
     with contextlib.suppress(OSError):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+        descriptor = own_files.open_file(path, os.O_WRONLY | os.O_CREAT)
         try:
             write_over(descriptor, message)
         finally:
@@ -302,6 +303,6 @@ def forget_message(path: str | None) -> None:
     """Remove what a launcher before this one has left in the same container: `ddprun a.py || ddprun b.py`."""
     with contextlib.suppress(OSError):
         if path and os.path.getsize(path):
-            with open(path, "r+b") as file:
+            with open(path, "r+b", opener=own_files.opener) as file:
                 if file.read(len(MESSAGE_BEGINS)) == MESSAGE_BEGINS:
                     file.truncate(0)

@@ -324,7 +324,7 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
     os.setsid()
     for path, descriptor in ((run["stdout"], 1), (run["stderr"], 2)):
         if path:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             os.dup2(file, descriptor)
             os.close(file)
     write_down_crashes(run["crash"])
@@ -364,7 +364,7 @@ def write_down_crashes(path: str) -> None:
     if faulthandler.is_enabled():
         return
     with contextlib.suppress(OSError, ValueError):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
         try:
             faulthandler.enable(file=fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, CRASH_DESCRIPTOR))
         finally:
@@ -526,7 +526,7 @@ def record(line: str, printed: str) -> None:
     if not path or os.path.exists(path):
         return
     extra = {"py_callstack": printed[-CALLSTACK_CHARACTERS_MAX:], "timestamp": str(int(time.time()))}
-    with open(path, "w") as file:
+    with open(path, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as file:
         json.dump({"message": {"message": line, "extraInfo": extra}}, file)
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ddpjob import own_files
 from ddpjob.agent.options import Options
 
 TAIL_SECONDS = 0.1
@@ -69,12 +70,12 @@ class Folder:
     def prepare(self, life: str, ranks: Sequence[int]) -> list[Files]:
         """The files of these ranks, by local rank; their folders are made."""
         options, attempt = self._options, self._attempt(life)
-        os.makedirs(self.path, 0o700, exist_ok=True)  # somebody may have emptied /tmp
-        os.mkdir(attempt)  # generations only grow, also under a new leader
+        own_files.make_folder(self.path)  # somebody may have emptied /tmp, and taken the name there
+        os.mkdir(attempt, 0o700)  # generations only grow, also under a new leader
         files = []
         for rank in range(len(ranks)):
             folder = os.path.join(attempt, str(rank))
-            os.mkdir(folder)
+            os.mkdir(folder, 0o700)
             to_file = options.redirects[rank] | options.tee[rank]
             hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
@@ -180,9 +181,9 @@ class _Tail:
 
     def __init__(self, path: str, header: bytes, console: int, filtered: str, words: list[bytes]) -> None:
         self._header, self.console, self._words = header, console, words
-        self._file = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+        self._file = own_files.open_file(path, os.O_RDONLY | os.O_CREAT)
         try:
-            self._filtered = os.open(filtered, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) if filtered else -1
+            self._filtered = own_files.open_file(filtered, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if filtered else -1
         except OSError:
             os.close(self._file)
             raise

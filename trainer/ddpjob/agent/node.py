@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ddpjob import own_files
 from ddpjob.agent import environment, missing_script, processes
 from ddpjob.agent.core import crash
 from ddpjob.agent.core.leader_state import Ended
@@ -413,7 +414,7 @@ class LocalRanks:
         if not files.stderr:
             say(text)
         elif files.stderr != os.devnull:
-            with contextlib.suppress(OSError), open(files.stderr, "a") as file:
+            with contextlib.suppress(OSError), open(files.stderr, "a", opener=own_files.opener) as file:
                 file.write(f"ddprun: {text}\n")
         return text
 

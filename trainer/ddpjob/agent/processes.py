@@ -85,7 +85,10 @@ def start(
     def become() -> None:
         for path, descriptor in ((stdout, 1), (stderr, 2)):
             if path:
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666), descriptor)
+                os.dup2(
+                    os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600),
+                    descriptor,
+                )
         for descriptor in keep:
             os.set_inheritable(descriptor, True)
         execute(argv, environ)

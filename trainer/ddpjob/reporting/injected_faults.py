@@ -75,7 +75,7 @@ def _is_of(fault: Fault, attempt: str, generation: str) -> bool:
 def _records(file: str) -> bool:
     """True if it had not happened yet. Without a record it would happen again after each restart, so it does not."""
     with contextlib.suppress(OSError):
-        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
         return True
     return False
 

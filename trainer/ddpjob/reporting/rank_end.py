@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ddpjob import process
+from ddpjob import own_files, process
 from ddpjob.core.members import Members
 
 MODULES_MAX = 64  # a search over hyperparameters makes one after the other
@@ -67,7 +67,7 @@ class RankEnd:
         modules = [module.ended for module in self._modules if module.ended is not None]
         alone = process.number("WORLD_SIZE", 1) > 1 >= self.group_size
         alone = alone and not knows_others() and has_run_backward(torch)
-        with open(self._path, "w") as file:
+        with open(self._path, "w", opener=own_files.opener) as file:
             json.dump({"alone": alone, "modules": modules}, file)
 
 

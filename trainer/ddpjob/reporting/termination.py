@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from ddpjob import process
+from ddpjob import own_files, process
 from ddpjob.core import rules
 from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged, first_line, quoted
 from ddpjob.errors import Stopped
@@ -232,7 +232,7 @@ def _started_at() -> float:
 @contextlib.contextmanager
 def _opened() -> Iterator[int]:
     path = os.environ["DDPJOB_TERMINATION_LOG"]
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
+    descriptor = own_files.open_file(path, os.O_RDWR | os.O_CREAT)
     try:
         _lock(descriptor)
         yield descriptor

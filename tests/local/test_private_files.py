@@ -1,0 +1,142 @@
+"""The files of a local run are its user's alone, and are not written through what others have planted."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+import uuid
+from pathlib import Path
+
+import pytest
+from shell import Cli
+
+from ddpjob_operator.local import runs
+from ddpjob_operator.local.logs import Log
+from ddpjob_operator.local.run_folder import FAULTS, LATEST, MARK, RUNS_KEPT, RunFolder
+
+PRINTS = """
+import os, pathlib
+folder = pathlib.Path(os.environ["DDPJOB_TERMINATION_LOG"]).parent.parent
+modes = {str(p.relative_to(folder)): oct(p.lstat().st_mode & 0o777) for p in folder.rglob("*") if not p.is_symlink()}
+print("modes", modes, flush=True)
+"""
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {
+        str(p.relative_to(folder)): stat.S_IMODE(p.lstat().st_mode) for p in folder.rglob("*") if not p.is_symlink()
+    }
+
+
+@pytest.fixture
+def open_umask() -> object:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def test_files_of_a_run_are_0600_and_its_folders_0700(cli: Cli, open_umask: object) -> None:
+    """Status, course and logs were readable for everybody in a copy of the folder, with what a script had printed."""
+    done = cli.run("run", cli.file(PRINTS), "--logs", "logs")
+    assert done.returncode == 0, done.stderr
+    (run,) = [path for path in (cli.folder / "logs/job").iterdir() if path.name != LATEST]
+    copy = shutil.copytree(run, cli.folder / "copy")
+    for folder in (run, copy):
+        assert {"status.json", "history.json", "run.json"} <= modes(folder).keys()
+        assert set(modes(folder).values()) == {0o600}
+    during = eval(next(line for line in done.stdout.splitlines() if "modes" in line).partition("modes ")[2])
+    assert {name: mode for name, mode in during.items() if mode not in ("0o600", "0o700")} == {}
+
+
+def planted(kind: str, path: Path, outside: Path) -> None:
+    if kind == "link":
+        path.symlink_to(outside)
+    elif kind == "hard link":
+        os.link(outside, path)
+    else:
+        os.mkfifo(path)
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_a_record_replaces_what_is_planted_and_a_log_is_refused(tmp_path: Path, kind: str) -> None:
+    outside = tmp_path / "precious"
+    outside.write_text("precious")
+    folder = RunFolder("job", tmp_path / "base")
+    planted(kind, folder.path / "status.json", outside)
+    folder.write("status.json", b"{}")
+    assert (folder.path / "status.json").read_bytes() == b"{}"
+    planted(kind, folder.path / "job-1-0.log", outside)
+    with pytest.raises(OSError, match=r"link|pipe|No such device"):
+        Log(folder.path / "job-1-0.log")
+    assert outside.read_text() == "precious"
+    folder.close()
+
+
+def test_a_record_that_is_a_pipe_does_not_hold_the_list_of_runs(tmp_path: Path) -> None:
+    folder = RunFolder("job", tmp_path)
+    for name in ("run.json", "status.json"):
+        os.mkfifo(folder.path / name)
+    folder.close()
+    assert runs.find_all(tmp_path) == []
+
+
+def marked(folder: Path, job: str) -> Path:
+    """A folder as a run marks its own."""
+    folder.mkdir(parents=True)
+    mark = {"job": job, "run": folder.name, "inode": folder.stat().st_ino}
+    (folder / MARK).write_text(json.dumps(mark))
+    return folder
+
+
+def test_a_folder_whose_name_is_a_pattern_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who can write into --logs had the folders of all agents of this user removed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    others = tmp_path / "tmp" / f"ddprun_{uuid.uuid4()}_1"
+    others.mkdir(parents=True)
+    for name in ("*", "[0-9a-f]*", "?"):
+        marked(tmp_path / "base/job" / name, "job")
+    RunFolder("job", tmp_path / "base").close()
+    assert others.exists()
+
+
+def test_a_run_that_becomes_a_link_while_old_runs_are_removed_leads_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at a folder and its removal, a link in its place led to the user's own `volumes`."""
+    outside = tmp_path / "outside"
+    (outside / "volumes").mkdir(parents=True)
+    (outside / "volumes/precious").write_text("precious")
+    base = tmp_path / "base"
+    old = RunFolder("job", base)
+    (old.path / "volumes" / "x").mkdir(parents=True)
+    os.close(old.lock)
+    rmtree = shutil.rmtree
+
+    def swapped(path: Path, **options: object) -> None:
+        if old.path.exists() and not old.path.is_symlink():
+            old.path.rename(tmp_path / "moved")
+            old.path.symlink_to(outside)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", swapped)
+    RunFolder("job", base).close()
+    assert (outside / "volumes/precious").read_text() == "precious"
+    assert not (tmp_path / "moved/volumes").exists(), "the run's own went"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_what_another_user_owns_is_neither_removed_nor_followed(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    for _ in range(RUNS_KEPT + 3):
+        theirs = marked(base / "job" / str(uuid.uuid4()), "job")
+        (theirs / FAULTS).mkdir()
+        os.chown(theirs, 12345, 12345)
+    RunFolder("job", base).close()
+    assert len(list(base.glob(f"job/*/{FAULTS}"))) == RUNS_KEPT + 3
+    (base / "linked").symlink_to(tmp_path)
+    os.chown(base / "linked", 12345, 12345, follow_symlinks=False)
+    with pytest.raises(Exception, match="a link that another user has made"):
+        RunFolder("linked", base)

@@ -1,0 +1,139 @@
+"""What a script prints: a terminal gets its colors, and obeys nothing else; a pipe gets everything unchanged."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpjob_operator.cli import from_script, main, output
+from ddpjob_operator.describe.terminal import HELD_MAX, TerminalPieces, for_terminal
+
+OBEYED = {
+    "title": "\x1b]0;owned\x07",
+    "title until ST": "\x1b]2;owned\x1b\\",
+    "link": "\x1b]8;;http://example.org\x1b\\",
+    "clipboard": "\x1b]52;c;cm0gLXJmIC8=\x07",
+    "clear": "\x1b[2J",
+    "clear of the history": "\x1b[3J",
+    "clear of a line": "\x1b[2K",
+    "move": "\x1b[10A",
+    "home": "\x1b[H",
+    "answer": "\x1b[6n\x1b[c",
+    "mode": "\x1b[?1049h",
+    "alternate characters": "\x1b(0\x0e",
+    "reset": "\x1bc",
+    "device control": "\x1bP+q544e\x1b\\",
+    "application command": "\x1b_Gf=32;AAAA\x1b\\",
+    "C1": "\x9b2J\x9d0;owned\x9c\x90q\x9c\x85",
+    "bell, backspace and others": "\x07\x08\x0b\x0c\x00\x7f",
+    "keyboard": "\x1b[>4;2m",
+}
+
+
+@pytest.mark.parametrize("name", OBEYED)
+def test_a_terminal_obeys_nothing_that_a_script_prints(name: str) -> None:
+    """A title stayed after the run, and a clear hid the lines above it."""
+    assert for_terminal(f"before{OBEYED[name]}after") == "beforeafter"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["\x1b[31mred\x1b[0m", "\x1b[1;38;2;1;2;3mx\x1b[m", "\x1b[4:3mcurly", "10%\r20%\r30%\n", "tab\tline\n", "größe ✔"],
+)
+def test_colors_progress_bars_and_texts_stay(text: str) -> None:
+    assert for_terminal(text) == text
+    assert TerminalPieces().feed(text.encode(), last=True) == text
+
+
+def test_a_title_without_an_end_takes_its_own_line_alone() -> None:
+    """All that follows would be missing."""
+    assert for_terminal("a\x1b]0;title\nloss 0.1\n") == "a\nloss 0.1\n"
+
+
+PIECES = st.lists(
+    st.sampled_from(
+        [
+            "\x1b",
+            "[",
+            "]",
+            "0;t",
+            "\x07",
+            "\\",
+            "2J",
+            "31m",
+            "\x9b",
+            "\x9d",
+            "\r",
+            "\n",
+            "loss",
+            "\x1b[0m",
+            "P",
+            ">",
+            "?",
+        ]
+    )
+)
+
+
+@given(PIECES, st.integers(1, 5))
+def test_nothing_is_obeyed_however_it_is_split(pieces: list[str], size: int) -> None:
+    data = "".join(pieces).encode()
+    shown = TerminalPieces()
+    text = "".join(shown.feed(data[i : i + size]) for i in range(0, len(data), size)) + shown.feed(b"", last=True)
+    left = text.replace("\x1b[31m", "").replace("\x1b[0m", "").replace("\x1b[m", "")
+    assert not any((ord(letter) < 32 and letter not in "\r\n\t") or 127 <= ord(letter) < 160 for letter in left), ascii(
+        text
+    )
+
+
+def test_a_color_that_is_split_over_two_pieces_is_whole() -> None:
+    shown = TerminalPieces()
+    assert shown.feed(b"a\x1b[3") == "a"
+    assert shown.feed(b"1mred\xc3") == "\x1b[31mred"
+    assert shown.feed(b"\xa4") == "ä"
+
+
+def test_what_waits_for_its_end_is_limited() -> None:
+    shown = TerminalPieces()
+    assert shown.feed(b"\x1b]0;") == ""
+    text = "".join(shown.feed(b"x" * 100) for _ in range(HELD_MAX // 100 + 20))
+    assert text.endswith("x" * 100)
+
+
+def test_other_bytes_than_utf_8_are_no_controls() -> None:
+    """0x9b alone is a CSI for a terminal of 8 bits."""
+    assert TerminalPieces().feed(b"a\x9b2J", last=True) == "a\ufffd2J"
+
+
+def test_a_pipe_gets_everything_unchanged(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch) -> None:
+    data = b"".join(text.encode() for text in OBEYED.values()) + b"\xff\n"
+    output.write_printed(data)
+    assert capfdbinary.readouterr().out == data
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    output.write_printed(b"a\x1b[2Jb\n")
+    assert capfdbinary.readouterr().out == b"ab\n"
+
+
+def test_names_of_files_are_shown_without_what_a_terminal_obeys(tmp_path: Path) -> None:
+    (tmp_path / "\x1b]0;owned\x07.py").write_text("def f(:\n")
+    (tmp_path / "\x1b[2Jloop.py").symlink_to("nowhere")
+    result = CliRunner().invoke(main.cli, ["check", str(tmp_path)], standalone_mode=False)
+    assert "error[syntax]" in result.stdout
+    assert "so it is left out" in result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("end", ["\n", "\r", "\u2028", "\x85", "\n---\n"])
+def test_a_name_in_a_script_adds_no_line_to_the_yaml_of_init(end: str) -> None:
+    """The name of an option is a comment there, and its second line was YAML."""
+    name = f"--a{end}spec: {{nodes: 99}}"
+    text = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({name!r}, default='x')\np.parse_args()\n"
+    made = from_script.job_yaml(from_script.Start("train.py"), text)
+    (document,) = yaml.safe_load_all(made)
+    assert document["spec"]["nodes"] == 2
