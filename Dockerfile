@@ -6,6 +6,11 @@
 # PyTorch comes from pip's own index, which has the wheel for one CUDA, unless TORCH_INDEX adds another: that of the much
 # smaller CPU wheels, or of those for your driver's CUDA.   --build-arg TORCH_INDEX=https://…/whl/cpu
 #
+# Everything else is installed by the hashes in pins/, which `make pins` writes for x86_64 and aarch64. The hash of torch
+# depends on that choice: --build-arg TORCH_SHA256=… takes no other wheel. For a release, pin the base image too:
+#   --build-arg PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:…, the digest of
+#   docker buildx imagetools inspect python:3.11-slim-bookworm
+#
 # Both run as uid 65532 and write nothing but /tmp (and, the trainer, its working directory): with a read-only root
 # they want an emptyDir there.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
@@ -13,8 +18,9 @@ ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 # Our wheel. What builds it stays behind in this stage.
 FROM ${PYTHON_IMAGE} AS wheel
-RUN pip install --no-cache-dir hatchling==1.33.0
 WORKDIR /src
+COPY pins/build.txt ./
+RUN pip install --no-cache-dir --no-deps --require-hashes -r build.txt
 COPY LICENSE README.md pyproject.toml ./
 COPY operator operator
 COPY trainer trainer
@@ -24,11 +30,9 @@ RUN pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /wheel .
 FROM ${PYTHON_IMAGE} AS operator-environment
 RUN python -m venv --without-pip /opt/ddpjob
 WORKDIR /src
-COPY constraints.txt pyproject.toml ./
-# The dependencies first: they change less often than our code. pip takes no extra's dependencies without the project.
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-               print(*p['dependencies'], *p['optional-dependencies']['operator'], sep='\n')" > requirements.txt \
- && pip --python /opt/ddpjob/bin/python install --no-cache-dir -c constraints.txt -r requirements.txt
+COPY pins/operator.txt ./
+# The dependencies first: they change less often than our code.
+RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --require-hashes -r operator.txt
 COPY --from=wheel /wheel /wheel
 RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --no-index /wheel/*.whl
 
@@ -59,16 +63,19 @@ ARG TORCH_INDEX=
 RUN useradd --uid 65532 --user-group --no-create-home --home-dir /tmp ddpjob \
  # Group 0 as well: a cluster that gives every namespace a uid of its own keeps this group.
  && install -d -o 65532 -g 0 -m 0775 /workspace
-COPY constraints.txt /tmp/constraints.txt
-# A layer of its own: it is large, and stays the same when our code changes. numpy: torch warns without it.
-RUN grep -v '^torch==' /tmp/constraints.txt > /etc/pip-constraints.txt \
- && rm /tmp/constraints.txt \
+ARG TORCH_SHA256=
+COPY pins/trainer.txt constraints.txt /tmp/pins/
+RUN pip install --no-cache-dir --no-deps --require-hashes -r /tmp/pins/trainer.txt
+# A layer of its own: it is large, and stays the same when our code changes. The first pip takes no wheel but that with
+# the hash; the second adds the CUDA libraries that the wheel names by version, where it names some.
+RUN grep -v '^torch==' /tmp/pins/constraints.txt > /etc/pip-constraints.txt \
+ && echo "torch==${TORCH_VERSION}${TORCH_SHA256:+ --hash=sha256:$TORCH_SHA256}" > /tmp/pins/torch.txt \
+ && pip install --no-cache-dir --no-deps ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r /tmp/pins/torch.txt \
  && pip install --no-cache-dir -c /etc/pip-constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
-        "torch==${TORCH_VERSION}" numpy
-# The examples' data set comes with scikit-learn.
-RUN pip install --no-cache-dir -c /etc/pip-constraints.txt scikit-learn
+        "torch==${TORCH_VERSION}" \
+ && rm -r /tmp/pins
 COPY --from=wheel /wheel /tmp/wheel
-RUN pip install --no-cache-dir -c /etc/pip-constraints.txt /tmp/wheel/*.whl \
+RUN pip install --no-cache-dir --no-deps --no-index /tmp/wheel/*.whl \
  && rm -r /tmp/wheel
 COPY trainer/examples /workspace/trainer/examples
 ENV HOME=/tmp USER=ddpjob PYTHONUNBUFFERED=1

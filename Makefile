@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: install demo quick test-processes test test-long test-versions test-frameworks docs pictures simulate truth test-kind check format generate clean help
+.PHONY: install demo quick test-processes test test-long test-versions test-frameworks docs pictures simulate truth test-kind check format generate pins clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -107,6 +107,9 @@ generate: install ## Write the CRD and the reference from the types.
 	$(BIN)/ddpjob schema > docs/ddpjob.schema.json
 	$(BIN)/python tools/metrics_page.py > docs/metrics.md
 	for name in fleet job; do $(BIN)/python tools/dashboards.py ddpjob-$$name > $(DASHBOARDS)/ddpjob-$$name.json; done
+
+pins: install ## Write pins/*.txt, the hashes of what the images install: after a change of constraints.txt (minutes).
+	$(BIN)/python tools/pins.py
 
 clean: ## Remove what was made here.
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,61 @@
+"""What the images and CI take from others is pinned: a package, image or Action that is replaced is noticed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import tomllib
+
+ROOT = Path(__file__).parents[2]
+CONSTRAINTS = {
+    re.sub("[_.]", "-", name).lower(): version
+    for name, version in (line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+}
+
+
+def pins(name: str) -> dict[str, str]:
+    """Version of each package of a file, all of which have a hash."""
+    text = (ROOT / "pins" / f"{name}.txt").read_text().replace(" \\\n", "")
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            match = re.fullmatch(r"([a-z0-9.-]+)==(\S+)(?:\s+--hash=sha256:[0-9a-f]{64})+", line)
+            assert match is not None, f"{line[:60]} has no hash"
+            found[match[1]] = match[2]
+    return found
+
+
+@pytest.mark.parametrize("name", ["build", "operator", "trainer"])
+def test_an_image_installs_the_versions_that_are_tested_by_their_hashes(name: str) -> None:
+    assert pins(name)
+    assert {one: CONSTRAINTS.get(one, version) for one, version in pins(name).items()} == pins(name), "make pins"
+
+
+def test_the_hashes_cover_all_that_the_project_asks_for() -> None:
+    """pip installs them without looking at dependencies: one that is missing would be missing in the image."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    trainer = [one for one in extras["trainer"] if not one.startswith("torch")]
+    for name, wanted in (
+        ("operator", [*project["dependencies"], *extras["operator"]]),
+        ("trainer", [*project["dependencies"], *trainer, *extras["examples"]]),
+    ):
+        asked = {re.split(r"[\[<>=;]", one)[0] for one in wanted}
+        assert asked <= pins(name).keys(), "make pins"
+
+
+def test_every_installation_in_the_images_is_by_hash_but_those_of_torch() -> None:
+    dockerfile = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
+    commands = [one for line in dockerfile.splitlines() if not line.startswith("#") for one in line.split("&&")]
+    installed = [one for one in commands if re.search(r"\bpip (--python \S+ )?install ", one)]
+    assert len(installed) == 7
+    free = [one for one in installed if "--require-hashes" not in one and "--no-index" not in one]
+    assert all("torch" in one for one in free), free
+
+
+def test_every_action_is_pinned_to_a_commit() -> None:
+    for workflow in (ROOT / ".github/workflows").glob("*.y*ml"):
+        for used in re.findall(r"uses:\s*(\S+)", workflow.read_text()):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", used), used

@@ -1,0 +1,76 @@
+"""Write pins/*.txt: what the images install, with the hashes of the wheels for x86_64 and aarch64 (`make pins`).
+
+pip itself chooses the wheels, as it would in the image; nothing is installed. The versions are those of
+constraints.txt. torch has no hash here: TORCH_INDEX chooses among wheels for several platforms (Dockerfile).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import tomllib  # type: ignore[import-not-found]  # mypy checks for Python 3.10
+
+ROOT = Path(__file__).parents[1]
+ARCHITECTURES = ("x86_64", "aarch64")
+PYTHON = "3.11"  # of the base image
+GLIBC = ("2014", "_2_17", "_2_26", "_2_27", "_2_28")  # manylinux tags that Debian bookworm has
+# What torch needs besides the CUDA libraries that its own wheel names.
+OF_TORCH = ("filelock", "fsspec", "jinja2", "networkx", "setuptools", "sympy", "typing-extensions")
+BUILD = ("hatchling==1.33.0",)
+
+
+def wanted() -> dict[str, list[str]]:
+    """The requirements of each image, by the name of its file."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    base, extras = project["dependencies"], project["optional-dependencies"]
+    trainer = [one for one in extras["trainer"] if not one.startswith("torch")]
+    return {
+        "build": list(BUILD),
+        "operator": [*base, *extras["operator"]],
+        "trainer": [*base, *trainer, *extras["examples"], *OF_TORCH],
+    }
+
+
+def chosen(requirements: Iterable[str], architecture: str) -> dict[str, str]:
+    """Sha256 of the wheel that pip takes for each package, by name==version."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.json")
+        platforms = [word for tag in GLIBC for word in ("--platform", f"manylinux{tag}_{architecture}")]
+        command = ["pip", "install", "--quiet", "--dry-run", "--ignore-installed", "--only-binary", ":all:"]
+        command += ["--python-version", PYTHON, "--implementation", "cp", *platforms, "--target", folder]
+        command += ["--constraint", str(ROOT / "constraints.txt"), "--report", str(report), *requirements]
+        subprocess.run([sys.executable, "-m", *command], check=True)
+        return dict(map(_hashed, json.loads(report.read_text())["install"]))
+
+
+def _hashed(one: dict[str, Any]) -> tuple[str, str]:
+    about = one["metadata"]
+    name = about["name"].lower().replace("_", "-")
+    return f"{name}=={about['version']}", one["download_info"]["archive_info"]["hashes"]["sha256"]
+
+
+def text(of_architectures: Iterable[dict[str, str]]) -> str:
+    """A requirements file with the hashes of all architectures."""
+    hashes: dict[str, set[str]] = {}
+    for wheels in of_architectures:
+        for name, sha256 in wheels.items():
+            hashes.setdefault(name, set()).add(sha256)
+    lines = [[name, *(f"--hash=sha256:{sha256}" for sha256 in sorted(hashes[name]))] for name in sorted(hashes)]
+    head = "# Made by `make pins` from pyproject.toml and constraints.txt.\n"
+    return head + "".join(" \\\n    ".join(line) + "\n" for line in lines)
+
+
+def main() -> None:
+    """Write the files."""
+    for name, requirements in wanted().items():
+        (ROOT / "pins" / f"{name}.txt").write_text(text(chosen(requirements, each) for each in ARCHITECTURES))
+
+
+if __name__ == "__main__":
+    main()
