@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from ddpjob.agent import ports, processes
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import grace_seconds
-from ddpjob_operator.local import faults, pod_process, run_folder
+from ddpjob_operator.local import debugging, faults, pod_process, run_folder
 from ddpjob_operator.local import node as nodes
 from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import facts, stall
@@ -216,6 +216,8 @@ class LocalCluster:
         termination_log.parent.mkdir(parents=True, exist_ok=True)
         termination_log.touch()
         process.env[environment.TERMINATION_LOG] = str(termination_log)
+        if base.terminal is not None:
+            debugging.attach(process, base.terminal, self.folder)
         if faults.VARIABLE in process.env:
             records = self.folder / run_folder.FAULTS
             records.mkdir(exist_ok=True)
