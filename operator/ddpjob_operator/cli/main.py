@@ -52,6 +52,7 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @click.option(
     "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; node=1,at=20s."
 )
+@click.option("--pdb", cls=sections.RareOption, metavar="RANK", type=int, help="has the terminal")
 @click.option("--dry-run", cls=sections.RareOption, is_flag=True, help="prints pods")
 @click.option(
     "-f",
@@ -100,6 +101,7 @@ def run(
     no_check: bool,
     yes: bool,
     plain: bool,
+    pdb: int | None,
     dry_run: bool,
 ) -> int:
     """Run FILE here: a DDPJob, a script or a notebook, or - for stdin.
@@ -119,6 +121,8 @@ def run(
         variables = (*variables, f"{faults.VARIABLE}={faults.variable(broken)}")
     devices = len(gpus.visible())
     nproc = sources.processes(nproc, devices)
+    if pdb is not None and not any(setting.startswith("spec.backoffLimit") for setting in settings):
+        max_restarts = max_restarts or "0"  # whoever leaves a debugger does not want to be in the next one
     source = sources.Source(
         file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
     )
@@ -142,6 +146,7 @@ def run(
             report=report,
             process_group=os.getpgrp(),
             names=sources.names_of(file),
+            pdb=pdb,
             defaults=sources.defaults(source, parsed, 0 if cpu else devices),
         )
         cells = file if sources.is_notebook(file) else None

@@ -21,7 +21,7 @@ from ddpjob import own_files
 from ddpjob.agent import ports, processes
 from ddpjob_operator.job import api
 from ddpjob_operator.job.podspec import grace_seconds
-from ddpjob_operator.local import faults, pod_process, run_folder
+from ddpjob_operator.local import debugging, faults, pod_process, run_folder
 from ddpjob_operator.local import node as nodes
 from ddpjob_operator.local.logs import Log
 from ddpjob_operator.observed import facts, stall
@@ -217,6 +217,8 @@ class LocalCluster:
         termination_log = slot.volumes.with_suffix(".termination-log")
         termination_log.touch(mode=0o600)
         process.env[environment.TERMINATION_LOG] = str(termination_log)
+        if base.terminal is not None:
+            debugging.attach(process, base.terminal, self.folder)
         if faults.VARIABLE in process.env:
             records = self.folder / run_folder.FAULTS
             records.mkdir(mode=0o700, exist_ok=True)

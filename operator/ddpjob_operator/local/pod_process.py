@@ -58,6 +58,15 @@ _PROGRAMS = ("python", "python3", "torchrun", "ddprun", "accelerate", "deepspeed
 
 
 @dataclass(frozen=True)
+class Terminal:
+    """A terminal, and the rank that has it."""
+
+    rank: int
+    device: str
+    """/dev/pts/3"""
+
+
+@dataclass(frozen=True)
 class Slot:
     """Where a node runs: the caller's folder and environment, a folder for its emptyDir volumes, and its GPUs."""
 
@@ -66,6 +75,8 @@ class Slot:
     environment: Mapping[str, str]
     gpus: tuple[str, ...] | None = None
     """The GPUs of this node; None keeps the caller's CUDA_VISIBLE_DEVICES."""
+    terminal: Terminal | None = None
+    """The terminal that a rank gets, of whichever node that is."""
 
 
 @dataclass

@@ -27,6 +27,7 @@ from ddpjob_operator.job import api, launcher, podspec, reasons, topology, wordi
 from ddpjob_operator.job.status import TERMINAL, ranks_since
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.local import (
+    debugging,
     faults,
     files,
     gpus,
@@ -83,6 +84,8 @@ class Options:
     """That in which the command was started, where the run has one of its own."""
     names: Callable[[str], str] = str
     """How texts of the ranks name places in the script: those in a notebook by its cells."""
+    pdb: int | None = None
+    """The rank that gets the terminal."""
     defaults: str = ""
     """What the title says about numbers that nobody gave."""
 
@@ -102,7 +105,13 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
     job, notes = on_this_machine(job, options)
     slots, more = assign_slots(document, job)
     notes += more + check(document, job, slots, options)
+    if options.pdb is not None:
+        groups = {os.getpgrp(), options.process_group or os.getpgrp()}
+        given = debugging.terminal(options.pdb, job, groups)
+        job, slots = debugging.undisturbed(job), [dataclasses.replace(slot, terminal=given) for slot in slots]
     folder = _run_folder(job.metadata.name, options)
+    if options.pdb is not None:
+        notes.append(f"--pdb: rank {options.pdb} has this terminal; what the others print is in {folder.path}")
     try:
         with _runner(job, slots, folder, options) as runner:
             runner.reports = not script.reports_no_steps(script.find(document.source, job))
@@ -213,6 +222,8 @@ class Runner:
         self.reports = True
         """Whether the script may report steps."""
         self.screen = screen.screen(self.job, options.plain, options.process_group, options.defaults)
+        if options.pdb is not None:
+            self.screen = screen.DebuggerScreen(self.job, options.defaults)
         self._started_at = time.monotonic()
         self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
@@ -443,6 +454,8 @@ class Runner:
         self._write_report()
         status, name = self.job.status, self.job.metadata.name
         failed = status.state in ("Failing", "Failed")
+        if isinstance(self.screen, screen.DebuggerScreen):
+            self.screen.has_ended = True
         self.teller.explain(status.last_failure if failed else None, doubtful=bool(status.findings) and not failed)
         self.screen.close()
         missed = faults.missed(self.options.faults, self._node_faults, self.folder.path / run_folder.FAULTS)

@@ -118,6 +118,25 @@ class PlainScreen:
         """Nothing to give back."""
 
 
+class DebuggerScreen(PlainScreen):
+    """What is said about a run whose terminal one rank has: no progress, and the nodes' output is in their logs until
+    the run has ended."""
+
+    has_ended = False
+
+    def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
+        """Show lines that a node printed, once nobody types any more."""
+        if self.has_ended:
+            super().log(pod, lines)
+
+    def draw(self, moment: table.Moment, pods: Sequence[LocalPod]) -> None:
+        """Show nothing."""
+
+    def due_in(self, status: api.Status) -> float | None:
+        """Never."""
+        return None
+
+
 class LiveScreen(PlainScreen):
     """A table at the bottom of the terminal, redrawn in place; the nodes' lines scroll above it.
 
