@@ -26,10 +26,12 @@ minute, says so, and goes on from that state; until then it is refused.
 
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import itertools
 import json
+import math
 import operator
 import os
 import re
@@ -140,6 +142,7 @@ class Snapshot:
         self._has_begun = False  # at step 0, and said so
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
+        _count_optimizer_steps()
         before_leaving(self.wait)
         process.at_exit(_Ending(weakref.ref(self)), 15)
         process.at_exit_of_child(stop.end_as_it_must, 5)
@@ -484,6 +487,7 @@ class Snapshot:
         restore(objects, document["state"], str(entry.path))
         self.state = self._memory.loaded(objects, without_copies(objects, document["state"]))
         random_states.restore(document, self.rank, self.world_size)
+        random_states.continue_from_here()
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
         origin: dict[str, Any] = {} if before is None else {"goesOnFrom": writers.named(before)}
@@ -494,6 +498,7 @@ class Snapshot:
         step = found.held.version.step
         restore(objects, fetched.state, "the memory of the pods")
         state = without_copies(objects, fetched.state)
+        random_states.continue_from_here()
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         ranks = f"{', '.join(map(str, found.ranks[:8]))}{' …' if len(found.ranks) > 8 else ''}"
         origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
@@ -686,19 +691,27 @@ class _OthersSaved:
     """
 
     def __init__(self, step: int) -> None:
-        self.step, self.have = step, False
-        self._steps = 0
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self.step = step
+        self._at: float = process.current.optimizer_steps
+
+    @property
+    def have(self) -> bool:
+        """Whether they have."""
+        return process.current.optimizer_steps >= self._at + 2
 
     def note(self) -> None:
         """They have."""
-        self.have = True
-        self._hook.remove()
+        self._at = -math.inf
 
-    def _before_step(self, *_: Any) -> None:
-        self._steps += 1
-        if self._steps == 2:
-            self.note()
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    """Once, and for good: a hook must not be removed while torch calls the others."""
+
+    def count(*_: Any) -> None:
+        process.current.optimizer_steps += 1
+
+    register_optimizer_step_pre_hook(count)
 
 
 @dataclass
