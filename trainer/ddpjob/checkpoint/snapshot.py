@@ -48,7 +48,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
-from ddpjob.checkpoint import of_each_rank, random_states, writers
+from ddpjob.checkpoint import half_done, of_each_rank, random_states, writers
 from ddpjob.checkpoint.in_memory import InMemory
 from ddpjob.checkpoint.reasons import reason
 from ddpjob.checkpoint.recall import Fetched
@@ -145,6 +145,8 @@ class Snapshot:
         self._has_begun = False  # at step 0, and said so
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
+        self._since_step = half_done.SinceLastStep()
+        self._named_half: set[str] = set()  # models of which the log has said what is half done
         _count_optimizer_steps()
         before_leaving(self.wait)
         process.at_exit(_Ending(weakref.ref(self)), 15)
@@ -174,6 +176,9 @@ class Snapshot:
         """
         step = _checked_step(step)
         refuse_sharded(state)  # on every rank: rank 0 alone would find out in a call that waits for the others
+        if self.rank == 0:
+            self._since_step.refuse_stale_shards(state)
+            self._name_half_done(step, state)
         # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
@@ -227,6 +232,30 @@ class Snapshot:
         # Not a daemon: a script that ends without close() still gets its last state.
         self._thread = threading.Thread(target=self._write_or_note, args=(writer, unwritten), name="ddpjob-snapshot")
         self._thread.start()
+
+    def _name_hooks(self, objects: Mapping[str, Any]) -> None:
+        for name, kind in half_done.hooks_with_state(objects).items():
+            self._name_half(
+                f"hook of {name}",
+                f"{name}: its communication hook has a state ({kind}), which is in no state_dict(): a restart does not "
+                f"continue it, and the gradients are others from there on",
+            )
+
+    def _name_half_done(self, step: int, state: Mapping[str, Any]) -> None:
+        self._name_hooks(state)
+        if name := self._since_step.pending():
+            self._name_half(
+                f"gradients of {name}",
+                f"{name}: step {step} is saved while gradients wait for optimizer.step(): a restart does not continue "
+                f"the accumulation, and these micro-batches are lost. Save right after an optimizer's step.",
+            )
+        self._since_step.watch(state)
+
+    def _name_half(self, what: str, why: str) -> None:
+        """Once."""
+        if what not in self._named_half:
+            self._named_half.add(what)
+            process.log(why)
 
     def _claim_to_save(self) -> int:
         """The number under which this process may write. Raises OSError, SnapshotError."""
@@ -471,7 +500,10 @@ class Snapshot:
         ranks.
         """
         refuse_sharded(objects)
+        self._since_step.watch(objects)
         self._finish()
+        if self.rank == 0:
+            self._name_hooks(objects)
         self._memory.begin()
         found = self._memory.find(objects)
         chosen = self._agreed(found)
