@@ -193,6 +193,59 @@ def test_an_epoch_of_a_loader_that_is_left_early_is_followed_by_the_next_one():
     assert taken == orders
 
 
+class Augmented(torch.utils.data.Dataset):
+    """Draws for each sample."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("plain", [True, False])
+def test_random_numbers_of_a_loaders_workers_are_said_not_to_continue(workers, plain, capfd):
+    """A worker's generator is in no state: from a resume within an epoch on the augmentation is another one."""
+    data = torch.utils.data.TensorDataset(torch.arange(8)) if plain else Augmented()
+    data = torch.utils.data.Subset(data, range(8))
+    sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1)
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, num_workers=workers)
+    for _ in range(2):
+        list(loader)
+    said = capfd.readouterr().err.count("a restart does not continue random numbers that the dataset draws in its")
+    assert said == int(bool(workers) and not plain)
+
+
+def test_a_resume_within_an_epoch_draws_no_seed_for_a_loader_once_more(tmp_path):
+    """Each iter(DataLoader) draws one: all later dropout masks were others than those of the undisturbed training."""
+
+    def train(until: int, folder: str) -> torch.Tensor:
+        weights = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(weights.parameters(), lr=0.1)
+        sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1)
+        snapshot = ddpjob.Snapshot(tmp_path / folder)
+        torch.manual_seed(3)
+        step = snapshot.load(sampler=sampler)
+        loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(8)), batch_sampler=sampler)
+        for epoch in range(sampler.current_epoch, 3):
+            sampler.set_epoch(epoch)
+            for _ in loader:
+                optimizer.step()
+                drawn = torch.rand(())
+                step += 1
+                snapshot.save(step, sampler=sampler)
+                if step == until:
+                    snapshot.close()
+                    return drawn
+        raise AssertionError("it was to be left")
+
+    whole = {step: train(step, f"whole-{step}") for step in (5, 6, 9, 11)}
+    for first, second in ((5, 6), (4, 5), (8, 9), (5, 11)):  # within an epoch, and at its end
+        train(first, f"{first}-{second}")
+        assert train(second, f"{first}-{second}") == whole[second]
+
+
 def test_epochs_that_are_all_left_early_are_told_to_be_the_same_one(capfd):
     """A loop of a fixed number of steps an epoch, without set_epoch, would train the same samples each time."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)

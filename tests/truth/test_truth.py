@@ -12,6 +12,10 @@ AFTER_SAVE = Kill("top", 20, 1, "KILL")
 # Scripts that users write, as draws of the grammar. By day those that stand for a promise.
 SCRIPTS = {
     "the plainest": Draw(plain(), (TOP,)),
+    "dropout, and the loader of docs/library.md": Draw(recipe(model="dropout", data="loader"), (TOP,)),
+    "the same, from the folder": Draw(
+        recipe(model="dropout", data="loader", memory="no", every="4"), (TOP,), settled=True
+    ),
 }
 
 

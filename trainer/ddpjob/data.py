@@ -91,6 +91,7 @@ class GlobalBatchSampler:
         self._consumed = 0
         self._began = (0, 0)  # the epoch, and the sample in it, that the last state went on from
         self._begins = (0, 0)  # the epoch, and how often a DataLoader has begun it
+        self._has_told_of_workers = False
         self.reads_ahead = False
         """Whether a DataLoader iterates it, which may have taken batches that are not trained yet."""
         self.has_workers = False
@@ -113,6 +114,7 @@ class GlobalBatchSampler:
         """
         epoch = _at_least(0, "epoch", epoch)
         self.set_epoch(epoch)
+        self._continue_random_numbers()
         order = _shuffled(self.n, self.seed, epoch)
         while self._samples_left() > 0:
             start, stop = self._consumed, min(self._consumed + self.global_batch, self.n)
@@ -148,7 +150,15 @@ class GlobalBatchSampler:
                 f"a global batch of {smallest} leaves some of {self.world_size} ranks without a sample, which a "
                 f"DataLoader cannot collate. Use global_batch >= {self.world_size} with drop_last=True, or `epoch()`."
             )
-        self.reads_ahead, self.has_workers = True, _may_have_workers(sys._getframe(1).f_locals.get("loader"))
+        loader = sys._getframe(1).f_locals.get("loader")
+        self.reads_ahead, self.has_workers = True, _may_have_workers(loader)
+        if getattr(loader, "num_workers", 0) and self.rank == 0 and not self._has_told_of_workers:
+            self._has_told_of_workers = True
+            if _may_draw(getattr(loader, "dataset", None)):
+                process.log(
+                    "a DataLoader with workers iterates this sampler: a restart does not continue random numbers that "
+                    "the dataset draws in its workers (augmentation). To repeat them, seed each sample by its index."
+                )
         return self._one_epoch(self._epoch)
 
     def _one_epoch(self, epoch: int) -> Iterator[Batch]:
@@ -196,6 +206,13 @@ class GlobalBatchSampler:
                 f"epoch {self._epoch} of the data begins for the third time, with the same samples, because its "
                 f"iterations are left early. Call sampler.set_epoch(epoch) before each to go on to the next epoch."
             )
+
+    def _continue_random_numbers(self) -> None:
+        """In the interrupted epoch: what iter(DataLoader) has drawn was drawn when the epoch began. A state from the
+        beginning of an epoch is older than that draw."""
+        again = process.current.continue_random
+        if again is not None and self._epoch == self._began[0] and self._began[1] > 0:
+            again()
 
     def _first_of(self, epoch: int) -> int:
         """The sample with which that epoch began here."""
@@ -315,6 +332,18 @@ def _may_have_workers(loader: Any) -> bool:
     derived from it, as accelerate's, may read ahead without workers."""
     is_torchs = type(loader).__module__ == "torch.utils.data.dataloader"
     return not is_torchs or getattr(loader, "num_workers", 1) != 0
+
+
+def _may_draw(dataset: Any) -> bool:
+    """Return whether a dataset may draw random numbers for a sample: lists, tensors and torch's own datasets do not,
+    but those inside them may."""
+    module = type(dataset).__module__
+    if module in ("builtins", "numpy", "torch"):
+        return False
+    if not module.startswith("torch.utils.data."):
+        return True
+    inner = [getattr(dataset, "dataset", None), *getattr(dataset, "datasets", ())]
+    return any(_may_draw(one) for one in inner if one is not None)
 
 
 def _samples_of(batch: Any) -> int:

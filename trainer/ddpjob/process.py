@@ -70,6 +70,10 @@ class Process:
         """The Snapshots whose last state is not in their folder: a script may forget them before its end."""
         self.save_failed = ""
         """Why the last save has failed."""
+        self.continue_random: Callable[[], None] | None = None
+        """Sets the random states once more to those that `load` has restored, until the next optimizer step."""
+        self.optimizer_steps = 0
+        """That this process has begun since it has made a Snapshot, of any optimizer."""
         self.resumed_step: int | None = None
         """Of the state that it has loaded."""
         self.resumed_from = ""

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ddpjob import process
+
 _FIELDS = object.__basicsize__  # where the fields of an object of C begin, after what each object has
 _WORDS, _WORD_BYTES = 624, 4  # of the Mersenne Twister, before its position
 _Bytes = ctypes.c_char * ((_WORDS + 1) * _WORD_BYTES)
@@ -145,6 +147,21 @@ def set_to(own: Mapping[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in own:
         numpy.random.set_state(own["numpy"])
+
+
+def continue_from_here() -> None:
+    """Let a sampler that resumes within an epoch set the generators to their present states at its first batch.
+
+    Each iter(DataLoader) draws a seed for its workers, also without any. The undisturbed training drew that at the
+    beginning of the epoch, and not once more here. From the next optimizer step on the sampler changes nothing.
+    """
+    state, now = current(), process.current.optimizer_steps
+
+    def restore_again() -> None:
+        if process.current.optimizer_steps == now:
+            set_to(state)
+
+    process.current.continue_random = restore_again
 
 
 def seed(of_rank_0: Mapping[str, Any], step: int, rank: int) -> None:

@@ -26,9 +26,11 @@ minute, says so, and goes on from that state; until then it is refused.
 
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import json
+import math
 import operator
 import os
 import re
@@ -37,7 +39,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -46,7 +48,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import own_files, process
-from ddpjob.checkpoint import random_states, writers
+from ddpjob.checkpoint import half_done, of_each_rank, random_states, writers
 from ddpjob.checkpoint.in_memory import InMemory
 from ddpjob.checkpoint.reasons import reason
 from ddpjob.checkpoint.recall import Fetched
@@ -62,7 +64,7 @@ FORMAT = 1
 STEP_MAX = 10**12 - 1  # of the digits in a state's name
 BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
 HASHED_BYTES = 1024 * 1024
-RNG_OFFERS_MAX = 3  # random states of one rank that wait in the store; rank 0 is at most one save behind
+OFFERS_MAX = 3  # states of one rank that wait in the store; rank 0 is at most one save behind
 RNG_WAIT_SECONDS = 2.0  # how long the writing thread waits for the other ranks' random states; training does not wait
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # a Path has made one slash of two
@@ -115,10 +117,12 @@ class Snapshot:
         self._folder = None if folder is None else Path(folder)
         self._states_max = keep
         self._world = world or active()
+        self._ranks = 0  # of a group that is left
         if self._world is not None:
             self.rank, self.world_size = self._world.rank, self._world.world_size
         elif process.current.left is not None and process.torch_group() is None:
             self.rank, self.world_size = process.current.left.rank, 1  # there is nobody to ask
+            self._ranks = process.current.left.world_size
         else:
             self.rank, self.world_size = rank_in_group("pass world=")
         attempt = self._world.attempt if self._world is not None else int(os.environ.get("DDPJOB_ATTEMPT") or 1)
@@ -132,6 +136,7 @@ class Snapshot:
         self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
         self._name = str(folder)  # among the ranks; `load` makes it rank 0's, because each node may have its own path
         self._others: _OthersSaved | None = None  # of the last save
+        self._named_large: set[str] = set()  # objects of which the log has said that they are too large
         self._named_late = False  # whether the log has named ranks that do not save
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
@@ -139,6 +144,9 @@ class Snapshot:
         self._has_begun = False  # at step 0, and said so
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
+        self._since_step = half_done.SinceLastStep()
+        self._named_half: set[str] = set()  # models of which the log has said what is half done
+        _count_optimizer_steps()
         before_leaving(self.wait)
         process.at_exit(_Ending(weakref.ref(self)), 15)
         process.at_exit_of_child(stop.end_as_it_must, 5)
@@ -167,6 +175,9 @@ class Snapshot:
         """
         step = _checked_step(step)
         refuse_sharded(state)  # on every rank: rank 0 alone would find out in a call that waits for the others
+        if self.rank == 0:
+            self._since_step.refuse_stale_shards(state)
+            self._name_half_done(step, state)
         # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
@@ -193,7 +204,7 @@ class Snapshot:
     def _save(self, step: int, state: Mapping[str, Any], *, in_thread: bool = True) -> None:
         self._owe(None)
         if self.rank != 0:
-            self._offer_rng(step)
+            self._offer(step, state)
             return
         if self._others is not None and step > self._others.step:
             self._others.note()
@@ -210,7 +221,7 @@ class Snapshot:
         }
         unwritten = _Unwritten(document, self._repeats, self.world_size > 1, os.getpid())
         if self.world_size > 1:
-            self._others = _OthersSaved(step)
+            self._others, unwritten.own = _OthersSaved(step), of_each_rank.own(state)
         try:
             writer = self._claim_to_save()
         except OSError as error:  # the folder is gone, or must not be written
@@ -222,6 +233,30 @@ class Snapshot:
         # Not a daemon: a script that ends without close() still gets its last state.
         self._thread = threading.Thread(target=self._write_or_note, args=(writer, unwritten), name="ddpjob-snapshot")
         self._thread.start()
+
+    def _name_hooks(self, objects: Mapping[str, Any]) -> None:
+        for name, kind in half_done.hooks_with_state(objects).items():
+            self._name_half(
+                f"hook of {name}",
+                f"{name}: its communication hook has a state ({kind}), which is in no state_dict(): a restart does not "
+                f"continue it, and the gradients are others from there on",
+            )
+
+    def _name_half_done(self, step: int, state: Mapping[str, Any]) -> None:
+        self._name_hooks(state)
+        if name := self._since_step.pending():
+            self._name_half(
+                f"gradients of {name}",
+                f"{name}: step {step} is saved while gradients wait for optimizer.step(): a restart does not continue "
+                f"the accumulation, and these micro-batches are lost. Save right after an optimizer's step.",
+            )
+        self._since_step.watch(state)
+
+    def _name_half(self, what: str, why: str) -> None:
+        """Once."""
+        if what not in self._named_half:
+            self._named_half.add(what)
+            process.log(why)
 
     def _claim_to_save(self) -> int:
         """The number under which this process may write. Raises OSError, SnapshotError."""
@@ -330,7 +365,10 @@ class Snapshot:
         document = unwritten.document
         if unwritten.lacks_rng:
             unwritten.lacks_rng = False
-            document["rng"] = self._collected_rng(document["step"], unwritten.repeat, document["rng"])
+            others = self._collected(document["step"], unwritten.repeat)
+            document["rng"] |= {rank: rng for rank, (rng, _) in others.items()}
+            document["ranks"] = of_each_rank.differing(unwritten.own, {rank: own for rank, (_, own) in others.items()})
+            self._name_large(of_each_rank.too_large(document["ranks"]))
         self._remove_left(writer)  # first: a process that was killed may have left what fills the disk
         self._publish(writer, document)
         process.current.unsaved.discard(self)
@@ -485,7 +523,10 @@ class Snapshot:
         ranks.
         """
         refuse_sharded(objects)
+        self._since_step.watch(objects)
         self._finish()
+        if self.rank == 0:
+            self._name_hooks(objects)
         self._memory.begin()
         found = self._memory.find(objects)
         chosen = self._agreed(found)
@@ -504,9 +545,11 @@ class Snapshot:
             document = _decoded(file, entry.path)
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
+        document["state"] = of_each_rank.state_for(document, self.rank, self._ranks or self.world_size, list(objects))
         restore(objects, document["state"], str(entry.path))
         self.state = self._memory.loaded(objects, without_copies(objects, document["state"]))
         random_states.restore(document, self.rank, self.world_size)
+        random_states.continue_from_here()
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
         origin: dict[str, Any] = {} if before is None else {"goesOnFrom": writers.named(before)}
@@ -517,6 +560,7 @@ class Snapshot:
         step = found.held.version.step
         restore(objects, fetched.state, "the memory of the pods")
         state = without_copies(objects, fetched.state)
+        random_states.continue_from_here()
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         ranks = f"{', '.join(map(str, found.ranks[:8]))}{' …' if len(found.ranks) > 8 else ''}"
         origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
@@ -649,32 +693,33 @@ class Snapshot:
             piece.copy_(on_device)
         return bytes(received)
 
-    # ---- random states of the other ranks ------------------------------------------------------------------
+    # ---- what the other ranks have ------------------------------------------------------------------
 
     def _store(self) -> Any:
         """That of the group; None where there is none, or where it is left."""
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
-    def _offer_rng(self, step: int) -> None:
+    def _offer(self, step: int, state: Mapping[str, Any]) -> None:
         """Through the store, not by a collective: `save` on rank 0 alone must not wait for the others."""
         store = self._store()
         if store is None:
             return
-        buffer = io.BytesIO()
-        torch.save(random_states.current(), buffer)
-        self._offered.append(_rng_key(self._name, step, self._repeats, self.rank))
+        value = of_each_rank.as_bytes(random_states.current(), of_each_rank.own(state))
+        self._offered.append(_offer_key(self._name, step, self._repeats, self.rank))
         with contextlib.suppress(RuntimeError):  # rank 0 serves the store and is gone: the next collective says so
-            store.set(self._offered[-1], buffer.getvalue())
-            if len(self._offered) > RNG_OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
+            store.set(self._offered[-1], value)
+            if len(self._offered) > OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
                 store.delete_key(self._offered.pop(0))
 
-    def _collected_rng(self, step: int, repeat: int, rng: dict[int, Any]) -> dict[int, Any]:
-        """The random states of the ranks that save too. One that came too late for the save before is waited for again
-        once its state is there; one that never saves, because rank 0 saves alone, is waited for once."""
+    def _collected(self, step: int, repeat: int) -> dict[int, tuple[Any, Any]]:
+        """The random states, and what is their own, of the ranks that save too. One that came too late for the save
+        before is waited for again once its state is there; one that never saves, because rank 0 saves alone, is waited
+        for once."""
         store, others = self._store(), self._others
-        missing = {rank: _rng_key(self._name, step, repeat, rank) for rank in range(1, self.world_size)}
+        missing = {rank: _offer_key(self._name, step, repeat, rank) for rank in range(1, self.world_size)}
+        found: dict[int, tuple[Any, Any]] = {}
         if store is None:
-            return rng
+            return found
         deadline = time.monotonic() + RNG_WAIT_SECONDS
         with contextlib.suppress(RuntimeError):  # the group is being left: the state is worth more than others' dice
             silent = {rank for rank, key in self._late.items() if not (store.check([key]) and store.delete_key(key))}
@@ -682,22 +727,32 @@ class Snapshot:
                 is_last = time.monotonic() > deadline or (others is not None and others.have)
                 for rank in [rank for rank, key in missing.items() if store.check([key])]:
                     key = missing.pop(rank)
-                    rng[rank] = torch.load(io.BytesIO(store.get(key)), weights_only=True)
+                    found[rank] = of_each_rank.from_bytes(store.get(key))
                     store.delete_key(key)
                 if missing.keys() <= silent or is_last:
                     break
                 time.sleep(0.005)
         self._late = missing
         self._name_late(step)
-        return rng
+        return found
+
+    def _name_large(self, names: list[str]) -> None:
+        """Once of each."""
+        if new := [name for name in names if name not in self._named_large]:
+            self._named_large.update(new)
+            process.log(
+                f"{', '.join(new)}: the ranks have different states of it, of more than "
+                f"{of_each_rank.OWN_BYTES_MAX >> 20} MiB: a restart does not give each rank its own"
+            )
 
     def _name_late(self, step: int) -> None:
         """Once: a resume from the folder will be another training where these ranks draw random numbers."""
         if self._late and not self._named_late:
             self._named_late = True
             process.log(
-                f"{_ranks(list(self._late))} did not save step {step}, so a restart does not continue the random "
-                f"numbers there (dropout, augmentation). Call save() on every rank."
+                f"{_ranks(list(self._late))} did not save step {step}: from the snapshot a restart does not continue "
+                f"the random numbers there (dropout, augmentation), nor what else differs between the ranks. Call "
+                f"save() on every rank."
             )
 
 
@@ -709,19 +764,27 @@ class _OthersSaved:
     """
 
     def __init__(self, step: int) -> None:
-        self.step, self.have = step, False
-        self._steps = 0
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
+        self.step = step
+        self._at: float = process.current.optimizer_steps
+
+    @property
+    def have(self) -> bool:
+        """Whether they have."""
+        return process.current.optimizer_steps >= self._at + 2
 
     def note(self) -> None:
         """They have."""
-        self.have = True
-        self._hook.remove()
+        self._at = -math.inf
 
-    def _before_step(self, *_: Any) -> None:
-        self._steps += 1
-        if self._steps == 2:
-            self.note()
+
+@functools.cache
+def _count_optimizer_steps() -> None:
+    """Once, and for good: a hook must not be removed while torch calls the others."""
+
+    def count(*_: Any) -> None:
+        process.current.optimizer_steps += 1
+
+    register_optimizer_step_pre_hook(count)
 
 
 @dataclass
@@ -736,6 +799,8 @@ class _Unwritten:
     """Whether the random states of the other ranks are still to be collected."""
     pid: int
     """The process that saves it: a fork of that one does not."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """What may differ on other ranks."""
 
 
 class _Owed:
@@ -805,8 +870,8 @@ class _Ending:
             process.log(str(problem))
 
 
-def _rng_key(name: str, step: int, repeat: int, rank: int) -> str:
-    return f"rng/{name}/{step}/{repeat}/{rank}"
+def _offer_key(name: str, step: int, repeat: int, rank: int) -> str:
+    return f"own/{name}/{step}/{repeat}/{rank}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

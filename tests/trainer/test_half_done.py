@@ -1,0 +1,108 @@
+"""Work that no state_dict() holds is named when it is saved, and not found missing after the restart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import ddpjob
+
+WAITING = "gradients wait for optimizer.step(): a restart does not continue the accumulation"
+HOOK = "model: its communication hook has a state (PowerSGDState), which is in no state_dict(): a restart does not"
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], every: int) -> None:
+    """Two of four micro-batches were lost at each restart, without a word."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    step = snapshot.load(model=model, optimizer=optimizer)
+    while step < 12:
+        model(torch.ones(1, 2)).sum().backward()
+        step += 1
+        if step % every == 0:
+            optimizer.step()
+            if every > 1:  # with 1 the gradients stay until the next step, as in most scripts
+                optimizer.zero_grad()
+        if step == 4:
+            snapshot.save(step, model=model, optimizer=optimizer)
+            assert WAITING not in capfd.readouterr().err
+        if step in (6, 10):
+            snapshot.save(step, model=model, optimizer=optimizer)
+        if every == 1:
+            optimizer.zero_grad()
+    snapshot.close()
+    assert capfd.readouterr().err.count(WAITING) == int(every > 1)
+
+
+def test_a_closure_and_a_second_model_leave_nothing_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """LBFGS runs backward within its step. The generator's backward leaves gradients in the critic."""
+    model, critic = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+    optimizer, other = torch.optim.LBFGS(model.parameters(), max_iter=2), torch.optim.SGD(critic.parameters(), lr=0.1)
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    snapshot.load(model=model, critic=critic)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = critic(model(torch.ones(1, 1))).square().sum()
+        loss.backward()
+        return loss
+
+    for step in range(1, 4):
+        other.zero_grad()
+        critic(torch.ones(1, 1)).square().sum().backward()
+        other.step()
+        optimizer.step(closure)
+        snapshot.save(step, model=model, critic=critic)
+    snapshot.close()
+    assert WAITING not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("keeps_state", [True, False])
+def test_a_communication_hook_that_keeps_a_state_is_named_at_the_start(
+    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keeps_state: bool
+) -> None:
+    """PowerSGD's error feedback began anew after each restart."""
+
+    def body(rank: int) -> int:
+        with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
+            model = world.wrap(torch.nn.Linear(1, 1))
+            if keeps_state:
+                model.register_comm_hook(power.PowerSGDState(None, 1), power.powerSGD_hook)  # type: ignore[operator]
+            else:
+                model.register_comm_hook(None, default_hooks.fp16_compress_hook)  # type: ignore[operator]
+            return ddpjob.Snapshot(tmp_path / "s", world).load(model=model)
+
+    run_ranks(body, 2)
+    assert capfd.readouterr().err.count(HOOK) == int(keeps_state)
+
+
+def test_shards_that_are_older_than_the_last_step_are_refused(run_ranks: Any, tmp_path: Path) -> None:
+    """ZeroRedundancyOptimizer gives what it has consolidated last: step 2 was saved with the moments of step 1."""
+
+    def body(rank: int) -> int:
+        with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
+            model = world.wrap(torch.nn.Linear(2, 2))
+            optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+            snapshot = ddpjob.Snapshot(tmp_path / "s", world)
+            for step in (1, 2):
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+                if step == 1:
+                    optimizer.consolidate_state_dict(0)
+                if world.is_main and step == 1:
+                    snapshot.save(step, optimizer=optimizer)
+                elif world.is_main:
+                    with pytest.raises(ddpjob.StateError, match="consolidated is older than its last step"):
+                        snapshot.save(step, optimizer=optimizer)
+            snapshot.close()
+        return 0
+
+    run_ranks(body, 2)

@@ -1,0 +1,147 @@
+"""State that differs between ranks: each gets back its own from the folder, or the load is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import ddpjob
+
+
+class Reader:
+    """As torchdata's StatefulDataLoader, a dataset of Hugging Face, or any loader with its two methods."""
+
+    def __init__(self, shard: int) -> None:
+        self.state: dict[str, Any] = {"shard": shard, "place": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
+
+
+class Centred(torch.nn.Module):
+    """Has a buffer, and a part that each rank trains for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.own = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        self.register_buffer("centre", torch.zeros(2))
+
+
+def in_ranks(run_ranks: Any, folder: Path, meet: str, world_size: int, body: Callable[[Any, Any], Any]) -> list[Any]:
+    """What the body returns on each rank, of a world and a Snapshot."""
+
+    def rank_main(rank: int) -> Any:
+        with ddpjob.init(init_method=f"file://{folder}/{meet}", rank=rank, world_size=world_size) as world:
+            return body(world, ddpjob.Snapshot(folder / "s", world))
+
+    return run_ranks(rank_main, world_size)  # type: ignore[no-any-return]
+
+
+def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
+    """Each rank saves its own reader and generator, and what is the same on all."""
+    reader = Reader(world.rank)
+    reader.state["place"] = 10 * world.rank + 3
+    generator = torch.Generator().manual_seed(world.rank)
+    snapshot.save(1, reader=reader, drawn=generator.get_state(), lr=0.1)
+    snapshot.close()
+
+
+def test_each_rank_gets_back_its_own_reader_and_its_own_values(run_ranks: Any, tmp_path: Path) -> None:
+    """All got rank 0's: both read the same samples from then on, and those of the other shard were never seen."""
+
+    def load(world: Any, snapshot: ddpjob.Snapshot) -> Any:
+        reader = Reader(9)
+        assert snapshot.load(reader=reader) == 1
+        seed = torch.Generator().manual_seed(world.rank).get_state()
+        return reader.state, bool(torch.equal(snapshot.state["drawn"], seed)), snapshot.state["lr"]
+
+    in_ranks(run_ranks, tmp_path, "a", 2, save_readers)
+    assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [
+        ({"shard": 0, "place": 3}, True, 0.1),
+        ({"shard": 1, "place": 13}, True, 0.1),
+    ]
+
+
+def test_at_another_number_of_ranks_it_is_refused_by_name(run_ranks: Any, tmp_path: Path) -> None:
+    """Nobody can deal out the places of two readers among three."""
+
+    def load(world: Any, snapshot: ddpjob.Snapshot) -> str:
+        with pytest.raises(
+            ddpjob.StateError, match=r"reader: each rank had its own .* by 2 ranks, and there are 3 now"
+        ):
+            snapshot.load(reader=Reader(9))
+        snapshot.load()  # what is not named is not needed
+        return str(snapshot.state["lr"])
+
+    in_ranks(run_ranks, tmp_path, "a", 2, save_readers)
+    assert in_ranks(run_ranks, tmp_path, "b", 3, load) == ["0.1"] * 3
+
+
+def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Path) -> None:
+    """A snapshot must not grow with the number of ranks, and fits another number of them."""
+
+    def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
+        snapshot.save(1, reader=Reader(7), loss=float("nan"))
+        snapshot.close()
+
+    in_ranks(run_ranks, tmp_path, "a", 2, save)
+    (file,) = (tmp_path / "s").glob("step-*.pt")
+    assert torch.load(file, weights_only=True)["ranks"] == {}
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
+    run_ranks: Any, tmp_path: Path, broadcast: bool
+) -> None:
+    """A rank's adapter, with its momentum, became that of rank 0."""
+
+    def made() -> tuple[Any, Any]:
+        net = Centred()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["own.weight", "own.bias"])  # type: ignore[attr-defined]
+        model = DistributedDataParallel(net, broadcast_buffers=broadcast)
+        return model, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+
+    def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
+        model, optimizer = made()
+        for parameter in model.module.parameters():
+            parameter.grad = torch.full_like(parameter, float(world.rank))
+        optimizer.step()
+        model.module.centre.fill_(world.rank)
+        with torch.no_grad():
+            model.module.own.weight.fill_(world.rank)
+        snapshot.save(1, model=model, optimizer=optimizer)
+        snapshot.close()
+
+    def load(world: Any, snapshot: ddpjob.Snapshot) -> list[float]:
+        model, optimizer = made()
+        snapshot.load(model=model, optimizer=optimizer)
+        momentum = optimizer.state[model.module.own.weight]["momentum_buffer"]
+        return [float(value.flatten()[0]) for value in (model.module.own.weight, model.module.centre, momentum)]
+
+    in_ranks(run_ranks, tmp_path, "a", 2, save)
+    of_rank_1 = [1.0, 0.0 if broadcast else 1.0, 1.0]
+    assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [[0.0, 0.0, 0.0], of_rank_1]
+
+
+def test_what_is_too_large_to_be_kept_of_each_rank_is_named_at_once(
+    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It passes through rank 0, which must not gather gigabytes."""
+
+    def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
+        for step in (1, 2):
+            snapshot.save(step, queue=torch.full((2 << 20,), float(world.rank)), same=torch.ones(2 << 20))
+        snapshot.close()
+
+    in_ranks(run_ranks, tmp_path, "a", 2, save)
+    assert (
+        capfd.readouterr().err.count("queue: the ranks have different states of it, of more than 4 MiB: a restart") == 1
+    )

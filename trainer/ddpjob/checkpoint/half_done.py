@@ -1,0 +1,96 @@
+"""What a state does not hold of work that is half done, named before a restart needs it.
+
+Gradients that wait for an optimizer's step, the state of a communication hook, and what ZeroRedundancyOptimizer has
+consolidated before its last step are in no state_dict().
+"""
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ddpjob.checkpoint.state_dicts import unwrapped
+from ddpjob.errors import StateError
+
+WATCHED_MAX = 8  # parameters of a model: what follows each optimizer step must cost nothing
+
+
+def hooks_with_state(objects: Mapping[str, Any]) -> dict[str, str]:
+    """By name of a model in DDP: the type of the state that its communication hook keeps."""
+    found = {}
+    for name, value in objects.items():
+        for _, state in getattr(value, "_comm_hooks", ()) if isinstance(value, DistributedDataParallel) else ():
+            if state is not None and not isinstance(state, dist.ProcessGroup):  # stateless hooks are given the group
+                found[name] = type(state).__name__
+    return found
+
+
+class SinceLastStep:
+    """What has happened since the last optimizer step: gradients that wait for the next one, and shards that are older.
+
+    Gradients usually stay after a step. So those of some parameters are compared with what they were after the last
+    one.
+    """
+
+    def __init__(self) -> None:
+        self._watched: dict[str, list[torch.Tensor]] = {}
+        self._stepped: list[tuple[Any, int]] | None = None
+        self._shards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        itself = weakref.ref(self)
+
+        def after_step(optimizer: Any, *_: Any) -> None:
+            if (watch := itself()) is not None:
+                watch._stepped = watch._now()
+                if (shards := getattr(optimizer, "_all_state_dicts", None)) is not None:
+                    watch._shards[optimizer] = shards
+
+        register_optimizer_step_post_hook(after_step)
+
+    def watch(self, objects: Mapping[str, Any]) -> None:
+        """From now on; of models among the objects."""
+        models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
+        if models.keys() != self._watched.keys():
+            self._watched = {name: _some([p for p in m.parameters() if p.requires_grad]) for name, m in models.items()}
+            self._stepped = None
+
+    def refuse_stale_shards(self, objects: Mapping[str, Any]) -> None:
+        """StateError for a ZeroRedundancyOptimizer that has stepped after consolidate_state_dict(), which makes a new
+        list each time: it would give the older shards of other ranks under the newer step. Called on rank 0."""
+        for name, value in objects.items():
+            shards = getattr(value, "_all_state_dicts", None) if isinstance(value, torch.optim.Optimizer) else None
+            if shards and self._shards.get(value) is shards:
+                raise StateError(
+                    f"{name}: what it has consolidated is older than its last step. Call "
+                    f"{name}.consolidate_state_dict(0) on every rank before each save()."
+                )
+
+    def pending(self) -> str:
+        """The name of a model whose gradients wait; "" if none does, or it is not known."""
+        if self._stepped is None:
+            return ""
+        names = [name for name, parameters in self._watched.items() for _ in parameters]
+        for name, before, now in zip(names, self._stepped, self._now(), strict=True):
+            gradient = None if now[0] is None else now[0]()
+            if gradient is not None and now != before and _waits(gradient):
+                return name
+        return ""
+
+    def _now(self) -> list[tuple[Any, int]]:
+        gradients = [parameter.grad for parameters in self._watched.values() for parameter in parameters]
+        return [(None, 0) if grad is None else (weakref.ref(grad), grad._version) for grad in gradients]
+
+
+def _waits(gradient: torch.Tensor) -> bool:
+    """Whether it has a value. GradScaler leaves out the step of one that is not finite."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.any()) and bool(values.isfinite().all())
+
+
+def _some(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Some of them, from the first to the last."""
+    count = min(len(parameters), WATCHED_MAX)
+    return [parameters[(len(parameters) - 1) * i // max(1, count - 1)] for i in range(count)]

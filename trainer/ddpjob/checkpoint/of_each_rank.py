@@ -1,0 +1,158 @@
+"""State that differs between ranks, in the snapshot's one file: readers, generators, buffers that DDP does not send.
+
+Rank 0 writes its own state. Every other rank hands it a copy of what may differ, together with its random state, and
+the file keeps the copies that do differ, under "ranks". Models and optimizers are replicas: of these only the parts
+that DistributedDataParallel leaves to each rank are compared.
+"""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.state_dicts import copied, state_of, unwrapped
+from ddpjob.errors import StateError
+
+OWN_BYTES_MAX = 4 << 20  # of one object of one rank, which passes through the store of the group
+
+WHOLE, KEYS, MOMENTS, LARGE = "whole", "keys", "moments", "large"
+
+
+def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What may differ between ranks of what save() is given, by name; a copy, or of a large one a sum of its bits."""
+    ignored = {id(p) for value in objects.values() for name, p in _ignored(value)}
+    found = {name: _own(name, value, ignored) for name, value in objects.items()}
+    return {name: part for name, part in found.items() if part}
+
+
+def _own(name: str, value: Any, ignored: set[int]) -> dict[str, Any]:
+    if isinstance(value, torch.optim.Optimizer):
+        return _bounded(name, MOMENTS, _moments(value, ignored)) if ignored else {}
+    if isinstance(value, torch.nn.Module):
+        keys = _keys(value)
+        state = unwrapped(value).state_dict() if keys else {}
+        return _bounded(name, KEYS, {key: state[key] for key in sorted(keys & state.keys())})
+    return _bounded(name, WHOLE, state_of(value))
+
+
+def _ignored(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters that DDP was told to ignore: each rank trains its own."""
+    if isinstance(value, DistributedDataParallel):
+        names = set(value.parameters_to_ignore)
+        yield from ((name, p) for name, p in value.module.named_parameters() if name in names)
+
+
+def _keys(model: torch.nn.Module) -> set[str]:
+    """Names in the model's state that DDP does not make the same on all ranks. Without DDP: its buffers, which an
+    average of a model may have."""
+    buffers = {name for name, _ in unwrapped(model).named_buffers()}
+    if not isinstance(model, DistributedDataParallel):
+        return buffers
+    ignored = set(model.parameters_to_ignore)
+    return ignored if model.broadcast_buffers else ignored | buffers
+
+
+def _moments(optimizer: torch.optim.Optimizer, ignored: set[int]) -> dict[int, Any]:
+    """The optimizer's state of ignored parameters, by the number that state_dict() gives them."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return {
+        number: optimizer.state[p] for number, p in enumerate(parameters) if id(p) in ignored and p in optimizer.state
+    }
+
+
+def _bounded(name: str, kind: str, value: Any) -> dict[str, Any]:
+    tensors = packed.tensors_of(value)
+    if sum(tensor.numel() * tensor.element_size() for tensor in tensors) > OWN_BYTES_MAX:
+        return {"kind": LARGE, "value": packed.total(tensors)}
+    return {"kind": kind, "value": copied(value, name)} if not isinstance(value, dict) or value else {}
+
+
+# ---- the writer ------------------------------------------------------------------------------------------------
+
+
+def as_bytes(random: Mapping[str, Any], parts: Mapping[str, Any]) -> bytes:
+    """What a rank hands to rank 0."""
+    buffer = io.BytesIO()
+    torch.save({"rng": random, "own": parts}, buffer)
+    return buffer.getvalue()
+
+
+def from_bytes(data: bytes) -> tuple[Any, Any]:
+    """A rank's random states, and its own parts."""
+    value = torch.load(io.BytesIO(data), weights_only=True)
+    return value["rng"], value["own"]
+
+
+def differing(of_0: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """By rank: its parts of each name of which not all ranks have the same."""
+    names = {name for parts in others.values() for name in of_0 if not _same(of_0[name], parts.get(name))}
+    ranks = {0: of_0, **others} if names else {}
+    return {rank: {name: parts[name] for name in sorted(names) if name in parts} for rank, parts in ranks.items()}
+
+
+def _same(one: Any, other: Any) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return (one.dtype, one.shape) == (other.dtype, other.shape) and packed.total([one]) == packed.total([other])
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def too_large(ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Names of which each rank has its own, and it is too large to be kept."""
+    return sorted({name for parts in ranks.values() for name, part in parts.items() if part["kind"] == LARGE})
+
+
+# ---- the way back ------------------------------------------------------------------------------------------------
+
+
+def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Sequence[str]) -> dict[str, Any]:
+    """The document's state with this rank's own parts. named: what is to be restored into objects.
+
+    Raises StateError where a rank's own part of these is not in the document; of others rank 0's is given.
+    """
+    state: dict[str, Any] = dict(document["state"])
+    ranks: Mapping[int, Mapping[str, Any]] = document.get("ranks", {})
+    if not ranks:
+        return state
+    names = {name for parts in ranks.values() for name in parts}
+    if problem := _lost(sorted(names & set(named)), document, world_size):
+        raise StateError(problem)
+    for name, part in ranks.get(rank, {}).items() if world_size == document["world_size"] else ():
+        if part["kind"] != LARGE:
+            state[name] = _with(state[name], part)
+    return state
+
+
+def _lost(names: Sequence[str], document: Mapping[str, Any], world_size: int) -> str:
+    """Why not each rank can be given its own, the same on all ranks; "" where it can."""
+    what = f"{', '.join(names)}: each rank had its own when step {document['step']} was saved"
+    if names and world_size != document["world_size"]:
+        return (
+            f"{what}, by {document['world_size']} ranks, and there are {world_size} now. Start as many, or save only "
+            f"what is the same on all ranks."
+        )
+    if names and (late := sorted(set(range(world_size)) - document["ranks"].keys())):
+        return f"{what}, and that of rank {late[0]} is not in the snapshot, because it did not save in time."
+    if names and (large := [name for name in too_large(document["ranks"]) if name in names]):
+        return f"{what}, and {', '.join(large)} is too large to be kept of each."
+    return ""
+
+
+def _with(whole: Any, part: Mapping[str, Any]) -> Any:
+    if part["kind"] == WHOLE:
+        return part["value"]
+    if part["kind"] == MOMENTS:
+        return {**whole, "state": {**whole["state"], **part["value"]}}
+    merged = type(whole)(whole)
+    merged.update(part["value"])
+    if hasattr(whole, "_metadata"):  # versions of the modules
+        merged._metadata = whole._metadata
+    return merged
