@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
-from ddpjob.checkpoint import random_states, writers
+from ddpjob.checkpoint import each_rank, random_states, writers
 from ddpjob.checkpoint.in_memory import InMemory
 from ddpjob.checkpoint.reasons import reason
 from ddpjob.checkpoint.recall import Fetched
@@ -135,6 +135,7 @@ class Snapshot:
         self._last_step, self._repeats = 0, 0
         self._reads_ahead: str | None = None  # the sampler of which that was said
         self._has_begun = False  # at step 0, and said so
+        self._told_of_own = False
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
         before_leaving(self.wait)
@@ -189,7 +190,7 @@ class Snapshot:
     def _save(self, step: int, state: Mapping[str, Any], *, in_thread: bool = True) -> None:
         self._owe(None)
         if self.rank != 0:
-            self._offer_rng(step)
+            self._offer_rng(step, each_rank.parts(state))
             return
         self._join()
         process.current.unsaved.add(self)
@@ -202,7 +203,8 @@ class Snapshot:
             "rng": {0: random_states.current()},
             "state": {name: copied(state_of(value), name) for name, value in state.items()},
         }
-        unwritten = _Unwritten(document, self._repeats, self.world_size > 1, os.getpid())
+        own = each_rank.parts(state) if self.world_size > 1 else {}
+        unwritten = _Unwritten(document, self._repeats, self.world_size > 1, os.getpid(), own)
         try:
             writer = self._claim_to_save()
         except OSError as error:  # the folder is gone, or must not be written
@@ -304,6 +306,7 @@ class Snapshot:
         if unwritten.lacks_rng:
             unwritten.lacks_rng = False
             document["rng"] = self._collected_rng(document["step"], unwritten.repeat, document["rng"])
+            self._keep_of_each_rank(document, unwritten.own)
         self._remove_left(writer)  # first: a process that was killed may have left what fills the disk
         self._publish(writer, document)
         process.current.unsaved.discard(self)
@@ -312,6 +315,18 @@ class Snapshot:
             self._prune(writer)
         except OSError as error:
             process.log(f"older snapshots in {self.folder} cannot be removed: {reason(error)}")
+
+    def _keep_of_each_rank(self, document: dict[str, Any], of_0: Mapping[str, Any]) -> None:
+        """What other ranks have of their own is in the file as theirs."""
+        others = {rank: rng.pop("own") for rank, rng in document["rng"].items() if "own" in rng}
+        if own := each_rank.differing(of_0, others):
+            document["own"] = own
+            if (names := each_rank.told(own)) and not self._told_of_own:
+                self._told_of_own = True
+                process.log(
+                    f"{names}: each rank has its own, which are kept; a restart with another number of ranks than "
+                    f"{self.world_size} is refused"
+                )
 
     def _note_unwritten(self, unwritten: "_Unwritten", error: BaseException) -> None:
         """Report that a save has failed; its copy is kept until the next one, or the end."""
@@ -465,7 +480,7 @@ class Snapshot:
                 return self._go_on_from_memory(found, objects, fetched)
             chosen = self._agreed(None)
         if chosen is None:
-            self.state = self._memory.loaded(objects, {})
+            self.state = self._memory.loaded(0, objects, {})
             self._log_beginning()
             return 0
         self._owe(None)
@@ -474,8 +489,9 @@ class Snapshot:
             document = _decoded(file, entry.path)
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
+        document["state"] = each_rank.of_this_rank(document, self.rank, self.world_size, str(entry.path))
         restore(objects, document["state"], str(entry.path))
-        self.state = self._memory.loaded(objects, without_copies(objects, document["state"]))
+        self.state = self._memory.loaded(int(document["step"]), objects, without_copies(objects, document["state"]))
         random_states.restore(document, self.rank, self.world_size)
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
@@ -626,13 +642,13 @@ class Snapshot:
         """That of the group; None where there is none, or where it is left."""
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
-    def _offer_rng(self, step: int) -> None:
+    def _offer_rng(self, step: int, own: dict[str, Any]) -> None:
         """Through the store, not by a collective: `save` on rank 0 alone must not wait for the others."""
         store = self._store()
         if store is None:
             return
         buffer = io.BytesIO()
-        torch.save(random_states.current(), buffer)
+        torch.save(random_states.current() | {"own": own}, buffer)
         self._offered.append(_rng_key(self.folder, step, self._repeats, self.rank))
         with contextlib.suppress(RuntimeError):  # rank 0 serves the store and is gone: the next collective says so
             store.set(self._offered[-1], buffer.getvalue())
@@ -673,6 +689,8 @@ class _Unwritten:
     """Whether the random states of the other ranks are still to be collected."""
     pid: int
     """The process that saves it: a fork of that one does not."""
+    own: dict[str, Any]
+    """What rank 0 has of what each rank may have of its own."""
 
 
 class _Owed:
