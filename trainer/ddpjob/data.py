@@ -12,6 +12,7 @@ import math
 import numbers
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -119,6 +120,7 @@ class GlobalBatchSampler:
         while self._samples_left() > 0:
             start, stop = self._consumed, min(self._consumed + self.global_batch, self.n)
             self._consumed = stop
+            process.current.sampler = weakref.ref(self)
             yield self._share(order, start, stop)
             if (self._epoch, self._consumed) != (epoch, stop):
                 raise StateError(

@@ -56,6 +56,10 @@ class Process:
         self.reporter: Any = None
         self.faults: list[Any] = []
 
+        # data.py
+        self.sampler: Callable[[], Any] | None = None
+        """The GlobalBatchSampler that has given the last batch, as a weak reference."""
+
         # checkpoint/snapshot.py
         self.loader: Any = None
         """What the first Snapshot that has loaded keeps in memory."""

@@ -104,7 +104,7 @@ def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
     given = {setting.partition("=")[0].strip() for setting in source.settings}
     taken = [f"--nodes {job.spec.nodes}"] if source.nodes is None and "spec.nodes" not in given else []
     nproc = topology.nproc_per_node(job.spec)
-    if source.nproc is None and "spec.nprocPerNode" not in given and launcher.in_template(job.spec.template):
+    if source.nproc is None and "spec.nprocPerNode" not in given and launcher.facts(job.spec).launcher:
         more = f" ({devices} GPUs here: --nproc-per-node gpu)" if devices > max(1, nproc * job.spec.nodes) else ""
         taken.append(f"--nproc-per-node {nproc}{more}")
     word = "default" if len(taken) == 1 else "defaults"

@@ -41,7 +41,7 @@ def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process
 
 def _refuse_other_commands(option: str, job: api.DDPJob) -> None:
     words = launcher.command_of(job.spec.template)
-    found, program = launcher.in_template(job.spec.template), os.path.basename(words[0]) if words else ""
+    found, program = launcher.facts(job.spec).launcher, os.path.basename(words[0]) if words else ""
     if found is not None and "no_python" not in found.options:
         return
     if found is None and program.startswith("python") and topology.nproc_per_node(job.spec) == 1:

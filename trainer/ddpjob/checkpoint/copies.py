@@ -84,6 +84,7 @@ class Copies:
         self._step = self._before = self._counted = 0  # this boundary, the one before, the last that counted
         self._resumed = 0  # the step that was loaded: it is in memory
         self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and by whom
+        self._copied = 0  # the step of the last copy
         self._is_named = False  # the script has named a state
         self._is_placed: bool | None = None  # whether should_stop finds what save does
         self._lock = threading.Lock()  # held while a copy is written
@@ -184,6 +185,11 @@ class Copies:
         self._copy_if_due(at)
         self._ended = time.perf_counter()
 
+    def renew(self, at: Boundary) -> None:
+        """The copy of this step, if there is one that does not count yet, has not what the script saves now."""
+        if self._copied == at.step and not self._stopped:
+            self._copy(at, memory.EVERY_MAX if self._plan is None else self._plan.next_within)
+
     def _misplaced(self) -> None:
         """`save` finds other parameters than should_stop: what was copied there is of no step."""
         self.forget()
@@ -206,6 +212,7 @@ class Copies:
             return
         counted, self._counted = self._counted, at.step
         if copies.is_due(plan, at.step, counted):
+            self._copied = at.step
             self._copy(at, plan.next_within)
 
     def _copy_saved(self, at: Boundary) -> None:
@@ -330,7 +337,8 @@ class Copies:
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """Whether nothing speaks against the boundary."""
-        return self._versions_of(kept) == versions or (self._plan is not None and self._plan.changes)
+        is_same = self._versions_of(kept) == versions and not kept.changed_states()
+        return is_same or (self._plan is not None and self._plan.changes)
 
     def _all_are_at(self, step: int) -> bool:
         """Whether all ranks of the group are of this node, and have written their slots of that step."""

@@ -83,10 +83,7 @@ class InMemory:
                 self._begin()
             if not self._has_folder and (self._world is None or self._world.rank == 0):
                 process.log(_ALONE if self._keeper is not None else _NOTHING)
-        elif current.loader is self:
-            if self._keeper is not None:
-                self._keeper.goes_back()
-        else:
+        elif current.loader is not self:
             self._used = False
             if current.keeper is not None:
                 current.keeper.turn_off("the script loads from a second Snapshot, which may have another step")
@@ -164,6 +161,7 @@ class InMemory:
         place of a sampler that DataLoader workers read ahead is not what the sampler itself says.
         """
         if self._keeper is not None:
+            self._keeper.goes_on(found.held.version.step)
             self._keeper.resumed(found.held.version.step, found.held.loads + 1, found.held.total)
         if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
             if found.held.assumed:
@@ -173,13 +171,14 @@ class InMemory:
             self._keeper.boundary(found.held.version.step, named=True)
         return Assumed(fetched.state, _refuse) if found.held.assumed else fetched.state
 
-    def loaded(self, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    def loaded(self, step: int, objects: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """`load` has named these objects, and this is what the folder has. What `Snapshot.state` is then."""
         self._took(None, objects)
         self._loads += 1
         keeper = self._keeper
         if keeper is None:
             return state
+        keeper.goes_on(step)
         if self._loads > 1:  # each names a part
             keeper.forget_assumed()
         elif not state or state.keys() == objects.keys():

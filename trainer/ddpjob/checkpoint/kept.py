@@ -8,7 +8,10 @@ rates, the place of a sampler, the state of a scheduler, values that the script 
 
 import collections
 import ctypes
+import itertools
 import operator
+import weakref
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +19,14 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.of_each_rank import ignored, sends_buffers
 from ddpjob.checkpoint.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
 SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
-SAMPLES = 8  # averages that are swapped in differ everywhere
+SAMPLES = 32  # averages that are swapped in differ everywhere, and so do replicas that are no longer averaged
+COMPARED_BYTES = 1 << 16  # of a buffer
+RECORD_STEPS = 16  # between two records of an optimizer's version counters: reading all takes as long as a boundary
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
 _PLAIN: frozenset[Any] = frozenset({float, bool, type(None)})  # what needs no copy: most settings of a group
@@ -36,19 +42,27 @@ class OutgrownError(StateError):
     """The objects have other parameters or buffers than when the script named them."""
 
 
+class ReplacedError(StateError):
+    """The script trains with other objects than those that it has named."""
+
+
 class Kept:
     """The objects of one `save`, by the names that it has for them."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         """Raises StateError for what only a file can keep."""
-        self.objects = {name: unwrapped(value) for name, value in objects.items()}
+        self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
         self._keys: dict[str, list[str]] = {}  # of their state_dict()
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._others: dict[str, Any] = {}
+        self._others: dict[str, Callable[[], Any]] = {}
         self.by_value: list[str] = []  # names of values, which are what they were when the script named them
-        for name, value in self.objects.items():
-            self._add(name, value)
+        self.broadcast: list[str] = []
+        """Names of models whose buffers DistributedDataParallel sends from rank 0 to all before each forward pass."""
+        for name, value in objects.items():
+            if isinstance(value, torch.nn.Module) and sends_buffers(value):
+                self.broadcast.append(name)
+            self._add(name, unwrapped(value))
         parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
         for optimizer in self._optimizers.values():
             parameters |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
@@ -57,6 +71,21 @@ class Kept:
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
         self._firsts = _Firsts([], [], [])
         self._parts, self._counts = self._parts_now(), self._counts_now()
+        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        own = {id(each) for group in groups for each in group["params"]}
+        self._untrained = {
+            name: [*module.parameters(), *module.buffers()][:SAMPLES]
+            for name, (module, _) in self._modules.items()
+            if self._optimizers and own.isdisjoint(map(id, module.parameters()))
+        }
+        schedulers = torch.optim.lr_scheduler.LRScheduler
+        self.idle = [*self._untrained, *(name for name, get in self._others.items() if isinstance(get(), schedulers))]
+        """Names of what a script is sure to change somewhere: averages of weights, schedulers."""
+        self.models = list(self._modules)
+        ours = [name for name, get in self._others.items() if _is_same_on_all(get())]
+        self.known = [*self._optimizers, *ours]
+        """Names of what is the same on all ranks by what it is."""
+        self._states = [_States(optimizer) for optimizer in self._optimizers.values()]
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
         """The last parameter of each module: in backward its gradient usually comes first."""
@@ -70,8 +99,20 @@ class Kept:
             isinstance(value, torch.optim.lr_scheduler.LRScheduler)
             or type(value).__module__.startswith("torch.")
             or getattr(value, "reads_ahead", True) is False
-            for value in self._others.values()
+            for value in (get() for get in self._others.values())
         )
+
+    @property
+    def objects(self) -> dict[str, Any]:
+        """The objects. Raises ReplacedError if the script has thrown one away."""
+        found = {name: get() for name, get in self._objects.items()}
+        if gone := [name for name, value in found.items() if value is None and type(self._objects[name]) is not _Held]:
+            raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
+        return found
+
+    def samplers(self) -> list[str]:
+        """Names of GlobalBatchSamplers: each moves on when it is asked for the next batch."""
+        return [name for name, value in self.objects.items() if name in self._others and hasattr(value, "reads_ahead")]
 
     def has(self, optimizer: Any) -> bool:
         """Whether it keeps this optimizer's state."""
@@ -108,13 +149,13 @@ class Kept:
 
     def is_of(self, objects: Mapping[str, Any]) -> bool:
         """Whether it keeps these very objects, and they have what they had; values are none."""
-        if self.by_value or {n: id(unwrapped(o)) for n, o in objects.items()} != {
-            n: id(o) for n, o in self.objects.items()
-        }:
-            return False
         try:
+            if self.by_value or {n: id(unwrapped(o)) for n, o in objects.items()} != {
+                n: id(o) for n, o in self.objects.items()
+            }:
+                return False
             self.check()
-        except OutgrownError:
+        except (OutgrownError, ReplacedError):
             return False
         return True
 
@@ -122,6 +163,11 @@ class Kept:
         if problem := sharded(value):
             raise StateError(f"{name}: {problem}")
         if isinstance(value, torch.nn.Module):
+            if own := ignored(value):
+                raise StateError(
+                    f"{name}: DistributedDataParallel is told to ignore {own[0]}: each rank may train its own, and the "
+                    f"survivors of a failure have only theirs"
+                )
             self._modules[name] = value, list(_buffers(name, value))
             self._keys[name] = list(value.state_dict())
         elif isinstance(value, torch.optim.Optimizer):
@@ -130,7 +176,7 @@ class Kept:
             packed.pack(_groups(value))
             self._optimizers[name] = value
         else:
-            self._others[name] = value
+            self._others[name] = self._objects[name]
             if not hasattr(value, "state_dict"):
                 self.by_value.append(name)
             if packed.pack(copied(state_of(value), name)).size > SMALL_BYTES_MAX:
@@ -143,7 +189,12 @@ class Kept:
     def settings(self) -> dict[str, Any]:
         """All of that but the buffers."""
         groups = {name: _groups(optimizer) for name, optimizer in self._optimizers.items()}
-        return groups | {name: copied(state_of(value), name) for name, value in self._others.items()}
+        others = self.objects
+        return groups | {name: copied(state_of(others[name]), name) for name in self._others}
+
+    def untrained(self) -> dict[str, Any]:
+        """Version counters of modules that no optimizer trains, as averages of weights."""
+        return {name: list(map(_version_of, tensors)) for name, tensors in self._untrained.items()}
 
     def objects_of_settings(self) -> list[Any]:
         """While these are the very same ones, so are the settings, if `settings_are_plain`."""
@@ -160,14 +211,14 @@ class Kept:
         items = [item for group in groups for item in group.items() if item[0] != "params"]
         return not self._others and all(type(key) is str and _is_plain(value, _CONSTANT) for key, value in items)
 
-    def tensors_of_buffers(self) -> list[Any]:
+    def tensors_of_buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> list[Any]:
         """Those of `buffers`, one after the other."""
-        return [getattr(module, leaf) for _, places in self._modules.values() for _, module, leaf in places]
+        return [value for buffers in self.buffers(leaves_out).values() for value in buffers.values()]
 
-    def buffers(self) -> dict[str, Any]:
-        """Of the modules alone."""
+    def buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
+        """Of the modules alone. leaves_out: by the name of the module and the key."""
         return {
-            name: {key: getattr(module, leaf) for key, module, leaf in places}
+            name: {key: getattr(module, leaf) for key, module, leaf in places if (name, key) not in leaves_out}
             for name, (_, places) in self._modules.items()
         }
 
@@ -196,19 +247,139 @@ class Kept:
         self.check()  # last: the script may add a layer meanwhile
         return large
 
+    def buffers_as_they_are(self) -> dict[tuple[str, str], Any]:
+        """What shows of each buffer whether it has changed. Version counters do not: a forward pass in C++ that writes
+        the statistics of BatchNorm moves none."""
+        return {
+            (name, key): _content(getattr(module, leaf))
+            for name, (_, places) in self._modules.items()
+            for key, module, leaf in places
+        }
+
+    def count_step(self, optimizer: Any) -> None:
+        """This optimizer is about to make a step."""
+        for states in self._states:
+            if states.optimizer is optimizer:
+                states.steps += 1
+
+    def goes_on_from(self, other: "Kept") -> None:
+        """Take what another one with the same parts knows of the optimizers."""
+        self._states = other._states
+
+    def record_states(self) -> None:
+        """What the state of the optimizers is at a boundary."""
+        for states in self._states:
+            states.record()
+
+    def changed_states(self) -> str:
+        """Name of the first optimizer whose state something else than its steps has changed since the last boundary."""
+        return next((name for name, own in zip(self._optimizers, self._states, strict=True) if own.has_changed()), "")
+
+    def count_tensors(self) -> int:
+        """How many values the state of the optimizers has."""
+        return sum(len(own.optimizer.state) for own in self._states)
+
     def counters(self) -> list[Any]:
         """How often each parameter was changed in place."""
         return list(map(_version_of, self._parameters))
 
+    def sample(self) -> int:
+        """A checksum of the first values of some parameters, the same on each rank that holds the same."""
+        return zlib.crc32(b"".join(map(_raw_of, self._first_values().values)))
+
     def versions(self) -> list[Any]:
         """The counters, and of some parameters the first value, because what is written through `.data` is not counted:
         equal lists, and nobody has changed them."""
-        found = self.counters()
+        return [*self.counters(), *map(_raw_of, self._first_values().values)]
+
+    def _first_values(self) -> "_Firsts":
         firsts = self._firsts
         if list(map(_address_of, self._samples)) != firsts.addresses:
             firsts = self._firsts = _firsts(self._samples)
-        found += map(_raw_of, firsts.values)
-        return found
+        return firsts
+
+
+class _Held:
+    """An object that cannot be known to be thrown away."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __call__(self) -> Any:
+        return self._value
+
+
+def _held(value: Any) -> Callable[[], Any]:
+    """What gives the object. An object of the script's own is not kept alive: if it is gone, it was replaced."""
+    if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        try:
+            return weakref.ref(value)
+        except TypeError:
+            pass
+    return _Held(value)
+
+
+def _is_same_on_all(value: Any) -> bool:
+    """True for schedulers, scalers and samplers, which do the same on each rank."""
+    is_torchs = isinstance(value, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler)
+    return is_torchs or hasattr(value, "reads_ahead")
+
+
+class _States:
+    """The version counters of one optimizer's state.
+
+    Each step moves a counter by as much as the step before, so the counters are read at some boundaries only, and in
+    between they are known. An optimizer whose steps differ is read at each boundary.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.steps = optimizer, 0
+        self._tensors: list[torch.Tensor] = []
+        self._counters: list[int] | None = None
+        self._moves: list[int] | None = None
+
+    def record(self) -> None:
+        if self._moves is not None and self.steps < RECORD_STEPS:
+            return
+        tensors, before, moves, steps = self._now(), self._counters or [], self._moves, self.steps
+        is_same = self._is_of(tensors)
+        self._tensors, self._counters, self.steps = tensors, list(map(_version_of, tensors)), 0
+        if moves is not None and not (is_same and self._counters == _after(before, moves, steps)):
+            self._moves = None
+        elif moves is None and is_same and steps == 1:
+            self._moves = [now - then for now, then in zip(self._counters, before, strict=True)]
+
+    def has_changed(self) -> bool:
+        if self._counters is None:
+            return False
+        tensors = self._now()
+        if not self._is_of(tensors):
+            return True
+        expected = self._counters if self._moves is None else _after(self._counters, self._moves, self.steps)
+        return list(map(_version_of, tensors)) != expected
+
+    def _is_of(self, tensors: list[torch.Tensor]) -> bool:
+        return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
+
+    def _now(self) -> list[torch.Tensor]:
+        values = itertools.chain.from_iterable(
+            state.values() for state in list(self.optimizer.state.values()) if isinstance(state, dict)
+        )
+        return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:
+    """The counters after so many steps."""
+    return [counter + steps * move for counter, move in zip(counters, moves, strict=True)]
+
+
+def _content(tensor: Any) -> Any:
+    """What differs with the values of a buffer: of a large one its counter, its place and its first bytes."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided:
+        return tensor._version, id(tensor)
+    size = tensor.untyped_storage().nbytes()
+    raw = ctypes.string_at(tensor.untyped_storage().data_ptr(), min(size, COMPARED_BYTES)) if size else b""
+    return (zlib.crc32(raw), size) if size <= COMPARED_BYTES else (zlib.crc32(raw), tensor._version, id(tensor))
 
 
 class _Firsts(NamedTuple):

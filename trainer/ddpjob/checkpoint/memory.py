@@ -15,18 +15,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
 from ddpjob.checkpoint import copies, packed, random_states, room
+from ddpjob.checkpoint.alike import moved
 from ddpjob.checkpoint.copies import Boundary, Copies
 from ddpjob.checkpoint.device_copies import DeviceCopies
-from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.kept import Kept, ReplacedError
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.checkpoint.slots import Slots
+from ddpjob.checkpoint.slots import PLACE, Slots
 from ddpjob.checkpoint.streams import Streams
 from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
 from ddpjob.core import memory
@@ -34,6 +35,7 @@ from ddpjob.core.memory import CLOCK, COPIES, EARLY, MISCOUNTED, PID, PROVEN, RE
 from ddpjob.errors import StateError
 
 PROOF_STEPS = 3
+LOOSE_STEPS = 2  # in a row: it is not the end of an epoch then
 
 
 class _Steps:
@@ -61,6 +63,49 @@ class _Steps:
             self.are_unmarked = max(self._made.values()) > 1 or (self._is_first and saved)
             self._made.clear()
         self._is_first = False
+
+
+class _Numbers:
+    """Whether `should_stop` and `save` are given the number of steps made so far, and call one state by one number."""
+
+    def __init__(self, began: int) -> None:
+        """began: the step that `load` has returned."""
+        self._began = began
+        self._last: tuple[int, bool] | None = None  # the last boundary, and whether it was named
+        self._marked: int | None = None  # the step that should_stop has named since the last step of an optimizer
+        self.has_worked = False
+        """A backward pass or an optimizer's step was made since `load`."""
+        self._has_stepped = False
+
+    def step(self) -> None:
+        """An optimizer that is kept makes a step."""
+        self._has_stepped, self.has_worked, self._marked = True, True, None
+
+    def problem(self, step: int, *, named: bool, is_kept: bool) -> str:
+        """What is wrong with the number of this boundary; "" if nothing is. is_kept: its objects are known, and so are
+        their backward passes."""
+        why = self._of_save(step) if named else self._of_mark(step, is_kept=is_kept)
+        if not named:
+            self._marked = step
+        self._last, self._has_stepped = (step, named), False
+        return why
+
+    def _of_save(self, step: int) -> str:
+        if self._marked not in (None, step):
+            return f"should_stop({self._marked}) and the state of step {step} that save() or keep() names are one"
+        if self._has_stepped and self._last == (step, False):
+            return f"should_stop({step}) was called before the step that save() or keep() calls {step}"
+        return ""
+
+    def _of_mark(self, step: int, *, is_kept: bool) -> str:
+        if self._last is not None:
+            is_other = self._has_stepped and self._last[0] == step
+            return f"an optimizer made a step between two boundaries that are both called {step}" if is_other else ""
+        if is_kept and step > self._began and not self.has_worked:
+            return f"should_stop({step}) is called before step {step} is made"
+        if step == self._began and self._has_stepped:
+            return f"should_stop({step}) is called after the step that follows step {step}"
+        return ""
 
 
 class Keeper(Survivor):
@@ -91,7 +136,15 @@ class Keeper(Survivor):
         self._slots = Slots(shared, rank, world_size)
         self._stepped = True  # whether an optimizer has made a step since the last boundary
         self._stepper: int | None = None  # which one was the first
-        self._marked: int | None = None  # the step that should_stop has named since, the only one
+        self._numbers = _Numbers(0)
+        self._content: dict[tuple[str, str], Any] = {}  # of the buffers, at the last boundary
+        self._forwarded: dict[tuple[str, str], Any] = {}  # of those that the forward pass has changed, after it
+        self._tensors = 0  # of the optimizers' state, when they were counted last
+        self._loose_steps = 0  # in a row, at which something changed between the boundary and the step
+        self._made: dict[int, int] = {}  # steps since the last boundary, by each optimizer that is kept
+        self._has_made = self._others_make = False  # whether such a one has ever made a step; others since the boundary
+        self._has_mixed = False  # a backward pass followed one of them
+        self._said_mixed = False
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
         self._proofs_left = self._proofs_needed
@@ -142,6 +195,8 @@ class Keeper(Survivor):
                 self._forget_assumed()  # and what was proved of it: a copy that is averaged is another matter
             elif self._kept is not None and not kept.has_parts_of(self._kept):
                 self._prove_again()
+            elif self._kept is not None:
+                kept.goes_on_from(self._kept)
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
@@ -193,11 +248,21 @@ class Keeper(Survivor):
         if self._copies is not None:
             self._copies.give_up_last()
 
+    def _drop(self, why: str) -> None:
+        """The script trains with other objects than those that it has named."""
+        self._prove_again()
+        if self._rank == 0:
+            process.log(
+                f"{why}: the state is kept in memory again from the next save() or keep() on; until then "
+                f"{self._otherwise}"
+            )
+
     def _has_outgrown(self, why: str) -> None:
         """The objects have other parameters than they had, so what is noted of them does not fit them."""
         kept = self._kept
         self._prove_again()
-        self._outgrown = None if kept is None else kept.objects
+        with contextlib.suppress(ReplacedError):
+            self._outgrown = None if kept is None else kept.objects
         if self._answered.locked():  # a rank has failed
             process.log(f"rank {self._rank}: the state is not written: {why} than before; {self._otherwise}")
         elif self._rank == 0:
@@ -210,16 +275,11 @@ class Keeper(Survivor):
             return
         self._seen.add(optimizer)
         if kept.trains_with(optimizer):
-            self._prove_again()
-            if self._rank == 0:
-                process.log(
-                    f"an optimizer makes steps that save() was not given: the state is kept in memory again from the "
-                    f"next save() or keep() on; until then {self._otherwise}"
-                )
+            self._drop("an optimizer makes steps that save() was not given")
 
-    def goes_back(self) -> None:
-        """The script loads: what should_stop has named is over."""
-        self._marked = None
+    def goes_on(self, step: int) -> None:
+        """`load` returns this step: what should_stop has named is over."""
+        self._numbers = _Numbers(step)
 
     def loads(self, version: Version) -> None:
         """All ranks load this state from memory."""
@@ -249,7 +309,7 @@ class Keeper(Survivor):
         if kept is None or self._off or os.getpid() != self._pid:
             return
         must_copy = saved and self._must_copy(kept, step)
-        if not (self._stepped or self._copies_instead or must_copy) or (kept.by_value and not named):
+        if not (self._stepped or self._copies_instead or must_copy or named) or (kept.by_value and not named):
             return  # nothing is new, or values are of another step than this one
         if self._has_other(step):
             return
@@ -279,11 +339,16 @@ class Keeper(Survivor):
         return True
 
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool) -> None:
-        if self._stepped and not self._copies_instead:
+        self._thread = threading.get_ident()
+        self._check_makers()
+        self._learn(kept, step, named=named)
+        if not self._copies_instead and (self._stepped or named):
             self._note(kept, step)
         elif self._stepped and self._on_device:
             self._is_proven(kept, step)
         own = self._copies
+        if own is not None and self._places.moved:
+            own.renew(self._at(kept, step, named))  # what was copied at should_stop is not what a folder has
         if own is not None and (own.instead or not self._proofs_left or must_copy):
             self._copy(own, self._at(kept, step, named, must_copy))
         if must_copy and not self._off:
@@ -299,17 +364,92 @@ class Keeper(Survivor):
                 f"no step call {'keep(step, …)' if values else 'should_stop(step)'} after each step"
             )
 
+    def _check_makers(self) -> None:
+        """Whether the optimizers that are kept have made the step. Raises ReplacedError."""
+        made, self._made = self._made, {}
+        others_make, self._others_make = self._others_make, False
+        has_mixed, self._has_mixed = self._has_mixed, False
+        if has_mixed and max(made.values(), default=0) == 1 and not self._said_mixed:
+            self._said_mixed = True
+            self._tell_not_kept(
+                "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
+                "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
+            )
+        if others_make and not made and self._has_made:
+            raise ReplacedError("an optimizer makes the steps that save() was not given")
+
+    def _tell_not_kept(self, why: str) -> None:
+        """The memory does not have each step. why: also for the status."""
+        if not process.current.not_kept:
+            process.current.not_kept = why
+            if self._rank == 0:
+                process.log(f"{why}; {self._otherwise}")
+
+    def _watched(self, kept: Kept) -> dict[str, Any]:
+        """What is compared between a boundary and the next step."""
+        settings, untrained = self._slots.settings(kept), kept.untrained()
+        if not untrained and not kept.by_value:
+            return settings
+        return {name: value for name, value in settings.items() if name not in kept.by_value} | untrained
+
+    def _learn(self, kept: Kept, step: int, *, named: bool) -> None:
+        """Where in its loop the script changes what is small, and which buffers its forward pass changes."""
+        values, places = self._watched(kept), self._places
+        if places.is_open and not named:
+            return
+        if places.is_open:
+            large = "parameters" if kept.versions() != self._versions and self._versions else kept.changed_states()
+            if new := places.named(values, {large} - {""}):
+                self._tell_of_places(new, f"between should_stop({step}) and save({step})")
+            return
+        places.after_save(kept.samplers())
+        self._check_samplers(kept, values)
+        places.boundary(values, named=named)
+        if not self._on_device and self._forwarded:
+            content = kept.buffers_as_they_are()
+            if any(content.get(key) != was for key, was in self._forwarded.items()):  # the script has changed it too
+                self._has_early = False
+                self._shared.forget_slot(EARLY)
+
+    def _check_samplers(self, kept: Kept, values: Mapping[str, Any]) -> None:
+        """Whether a sampler that is kept gives the batches. Raises ReplacedError."""
+        last = None if process.current.sampler is None else process.current.sampler()
+        names, process.current.sampler = kept.samplers(), None
+        if last is None or not names or any(kept.objects[name] is last for name in names):
+            return
+        if not moved({name: self._places.marked.get(name) for name in names}, {name: values[name] for name in names}):
+            raise ReplacedError(f"{', '.join(names)}: another sampler gives the batches than the one that save() has")
+
+    def _tell_of_places(self, names: Collection[str], where: str) -> None:
+        """Objects change between a boundary and the next step. where: between what."""
+        if self._rank == 0:
+            process.log(
+                f"{', '.join(sorted(names))}: changed {where}. A restart within such a step does not use the memory, "
+                f"and {self._otherwise}: call should_stop(step), or keep(step, …), as the last thing of each step"
+            )
+
+    def _leave(self, kept: Kept) -> None:
+        """The optimizer's step begins: what has changed since the boundary?"""
+        if not self._places.is_open:
+            return
+        new = self._places.step(self._watched(kept))
+        if self._places.is_loose and self._copies is not None:
+            self._copies.give_up_last()
+        self._loose_steps = self._loose_steps + 1 if self._places.is_loose else 0
+        if new:
+            self._tell_of_places(new, "between should_stop() and the next optimizer.step()")
+        if self._loose_steps == LOOSE_STEPS:
+            names = ", ".join(sorted(self._places.loose))
+            self._tell_not_kept(f"{names}: changed between should_stop() and the next optimizer.step()")
+
     def _check_number(self, step: int, named: bool) -> None:
-        """Whether `save` gives the state the number that should_stop has given it: `load` would return that one."""
-        if not named:
-            self._marked = step if self._stepped else None
-        elif self._marked not in (None, step) and not self._off and os.getpid() == self._pid:
+        """Whether the state has the number that `save` would give it: `load` would return that one."""
+        if self._off or os.getpid() != self._pid:
+            return
+        if why := self._numbers.problem(int(step), named=named, is_kept=self._kept is not None):
             self._shared.node[MISCOUNTED] = 1
             self._forget_assumed()
-            self.turn_off(
-                f"should_stop({self._marked}) and the state of step {step} that save() or keep() names are one: give "
-                f"both the number of steps made so far"
-            )
+            self.turn_off(f"{why}: give both the number of steps made so far")
 
     @property
     def _copies_instead(self) -> bool:
@@ -318,9 +458,17 @@ class Keeper(Survivor):
 
     def _at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
         def small() -> dict[str, Any]:
-            return self._slots.value(kept, random_states.compact(), kept.small(buffers=not self._on_device))
+            small = kept.small(buffers=not self._on_device) | self._place(kept)
+            return self._slots.value(kept, random_states.compact(), small)
 
         return Boundary(kept, step, named, small, self._assumed, must_copy)
+
+    def _place(self, kept: Kept) -> dict[str, Any]:
+        """What tells the next generation whether ranks have left the same, each its own, or two moments of a step."""
+        sample = 0 if self._on_device else kept.sample()
+        moved_ones = sorted(self._places.moved)
+        place = {"named": self._places.is_named, "moved": moved_ones, "sample": sample}
+        return {PLACE: place | {"of_0": kept.broadcast, "models": kept.models, "known": kept.known}}
 
     def _copy(self, own: Copies, at: Boundary) -> None:
         if own.instead and not self._stepped:
@@ -354,15 +502,19 @@ class Keeper(Survivor):
             self._has_early = False  # what is drawn after the gradients is not known before them
             shared.forget_slot(EARLY)
         self._early = None
-        self._slots.write(self._slot_to_write(step), step, kept, rng, settings=True)
+        self._content, self._forwarded, self._has_begun = kept.buffers_as_they_are(), {}, False
+        self._slots.write(self._slot_to_write(step), step, kept, rng, settings=True, more=self._place(kept))
         with self._lock:
             if self._dirty_since:
                 self._dirty_seconds = max(self._dirty_seconds, time.monotonic() - self._dirty_since)
             self._versions, self._stepped, self._state = kept.versions(), False, None
             self._names_each_step = step <= memory.step_of(shared.cells[CLOCK]) + 1
+            kept.record_states()
             shared.cells[CLOCK] = 2 * step
-        if not self._is_armed:
+        if not self._is_armed or not self._has_room_for(kept):
             self._arm(kept, step)
+        elif memory.proves_again(step, shared.node[RESERVED]):
+            self._sum = step, packed.total(packed.tensors_of(kept.large()))
 
     def _slot_to_write(self, step: int) -> int:
         """That of the older boundary: the two are written in turns; that of this step where it is named once more."""
@@ -384,6 +536,15 @@ class Keeper(Survivor):
             self._versions = kept.versions()  # on a device nothing else needs them
             self._sum = step, packed.total(packed.tensors_of(kept.large()))
         return not self._proofs_left
+
+    def _has_room_for(self, kept: Kept) -> bool:
+        """Whether the state still fits. Optimizers make more of it when a parameter has its first gradient."""
+        count, self._tensors = self._tensors, kept.count_tensors()
+        if self._tensors <= count or packed.pack(kept.large()).size <= self._shared.node[RESERVED]:
+            return True
+        with self._lock:
+            self._shared.cells[PID], self._is_armed = 0, False
+        return False
 
     def _arm(self, kept: Kept, step: int) -> None:
         """Nothing is promised to the agent before there is room, and proof."""
@@ -427,7 +588,6 @@ class Keeper(Survivor):
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Called before each step of each optimizer of this process."""
-        self._marked = None
         self._count_step(optimizer)
         if self._assumed and self._kept is not None and not self._kept.has(optimizer):
             self.forget_assumed()
@@ -438,23 +598,32 @@ class Keeper(Survivor):
             self._stepped = True
             if kept is None and optimizer is not None:
                 self._seen.add(optimizer)
+            if kept is not None:
+                kept.count_step(optimizer)
             return
         try:
-            if self._copies is not None:
-                self._copies.count_saved()
-            self._check_named(kept, optimizer)
-            if self._kept is kept and self._sum is not None:
-                self._compare(kept)
-            if self._kept is kept and self._copies is not None:
-                self._copies.before_step(kept)
-            if self._kept is kept and not self._copies_instead:
-                self._write_early(kept)
+            self._end_boundary(kept, optimizer)
         except Exception as error:
             self._give_up(error)
         self._stepper = id(optimizer)
+        kept.count_step(optimizer)
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
             self._shared.cells[CLOCK] |= 1
+
+    def _end_boundary(self, kept: Kept, optimizer: Any) -> None:
+        """The first step of an optimizer after a boundary."""
+        if self._copies is not None:
+            self._copies.count_saved()
+        self._check_named(kept, optimizer)
+        if self._kept is kept:
+            self._leave(kept)
+        if self._kept is kept and self._sum is not None:
+            self._compare(kept)
+        if self._kept is kept and self._copies is not None:
+            self._copies.before_step(kept)
+        if self._kept is kept and not self._copies_instead:
+            self._write_early(kept)
 
     def _other_step(self, optimizer: Any) -> None:
         """No boundary was there since the last one: a second optimizer's, or of a script that does not mark each."""
@@ -467,7 +636,16 @@ class Keeper(Survivor):
 
     def _count_step(self, optimizer: Any) -> None:
         """Where boundaries are far from each other no slot tells that steps follow a state that was loaded."""
-        if not self._unmarked or self._off or os.getpid() != self._pid:
+        if self._off or os.getpid() != self._pid:
+            return
+        kept = self._kept
+        if kept is None or kept.has(optimizer):
+            self._numbers.step()
+            self._made[id(optimizer)] = 1 + self._made.get(id(optimizer), 0)
+            self._has_made = kept is not None
+        else:
+            self._others_make = True
+        if not self._unmarked:
             return
         self._is_copied = False
         made = [steps.one_more(optimizer) for steps in self._unmarked]
@@ -484,7 +662,7 @@ class Keeper(Survivor):
                 f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
             )
             return
-        self._proofs_left -= 1
+        self._proofs_left = max(0, self._proofs_left - 1)
         if self._proofs_left == 0:
             self._shared.write_proof(step, before)
             self._shared.node[PROVEN] = 1 + self._shared.generation
@@ -493,10 +671,16 @@ class Keeper(Survivor):
         """Called in each backward, before this rank's gradients can all have reached the others: from then on they may
         make the step, and this rank be killed before it comes to it."""
         kept = self._kept
-        if kept is None or self._off or self._stepped or self._copies_instead or os.getpid() != self._pid:
+        if kept is None or self._off or os.getpid() != self._pid:
             return
-        with self._guarded():
-            self._write_early(kept, in_backward=True)
+        self._numbers.has_worked = True
+        if self._stepped:
+            self._has_mixed |= bool(self._made)
+            return
+        self._has_begun = True
+        if not self._copies_instead:
+            with self._guarded():
+                self._write_early(kept, in_backward=True)
 
     def _write_early(self, kept: Kept, *, in_backward: bool = False) -> None:
         """A rank that is killed before the next boundary leaves its random states and buffers; the others have the
@@ -505,5 +689,8 @@ class Keeper(Survivor):
         if rng is None or (rng == self._early and not (in_backward and kept.tensors_of_buffers())):
             return
         self._early = rng
-        step = self._shared.cells[CLOCK] // 2 + 1
-        self._slots.write(EARLY, step, kept, rng, settings=False)
+        step, content = self._shared.cells[CLOCK] // 2 + 1, kept.buffers_as_they_are()
+        # An average that is updated after the step is one step older here than what the other ranks come to.
+        self._forwarded = {key: what for key, what in content.items() if what != self._content.get(key)}
+        unchanged = content.keys() - self._forwarded.keys()
+        self._slots.write(EARLY, step, kept, rng, settings=False, leaves_out=unchanged)

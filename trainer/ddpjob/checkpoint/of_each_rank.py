@@ -5,8 +5,10 @@ the file keeps the copies that do differ, under "ranks". Models and optimizers a
 that DistributedDataParallel leaves to each rank are compared.
 """
 
+import gc
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,18 +21,20 @@ from ddpjob.errors import StateError
 OWN_BYTES_MAX = 4 << 20  # of one object of one rank, which passes through the store of the group
 
 WHOLE, KEYS, MOMENTS, LARGE = "whole", "keys", "moments", "large"
+_wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
 
 
 def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """What may differ between ranks of what save() is given, by name; a copy, or of a large one a sum of its bits."""
-    ignored = {id(p) for value in objects.values() for name, p in _ignored(value)}
-    found = {name: _own(name, value, ignored) for name, value in objects.items()}
+    models = [unwrapped(value) for value in objects.values() if isinstance(value, torch.nn.Module)]
+    of_rank = {id(model.get_parameter(name)) for model in models for name in ignored(model)}
+    found = {name: _own(name, value, of_rank) for name, value in objects.items()}
     return {name: part for name, part in found.items() if part}
 
 
-def _own(name: str, value: Any, ignored: set[int]) -> dict[str, Any]:
+def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
     if isinstance(value, torch.optim.Optimizer):
-        return _bounded(name, MOMENTS, _moments(value, ignored)) if ignored else {}
+        return _bounded(name, MOMENTS, _moments(value, of_rank)) if of_rank else {}
     if isinstance(value, torch.nn.Module):
         keys = _keys(value)
         state = unwrapped(value).state_dict() if keys else {}
@@ -38,28 +42,50 @@ def _own(name: str, value: Any, ignored: set[int]) -> dict[str, Any]:
     return _bounded(name, WHOLE, state_of(value))
 
 
-def _ignored(value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters that DDP was told to ignore: each rank trains its own."""
-    if isinstance(value, DistributedDataParallel):
-        names = set(value.parameters_to_ignore)
-        yield from ((name, p) for name, p in value.module.named_parameters() if name in names)
+def sends_buffers(value: torch.nn.Module) -> bool:
+    """True if DistributedDataParallel sends rank 0's buffers of this model to all ranks before each forward pass."""
+    inside = [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
+    wrappers = inside or [each for each in [_wrapper_of(_uncompiled(value))] if each is not None]
+    return bool(wrappers) and all(each.broadcast_buffers for each in wrappers)
+
+
+def _wrapper_of(module: torch.nn.Module) -> Any:
+    """The wrapper of a model that a script saves without it; None if there is none."""
+    found = _wrappers.get(module)
+    if found is None or (found is not _none and found() is None):  # the search takes a tenth of a second
+        wrappers = (each for each in gc.get_objects() if type(each) is DistributedDataParallel)
+        wrapper = next((each for each in wrappers if _uncompiled(each.module) is module), None)
+        found = _wrappers[module] = _none if wrapper is None else weakref.ref(wrapper)
+    return found()
+
+
+def _none() -> None:
+    """A model that nobody has wrapped."""
+
+
+def _uncompiled(module: Any) -> Any:
+    """The module that torch.compile has made another one of."""
+    return getattr(module, "_orig_mod", module)
+
+
+def ignored(module: torch.nn.Module) -> list[str]:
+    """Names of parameters that DistributedDataParallel is told to ignore, and that are trained."""
+    names = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [key for key, each in module.named_parameters() if key in names and each.requires_grad] if names else []
 
 
 def _keys(model: torch.nn.Module) -> set[str]:
-    """Names in the model's state that DDP does not make the same on all ranks. Without DDP: its buffers, which an
-    average of a model may have."""
-    buffers = {name for name, _ in unwrapped(model).named_buffers()}
-    if not isinstance(model, DistributedDataParallel):
-        return buffers
-    ignored = set(model.parameters_to_ignore)
-    return ignored if model.broadcast_buffers else ignored | buffers
+    """Names in the model's state that DistributedDataParallel does not make the same on all ranks."""
+    module = unwrapped(model)
+    buffers = set() if sends_buffers(model) else {name for name, _ in module.named_buffers()}
+    return buffers.union(ignored(module))
 
 
-def _moments(optimizer: torch.optim.Optimizer, ignored: set[int]) -> dict[int, Any]:
-    """The optimizer's state of ignored parameters, by the number that state_dict() gives them."""
+def _moments(optimizer: torch.optim.Optimizer, of_rank: set[int]) -> dict[int, Any]:
+    """The optimizer's state of these parameters, by the number that state_dict() gives them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return {
-        number: optimizer.state[p] for number, p in enumerate(parameters) if id(p) in ignored and p in optimizer.state
+        number: optimizer.state[p] for number, p in enumerate(parameters) if id(p) in of_rank and p in optimizer.state
     }
 
 

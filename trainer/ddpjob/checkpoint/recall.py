@@ -5,6 +5,7 @@ all, and then all go on from the folder.
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,8 +14,10 @@ import torch.distributed as dist
 
 from ddpjob import process
 from ddpjob.checkpoint import crew, packed, random_states
+from ddpjob.checkpoint.alike import digest
 from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.slots import PLACE
 from ddpjob.checkpoint.state_dicts import misfit, unwrapped
 from ddpjob.core import memory
 from ddpjob.core.memory import (
@@ -96,16 +99,17 @@ def fetch(
     This rank's random states are set to what they were; seeded, where its node has lost them.
     """
     version = found.held.version
-    own, early = _slots(shared, version, rank, world_size)
+    own, early, left = _slots(shared, version, rank, world_size)
     rows = _gathered([int(own is not None), int(early is not None)], world_size)
     trouble: list[str] = []
-    first: Any = None
+    if why := memory.mixed_up(_all_left(shared, left, rank, world_size, is_own=own is not None), version.step):
+        trouble.append(why)
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
-    if own is not None and not trouble:
-        own["small"] |= large.pop(BUFFERS, {})  # a copy of what is on a device has them there
-    elif not trouble:
-        large.pop(BUFFERS, None)
+    on_device = {} if large is None else large.pop(BUFFERS, {})  # a copy of what is on a device has them there
+    if own is not None:
+        own["small"] |= on_device
     source = next((number for number, row in enumerate(rows) if row[0]), None)
+    first: Any = None
     if source is None:
         trouble.append(
             "steps were made after it, and all ranks were lost before one had written its state; the random states of "
@@ -113,10 +117,8 @@ def fetch(
         )
     else:
         first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
-    if source and rows[0][1]:  # the buffers of a model are rank 0's
-        small = _tried(trouble, lambda: _from_rank(early, 0, rank, world_size)["small"])
-        first = _tried(trouble, lambda: {**first, "small": {**first["small"], **_buffers(small, large)}})
-    state = _tried(trouble, lambda: _checked(large, first["small"], found, objects))
+    of_0 = _tried(trouble, lambda: _from_rank(own or early, 0, rank, world_size)) if source and any(rows[0]) else None
+    state = _tried(trouble, lambda: _checked(large, _small(own, early, first, of_0), found, objects))
     troubled = [number for number, row in enumerate(_gathered([len(trouble)], world_size)) if row[0]]
     if troubled:
         if shared is not None:
@@ -126,6 +128,18 @@ def fetch(
         return None
     _set_generators(own or early, first["rng"], version.step, rank)
     return Fetched(state, first["by_value"], own is None and early is None)
+
+
+def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
+    """What is small: this rank's own, or if that is lost what the first rank has that has its own. Buffers are then
+    those of rank 0, as DistributedDataParallel sends them, but for those that this rank's forward pass has changed."""
+    small: dict[str, Any] = {**(first if own is None else own)["small"]}
+    place = small.pop(PLACE, {"of_0": [], "models": []})
+    if own is None:
+        for source, names in ((of_0, place["of_0"]), (early, place["models"])):
+            others = {} if source is None else source["small"]
+            small |= {name: {**small[name], **others[name]} for name in names if name in others}
+    return small
 
 
 def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
@@ -156,9 +170,35 @@ def _checked(large: Any, small: Any, found: Found, objects: Mapping[str, Any]) -
     }
 
 
-def _buffers(small: Any, large: Any) -> dict[str, Any]:
-    """Of what is small, what belongs to the modules among what is large."""
-    return {name: value for name, value in small.items() if name in large and "metadata" in large[name]}
+def _all_left(
+    shared: Shared | None, version: Version, rank: int, world_size: int, *, is_own: bool
+) -> list[memory.Left]:
+    """What each rank has left of the generation whose state is loaded."""
+    boundaries: dict[int, Any] = {}
+    for slot in (*range(EARLY), *COPY_SLOTS):
+        if shared is None:
+            break
+        at = shared.slot_version(slot)
+        with contextlib.suppress(StateError, OSError, KeyError):
+            value = shared.read_slot(slot) if at is not None and at[:2] == version[:2] else None
+            if at is not None and value is not None and value["of"] == (rank, world_size):
+                boundaries[at.step] = _in_hashes(value["small"])
+    text = json.dumps([is_own, list(boundaries.items())])
+    rows = [json.loads(row) for row in (gather.texts(text) if world_size > 1 else [text])]
+    return [memory.Left(own, {int(step): one for step, one in found}) for own, found in rows]
+
+
+def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
+    """Of what is small, but for the buffers of models."""
+    place = small.pop(PLACE)
+    of_models = place["models"]
+    return {
+        memory.SAMPLE: place["sample"],
+        memory.NAMED: place["named"],
+        memory.MOVED: place["moved"],
+        memory.KNOWN: place["known"],
+        memory.OBJECTS: {name: digest(value) for name, value in small.items() if name not in of_models},
+    }
 
 
 def _is_copied_from(target: Any) -> bool:
@@ -179,11 +219,11 @@ def _is_copied_from(target: Any) -> bool:
     )
 
 
-def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) -> tuple[Any, Any]:
+def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) -> tuple[Any, Any, Version]:
     """What this rank wrote at the boundary of that step, or with its copy; and before the optimizer's step that led to
-    it, or at that step in the generation whose state was loaded and has not changed since."""
+    it, or at that step in the generation whose state was loaded and has not changed since; and that version."""
     if shared is None:
-        return None, None
+        return None, None, version
     found = _left(shared, version, rank, world_size)
     step, first, last = (shared.cells[cell] for cell in (LOADED_STEP, LOADED_FROM, LOADED_BY))
     if found == (None, None) and step == version.step and first < version.generation <= last:
@@ -194,7 +234,7 @@ def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) 
         shared.cells[LOADED_STEP] = 0
         shared.cells[LOADED_FROM], shared.cells[LOADED_BY] = version.generation, shared.generation
         shared.cells[LOADED_STEP] = version.step
-    return found
+    return *found, version
 
 
 def _left(shared: Shared, version: Version, rank: int, world_size: int) -> tuple[Any, Any]:
@@ -252,7 +292,7 @@ def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
     (size,) = _gathered([len(body)], world_size)[source]
     memory = torch.frombuffer(bytearray(body) if rank == source else bytearray(size), dtype=torch.uint8)
     _broadcast(memory, source, rank, is_written=rank != source)
-    return packed.in_place(memory)
+    return packed.own(packed.in_place(memory))  # torch's generators take no view that begins within its memory
 
 
 def _broadcast(memory: torch.Tensor, source: int, rank: int, *, is_written: bool) -> None:

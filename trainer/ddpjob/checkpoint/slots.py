@@ -5,6 +5,7 @@ ago: it is not packed again while it is of the very same objects, and those neve
 """
 
 import operator
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,14 @@ from ddpjob.checkpoint.kept import Kept
 from ddpjob.checkpoint.packed import Packed
 from ddpjob.checkpoint.shared import Shared
 
+PLACE = "\0ddpjob place"
+"""The name of what `Keeper` adds to the settings: where in its step the rank was."""
 _GENERATOR = "torch"  # its bytes are others at each step
 
 
 class _States(NamedTuple):
     kept: Kept
+    leaves_out: frozenset[tuple[str, str]]
     rng: dict[str, Any]
     packed: Packed
     """The generator's bytes first, then the buffers."""
@@ -27,7 +31,8 @@ class _States(NamedTuple):
 class _Settings(NamedTuple):
     kept: Kept
     objects: list[Any]
-    packed: Packed
+    values: dict[str, Any]
+    packed: Packed | None
 
 
 class Slots:
@@ -38,21 +43,44 @@ class Slots:
         self._states: _States | None = None
         self._settings: _Settings | None = None
 
-    def write(self, slot: int, step: int, kept: Kept, rng: dict[str, Any], *, settings: bool) -> None:
-        """settings: too, and not only random states and buffers. Raises StateError, OSError."""
-        states = self._packed_states(kept, rng)
+    def write(
+        self,
+        slot: int,
+        step: int,
+        kept: Kept,
+        rng: dict[str, Any],
+        *,
+        settings: bool,
+        more: Mapping[str, Any] | None = None,
+        leaves_out: Collection[tuple[str, str]] = (),
+    ) -> None:
+        """settings: too, and not only random states and buffers. more: to be written beside the settings. leaves_out:
+        buffers, by the name of the model and their key. Raises StateError, OSError."""
+        values = [self._packed_states(kept, rng, frozenset(leaves_out))]
         if settings:
-            self._shared.write_slot(slot, step, states, self._packed_settings(kept))
-        else:
-            self._shared.write_slot(slot, step, states)
+            values.append(self._packed_settings(kept))
+        if more is not None:
+            values.append(packed.pack(dict(more)))
+        self._shared.write_slot(slot, step, *values)
 
     def value(self, kept: Kept, rng: dict[str, Any], small: Any) -> dict[str, Any]:
         """What is read from a slot."""
         return {"of": self._of, "by_value": bool(kept.by_value), "rng": rng, "small": small}
 
-    def _packed_states(self, kept: Kept, rng: dict[str, Any]) -> Packed:
-        last, buffers = self._states, kept.tensors_of_buffers()
-        if last is not None and last.kept is kept and _differ_in_torch_alone(rng, last.rng):
+    def settings(self, kept: Kept) -> dict[str, Any]:
+        """The settings as they are now; the same values while they are of the very same objects."""
+        last, objects = self._settings, kept.objects_of_settings()
+        is_as_last = last is not None and last.kept is kept and _are_the_same(objects, last.objects)
+        if last is not None and is_as_last and kept.settings_are_plain():
+            return last.values
+        values = kept.settings()
+        self._settings = _Settings(kept, objects, values, None)
+        return values
+
+    def _packed_states(self, kept: Kept, rng: dict[str, Any], leaves_out: frozenset[tuple[str, str]]) -> Packed:
+        last, buffers = self._states, kept.tensors_of_buffers(leaves_out)
+        is_as_last = last is not None and last.kept is kept and last.leaves_out == leaves_out
+        if last is not None and is_as_last and _differ_in_torch_alone(rng, last.rng):
             tensors = [rng[_GENERATOR], *buffers]
             head, layouts, _, size = last.packed
             fits = len(tensors) == len(layouts) and layouts[0].size == len(rng[_GENERATOR])
@@ -60,19 +88,19 @@ class Slots:
                 return Packed(head, layouts, tensors, size)
         as_tensor = torch.frombuffer(bytearray(rng[_GENERATOR]), dtype=torch.uint8)
         others = {name: state for name, state in rng.items() if name != _GENERATOR}
-        found = packed.pack(self.value(kept, {_GENERATOR: as_tensor} | others, kept.buffers()))
+        found = packed.pack(self.value(kept, {_GENERATOR: as_tensor} | others, kept.buffers(leaves_out)))
         self._states = None  # tied buffers are one tensor, and need not be the next time
         if len(found.tensors) == 1 + len(buffers):
-            self._states = _States(kept, rng, found._replace(tensors=()))
+            self._states = _States(kept, leaves_out, rng, found._replace(tensors=()))
         return found
 
     def _packed_settings(self, kept: Kept) -> Packed:
-        last, objects = self._settings, kept.objects_of_settings()
-        if last is not None and last.kept is kept and _are_the_same(objects, last.objects):
-            return last.packed
-        found = packed.pack(kept.settings())
-        self._settings = _Settings(kept, objects, found) if kept.settings_are_plain() else None
-        return found
+        values, last = self.settings(kept), self._settings
+        assert last is not None, "it has just been looked at"
+        if last.packed is None:
+            last = self._settings = last._replace(packed=packed.pack(values))
+        assert last.packed is not None, "it has just been packed"
+        return last.packed
 
 
 def _differ_in_torch_alone(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -536,7 +536,7 @@ class Snapshot:
                 return self._go_on_from_memory(found, objects, fetched)
             chosen = self._agreed(None)
         if chosen is None:
-            self.state = self._memory.loaded(objects, {})
+            self.state = self._memory.loaded(0, objects, {})
             self._log_beginning()
             return 0
         self._owe(None)
@@ -547,7 +547,7 @@ class Snapshot:
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
         document["state"] = of_each_rank.state_for(document, self.rank, self._ranks or self.world_size, list(objects))
         restore(objects, document["state"], str(entry.path))
-        self.state = self._memory.loaded(objects, without_copies(objects, document["state"]))
+        self.state = self._memory.loaded(int(document["step"]), objects, without_copies(objects, document["state"]))
         random_states.restore(document, self.rank, self.world_size)
         random_states.continue_from_here()
         if self.rank == 0:

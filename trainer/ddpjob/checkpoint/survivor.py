@@ -8,14 +8,19 @@ one that was told to stop.
 import abc
 import contextlib
 import os
+import sys
 import threading
 import time
 from typing import Any
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
 from ddpjob import process, threads
 from ddpjob.checkpoint import crew, packed
 from ddpjob.checkpoint.copies import Boundary, Copies
-from ddpjob.checkpoint.kept import Kept, OutgrownError
+from ddpjob.checkpoint.kept import Kept, OutgrownError, ReplacedError
+from ddpjob.checkpoint.places import Places
 from ddpjob.checkpoint.shared import Shared, State
 from ddpjob.core import memory
 from ddpjob.core.memory import ANSWER, CLOCK, COPIES, PID, RESERVED, SAVED, UNABLE, Version
@@ -23,6 +28,7 @@ from ddpjob.core.rules import RESUMABLE_EXIT_CODE
 from ddpjob.errors import StateError
 from ddpjob.reporting import termination
 
+_FORWARD, _BACKWARD = DistributedDataParallel.forward.__code__, torch.autograd.backward.__code__
 AGAIN_SECONDS = 0.001
 DIRTY_SECONDS = 0.05  # more than the optimizer's step has usually taken
 TRIES_LEAST = 50  # to write the state; where the rank gets a processor it has hundreds
@@ -51,6 +57,9 @@ class Survivor(abc.ABC):
         self._ends = False  # by an exception: no boundary follows
         self._is_asked = False  # by its agent, to write the state
         self._is_armed = False  # there is room, and proof that nothing large changes between boundary and step
+        self._places = Places()
+        self._thread = threading.get_ident()  # that trains
+        self._has_begun = False  # a backward pass, since the last boundary
         self._pid = os.getpid()
 
     def _begin(self) -> None:
@@ -64,6 +73,14 @@ class Survivor(abc.ABC):
     @abc.abstractmethod
     def _has_outgrown(self, why: str) -> None:
         """The objects have other parameters than they had."""
+
+    @abc.abstractmethod
+    def _drop(self, why: str) -> None:
+        """The script trains with other objects."""
+
+    @abc.abstractmethod
+    def _watched(self, kept: Kept) -> dict[str, Any]:
+        """What is compared between a boundary and the next step."""
 
     @abc.abstractmethod
     def _at(self, kept: Kept, step: int, named: bool) -> Boundary:
@@ -124,10 +141,14 @@ class Survivor(abc.ABC):
         shared, kept = self._shared, self._kept
         if kept is None or self._off or not shared.is_current:
             return UNABLE
-        if self._copies is not None and (self._copies.instead or shared.node[COPIES]):
-            return self._copies.finish(kept)
         if self._copies is not None and self._copies.finish_saved():
             return SAVED
+        if self._places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
+            if answer == UNABLE and self._copies is not None:
+                self._copies.give_up_last()
+            return answer
+        if self._copies is not None and (self._copies.instead or shared.node[COPIES]):
+            return self._copies.finish(kept)
         if shared.node[COPIES] or not self._is_armed:
             return UNABLE
         with self._lock:
@@ -142,6 +163,34 @@ class Survivor(abc.ABC):
             if turn == "wait":
                 return None
             return SAVED if self._is_there(step) else self._write(kept, step)
+
+    def _unsettled(self, kept: Kept, began: float) -> int | None:
+        """SAVED if the last boundary has all that a folder would have; UNABLE if it has not; None if that is not known
+        yet. began: when this rank was asked."""
+        places, why = self._places, ""
+        try:
+            if names := places.unsettled(self._watched(kept)):
+                why = f"{', '.join(names)}: changed after should_stop()"
+        except RuntimeError:  # the script changes a dict meanwhile
+            return None if self._has_time(began, 0.5) else UNABLE
+        if not why and not places.is_settled(kept.idle) and not self._is_in_step():
+            if self._has_time(began, 0.5):
+                return None
+            why = "the script is between should_stop() and the next step, where more may follow"
+        if why:
+            process.log(f"the state is not written: {why}")
+        return UNABLE if why else SAVED
+
+    def _is_in_step(self) -> bool:
+        """Whether the thread that trains has begun the next step: it is in a forward or backward pass of the model."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and not self._has_begun:
+            if frame.f_code is _FORWARD and frame.f_locals["self"].module.training:
+                return True
+            if frame.f_code is _BACKWARD:
+                return True
+            frame = frame.f_back
+        return self._has_begun
 
     def _turn_to_write(self, clock: int, began: float) -> str:
         """As `memory.turn`, for half of the time, and as long as what it would wait for is not there."""
@@ -170,6 +219,9 @@ class Survivor(abc.ABC):
         elif kept.versions() != self._versions:
             self._shared.node[COPIES] = memory.CHANGED  # from the next generation on
             raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
+        elif name := kept.changed_states():
+            self._shared.node[COPIES] = memory.CHANGED
+            raise StateError(f"{name}: its state changed after step {step}, and by no optimizer.step()")
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""
@@ -201,7 +253,8 @@ class Survivor(abc.ABC):
     def _state_of(self, kept: Kept, step: int) -> State:
         state = packed.pack(kept.large())
         if state.size > self._shared.node[RESERVED]:
-            raise StateError(f"it has grown to {state.size >> 20} MiB")
+            room = self._shared.node[RESERVED]
+            raise StateError(f"it has grown to {state.size} bytes since room was made for {room}")
         resumed, loads = self._resumed
         threads = crew.threads(1 + len(self._shared.others()), state.size)
         return State(state, step, loads if step == resumed else 0, assumed=self._assumed, threads=threads)
@@ -217,6 +270,8 @@ class Survivor(abc.ABC):
     def _give_up(self, error: Exception) -> None:
         if isinstance(error, OutgrownError):
             self._has_outgrown(str(error))
+        elif isinstance(error, ReplacedError):
+            self._drop(str(error))
         elif isinstance(error, StateError):
             self.turn_off(str(error))
         else:

@@ -14,8 +14,8 @@ A cell that says that something is whole is written last. Who was in the middle 
 not whole does not exist.
 """
 
-from collections.abc import Collection, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 PAGE_BYTES = 4096
 SLOTS = 6
@@ -92,6 +92,11 @@ SECONDS_MORE = 10.0
 MARGIN = 1.1
 SLACK = 1.05
 """Of an area: optimizers make the state of a parameter when it first has a gradient."""
+
+
+PROVE_EVERY, PROVE_BYTES = 64, 4 << 20
+"""Steps between two proofs that nothing large changes between a boundary and the next step, for a state of so many
+bytes: a proof reads all of it twice. A larger state is proved more rarely, so that a step pays the same."""
 
 
 class Version(NamedTuple):
@@ -202,6 +207,70 @@ def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
     return None
 
 
+class Left(NamedTuple):
+    """What one rank has left of its last boundaries, in hashes."""
+
+    own: bool
+    """It has its small state of the step that is loaded; else it takes what others have."""
+    boundaries: dict[int, dict[str, Any]]
+    """By step: hashes of its small objects and of a sample of parameters, and what `Places` knows of that moment."""
+
+
+SAMPLE, OBJECTS, NAMED, MOVED, KNOWN = "sample", "objects", "named", "moved", "known"
+"""KNOWN: names of objects that are the same on all ranks by what they are."""
+
+
+def mixed_up(rows: Sequence[Left], step: int) -> str:
+    """Why ranks cannot go on from what they have left, "" if they can: a rank whose own state is lost takes another
+    one's, which must be proved to be the same, and no two ranks may have left different moments of the step."""
+    common = {number for row in rows for number in row.boundaries}
+    for number in sorted(common):
+        found = {rank: row.boundaries[number] for rank, row in enumerate(rows) if number in row.boundaries}
+        samples = {rank: one[SAMPLE] for rank, one in found.items() if one[SAMPLE]}
+        if len(set(samples.values())) > 1:
+            return f"ranks {_listed(samples)} did not hold the same parameters at step {number}"
+    present = [row.boundaries[step] for row in rows if row.own and step in row.boundaries]
+    if name := _of_two_moments(present):
+        return f"{name} changed between should_stop({step}) and save({step}), and not all ranks had come to that"
+    for rank, row in enumerate(rows):
+        if not row.own and (name := _unproved(rank, rows)):
+            return f"{name}: each rank may have its own, and that of rank {rank} is lost"
+    return ""
+
+
+def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
+    """The first object that some ranks have left as should_stop found it, and others as save() did."""
+    if len({one[NAMED] for one in present}) < 2:
+        return ""
+    names = sorted({name for one in present for name in one[MOVED]})
+    return next((name for name in names if _differs(name, present) or name not in present[0][OBJECTS]), "")
+
+
+def _differs(name: str, found: Sequence[dict[str, Any]]) -> bool:
+    return len({one[OBJECTS][name] for one in found if name in one[OBJECTS]}) > 1
+
+
+def _unproved(rank: int, rows: Sequence[Left]) -> str:
+    """The first object that is not known to be the same on this rank as on others; "" if there is none."""
+    steps = {number for row in rows for number in row.boundaries}
+    names: set[str] = {name for row in rows for one in row.boundaries.values() for name in one[OBJECTS]}
+    known = {name for row in rows for one in row.boundaries.values() for name in one[KNOWN]}
+    for name in sorted(names):
+        found = [[row.boundaries[number] for row in rows if number in row.boundaries] for number in steps]
+        if any(_differs(name, one) for one in found):
+            return name
+        was_there = any(
+            number in rows[rank].boundaries and sum(number in row.boundaries for row in rows) > 1 for number in steps
+        )
+        if name not in known and not was_there:
+            return name
+    return ""
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
+
+
 def last_known(marks: Sequence[Mark | None], present: Version) -> int:
     """The last step at which a rank of an earlier generation was, as far as one has noted it; 0: none."""
     past = [mark[:2] for mark in marks if mark is not None and mark.generation < present.generation]
@@ -227,6 +296,12 @@ def is_newer(folder: Version | None, held: Held) -> bool:
     if folder is None:
         return False
     return folder > held.version or (held.assumed and folder[:2] == held.version[:2])
+
+
+def proves_again(step: int, size: int) -> bool:
+    """Whether ranks prove at this boundary that nothing large changes before the next step: all at the same steps."""
+    every = PROVE_EVERY << max(0, (size // PROVE_BYTES).bit_length())
+    return step % every == 0
 
 
 def is_clean(clock: int) -> bool:

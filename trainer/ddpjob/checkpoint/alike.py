@@ -1,0 +1,53 @@
+"""Compare small states: those of one object at two moments, and those of one name on several ranks."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+
+def same(one: Any, other: Any) -> bool:
+    """True if both are the same value, bit by bit in their tensors."""
+    try:
+        if bool(one == other):
+            return True
+    except (RuntimeError, ValueError, TypeError):  # a tensor in it has several values
+        pass
+    return digest(one) == digest(other)  # NaN is not equal to itself
+
+
+def moved(before: Mapping[str, Any], now: Mapping[str, Any]) -> set[str]:
+    """Names of both whose values differ."""
+    return {
+        name
+        for name, value in now.items()
+        if name in before and not (before[name] is value or same(before[name], value))
+    }
+
+
+def digest(value: Any) -> str:
+    """Return a hash of a plain value, the same on every rank that has the same value."""
+    hasher = hashlib.blake2b(digest_size=8)
+    _feed(hasher, value)
+    return hasher.hexdigest()
+
+
+def _feed(hasher: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        tensor = value.detach().to("cpu").to_dense() if value.layout is not torch.strided else value.detach().to("cpu")
+        hasher.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if len(plain):
+            hasher.update(plain.view(torch.uint8).numpy())
+    elif isinstance(value, Mapping):
+        hasher.update(f"{{{len(value)}".encode())
+        for key, item in value.items():
+            hasher.update(repr(key).encode())
+            _feed(hasher, item)
+    elif isinstance(value, list | tuple):
+        hasher.update(f"[{len(value)}".encode())
+        for item in value:
+            _feed(hasher, item)
+    else:
+        hasher.update(f"{value!r};".encode())

@@ -1,0 +1,91 @@
+"""Learn where in its loop a script changes what is small: learning rates, schedulers, samplers, its own objects.
+
+The memory has them as they were at the last boundary. Three places are possible:
+
+    within the step      between optimizer.step() and the boundary: the boundary has the change
+    before save()        between should_stop(step) and save(step): a folder has the change, the boundary has not
+    after save()         at the top of the loop: neither has it, and the script makes it again after a restart
+
+A boundary that save() or keep() names is what a folder has, so it counts whatever follows. One that should_stop marks
+counts if nothing has changed since, except objects that are known to change after save(). A script that changes
+something before save(), or may do so, could have more to do at any such boundary. There it counts only once the next
+step has begun: see `is_settled`.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from ddpjob.checkpoint.alike import moved
+
+
+class Places:
+    """What one rank knows of its script."""
+
+    def __init__(self) -> None:
+        self.marked: Mapping[str, Any] = {}
+        """Values at the last boundary."""
+        self._started: Mapping[str, Any] | None = None  # values before the step that led there
+        self._within: set[str] = set()
+        self._before_save: set[str] = set()
+        self._after_save: set[str] = set()
+        self._unknown: set[str] = set()  # seen to change after a boundary, and no save() has shown where
+        self.is_open = False
+        """True from a boundary to the next optimizer step."""
+        self.is_named = False
+        """True if save() or keep() has named the state of that boundary."""
+        self.moved: set[str] = set()
+        """Names that have changed between should_stop(step) and save(step), of that boundary."""
+        self.loose: set[str] = set()
+        """Names for which the last boundary did not have what a folder would have."""
+
+    @property
+    def is_loose(self) -> bool:
+        """True if there were any."""
+        return bool(self.loose)
+
+    def boundary(self, values: Mapping[str, Any], *, named: bool) -> None:
+        """The first boundary after a step."""
+        if self._started is not None:
+            self._within |= moved(self._started, values)
+            self._started = None
+        self.marked, self.is_named, self.is_open, self.moved = values, named, True, set()
+
+    def named(self, values: Mapping[str, Any], also: Collection[str] = ()) -> set[str]:
+        """save() or keep() names the state that was marked before. Return the names that are learned to be misplaced.
+        also: what has changed besides."""
+        found = moved(self.marked, values) | set(also)
+        if self.is_named:
+            self.marked, self.moved = values, found
+            return set()
+        new = found - self._before_save
+        self._before_save |= found
+        self.marked, self.is_named, self.moved = values, True, found
+        return new
+
+    def step(self, values: Mapping[str, Any]) -> set[str]:
+        """Called before an optimizer's step. Return names that were not known to change after a boundary."""
+        found = moved(self.marked, values)
+        self._started, self.is_open, self.loose = values, False, set()
+        if self.is_named:
+            self._after_save |= found
+            self._unknown -= self._after_save
+            return set()
+        self.loose = found - (self._after_save - self._before_save)
+        new = self.loose - self._before_save - self._unknown
+        self._unknown |= new
+        return new
+
+    def after_save(self, names: Iterable[str]) -> None:
+        """These are known to change at the top of the loop: a sampler that is iterated."""
+        self._after_save |= set(names)
+
+    def unsettled(self, values: Mapping[str, Any]) -> list[str]:
+        """Names for which the last boundary does not have what a folder would have."""
+        if self.is_named:
+            return []
+        return sorted(moved(self.marked, values) - (self._after_save - self._before_save))
+
+    def is_settled(self, schedulers: Iterable[str]) -> bool:
+        """True if nothing is known to follow a boundary before the next step begins. schedulers: names of objects that
+        a script is sure to step somewhere: between a boundary and the next step, if it was nowhere else so far."""
+        return self.is_named or not (self._before_save or self._unknown or set(schedulers) - self._within)
