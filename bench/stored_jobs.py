@@ -3,8 +3,8 @@
     python bench/stored_jobs.py 100 1000 2000
 
 Suspended jobs of 280 kB are created in one namespace while an operator runs; when each has its status, a second one is
-started, which lists them all, as a new leader does. Prints one JSON document: resident memory of both at their peak and
-at the end, in MiB; the chart's limit is 512.
+started, which lists them all, as a new leader does. Prints a JSON document for each number: resident memory of both at
+their peak and at the end, in MiB; the chart's limit is 512.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What stored jobs cost; see the head of this file.")
     parser.add_argument("jobs", type=int, nargs="*", default=[100, 1_000, 2_000])
     options = parser.parse_args()
-    found = [measure(jobs) for jobs in options.jobs]
-    print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), "found": found}, indent=2))
+    for jobs in options.jobs:
+        print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), **measure(jobs)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ CREATED_SECONDS = 5.0
 # tell how many of its pods run.
 WAITS_SECONDS = 60.0
 # Of the jobs of which our copy has a part so many are held whole at a time, each of some MiB at most.
-READS = Bounds(total=16, of_namespace=4, of_job=1, quick_seconds=600.0)
+READS = Bounds(total=8, of_namespace=2, of_job=1, quick_seconds=600.0)
 
 
 @dataclass(eq=False)
