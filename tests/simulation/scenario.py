@@ -64,6 +64,8 @@ class Scenario:
     """Further jobs in the same cluster: of each its own spec, launcher, grace, failures, name, labels and start."""
     events: str = "Brief"
     """DDPJOB_EVENTS of the operator."""
+    has_room: bool = True
+    """Whether the operator keeps all of a job that has not begun; else it reads the job again for each reconcile."""
 
     @property
     def gangs(self) -> tuple[str, ...]:

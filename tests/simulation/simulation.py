@@ -28,7 +28,7 @@ from msgspec.structs import replace
 from scenario import FAULTS_SECONDS, HOSTILE, NEIGHBOURS, NODES, ONE_BY_ONE, PODS, RESTARTS, Deed, Failure, Scenario
 from virtual_time import VirtualLoop
 
-from ddpjob_operator.job import api
+from ddpjob_operator.job import api, storage
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.operator import Operator
@@ -101,7 +101,9 @@ class OperatorProcess:
         self.client.on_event = simulation.event
         self.client.on_shown = lambda raw: simulation.judge.shown(name, raw)
         where = () if scenario.clusterwide else ("default",)
-        settings = OperatorSettings(namespaces=where, health_port=0, gangs=scenario.gangs, events=scenario.events)
+        room = storage.DEFAULT if scenario.has_room else storage.Limits(0, 1 << 27, 1 << 26, 0, 0)
+        told: dict[str, Any] = {"gangs": scenario.gangs, "events": scenario.events, "room": room}
+        settings = OperatorSettings(namespaces=where, health_port=0, **told)
         runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)
         client: Any = self.client
         leader = None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
 import this_tree
-from scenario import elastic_scenario, scenario
+from scenario import Scenario, elastic_scenario, gang_scenario, scenario
 from simulate import Life, failing, report, shrink
 from simulation import simulate
 
@@ -50,6 +51,17 @@ def test_seeds_that_only_these_sources_walk_show_nothing_wrong_either(first: int
 def test_elastic_jobs_train_with_those_that_are_there_and_end_as_they_should(first: int) -> None:
     """Nodes that come late, go, or never come, and a number of nodes that changes meanwhile."""
     check(range(first, first + BLOCK), elastic_scenario)
+
+
+def without_room(seed: int) -> Scenario:
+    """Of some jobs with gangs, queues and elastic groups all that has not begun is read again."""
+    life = (scenario, elastic_scenario, gang_scenario)[seed % 3](seed)
+    return dataclasses.replace(life, has_room=False)
+
+
+def test_jobs_end_as_they_should_also_where_little_is_kept_of_them() -> None:
+    """Whatever was cut is read again in time: on resume, at the end, by a new leader, after an answer that was lost."""
+    check(range(BLOCK), without_room)
 
 
 def test_seeds_that_have_failed_once_stay_fixed() -> None:

@@ -77,6 +77,7 @@ class World:
         self.gang_apis: dict[str, GangApi] = {}
         self.groups: dict[str, Group] = {}
         self.neighbours: dict[str, int] = {}
+        self.no_room = ""
         self.told: list[str] = []
         self.settings = Settings()
         self.events: list[Event] = []
@@ -102,6 +103,7 @@ class World:
             gang_apis=self.gang_apis,
             groups=tuple(self.groups.values()),
             neighbours=self.neighbours,
+            no_room=self.no_room,
         )
 
     def plan(self) -> Plan:

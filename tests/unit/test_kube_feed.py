@@ -33,17 +33,31 @@ def told(feed: Feed) -> list[tuple[str, str]]:
     return asyncio.run(read())
 
 
-def test_kopf_is_told_of_jobs_that_begin_and_end_and_changes_go_into_our_copy() -> None:
+def test_kopf_is_told_of_jobs_that_begin_and_end_and_all_goes_into_our_copy() -> None:
     """An edit that nobody takes would never be acted on; one that both take costs twice."""
-    jobs = Jobs(lambda _key: None)
+    changed: list[tuple[str, str]] = []
+    jobs = Jobs(changed.append)
     feed = Feed(jobs)
     feed.put(job(4))
-    jobs.put(job(4))  # as kopf's handler does it
+    assert changed == []  # kopf's handler tells
     feed.put(job(5))
+    assert (jobs.get(KEY), changed) == (job(5), [KEY])
     feed.remove(*KEY, "u1")
+    assert jobs.get(KEY) == job(5)  # until kopf's handler has been told
     feed.put(job(7, "u2"))
-    assert jobs.get(KEY) == job(5)
+    assert jobs.get(KEY) == job(7, "u2")
     assert told(feed) == [("ADDED", "u1"), ("DELETED", "u1"), ("ADDED", "u2")]
+
+
+def test_kopf_is_told_no_more_of_a_job_than_its_name() -> None:
+    """Its queue has no limit: 2,000 jobs of 280 kB that are created at once would fill the operator's memory."""
+    feed = Feed(Jobs(lambda _key: None))
+    feed.put(job(4) | {"spec": {"template": "x" * 100_000}})
+
+    async def line() -> bytes:
+        return await anext(feed.lines())
+
+    assert len(asyncio.run(line())) < 300
 
 
 def test_a_list_goes_into_our_copy_and_what_it_lacks_is_gone() -> None:

@@ -202,7 +202,7 @@ def test_the_answer_to_our_own_write_is_no_news() -> None:
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5))
-    jobs.put_answer(job(6) | {"status": {"state": "Running"}})
+    jobs.put_quietly(job(6) | {"status": {"state": "Running"}})
     assert len(changed) == 1
     assert jobs.get(KEY) == job(6) | {"status": {"state": "Running"}}
     jobs.put(job(7))

@@ -89,6 +89,7 @@ DDPJOB_KEEP_FROM_AUTOSCALERS: keepFromAutoscalers
 DDPJOB_MOUNT_API_TOKEN: mountApiToken
 DDPJOB_GANGS: gang
 DDPJOB_QUEUE_PLACES: gang.kueue.places.enabled
+DDPJOB_MEMORY_MIB: resources.limits.memory
 DDPJOB_EVENTS: events
 DDPJOB_LOG_LEVEL: logLevel
 DDPJOB_LOG_FORMAT: logFormat

@@ -65,6 +65,12 @@ WAITING_FOR_ADMISSION = Reason(
     "The queue has not admitted the job; no pod is made before that.",
     "Wait: the message has the queue's own sentence.",
 )
+WAITING_FOR_ROOM = _warning(
+    "WaitingForRoom",
+    "The operator has no room in its memory for one more job that has begun; no pod is made before that.",
+    "Nothing: it begins when others end or are suspended. Smaller templates need less; a larger "
+    "`resources.limits.memory` of the chart has more room.",
+)
 EVICTED = _warning(
     "Evicted",
     "The queue has taken its admission back; the pods stop as for a suspension, until it admits the job again.",

@@ -167,7 +167,7 @@ class Executor:
         }
         try:
             with self.caches.jobs.writing((metadata.namespace, metadata.name), status):
-                self.caches.jobs.put_answer(await self.client.replace(path, body, STATUS))
+                self.caches.jobs.put_quietly(await self.client.replace(path, body, STATUS))
         except ApiError as error:
             if error.status not in (404, 409):
                 raise

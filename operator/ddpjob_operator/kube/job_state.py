@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ddpjob_operator.job import api, validation
+from ddpjob_operator.job import api, storage, validation
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube.queue import back_off
 from ddpjob_operator.kube.store import Jobs, Key
@@ -208,6 +208,10 @@ class JobStates:
             self._states.pop(key, None)
             self._parsed.pop(key, None)
 
+    def forget_spec(self, key: Key) -> None:
+        """It is parsed anew when it is needed."""
+        self._parsed.pop(key, None)
+
     def pod_deleted(self, key: Key, pod: Pod) -> None:
         """A pod's object is gone; `pod` is how it was last seen."""
         state = self._states.get(key)
@@ -217,13 +221,13 @@ class JobStates:
 
     def spec(self, key: Key) -> api.Spec | None:
         """Parsed once per generation, because reports come far more often than it changes, also to an operator that
-        stands by and reconciles nothing. One that cannot be read any more is as it was; None: it never could, or no
-        job."""
+        stands by and reconciles nothing. One that cannot be read any more is as it was; None: it never could, it is not
+        kept (job/storage.py), or no job."""
         known, raw = self._parsed.get(key), self._jobs.get(key)
         if raw is None:
             return None
         uid, generation = raw["metadata"]["uid"], raw["metadata"].get("generation")
-        if known is None or known[:2] != (uid, generation):
+        if (known is None or known[:2] != (uid, generation)) and not storage.is_cut(raw):
             with contextlib.suppress(validation.UnreadableJobError):  # the reconcile reports it
                 return self.parse(key, raw)[0].spec
         return None if known is None or known[0] != uid else known[2].spec

@@ -53,8 +53,9 @@ class Lookup:
     caches: Caches
     runtime: Runtime
 
-    async def reread(self, metadata: api.Metadata) -> None:
-        """The job as it is now. metadata.uid: of the job that our copy has; empty: it has none."""
+    async def reread(self, metadata: api.Metadata, *, quietly: bool = False) -> None:
+        """The job as it is now, all of it. metadata.uid: of the job that our copy has; empty: it has none. quietly:
+        nobody is told, for who asks goes on with it."""
         try:
             raw = await self.client.get(f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}")
         except ApiError as error:
@@ -65,7 +66,7 @@ class Lookup:
             return
         if metadata.uid and raw["metadata"]["uid"] != metadata.uid:
             self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
-        self.caches.jobs.put(raw)
+        (self.caches.jobs.put_quietly if quietly else self.caches.jobs.put)(raw)
 
     async def list_pods(self, key: Key) -> None:
         """The pods of one job as they are now."""
@@ -83,10 +84,11 @@ class Lookup:
         pages = self.client.pages(path, f"{naming.LABEL_JOB}={key[1]}")
         await take(pages, store, store.put, namespace=key[0], key=key)
 
-    async def read_job(self, key: Key) -> None:
-        """A job as it is now, or that there is none of this name."""
+    async def read_job(self, key: Key, *, quietly: bool = False) -> None:
+        """A job as it is now, or that there is none of this name. quietly: as in `reread`."""
         known = self.caches.jobs.entry(*key)
-        await self.reread(api.Metadata(namespace=key[0], name=key[1], uid=known.uid if known is not None else ""))
+        uid = known.uid if known is not None else ""
+        await self.reread(api.Metadata(namespace=key[0], name=key[1], uid=uid), quietly=quietly)
 
     async def read_node(self, key: Key) -> None:
         """A cluster node as it is now, or that it is gone."""

@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any
 
 from ddpjob_operator.gangs.adapter import Adapter
-from ddpjob_operator.job import api, topology, validation
+from ddpjob_operator.job import api, storage, topology, validation
 from ddpjob_operator.kube import access, decisions, exposition, measuring, observe, reading, served_crd, triggers
 from ddpjob_operator.kube.bounded_server import BoundedServer
 from ddpjob_operator.kube.claims import Claims
@@ -92,7 +92,7 @@ class Operator:
         self._leadership_lost_at: float | None = None
         """Since when the tasks of the last leadership are being cancelled."""
         self.caches = Caches(
-            Jobs(self._enqueue, reading.job, self._count_job),
+            Jobs(self._enqueue, reading.job, self._count_job, settings.room),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, self._service_changed),
             Nodes(self._nodes_changed, runtime.now),
@@ -133,6 +133,7 @@ class Operator:
     def _prepare_to_lead(self) -> None:
         """New at each leadership: refusals, reports and back-offs of the last one are no longer true."""
         settings, runtime = self.settings, self._runtime
+        self.caches.jobs.begun.nobody_waits()
         self.states = states = JobStates(self.caches.jobs)
         lookup = Lookup(self._client, self.caches, runtime)
         watchers = [measuring.OfQueue(self.meter, n, controller=n == measuring.CONTROLLER) for n in names.QUEUES]
@@ -269,6 +270,14 @@ class Operator:
         else:
             self.caches.jobs.put(raw)
 
+    def job_told(self, kind: str | None, metadata: Mapping[str, Any]) -> None:
+        """kopf has been told that a DDPJob is gone, or that our copy has got a new one."""
+        key = (metadata["namespace"], metadata["name"])
+        if kind == "DELETED":
+            self.caches.jobs.remove(*key, metadata["uid"])
+        else:
+            self._enqueue(key)
+
     def locate(self, bound: BoundPod) -> Sender | None:
         """Which node of which job a pod is."""
         entry = self.caches.pods.entry(bound.namespace, bound.name)
@@ -392,7 +401,7 @@ class Operator:
         # While another operator leads a queue would only grow, by the names of all jobs that ever were.
         if self.leads:
             self.queue.add(key, in_seconds)
-        elif self.caches.jobs.get(key) is None:
+        elif (raw := self.caches.jobs.get(key)) is None or storage.is_cut(raw):
             self.states.forget([key])  # of whose pods it has passed reports on
 
     def _count_job(self, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> None:
@@ -426,7 +435,7 @@ class Operator:
     def _waits_for_gang(self, key: Key) -> bool:
         """One API that does not answer must not stop the jobs that need nothing of it."""
         gangs, raw = self.caches.gangs, self.caches.jobs.get(key)
-        if raw is None or all(gang.is_ready(key[0]) for gang in gangs.values()):
+        if raw is None or storage.is_cut(raw) or all(gang.is_ready(key[0]) for gang in gangs.values()):
             return False
         try:
             return waits_for(self.states.parse(key, raw)[0], gangs)

@@ -17,11 +17,13 @@ import msgspec
 import orjson
 from aiohttp import StreamReader
 
-from ddpjob_operator.job import bounds
+from ddpjob_operator.job import api, bounds, storage
 
 Raw = dict[str, Any]
 # etcd takes 1.5 MB. Ours are of some kB; as Python objects it may be 20 times as much.
 OBJECT_BYTES_MAX = 512 * 1024
+# No field that is kept of a job that is cut has more.
+SHORT_BYTES_MAX = 1_024
 # From the object's root; deeper than a spec may be (bounds.DEPTH_MAX), so that validation still sees that it is.
 DEPTH_KEPT = 80
 _CUT = b'"..."'
@@ -156,13 +158,14 @@ class BadJsonError(ValueError):
 def page(content: bytes, plural: str = "") -> ListPage:
     """A page of a list. Each object is made by itself, so that one cannot spoil the others. Raises BadJsonError.
 
-    plural: what is listed; of pods, Services and nodes only what is read is kept. METADATA: of any kind.
+    plural: what is listed; of pods, Services and nodes only what is read is kept, of DDPJobs as `stored_job` has it.
+    METADATA: of any kind.
     """
     listed = _decode(content, _List)
     if not listed.metadata.resource_version:
         raise BadJsonError("the answer is no list")
     return ListPage(
-        items=[_cut(bytes(item), _OBJECTS.get(plural)) or obj(bytes(item)) for item in listed.items or ()],
+        items=[_object(bytes(item), plural) for item in listed.items or ()],
         version=listed.metadata.resource_version,
         token=listed.metadata.continue_,
     )
@@ -187,7 +190,44 @@ def event(line: bytes, plural: str = "") -> Raw:
     if cut is not None and cut["type"] != "ERROR":  # its object is a Status
         return cut
     decoded = _decode(line, _Event)
-    return {"type": decoded.type, "object": obj(bytes(decoded.object))}
+    read = stored_job if plural == api.PLURAL and decoded.type != "ERROR" else obj
+    return {"type": decoded.type, "object": read(bytes(decoded.object))}
+
+
+def _object(content: bytes, plural: str) -> Raw:
+    if plural == api.PLURAL:
+        return stored_job(content)
+    return _cut(content, _OBJECTS.get(plural)) or obj(content)
+
+
+def stored_job(content: bytes) -> Raw:
+    """A DDPJob of a list or a watch. Of a large one that has not begun only what is kept of it is made: there may be
+    thousands. Raises BadJsonError."""
+    if storage.size_of_json(content) <= storage.SMALL:
+        return obj(content)
+    parts = _parts(content)
+    metadata, spec = _parts(parts.get("metadata")), _parts(parts.get("spec"))
+    status = parts.get("status")
+    raw = {
+        "metadata": _short(metadata),
+        "spec": _short(spec),
+        "status": _loads(bytes(status)) if status is not None and len(bytes(status)) <= OBJECT_BYTES_MAX // 2 else {},
+    }
+    written = [bytes(part) for name, part in metadata.items() if name != "managedFields"]
+    size = storage.OF_A_JOB + sum(map(storage.size_of_json, [*written, *(bytes(part) for part in spec.values())]))
+    if size <= storage.SMALL or storage.has_begun(raw):
+        return obj(content)
+    return storage.cut(raw, size)
+
+
+def _parts(content: bytes | msgspec.Raw | None) -> dict[str, msgspec.Raw]:
+    """The fields of an object as JSON; none where it is no object."""
+    text = b"" if content is None else bytes(content)
+    return _decode(text, dict[str, msgspec.Raw]) if text[:1] == b"{" else {}
+
+
+def _short(fields: dict[str, msgspec.Raw]) -> Raw:
+    return {name: _loads(text) for name, one in fields.items() if len(text := bytes(one)) <= SHORT_BYTES_MAX}
 
 
 def obj(content: bytes) -> Raw:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeGuard
 
 import msgspec
 
-from ddpjob_operator.job import api, ranges, reasons, validation
+from ddpjob_operator.job import api, bounds, ranges, reasons, storage, validation
 from ddpjob_operator.job.status import apart_from_progress
 from ddpjob_operator.kube import decisions
 from ddpjob_operator.kube.client import ApiError
@@ -20,6 +21,7 @@ from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.shares import Bounds, Shares
 from ddpjob_operator.kube.store import Key, Store
 from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
 from ddpjob_operator.plan import unreadable
@@ -45,6 +47,8 @@ PLANNED_AT_ONCE = 256
 # A job that waits until it may go on is enqueued then, so it need not look by itself. Until then its status need not
 # tell how many of its pods run.
 WAITS_SECONDS = 60.0
+# Of the jobs of which our copy has a part so many are held whole at a time, each of some MiB at most.
+READS = Bounds(total=8, of_namespace=2, of_job=1, quick_seconds=600.0)
 
 
 @dataclass(eq=False)
@@ -61,6 +65,10 @@ class Reconciler:
     ready_in: Callable[[Key], float | None] = lambda _key: 0.0
     """Seconds until a job may be reconciled, 0: now; None: not before it is enqueued again."""
     progress_turns: ProgressTurns = field(default_factory=ProgressTurns)
+    reads: Shares = field(
+        default_factory=lambda: Shares(Bounds(total=16, of_namespace=4, of_job=1, quick_seconds=600.0))
+    )
+    """Of those jobs of which our copy has a part so many are held whole at a time, of 4 MiB at most."""
 
     async def reconcile(self, key: Key) -> float | None:
         """The seconds until time alone makes another reconcile necessary; None: it does not. Raises RetryError."""
@@ -68,10 +76,48 @@ class Reconciler:
             return await self._reconcile(key)
         finally:
             self.executor.going_on.over(key)
+            if (raw := self.caches.jobs.get(key)) is not None and storage.is_cut(raw):
+                self.states.forget_spec(key)
 
     async def _reconcile(self, key: Key) -> float | None:
         if (wait := self.ready_in(key)) != 0.0:
             return wait
+        raw = self.caches.jobs.get(key)
+        if raw is None or not storage.is_cut(raw):
+            with self.caches.jobs.held(key):
+                return await self._rounds(key)
+        if (until := self._rests_until(key, raw)) is not None:
+            return self._seconds_until(until)
+        async with self.reads.turn(key):
+            with self.caches.jobs.held(key):
+                await self._read(key)
+                # Whether it waits for a gang is known only now.
+                return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
+
+    def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
+        """Until when nothing is to be done for a job of which our copy has a part; None: it must be read."""
+        copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
+        copies += [gang.store for gang in self.caches.gangs.values()]
+        has_objects = any(copy.unreadable(key) or any(copy.each(key)) for copy in copies)
+        until = storage.rests_until(raw, self.runtime.now(), has_objects=has_objects)
+        if until is not None:
+            self.caches.jobs.begun.waits_no_more(key)
+            self.states.forget([key])
+        elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
+            return bounds.TIME_LAST  # until it has a place
+        return until
+
+    def _seconds_until(self, at: dt.datetime) -> float | None:
+        return None if at == bounds.TIME_LAST else max(0.05, (at - self.runtime.now()).total_seconds())
+
+    async def _read(self, key: Key) -> None:
+        """All of a job. Raises RetryError."""
+        try:
+            await self.lookup.read_job(key, quietly=True)
+        except ApiError as error:
+            raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
+
+    async def _rounds(self, key: Key) -> float | None:
         ends = self.runtime.clock() + RECONCILE_SECONDS
         for _ in range(ROUNDS_MAX):
             try:
@@ -148,6 +194,9 @@ class Reconciler:
         cannot be read that is reported, and the seconds until the next try are returned: whoever fixes the object
         enqueues the job earlier."""
         raw = self.caches.jobs.get(key)
+        if raw is not None and storage.is_cut(raw):  # by an event that came meanwhile
+            await self.lookup.read_job(key, quietly=True)
+            raw = self.caches.jobs.get(key)
         if raw is None:
             self.progress_turns.forget(key)
             self.states.forget([key])
@@ -218,8 +267,17 @@ class Reconciler:
             trackers={rank: t for rank, t in state.trackers.items() if t.attempt == job.status.attempt},
             gang_apis={name: gang.api_in(key[0]) for name, gang in self.caches.gangs.items()},
             groups=tuple(group for gang in self.caches.gangs.values() for group in gang.groups(key)),
+            no_room=self._no_room(key, job),
             neighbours=self._neighbours(key, pods) if job.status.gang is not None else {},
         )
+
+    def _no_room(self, key: Key, job: api.DDPJob) -> str:
+        """Why a job that is to begin has no place; empty: it has one, or needs none."""
+        raw, begun = self.caches.jobs.get(key), self.caches.jobs.begun
+        if raw is not None and storage.would_begin(job):
+            return begun.ask(key, storage.size(raw))
+        begun.waits_no_more(key)
+        return ""
 
     async def _confirm_nodes(self, pods: Sequence[Pod]) -> None:
         """A pod whose node is gone counts as lost, so the API server is asked first for a node that our copy has not

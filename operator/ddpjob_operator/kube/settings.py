@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from ddpjob_operator.gangs import ADAPTERS
+from ddpjob_operator.job import storage
 from ddpjob_operator.kube.lease import Durations
 from ddpjob_operator.plan.actions import Settings as PlanSettings
 
@@ -61,6 +62,9 @@ class OperatorSettings:
     queue_places: bool = False
     """DDPJOB_QUEUE_PLACES: whether the message of a job that waits in a queue names its place there, which is asked of
     the queue's own API once a minute. false, because that API needs a right of its own, and few clusters have it."""
+    room: storage.Limits = storage.DEFAULT
+    """DDPJOB_MEMORY_MIB: how much memory it may use, in MiB. A quarter is for jobs that have begun, half of that for
+    those of one namespace, and other jobs wait for a place in it. 512, because the chart sets that limit."""
     lease_namespace: str = ""
     """DDPJOB_LEASE_NAMESPACE: namespace of the Lease that decides which of several operators acts. Empty, the default:
     there is no Lease, and this operator always acts."""
@@ -102,6 +106,7 @@ class OperatorSettings:
             mount_api_token=_flag(environment, "DDPJOB_MOUNT_API_TOKEN"),
             gangs=_gangs(environment),
             queue_places=_flag(environment, "DDPJOB_QUEUE_PLACES", "false"),
+            room=storage.Limits.of(_memory_mib(environment) << 20),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
             lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
             claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
@@ -131,6 +136,7 @@ class OperatorSettings:
             ("DDPJOB_MOUNT_API_TOKEN", self.mount_api_token, True),
             ("DDPJOB_GANGS", ",".join(self.gangs), ""),
             ("DDPJOB_QUEUE_PLACES", self.queue_places, False),
+            ("DDPJOB_MEMORY_MIB", self.room.memory >> 20, storage.DEFAULT.memory >> 20),
             ("DDPJOB_CLAIM_NAMESPACE", self.claim_namespace, OperatorSettings.claim_namespace),
             ("DDPJOB_LEASE_SECONDS", self.lease.lease_seconds, lease.lease_seconds),
             ("DDPJOB_LEASE_RENEW_SECONDS", self.lease.renew_seconds, lease.renew_seconds),
@@ -191,6 +197,11 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return 0.0
+
+
+def _memory_mib(environment: Mapping[str, str]) -> int:
+    valid = partial(_is_number, first=64, last=1 << 24)
+    return int(_checked(environment, "DDPJOB_MEMORY_MIB", "512", valid, "whole MiB from 64 on"))
 
 
 def _port(environment: Mapping[str, str], name: str, default: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from ddpjob_operator.job import storage
 from ddpjob_operator.job.bounds import UnreadableError
 
 T = TypeVar("T")
@@ -271,24 +272,77 @@ class Store(Generic[T]):
 
 
 class Jobs(Store[Raw]):
-    """The DDPJobs as they are stored, raw but for what `cut` takes out. `changed(key)` is called when one is new, newer
-    or gone; `seen(old, new)` also when the answer to our own write is put."""
+    """The DDPJobs as they are stored, raw but for what `cut` takes out, and as much of each as there is room for
+    (job/storage.py). `changed(key)` is called when one is new, newer or gone, and when one that waits for room has it;
+    `seen(old, new)` also when the answer to our own write is put."""
 
     def __init__(
         self,
         changed: Callable[[Key], None],
         cut: Callable[[Any], Raw] = lambda raw: raw,
         seen: Callable[[Raw | None, Raw | None], None] = lambda _old, _new: None,
+        limits: storage.Limits = storage.DEFAULT,
     ) -> None:
         def told(key: Key, old: Raw | None, new: Raw | None) -> None:
             seen(old, new)
-            if not self._answer_is_put:
+            if not self._is_quiet:
                 changed(key)
 
         super().__init__(cut, _place_of, told)
-        self._answer_is_put = False
+        self.begun = storage.Room(limits.begun, limits.begun_in_namespace)
+        """Those that have begun, and those that are about to."""
+        self._resting = storage.Room(limits.resting, limits.resting_in_namespace)
+        self._has_room = changed
+        self._is_quiet = False
+        self._held: set[Key] = set()
         self._written: dict[Key, Raw] = {}
         """The statuses that are being written."""
+
+    def put(self, raw: Raw, *, is_whole: bool = True) -> None:
+        """A job as it was at its resourceVersion, or what is left of it."""
+        super().put(raw, is_whole=is_whole and not storage.is_cut(raw))
+        self._settle(_place_of(raw))
+
+    def remove(self, namespace: str, name: str, uid: str) -> None:
+        """The job with this uid is gone."""
+        super().remove(namespace, name, uid)
+        self._settle((namespace, name))
+
+    @contextlib.contextmanager
+    def held(self, key: Key) -> Iterator[None]:
+        """While a job is reconciled: all of it is kept that is put, and its place in a room."""
+        self._held.add(key)
+        try:
+            yield
+        finally:
+            self._held.discard(key)
+            self._settle(key)
+
+    def _settle(self, key: Key) -> None:
+        """Keep as much of a job as there is room for, and tell those that have waited for what it leaves."""
+        if key in self._held:
+            return
+        entry = self._entries.get(key)
+        if entry is None:
+            self.begun.waits_no_more(key)
+            self.begun.leave(key)
+            self._resting.leave(key)
+        elif not self._has_place(key, entry.value) and entry.is_whole:
+            kept = storage.cut(entry.value, storage.size(entry.value))
+            part = msgspec.structs.replace(entry, value=kept, is_whole=False)
+            self._entries[key] = self._by_job[key][key[1]] = part
+        for other in self.begun.next():
+            self._has_room(other)
+
+    def _has_place(self, key: Key, raw: Raw) -> bool:
+        """Whether all of a job is kept, if there is all of it."""
+        begun, needs = storage.has_begun(raw), storage.size(raw)
+        (self._resting if begun else self.begun).leave(key)
+        if storage.is_cut(raw) or not (begun or needs <= storage.SMALL):
+            self.begun.leave(key)
+            self._resting.leave(key)
+            return False
+        return (self.begun if begun else self._resting).take(key, needs)
 
     def __iter__(self) -> Iterator[Key]:
         return iter(list(self._entries))
@@ -312,14 +366,14 @@ class Jobs(Store[Raw]):
             self.put(raw)
         return True
 
-    def put_answer(self, raw: Raw) -> None:
-        """A job as the answer to our write of its status has it. Nobody is told: it has the spec that was planned for,
-        because the write is refused otherwise, and who wrote goes on with it."""
-        self._answer_is_put = True
+    def put_quietly(self, raw: Raw) -> None:
+        """A job as the answer to our write of its status has it, or our question for it. Nobody is told: a write is
+        refused unless it has the spec that was planned for, and who wrote or asked goes on with it."""
+        self._is_quiet = True
         try:
             self.put(raw)
         finally:
-            self._answer_is_put = False
+            self._is_quiet = False
 
     @contextlib.contextmanager
     def writing(self, key: Key, status: Raw) -> Iterator[None]:

@@ -237,6 +237,8 @@ class Observed:
     """The APIs of gang schedulers and queues that are switched on, by adapter."""
     groups: tuple[Group, ...] = ()
     """What gang schedulers and queues have of the job, in any order."""
+    no_room: str = ""
+    """Why the shell has no room for one more job that has begun; empty: it has, or the job has begun."""
     neighbours: Mapping[str, int] = field(default_factory=dict)
     """Other jobs of the namespace whose pods have nodes, with how many; where the job's own wait for nodes."""
     master_addr: str | None = None

@@ -24,6 +24,7 @@ RULES: tuple[Rule, ...] = (
     gang.gang_chosen,
     gang.evicted,
     gang.waiting_for_admission,
+    lifecycle.waiting_for_room,
     lifecycle.resuming,
     lifecycle.starting,
     lifecycle.past_deadline,

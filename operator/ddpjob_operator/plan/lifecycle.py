@@ -98,6 +98,17 @@ def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decis
     return Decision(replace(status, start_time=None))
 
 
+def waiting_for_room(view: View, status: api.Status) -> Decision | None:
+    """A job begins no attempt while the operator has no room for it (job/storage.py): no pod is there, and no deadline
+    runs."""
+    may_begin = not status.attempt or status.state == "Suspended"
+    if not view.seen.no_room or not may_begin or view.active_of_all_attempts:
+        return None
+    state: api.State = "Suspended" if status.attempt else "Pending"
+    text = f"waiting for room: {view.seen.no_room}. It begins when others have ended or are suspended"
+    return Decision(replace(enter(status, state, reasons.WAITING_FOR_ROOM, text, view.now), start_time=None))
+
+
 def resuming(view: View, status: api.Status) -> Decision | None:
     """A job that is no longer suspended begins a new attempt when the last pod of the one before has ended.
 

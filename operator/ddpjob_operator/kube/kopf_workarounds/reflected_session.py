@@ -20,7 +20,6 @@ import kopf
 import orjson
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import reading
 from ddpjob_operator.kube.store import Jobs, Key, ObjectKey
 
 Raw = dict[str, Any]
@@ -43,8 +42,9 @@ _DISCOVERY: dict[str, Raw] = {
 
 
 class Feed:
-    """The sink of a reflector of DDPJobs: kopf is told of jobs that begin or end. A list, and a change of a job that we
-    have, go straight into our copy, because kopf needs as much CPU for an event as we do for five pods."""
+    """The sink of a reflector of DDPJobs: all goes straight into our copy, and kopf is told which jobs begin or end. Of
+    a change of a job that we have it is not told, because it needs as much CPU for an event as we do for five pods;
+    and of none more than its name, because its queue has no limit, and thousands of jobs may be created at once."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -56,13 +56,18 @@ class Feed:
         if self._lists:
             self._jobs.put(raw)
         elif not self._jobs.take(raw):
-            self._events.put_nowait({"type": "ADDED", "object": reading.job(raw)})
+            self._jobs.put_quietly(raw)  # kopf's handler tells
+            metadata = raw["metadata"]
+            self._tell("ADDED", metadata.get("namespace", ""), metadata["name"], metadata["uid"])
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """The job with this uid is gone."""
+        self._tell("DELETED", namespace, name, uid)
+
+    def _tell(self, what: str, namespace: str, name: str, uid: str) -> None:
         metadata = {"namespace": namespace, "name": name, "uid": uid}
-        gone = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata}
-        self._events.put_nowait({"type": "DELETED", "object": gone})
+        body = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata}
+        self._events.put_nowait({"type": what, "object": body})
 
     @contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:

@@ -1,0 +1,207 @@
+"""What jobs that do nothing cost the operator in memory: without a cluster, on a model of an API server.
+
+    python bench/stored_jobs.py 100 1000 2000
+
+Suspended jobs of 280 kB are created in one namespace while an operator runs; when each has its status, a second one is
+started, which lists them all, as a new leader does. Prints a JSON document for each number: resident memory of both at
+their peak and at the end, in MiB; the chart's limit is 512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import string
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/simulation"), str(ROOT / "bench")]
+
+from clusters import Operator  # noqa: E402
+from model_api import parse  # noqa: E402
+from model_server import ModelServer  # noqa: E402
+
+from ddpjob_operator.job import api  # noqa: E402
+
+NAMESPACE = "team-a"
+SPECS = 8
+QUIET_SECONDS = 5.0
+SECONDS_MAX = 900.0
+
+
+def spec_of(seed: int) -> bytes:
+    """A spec just below its limits: 3,250 objects of 76 characters, as orjson writes it."""
+    draw = random.Random(seed)
+
+    def word(length: int) -> str:
+        return "".join(draw.choices(string.ascii_letters, k=length))
+
+    pod = {"zz": [{word(36): word(40)} for _ in range(3_250)], "containers": [{"name": "t", "image": "i"}]}
+    return orjson.dumps({"nodes": 1, "suspend": True, "template": {"spec": pod}})
+
+
+class StoredJobs(ModelServer):
+    """DDPJobs as bytes, in pages; all else is the model's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._specs = [spec_of(seed) for seed in range(SPECS)]
+        self._statuses: list[bytes] = []
+        self._versions: list[int] = []
+        self._log: list[int] = []
+        """The job of each change; its place is the version less one."""
+        self._more = asyncio.Condition()
+
+    def add(self, count: int) -> None:
+        """Create so many jobs, as fast as an operator reads of them."""
+
+        async def add() -> None:
+            for _ in range(count):
+                self._statuses.append(b"null")
+                self._versions.append(0)
+                await self._changed(len(self._statuses) - 1)
+
+        self._run(add())
+
+    @property
+    def told(self) -> int:
+        """How many have a status."""
+        return sum(status != b"null" for status in self._statuses)
+
+    async def _changed(self, number: int) -> None:
+        async with self._more:
+            self._log.append(number)
+            self._versions[number] = len(self._log)
+            self._more.notify_all()
+
+    def _metadata(self, number: int) -> bytes:
+        metadata = {
+            "name": f"m{number}",
+            "namespace": NAMESPACE,
+            "uid": f"00000000-0000-4000-8000-{number:012}",
+            "generation": 1,
+            "resourceVersion": str(self._versions[number]),
+            "creationTimestamp": "2026-11-28T00:00:00Z",
+        }
+        return orjson.dumps(metadata)
+
+    def _job(self, number: int) -> bytes:
+        kind = b'"apiVersion":"%s","kind":"%s"' % (api.API_VERSION.encode(), api.KIND.encode())
+        spec, status = self._specs[number % SPECS], self._statuses[number]
+        return b'{%s,"metadata":%s,"spec":%s,"status":%s}' % (kind, self._metadata(number), spec, status)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        plural, _, name, subresource = parse(request.path)
+        if plural != api.PLURAL or request.path.count("/") < 4:
+            return await super()._answer(request)
+        if "watch" in request.query:
+            return await self._watch_jobs(request)
+        if not name:
+            return self._page(request)
+        number = int(name[1:])
+        if request.method == "PUT" and subresource == "status":
+            self._statuses[number] = orjson.dumps(orjson.loads(await request.read())["status"])
+            await self._changed(number)
+        return web.Response(body=self._job(number), content_type="application/json")
+
+    def _page(self, request: web.BaseRequest) -> web.Response:
+        if "as=PartialObjectMetadata" in request.headers.get("Accept", ""):
+            items = [b'{"metadata":%s}' % self._metadata(number) for number in range(len(self._statuses))]
+            return web.Response(body=self._list(items, ""), content_type="application/json")
+        first, limit = int(request.query.get("continue", "0")), int(request.query.get("limit", "500"))
+        after = min(first + limit, len(self._statuses))
+        token = str(after) if after < len(self._statuses) else ""
+        items = [self._job(number) for number in range(first, after)]
+        return web.Response(body=self._list(items, token), content_type="application/json")
+
+    def _list(self, items: list[bytes], token: str) -> bytes:
+        head = orjson.dumps({"resourceVersion": str(len(self._log) + 1), "continue": token})
+        return b'{"apiVersion":"%s","kind":"List","metadata":%s,"items":[%s]}' % (
+            api.API_VERSION.encode(),
+            head,
+            b",".join(items),
+        )
+
+    async def _watch_jobs(self, request: web.BaseRequest) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        version, seen = int(request.query.get("resourceVersion") or 0) - 1, set[int]()
+        while True:
+            async with self._more:
+                await self._more.wait_for(lambda at=version: len(self._log) > at)
+            number, version = self._log[version], version + 1
+            if version < self._versions[number]:
+                continue  # a watch cache shows a later one too
+            kind = b"MODIFIED" if number in seen else b"ADDED"
+            seen.add(number)
+            await response.write(b'{"type":"%s","object":%s}\n' % (kind, self._job(number)))
+
+
+def until(is_true: Callable[[], bool], what: str) -> None:
+    """Waits for a condition without much CPU of its own."""
+    end = time.monotonic() + SECONDS_MAX
+    while not is_true():
+        if time.monotonic() > end:
+            sys.exit(f"not within {SECONDS_MAX:.0f} s: {what}")
+        time.sleep(0.5)
+
+
+def peak_mib(pid: int) -> int:
+    """VmHWM of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) >> 10
+
+
+def is_quiet(operator: Any) -> bool:
+    """Whether it does nothing more."""
+    before = operator.cpu_seconds
+    time.sleep(QUIET_SECONDS)
+    return bool(operator.cpu_seconds - before < 0.1)
+
+
+def found_of(operator: Any) -> dict[str, Any]:
+    """Its memory when it has nothing to do."""
+    until(lambda: is_quiet(operator), "the operator has nothing to do")
+    return {
+        "memoryMiB": operator.memory_bytes >> 20,
+        "memoryMiBPeak": peak_mib(operator.process.pid),
+        "cpuSeconds": round(operator.cpu_seconds, 1),
+    }
+
+
+def measure(jobs: int) -> dict[str, Any]:
+    """An operator that sees them being created, and one that lists them."""
+    with StoredJobs() as server:
+        with Operator(server) as operator:  # type: ignore[arg-type]
+            until(lambda: server.seen["WATCH pods"] > 0, "the operator watches")
+            time.sleep(2)
+            idle = operator.memory_bytes >> 20
+            server.add(jobs)
+            until(lambda: server.told == jobs, "all jobs have a status")
+            created = found_of(operator)
+        with Operator(server) as operator:  # type: ignore[arg-type]
+            time.sleep(QUIET_SECONDS)
+            listed = found_of(operator)
+    return {"jobs": jobs, "memoryMiBWithout": idle, "created": created, "listed": listed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What stored jobs cost; see the head of this file.")
+    parser.add_argument("jobs", type=int, nargs="*", default=[100, 1_000, 2_000])
+    options = parser.parse_args()
+    for jobs in options.jobs:
+        print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), **measure(jobs)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

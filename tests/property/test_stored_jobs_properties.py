@@ -1,0 +1,130 @@
+"""What is kept of jobs, whatever they are: never more than there is room for, and enough to know when to read again."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import World, digits
+
+from ddpjob_operator.job import api, storage
+from ddpjob_operator.observed.cluster import Observed
+from ddpjob_operator.plan.plan import plan
+
+TOTAL, OF_NAMESPACE = 100, 60
+steps = st.tuples(st.sampled_from(["ask", "ask", "leave", "forget"]), st.integers(0, 11), st.integers(1, 40))
+
+
+class Jobs:
+    """What jobs do that ask for room, and what is known of them."""
+
+    def __init__(self) -> None:
+        self.room = storage.Room(TOTAL, OF_NAMESPACE)
+        self.sizes: dict[storage.Key, int] = {}
+        self.waiting: dict[storage.Key, int] = {}
+
+    def ask(self, key: storage.Key, needs: int) -> bool:
+        has_place = not self.room.ask(key, needs)
+        self.sizes.pop(key, None)
+        self.waiting.pop(key, None)
+        (self.sizes if has_place else self.waiting)[key] = needs
+        return has_place
+
+    def leave(self, key: storage.Key, _: int = 0) -> None:
+        self.room.leave(key)
+        self.sizes.pop(key, None)
+
+    def forget(self, key: storage.Key, _: int = 0) -> None:
+        self.room.waits_no_more(key)
+        self.waiting.pop(key, None)
+
+    def hear(self) -> list[storage.Key]:
+        """Those that are told that there is room take it."""
+        told = self.room.next()
+        assert all(self.ask(key, self.waiting[key]) for key in told), "who is told has room"
+        return told
+
+    def check(self) -> None:
+        assert self.room.used == sum(self.sizes.values()) <= TOTAL
+        for space in {key[0] for key in self.sizes}:
+            used = sum(size for key, size in self.sizes.items() if key[0] == space)
+            assert self.room.used_in(space) == used <= OF_NAMESPACE
+
+
+@given(st.lists(steps, max_size=80))
+def test_no_room_is_given_twice_and_whoever_waits_is_told_when_there_is_some(walk: list[tuple[str, int, int]]) -> None:
+    """Else one namespace fills the operator's memory, or a job that could begin waits for ever."""
+    jobs = Jobs()
+    for what, number, needs in walk:
+        getattr(jobs, what)((f"team-{number % 3}", f"job-{number}"), needs)
+        jobs.hear()
+        jobs.check()
+    for key in list(jobs.sizes):
+        jobs.leave(key)
+    while told := jobs.hear():
+        for key in told:
+            jobs.leave(key)
+    assert not jobs.waiting
+
+
+def lives(chance: random.Random) -> World:
+    """A job that was settled in one of the ways in which nothing is left to do."""
+    ttl = chance.choice([None, 0, 50])
+    more: dict[str, Any] = {} if ttl is None else {"ttlSecondsAfterFinished": ttl}
+    world = digits(nodes=1, suspend=chance.random() < 0.3, **more)
+    world.settle()
+    if world.status.state != "Suspended" and chance.random() < 0.8:
+        world.runs(0).settle()
+        if chance.random() < 0.4:
+            world.exits(0, code=chance.choice([0, 127])).settle()
+        elif chance.random() < 0.8:
+            world.change(suspend=True).settle()
+            world.stops_all().settle()
+    return world.change(suspend=False) if chance.random() < 0.2 else world
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 200))
+def test_where_nothing_is_read_there_is_nothing_to_do(seed: int, seconds: int) -> None:
+    """A job that was resumed, or is to be deleted, would be left as it is for ever."""
+    world = lives(random.Random(seed))
+    metadata = msgspec.to_builtins(world.job.metadata)
+    raw: dict[str, Any] = {"metadata": metadata, "spec": msgspec.to_builtins(world.job.spec)}
+    kept = storage.cut(raw | {"status": msgspec.to_builtins(world.status)}, 1)
+    now = world.now + dt.timedelta(seconds=seconds)
+    until = storage.rests_until(kept, now, has_objects=False)
+    todo = plan(world.job, Observed(), now)
+    if until is not None:
+        assert (todo.status, todo.actions) == (None, ())
+        if todo.requeue_at is not None:
+            assert storage.rests_until(kept, todo.requeue_at, has_objects=False) is None
+    is_quiet = todo.status is None and not todo.actions
+    if is_quiet and world.status.state in ("Suspended", "Succeeded", "Failed"):
+        assert until is not None, "thousands of jobs would be read again at each start of an operator"
+
+
+@given(st.dictionaries(st.text(max_size=5), st.text(max_size=3_000)), st.integers(0, 2_000), st.booleans())
+def test_of_what_is_cut_no_more_than_a_kilobyte_a_field_is_left(
+    texts: dict[str, str], numbers: int, is_list: bool
+) -> None:
+    value: Any = [texts] * 3 if is_list else texts
+    fields = dict.fromkeys((*storage.KEPT_OF_SPEC, *storage.KEPT_OF_STATUS, *storage.KEPT_OF_METADATA), value)
+    raw = {"metadata": fields, "spec": fields | {"template": value}, "status": fields | {"message": "x" * numbers}}
+    of = len(storage.KEPT_OF_SPEC) + len(storage.KEPT_OF_STATUS) + len(storage.KEPT_OF_METADATA)
+    assert len(msgspec.json.encode(storage.cut(raw, 1))) <= of * 6_000 + 200
+    assert set(api.Status.__struct_encode_fields__) >= set(storage.KEPT_OF_STATUS)
+
+
+def test_a_job_that_grows_beyond_its_room_loses_its_place_and_gets_it_again() -> None:
+    """Annotations of a job that runs may grow to 256 kB, of thousands of jobs to more than there is memory."""
+    room = storage.Room(TOTAL, OF_NAMESPACE)
+    key, other = ("team", "a"), ("team", "b")
+    assert room.take(key, 30)
+    assert room.take(other, 30)
+    assert not room.take(key, 31)
+    assert room.used == 30
+    assert room.take(key, 30)

@@ -1,0 +1,321 @@
+"""What is kept of jobs that do nothing, when it is read again, and which jobs wait for room."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import datetime as dt
+from typing import Any, cast
+
+import orjson
+import pytest
+from worlds import START, digits, manifest
+
+from ddpjob_operator.job import storage
+from ddpjob_operator.kube import observe, reading
+from ddpjob_operator.kube.api_error import ApiError
+from ddpjob_operator.kube.client import Client
+from ddpjob_operator.kube.events import Events
+from ddpjob_operator.kube.executor import Executor
+from ddpjob_operator.kube.job_state import JobStates
+from ddpjob_operator.kube.lookup import Caches, Lookup
+from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.progress_turns import ProgressTurns
+from ddpjob_operator.kube.queue import RetryError
+from ddpjob_operator.kube.reconcile import Reconciler
+from ddpjob_operator.kube.reports import Reports
+from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.store import Jobs, Key, Store
+from ddpjob_operator.plan.actions import Settings
+
+Raw = dict[str, Any]
+LARGE = 120_000
+
+
+def stored(name: str = "digits", namespace: str = "default", text: int = LARGE, **spec: Any) -> Raw:
+    """A job as a user has just created it."""
+    raw = manifest(**spec)
+    env = [{"name": f"V{number}", "value": "x" * 100} for number in range(text // 120)]
+    raw["spec"]["template"]["spec"]["containers"][0]["env"] = env
+    raw["metadata"] |= {"name": name, "namespace": namespace, "uid": f"uid of {name}", "generation": 1}
+    raw["metadata"] |= {"resourceVersion": "1", "annotations": {"note": "y" * 5_000}}
+    return raw
+
+
+class Cluster:
+    """An API server that holds DDPJobs, and an operator that leads. Pods are made, and nothing runs in them."""
+
+    def __init__(self, limits: storage.Limits = storage.DEFAULT) -> None:
+        self.stored: dict[Key, Raw] = {}
+        self.requests: list[str] = []
+        self.version = 1
+        self.fails: ApiError | None = None
+        self.now = START
+        self.changed: list[Key] = []
+        pods: Any = Store(observe.pod, _job_of, lambda *_: None)
+        services: Any = Store(observe.service, _job_of, lambda *_: None)
+        self.jobs = Jobs(self.changed.append, reading.job, limits=limits)
+        caches = Caches(self.jobs, pods, services, Nodes(lambda _: None, lambda: self.now))
+        runtime, client = Runtime(utc=lambda: self.now), cast(Client, self)
+        self.states = states = JobStates(self.jobs)
+        lookup, reports = Lookup(client, caches, runtime), Reports(self.jobs, states, runtime, 10.0, ProgressTurns())
+        executor = Executor(client, caches, lookup, cast(Events, self), runtime)
+        self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
+
+    def user_puts(self, raw: Raw) -> Key:
+        """A user creates or changes a job, and the watch shows it."""
+        key = (raw["metadata"]["namespace"], raw["metadata"]["name"])
+        self._store(key, copy.deepcopy(raw))
+        self.jobs.put(reading.stored_job(orjson.dumps(self.stored[key])))
+        return key
+
+    def user_changes(self, key: Key, **spec: Any) -> None:
+        raw = copy.deepcopy(self.stored[key])
+        raw["spec"] |= spec
+        raw["metadata"]["generation"] += 1
+        self.user_puts(raw)
+
+    def user_deletes(self, key: Key) -> None:
+        raw = self.stored.pop(key)
+        self.jobs.remove(*key, raw["metadata"]["uid"])
+
+    def reconciles(self, key: Key) -> list[str]:
+        """What it asks of the server meanwhile."""
+        self.requests.clear()
+        self.changed.clear()
+        self.again_in = asyncio.run(self.reconciler.reconcile(key))
+        return list(self.requests)
+
+    def status(self, key: Key) -> Raw:
+        return dict(self.stored[key].get("status") or {})
+
+    def _store(self, key: Key, raw: Raw) -> None:
+        self.version += 1
+        raw["metadata"]["resourceVersion"] = str(self.version)
+        self.stored[key] = raw
+
+    async def get(self, path: str, _: Any = None) -> Raw:
+        namespace, name = path.split("/")[-3], path.split("/")[-1]
+        self.requests.append(f"GET {name}")
+        if self.fails is not None:
+            raise self.fails
+        if (namespace, name) not in self.stored:
+            raise ApiError(404, "NotFound", f'ddpjobs "{name}" not found')
+        return copy.deepcopy(self.stored[namespace, name])
+
+    async def replace(self, path: str, body: Raw, _: Any) -> Raw:
+        key = (path.split("/")[-4], path.split("/")[-2])
+        self.requests.append(f"PUT {key[1]}")
+        self._store(key, {**self.stored[key], "status": body["status"]})
+        return copy.deepcopy(self.stored[key])
+
+    async def create(self, path: str, body: Raw, _: Any) -> Raw:
+        self.requests.append(f"POST {path.rsplit('/', 1)[1]}")
+        self.version += 1
+        body = copy.deepcopy(body)
+        body["metadata"] |= {"uid": body["metadata"]["name"], "resourceVersion": str(self.version)}
+        return body
+
+    async def delete(self, path: str, _: Any) -> Raw:
+        self.requests.append(f"DELETE {path.rsplit('/', 1)[1]}")
+        return {}
+
+    async def pages(self, _path: str, _selector: str = "") -> Any:
+        for page in ():
+            yield page
+
+    def send(self, *_: Any) -> None:
+        pass
+
+
+def _job_of(raw: Any) -> Key:
+    return raw["metadata"]["namespace"], raw["metadata"]["labels"]["training.ddpjob.io/job"]
+
+
+def kept(cluster: Cluster, key: Key) -> int:
+    """The length of what is kept of a job."""
+    return len(orjson.dumps(cluster.jobs.get(key)))
+
+
+def test_of_a_large_job_that_is_suspended_a_thousandth_is_kept() -> None:
+    """600 of them of 280 kB would fill the operator's memory, and nobody's job would go on."""
+    cluster = Cluster()
+    key = cluster.user_puts(stored(suspend=True))
+    cluster.reconciles(key)
+    assert cluster.status(key)["state"] == "Suspended"
+    assert kept(cluster, key) < 1_000 < LARGE
+    assert cluster.jobs.begun.used == 0
+
+
+def test_a_new_leader_asks_nothing_for_large_jobs_that_are_suspended() -> None:
+    """2,000 of them would be read again, 560 MB, each time that an operator starts."""
+    before = Cluster()
+    key = before.user_puts(stored(suspend=True))
+    before.reconciles(key)
+    cluster = Cluster()
+    cluster.user_puts(before.stored[key])
+    assert (cluster.reconciles(key), cluster.again_in) == ([], None)
+    assert list(cluster.states) == []
+
+
+def test_a_large_job_that_is_resumed_is_read_again_and_its_pods_are_made_from_all_of_it() -> None:
+    cluster = Cluster()
+    key = cluster.user_puts(stored(suspend=True))
+    cluster.reconciles(key)
+    cluster.user_changes(key, suspend=False)
+    assert kept(cluster, key) < 1_000
+    asked = cluster.reconciles(key)
+    assert asked[0] == "GET digits"
+    assert asked.count("POST pods") == 2
+    assert cluster.status(key)["attempt"] == 1
+    assert kept(cluster, key) > LARGE / 2, "a job that has begun is kept"
+    assert "GET digits" not in cluster.reconciles(key)
+
+
+def test_a_large_job_that_ended_is_read_again_when_it_is_to_be_deleted_and_not_before() -> None:
+    cluster = Cluster()
+    raw = stored(ttlSecondsAfterFinished=100)
+    time = START.isoformat().replace("+00:00", "Z")
+    raw["status"] = {"state": "Failed", "attempt": 1, "completionTime": time, "observedGeneration": 1}
+    key = cluster.user_puts(raw)
+    assert (cluster.reconciles(key), cluster.again_in) == ([], 100.0)
+    cluster.now += dt.timedelta(seconds=101)
+    assert cluster.reconciles(key)[0] == "GET digits"
+    assert "DELETE digits" in cluster.requests
+
+
+@pytest.mark.parametrize("what", [{"managedBy": "somebody"}, {"deletionTimestamp": "2031-03-05T07:00:00Z"}])
+def test_a_job_that_others_manage_or_that_goes_is_never_read(what: Raw) -> None:
+    cluster = Cluster()
+    raw = stored()
+    (raw["spec"] if "managedBy" in what else raw["metadata"]).update(what)
+    key = cluster.user_puts(raw)
+    assert kept(cluster, key) < 1_000
+    assert cluster.reconciles(key) == []
+
+
+def test_a_large_job_that_cannot_be_read_now_is_tried_again() -> None:
+    cluster = Cluster()
+    key = cluster.user_puts(stored())
+    cluster.fails = ApiError(503, "ServiceUnavailable", "away")
+    with pytest.raises(RetryError):
+        cluster.reconciles(key)
+    cluster.fails = None
+    assert cluster.reconciles(key).count("POST pods") == 2
+
+
+def test_a_large_job_that_is_gone_when_it_is_read_is_forgotten() -> None:
+    cluster = Cluster()
+    key = cluster.user_puts(stored())
+    del cluster.stored[key]
+    cluster.reconciles(key)
+    assert (cluster.jobs.get(key), cluster.again_in) == (None, None)
+
+
+def test_small_jobs_are_kept_whole_as_long_as_there_is_room() -> None:
+    """To read an ordinary job once more for each of its events would cost the API server a fifth more."""
+    cluster = Cluster()
+    key = cluster.user_puts(stored(text=0, suspend=True))
+    assert "GET digits" not in cluster.reconciles(key)
+    many = Cluster(storage.Limits(0, 1 << 26, 1 << 25, 100_000, 100_000))
+    keys = [many.user_puts(stored(f"j{n}", text=0, suspend=True)) for n in range(50)]
+    whole = [key for key in keys if kept(many, key) > 5_000]
+    assert 0 < len(whole) < 20
+
+
+def room_for(count: float) -> storage.Limits:
+    """In a namespace; in all for twice as many."""
+    need = storage.size(reading.job(stored())) + 1
+    return storage.Limits(0, int(2 * count * need), int(count * need), 0, 0)
+
+
+def test_beyond_the_budget_of_its_namespace_a_job_waits_and_says_so_and_those_of_others_go_on() -> None:
+    cluster = Cluster(room_for(2))
+    first, second, third = (cluster.user_puts(stored(f"j{n}")) for n in range(3))
+    other = cluster.user_puts(stored("other", "team-b"))
+    for key in (first, second, third, other):
+        cluster.reconciles(key)
+    assert [cluster.status(key).get("attempt") for key in (first, second, third, other)] == [1, 1, None, 1]
+    status = cluster.status(third)
+    assert (status["state"], status["reason"]) == ("Pending", "WaitingForRoom")
+    assert "the jobs of namespace default that have begun fill what the operator keeps" in status["message"]
+    running = next(c for c in status["conditions"] if c["type"] == "Running")
+    assert (running["status"], running["reason"]) == ("False", "WaitingForRoom")
+    assert cluster.reconciles(third) == [], "nothing is read for one that waits"
+    assert kept(cluster, third) < 1_000
+
+
+@pytest.mark.parametrize("how", ["suspended", "deleted", "ended"])
+def test_a_job_that_waits_begins_by_itself_when_there_is_room(how: str) -> None:
+    cluster = Cluster(room_for(1))
+    first, second = (cluster.user_puts(stored(f"j{n}")) for n in range(2))
+    cluster.reconciles(first)
+    cluster.reconciles(second)
+    assert cluster.status(second)["reason"] == "WaitingForRoom"
+    cluster.changed.clear()
+    if how == "deleted":
+        cluster.user_deletes(first)
+    else:
+        raw = copy.deepcopy(cluster.stored[first])
+        raw["status"]["state"] = "Suspended" if how == "suspended" else "Succeeded"
+        cluster.user_puts(raw)
+    assert second in cluster.changed
+    assert cluster.reconciles(second).count("POST pods") == 2
+
+
+def test_a_job_that_has_begun_is_never_given_up_for_a_budget() -> None:
+    """A new leader may have less room than the one before, and a status may be written by hand."""
+    before = Cluster()
+    keys = [before.user_puts(stored(f"j{n}")) for n in range(5)]
+    for key in keys:
+        before.reconciles(key)
+    cluster = Cluster(room_for(1))
+    for key in keys:
+        cluster.user_puts(before.stored[key])
+    assert sum(kept(cluster, key) > 2_000 for key in keys) == 1
+    for key in keys:
+        asked = cluster.reconciles(key)
+        assert cluster.status(key)["reason"] != "WaitingForRoom"
+        assert asked.count("POST pods") == 2, "its pods are missing here"
+    assert sum(kept(cluster, key) > 2_000 for key in keys) == 1
+
+
+def test_a_job_that_is_resumed_waits_for_room_as_a_new_one_does_and_one_that_runs_does_not() -> None:
+    world = digits().started().runs(0, 1).settle()
+    world.no_room = "there is none"
+    world.settle()
+    assert world.status.state == "Running"
+    world.change(suspend=True).settle()
+    world.stops_all().settle()
+    assert world.status.state == "Suspended"
+    world.change(suspend=False).settle()
+    assert (world.status.state, world.status.reason) == ("Suspended", "WaitingForRoom")
+    assert world.status.start_time is None, "its deadline does not run"
+    world.no_room = ""
+    world.settle()
+    assert world.status.attempt == 2
+
+
+def test_what_a_large_job_has_in_a_list_is_the_same_as_when_it_was_whole_before() -> None:
+    """Else each list would look like a change of all jobs."""
+    raw = stored(suspend=True) | {"status": {"state": "Suspended", "attempt": 2, "message": "x" * 4_000}}
+    raw["metadata"]["managedFields"] = [{"manager": "kubectl", "fieldsV1": {"f:spec": {}}}]
+    of_list = reading.stored_job(orjson.dumps(raw))
+    whole = reading.job(reading.obj(orjson.dumps(raw)))
+    assert storage.is_cut(of_list)
+    ours = storage.cut(whole, storage.size(whole))
+    assert {**of_list, storage.CUT: 0} == {**ours, storage.CUT: 0}
+    assert of_list[storage.CUT] == pytest.approx(ours[storage.CUT], rel=0.1)
+
+
+def test_of_a_large_job_that_has_begun_a_list_brings_all() -> None:
+    raw = stored() | {"status": {"state": "Running", "attempt": 1}}
+    assert not storage.is_cut(reading.stored_job(orjson.dumps(raw)))
+
+
+def test_what_is_kept_is_short_whoever_has_written_it() -> None:
+    raw = stored(suspend=True)
+    raw["metadata"] |= {"labels": {f"l{n}": "x" * 60 for n in range(5_000)}, "finalizers": ["x" * 5_000]}
+    raw["status"] = {"state": "Suspended", "reason": "x" * 100_000, "restarts": {"chargedAt": ["x"] * 10_000}}
+    for one in (reading.stored_job(orjson.dumps(raw)), storage.cut(raw, 1)):
+        assert len(orjson.dumps(one)) < 1_000
