@@ -86,6 +86,8 @@ class _Line:
         rest = list(words)
         while rest and (found := self.match(rest)) is not None:
             option, size = found
+            if size > len(rest):
+                raise click.BadOptionUsage(rest[0], f"Option {rest[0]!r} requires an argument.")
             if behind and (option.name in _SELECT or option.is_eager):
                 break
             taken.append((option, rest[:size]))
@@ -232,8 +234,8 @@ def _unknown(line: _Line, rest: Sequence[str]) -> str:
 def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
     """Return the words with the file before all options that are not ours."""
     at = next((i for i, word in enumerate(rest) if word.endswith(_SCRIPTS)), None)
-    if at is None:
-        return ["FILE", *rest]
+    if not at:  # none, or the name of the file begins with a dash
+        return ["FILE" if at is None else "--", *rest]
     ours: list[str] = []
     others: list[str] = []
     words = list(rest[:at])
@@ -267,16 +269,25 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
     from ddpjob_operator.check import command
     from ddpjob_operator.job import programs
 
-    started = command.read(list(words))
-    is_torchrun = programs.name(words[0]) == "torchrun" or started.launcher.startswith("torch.distributed")
+    started, at = command.read(list(words)), _begin(words)
+    is_torchrun = programs.name(words[at]) == "torchrun" or started.launcher.startswith("torch.distributed")
     if is_torchrun or started.launcher in ("python", "torchrun") or len(words) == 1:
         typed = shlex.join([*before, *_of_launcher(words), *(started.named or ("FILE",)), *started.words])
-        return f"{words[0]}: leave it out, {program} takes the script itself: {program} {typed}"
+        wrapped = f"{shlex.join(words[:at])} " if at else ""  # nohup goes on
+        return f"{words[at]}: leave it out, {program} takes the script itself: {wrapped}{program} {typed}"
     then = f", then {program} job.yaml" if program.split()[-1] != "init" else ""
     return (
         f"{words[0]} is not a script; of a whole command make a job: ddpjob convert -- {shlex.join(words)} > "
         f"job.yaml{then}"
     )
+
+
+def _begin(words: Sequence[str]) -> int:
+    """Return where the launcher or Python stands behind programs such as nohup; 0 if it stands nowhere."""
+    from ddpjob_operator.job import launcher, programs
+
+    names = map(programs.name, words)
+    return next((i for i, name in enumerate(names) if name in launcher.LAUNCHERS or _PYTHON.fullmatch(name)), 0)
 
 
 def _of_launcher(words: Sequence[str]) -> list[str]:
