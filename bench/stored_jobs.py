@@ -135,6 +135,7 @@ class StoredJobs(ModelServer):
     async def _watch_jobs(self, request: web.BaseRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         await response.prepare(request)
+        self.seen["WATCH ddpjobs"] += 1  # its list is complete
         version, seen = int(request.query.get("resourceVersion") or 0) - 1, set[int]()
         while True:
             async with self._more:
@@ -189,8 +190,9 @@ def measure(jobs: int) -> dict[str, Any]:
             server.add(jobs)
             until(lambda: server.told == jobs, "all jobs have a status")
             created = found_of(operator)
+        watches = server.seen["WATCH ddpjobs"]
         with Operator(server) as operator:  # type: ignore[arg-type]
-            time.sleep(QUIET_SECONDS)
+            until(lambda: server.seen["WATCH ddpjobs"] > watches, "all jobs are listed")
             listed = found_of(operator)
     return {"jobs": jobs, "memoryMiBWithout": idle, "created": created, "listed": listed}
 
