@@ -339,11 +339,12 @@ def test_the_lease_comes_without_a_holder_so_that_an_upgrade_takes_it_from_nobod
     assert lease.keys() == {"apiVersion", "kind", "metadata"}
 
 
-def test_the_operator_learns_its_name_and_address_from_its_pod() -> None:
+def test_the_operator_learns_its_name_its_address_and_its_memory_from_its_pod() -> None:
     told = {entry["name"]: entry["valueFrom"] for entry in container()["env"] if "valueFrom" in entry}
     assert told == {
         "DDPJOB_POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
         "DDPJOB_POD_IP": {"fieldRef": {"fieldPath": "status.podIP"}},
+        "DDPJOB_MEMORY_MIB": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}},
     }
 
 
