@@ -19,7 +19,7 @@ def test_the_reference_that_is_checked_in_is_the_one_that_the_types_give() -> No
 def test_each_field_of_the_spec_stands_in_it_with_its_type_and_default() -> None:
     lines = reference_page.to_markdown().splitlines()
     nodes = crd.meaning(api.Spec, crd.fields(api.Spec)["nodes"])
-    assert f"| `nodes` | whole number 1–99999 | `1` | {nodes} |" in lines
+    assert f"| `nodes` | whole number 1–10000 | `1` | {nodes} |" in lines
     for name in crd.fields(api.Spec):
         assert any(line.startswith(f"| `{name}` | ") for line in lines), name
 

@@ -136,4 +136,4 @@ def test_a_name_in_a_script_adds_no_line_to_the_yaml_of_init(end: str) -> None:
     text = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({name!r}, default='x')\np.parse_args()\n"
     made = from_script.job_yaml(from_script.Start("train.py"), text)
     (document,) = yaml.safe_load_all(made)
-    assert document["spec"]["nodes"] == 2
+    assert document["spec"]["nodes"] == 1

@@ -25,7 +25,7 @@ def command(*words: str, **spec: Any) -> list[str]:
     [
         ({"nodes": 0}, "spec.nodes: must be at least 1, is 0"),
         ({"nodes": "two"}, 'spec.nodes: must be a whole number of at least 1, is "two"'),
-        ({"nodes": 100_000}, "spec.nodes: must be at most 99999, is 100000"),
+        ({"nodes": 100_000}, "spec.nodes: must be at most 10000, is 100000"),
         ({"activeDeadlineSeconds": 10**15}, f"spec.activeDeadlineSeconds: must be at most 315360000, is {10**15}"),
         ({"nodes": True}, "spec.nodes: must be a whole number of at least 1, is true"),
         ({"nodes": 1.5}, "spec.nodes: must be a whole number of at least 1, is 1.5"),
