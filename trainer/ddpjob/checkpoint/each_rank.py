@@ -27,7 +27,7 @@ from ddpjob.errors import StateError
 BYTES_MAX = 4 << 20
 """Of one object of one rank: it is sent through the store of the group."""
 _SUM = "\0ddpjob sum"
-_NUMBERS = int, float, bool, str, type(None)
+NUMBERS = int, float, bool, str, type(None)
 _wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
 
 
@@ -147,7 +147,7 @@ def _named(own: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _is_number(parts: Any) -> bool:
-    return "" in parts and isinstance(parts[""], _NUMBERS)
+    return "" in parts and isinstance(parts[""], NUMBERS)
 
 
 def told(own: Mapping[int, Mapping[str, Any]]) -> str:

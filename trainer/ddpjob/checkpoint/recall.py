@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddpjob import process
-from ddpjob.checkpoint import crew, packed, random_states
+from ddpjob.checkpoint import crew, each_rank, packed, random_states
 from ddpjob.checkpoint.alike import digest
 from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
@@ -187,7 +187,7 @@ def _all_left(
 
 
 def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
-    """Of what is small, but for the buffers of models."""
+    """Of what is small, but for the buffers of models, and numbers such as the last loss, which any rank may give."""
     place = small.pop(PLACE)
     of_models = place["models"]
     return {
@@ -195,7 +195,11 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
         memory.NAMED: place["named"],
         memory.MOVED: place["moved"],
         memory.KNOWN: place["known"],
-        memory.OBJECTS: {name: digest(value) for name, value in small.items() if name not in of_models},
+        memory.OBJECTS: {
+            name: digest(value)
+            for name, value in small.items()
+            if name not in of_models and not isinstance(value, each_rank.NUMBERS)
+        },
     }
 
 
