@@ -40,6 +40,8 @@ from ddpjob.group import gather
 
 PIECE_BYTES = 64 << 20
 
+_NUMBERS = int, float, bool, str, type(None)
+
 
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> Found | None:
     """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory.
@@ -189,7 +191,7 @@ def _all_left(
 
 
 def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
-    """Of what is small, but for the buffers of models."""
+    """Of what is small, but for the buffers of models, and numbers such as the last loss, which any rank may give."""
     place = small.pop(PLACE)
     of_models = place["models"]
     return {
@@ -197,7 +199,11 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
         memory.NAMED: place["named"],
         memory.MOVED: place["moved"],
         memory.KNOWN: place["known"],
-        memory.OBJECTS: {name: digest(value) for name, value in small.items() if name not in of_models},
+        memory.OBJECTS: {
+            name: digest(value)
+            for name, value in small.items()
+            if name not in of_models and not isinstance(value, _NUMBERS)
+        },
     }
 
 
