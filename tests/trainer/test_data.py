@@ -246,6 +246,29 @@ def test_a_resume_within_an_epoch_draws_no_seed_for_a_loader_once_more(tmp_path)
         assert train(second, f"{first}-{second}") == whole[second]
 
 
+class BatchSamplerShard:
+    """What accelerator.prepare() puts around the batch sampler of a DataLoader."""
+
+    def __init__(self, batch_sampler: Any, num_processes: int) -> None:
+        self.batch_sampler, self.num_processes = batch_sampler, num_processes
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self.batch_sampler):
+            if number % self.num_processes == 0:
+                yield batch
+
+
+def test_shares_that_would_be_dealt_out_once_more_are_refused():
+    """Of 640 samples 320 were trained, and nothing said so."""
+    sampler = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=2)
+    with pytest.raises(
+        ddpjob.ConfigurationError, match=r"BatchSamplerShard deals out batches .* Leave this DataLoader"
+    ):
+        list(DataLoader(range(8), batch_sampler=BatchSamplerShard(sampler, 2)))
+    alone = ddpjob.GlobalBatchSampler(8, 2, seed=1, rank=0, world_size=1)
+    assert len(list(DataLoader(range(8), batch_sampler=BatchSamplerShard(alone, 1)))) == 4
+
+
 def test_epochs_that_are_all_left_early_are_told_to_be_the_same_one(capfd):
     """A loop of a fixed number of steps an epoch, without set_epoch, would train the same samples each time."""
     sampler = ddpjob.GlobalBatchSampler(32, 4, seed=7)

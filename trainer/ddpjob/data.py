@@ -143,6 +143,7 @@ class GlobalBatchSampler:
         After one that was left early it is the same epoch again, from where that began: `next(iter(loader))` takes no
         batch from the training. `set_epoch` goes to the next one.
         """
+        self._refuse_another_share(sys._getframe(1).f_locals)
         self._consumed = self._first_of(self._epoch)
         # From where a resume begins: with another global batch than before, the last one is of another size.
         last = (self.n - self._consumed) % self.global_batch
@@ -207,6 +208,19 @@ class GlobalBatchSampler:
             process.log(
                 f"epoch {self._epoch} of the data begins for the third time, with the same samples, because its "
                 f"iterations are left early. Call sampler.set_epoch(epoch) before each to go on to the next epoch."
+            )
+
+    def _refuse_another_share(self, caller: Mapping[str, Any]) -> None:
+        """Raise ConfigurationError if accelerate deals these shares out among the ranks once more, or lets rank 0 read
+        alone: no metric would show that a part of the data is not trained. caller: the variables of who iterates."""
+        shard, loader = caller.get("self"), caller.get("loader")
+        is_shard = getattr(shard, "batch_sampler", None) is self and getattr(shard, "num_processes", 1) > 1
+        wrapper = shard if is_shard else loader
+        if self.world_size > 1 and (is_shard or type(loader).__name__ == "DataLoaderDispatcher"):
+            raise ConfigurationError(
+                f"sampler: {type(wrapper).__name__} deals out batches among the ranks, and a GlobalBatchSampler gives "
+                f"each rank its share already: a part of the data would not be trained. Leave this DataLoader out of "
+                f"accelerator.prepare(), and move its batches to accelerator.device."
             )
 
     def _continue_random_numbers(self) -> None:

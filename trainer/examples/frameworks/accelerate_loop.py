@@ -4,11 +4,14 @@ import os
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
 
 import ddpjob
 
 STEPS = 200
-accelerator = Accelerator(cpu=not torch.cuda.is_available())
+# With a seed for each epoch, so that a start in the middle of one has the same order.
+seeded = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=7)
+accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=seeded)
 x = torch.linspace(0, 1, 640).unsqueeze(1)
 data = torch.utils.data.TensorDataset(x, 3 * x + 1)
 loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
@@ -31,8 +34,11 @@ def save(at):
             file.write(str(at))
 
 
-while step < STEPS:
-    for a, b in loader:
+# Accelerate saves no place within an epoch: the batches that were trained before the stop are left out.
+left_out = step % len(loader)
+for epoch in range(step // len(loader), -(-STEPS // len(loader))):
+    loader.set_epoch(epoch)
+    for a, b in accelerator.skip_first_batches(loader, left_out):
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(a), b)
         accelerator.backward(loss)
@@ -46,5 +52,6 @@ while step < STEPS:
             raise ddpjob.Stopped(step)
         if step == STEPS:
             break
+    left_out = 0
 accelerator.print(f"done: {step} steps")
 accelerator.end_training()  # leaves the group in order: without it gloo's threads may abort a rank that is done
