@@ -1295,7 +1295,8 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
         drawn = float(torch.rand(()))
         model = world.wrap(objects["model"])
         steps(step, until, model, objects["optimizer"])
-        snapshot.keep(until, **objects)
+        if not step:
+            snapshot.keep(until, **objects)
         rescue()
         return step, drawn
 
@@ -1371,7 +1372,7 @@ def test_a_rank_that_dies_again_and_again_while_it_loads_keeps_its_random_states
     assert first[0][1] != first[1][1]
     assert [rank_0 for rank_0, _ in loading] == [None, None]
     assert [last[rank][2] for rank in range(2)] == [first[rank][2] for rank in range(2)], capfd.readouterr().err
-    assert [last[rank][1] for rank in range(2)] == [first[0][1]] * 2
+    assert [last[rank][1] for rank in range(2)] == [first[rank][1] for rank in range(2)], "each has its own buffers"
 
 
 def test_a_load_is_counted_once_where_a_faster_rank_has_failed_and_has_written_the_state_anew() -> None:
@@ -1411,8 +1412,8 @@ def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_
             rescue()
         return began or step, [value.tolist() for value in objects["model"].buffers()]
 
-    (before, _), after = (node.run_all(generation, train, ranks=2) for generation in range(2))
-    assert after == [before, before]
+    before, after = (node.run_all(generation, train, ranks=2) for generation in range(2))
+    assert after == before
 
 
 @pytest.fixture

@@ -1,0 +1,52 @@
+"""Where in its loop a script changes what is small, and what each rank has of its own."""
+
+from __future__ import annotations
+
+import torch
+
+from ddpjob.checkpoint import each_rank
+from ddpjob.checkpoint.alike import digest, same
+from ddpjob.checkpoint.places import Places
+
+
+def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_counts_no_more() -> None:
+    """A scheduler that is stepped there would come back one epoch late."""
+    places = Places()
+    places.boundary({"scheduler": 1}, named=False)
+    assert places.named({"scheduler": 2}) == {"scheduler"}
+    assert places.unsettled({"scheduler": 3}) == [], "what save() has named counts whatever follows"
+    places.step({"scheduler": 2})
+    places.boundary({"scheduler": 2}, named=False)
+    assert not places.is_settled([])
+    assert places.unsettled({"scheduler": 3}) == ["scheduler"]
+
+
+def test_a_change_at_the_top_of_the_loop_is_trusted_once_a_save_has_shown_it() -> None:
+    """A learning rate that is set from the step would cost the memory for ever."""
+    places = Places()
+    places.boundary({"optimizer": 1}, named=False)
+    assert places.step({"optimizer": 2}) == {"optimizer"}
+    places.boundary({"optimizer": 2}, named=False)
+    assert places.named({"optimizer": 2}) == set()
+    assert places.step({"optimizer": 3}) == set()
+    places.boundary({"optimizer": 3}, named=False)
+    assert places.unsettled({"optimizer": 4}) == []
+
+
+def test_values_are_compared_by_their_bits() -> None:
+    """NaN differs from itself, and a tensor has no truth value."""
+    one, other = {"a": float("nan"), "b": torch.zeros(3)}, {"a": float("nan"), "b": torch.zeros(3)}
+    assert same(one, other)
+    assert not same(one, {**other, "b": torch.ones(3)})
+    assert digest(torch.zeros(2, dtype=torch.complex64)) != digest(torch.zeros(4))
+
+
+def test_what_ranks_have_of_their_own_is_found_by_its_name() -> None:
+    """Rank 0's reader would be given to all, and samples be lost and doubled."""
+    own = each_rank.differing(
+        {"reader": {"": {"at": 0}}, "note": {"": 1}}, {1: {"reader": {"": {"at": 5}}, "note": {"": 1}}}
+    )
+    assert own == {1: {"reader": {"": {"at": 5}}}}
+    document = {"state": {"reader": {"at": 0}, "note": 1}, "own": own, "world_size": 2}
+    assert each_rank.of_this_rank(document, 1, 2, "file")["reader"] == {"at": 5}
+    assert each_rank.of_this_rank(document, 0, 2, "file")["reader"] == {"at": 0}
