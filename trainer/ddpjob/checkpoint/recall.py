@@ -175,11 +175,13 @@ def _all_left(
 ) -> list[memory.Left]:
     """What each rank has left of the generation whose state is loaded."""
     boundaries: dict[int, Any] = {}
-    for slot in () if shared is None else (*range(EARLY), *COPY_SLOTS):
-        at = shared.slot_version(slot)
+    for slot in (*range(EARLY), *COPY_SLOTS):
+        at = None if shared is None else shared.slot_version(slot)
+        if shared is None or at is None or at[:2] != version[:2]:
+            continue
         with contextlib.suppress(StateError, OSError, KeyError):
-            value = shared.read_slot(slot) if at is not None and at[:2] == version[:2] else None
-            if at is not None and value is not None and value["of"] == (rank, world_size):
+            value = shared.read_slot(slot)
+            if value["of"] == (rank, world_size):
                 boundaries[at.step] = _in_hashes(value["small"])
     text = json.dumps([is_own, list(boundaries.items())])
     rows = [json.loads(row) for row in (gather.texts(text) if world_size > 1 else [text])]

@@ -253,7 +253,7 @@ def _differs(name: str, found: Sequence[dict[str, Any]]) -> bool:
 def _unproved(rank: int, rows: Sequence[Left]) -> str:
     """The first object that is not known to be the same on this rank as on others; "" if there is none."""
     steps = {number for row in rows for number in row.boundaries}
-    names = {name for row in rows for one in row.boundaries.values() for name in one[OBJECTS]}
+    names: set[str] = {name for row in rows for one in row.boundaries.values() for name in one[OBJECTS]}
     known = {name for row in rows for one in row.boundaries.values() for name in one[KNOWN]}
     for name in sorted(names):
         found = [[row.boundaries[number] for row in rows if number in row.boundaries] for number in steps]
