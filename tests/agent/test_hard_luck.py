@@ -21,6 +21,7 @@ from agents import Launcher, finish
 from free_port import free_port
 from shell import eventually
 
+from ddpjob import own_files
 from ddpjob.agent import logs, node, processes
 from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.agent.options import parse
@@ -250,9 +251,9 @@ def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open
     folder = logs.Folder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
 
-    def open_some(*args: Any) -> int:
+    def open_some(*args: Any, **more: Any) -> int:
         opened.append(args if len(opened) < files else refuse())
-        return really_open(*args)
+        return really_open(*args, **more)
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "pipe", refuse)
@@ -408,11 +409,20 @@ def test_what_cannot_be_tidied_up_does_not_make_a_failure_of_a_success(launcher:
     assert launcher.done("--no-preload", "--log-dir=logs", script).returncode == 0
 
 
-def test_a_full_disk_costs_the_filtered_copy_of_the_lines_and_nothing_else(tmp_path: Path) -> None:
+def test_a_full_disk_costs_the_filtered_copy_of_the_lines_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, console = tmp_path / "rank.log", tmp_path / "console"
+    really_open = own_files.open_file
+    full = {str(tmp_path / "filtered"): "/dev/full"}
+    monkeypatch.setattr(
+        own_files,
+        "open_file",
+        lambda path, flags, *more: os.open(full[path], flags) if path in full else really_open(path, flags, *more),
+    )
     source.write_text("loss 1\nloss 2\n")
     with console.open("w") as out:
-        tail = logs._Tail(str(source), b"[0]:", out.fileno(), "/dev/full", [b"loss"])
+        tail = logs._Tail(str(source), b"[0]:", out.fileno(), str(tmp_path / "filtered"), [b"loss"])
         assert tail.copy(last=True)
         tail.close()
     assert console.read_text() == "[0]:loss 1\n[0]:loss 2\n"

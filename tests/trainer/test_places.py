@@ -38,3 +38,23 @@ def test_values_are_compared_by_their_bits() -> None:
     assert same(one, other)
     assert not same(one, {**other, "b": torch.ones(3)})
     assert digest(torch.zeros(2, dtype=torch.complex64)) != digest(torch.zeros(4))
+
+
+def test_a_learning_rate_that_is_set_at_each_step_is_trusted_from_the_second_step_on() -> None:
+    """It is set again after a restart. Without that such a script would have no memory before its first save."""
+    places = Places()
+    for step in range(3):
+        places.boundary({"optimizer": step}, named=False)
+        assert places.step({"optimizer": step + 1}, ["optimizer"]) == set()
+        assert places.is_loose is (step == 0)
+
+
+def test_a_learning_rate_that_changes_now_and_then_is_named_at_the_next_step() -> None:
+    """It may be the end of an epoch, which a restart would not make again."""
+    places = Places()
+    places.boundary({"optimizer": 1}, named=False)
+    assert places.step({"optimizer": 2}, ["optimizer"]) == set()
+    places.boundary({"optimizer": 2}, named=False)
+    assert places.step({"optimizer": 2}, ["optimizer"]) == {"optimizer"}
+    places.boundary({"optimizer": 2}, named=False)
+    assert places.unsettled({"optimizer": 3}) == ["optimizer"]

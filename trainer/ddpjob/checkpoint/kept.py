@@ -82,6 +82,7 @@ class Kept:
         self.idle = [*self._untrained, *(name for name, get in self._others.items() if isinstance(get(), schedulers))]
         """Names of what a script is sure to change somewhere: averages of weights, schedulers."""
         self.models = list(self._modules)
+        self.optimizers = list(self._optimizers)
         ours = [name for name, get in self._others.items() if _is_same_on_all(get())]
         self.known = [*self._optimizers, *ours]
         """Names of what is the same on all ranks by what it is."""

@@ -434,7 +434,7 @@ class Keeper(Survivor):
         """The optimizer's step begins: what has changed since the boundary?"""
         if not self._places.is_open:
             return
-        new = self._places.step(self._watched(kept))
+        new = self._places.step(self._watched(kept), kept.optimizers)
         if self._places.is_loose and self._copies is not None:
             self._copies.give_up_last()
         self._loose_steps = self._loose_steps + 1 if self._places.is_loose else 0

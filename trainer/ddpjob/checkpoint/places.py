@@ -10,6 +10,10 @@ A boundary that save() or keep() names is what a folder has, so it counts whatev
 counts if nothing has changed since, except objects that are known to change after save(). A script that changes
 something before save(), or may do so, could have more to do at any such boundary. There it counts only once the next
 step has begun: see `is_settled`.
+
+Settings of an optimizer alone that change at two steps in a row are taken for a learning rate that is set at the top of
+the loop, until a save() shows otherwise. Without that, the commonest schedule by hand would have no memory before its
+first save.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -29,6 +33,7 @@ class Places:
         self._before_save: set[str] = set()
         self._after_save: set[str] = set()
         self._unknown: set[str] = set()  # seen to change after a boundary, and no save() has shown where
+        self._rates: set[str] = set()  # optimizers whose settings alone changed after the last boundary, for once
         self.is_open = False
         """True from a boundary to the next optimizer step."""
         self.is_named = False
@@ -62,8 +67,9 @@ class Places:
         self.marked, self.is_named, self.moved = values, True, found
         return new
 
-    def step(self, values: Mapping[str, Any]) -> set[str]:
-        """Called before an optimizer's step. Return names that were not known to change after a boundary."""
+    def step(self, values: Mapping[str, Any], optimizers: Collection[str] = ()) -> set[str]:
+        """Called before an optimizer's step. Return names that were not known to change after a boundary. optimizers:
+        names whose value is the settings of one."""
         found = moved(self.marked, values)
         self._started, self.is_open, self.loose = values, False, set()
         if self.is_named:
@@ -71,7 +77,15 @@ class Places:
             self._unknown -= self._after_save
             return set()
         self.loose = found - (self._after_save - self._before_save)
-        new = self.loose - self._before_save - self._unknown
+        before, self._rates = self._rates, set()
+        if self.loose and self.loose <= set(optimizers) - self._before_save - self._unknown:
+            if self.loose <= before:
+                self._after_save |= self.loose
+                self.loose = set()
+            else:
+                self._rates = set(self.loose)
+            return set()
+        new = (self.loose | before) - self._after_save - self._before_save - self._unknown
         self._unknown |= new
         return new
 
