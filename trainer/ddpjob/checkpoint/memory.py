@@ -309,7 +309,8 @@ class Keeper(Survivor):
         if kept is None or self._off or os.getpid() != self._pid:
             return
         must_copy = saved and self._must_copy(kept, step)
-        if not (self._stepped or self._copies_instead or must_copy or named) or (kept.by_value and not named):
+        is_renamed = named and not self._has_begun  # not within an accumulation: its first half would be trained twice
+        if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # nothing is new, or values are of another step than this one
         if self._has_begun and not (self._stepped or self._copies_instead or must_copy):
             return  # in the middle of an accumulation, whose gradients no state has: the boundary before it counts
@@ -607,7 +608,7 @@ class Keeper(Survivor):
             self._end_boundary(kept, optimizer)
         except Exception as error:
             self._give_up(error)
-        self._stepper = id(optimizer)
+        self._stepper, self._has_begun = id(optimizer), False
         kept.count_step(optimizer)
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
