@@ -312,8 +312,6 @@ class Keeper(Survivor):
         is_renamed = named and not self._has_begun  # not within an accumulation: its first half would be trained twice
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
             return  # nothing is new, or values are of another step than this one
-        if self._has_begun and not (self._stepped or self._copies_instead or must_copy):
-            return  # in the middle of an accumulation, whose gradients no state has: the boundary before it counts
         if self._has_other(step):
             return
         if self._assumed and not kept.may_be_assumed():
