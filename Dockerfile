@@ -34,7 +34,9 @@ COPY pins/operator.txt ./
 # The dependencies first: they change less often than our code.
 RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --require-hashes -r operator.txt
 COPY --from=wheel /wheel /wheel
-RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --no-index /wheel/*.whl
+# The check finds a dependency that pins/ lacks.
+RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --no-index /wheel/*.whl \
+ && pip --python /opt/ddpjob/bin/python check
 
 
 FROM ${PYTHON_IMAGE} AS operator
@@ -75,7 +77,9 @@ RUN grep -v '^torch==' /tmp/pins/constraints.txt > /etc/pip-constraints.txt \
         "torch==${TORCH_VERSION}" \
  && rm -r /tmp/pins
 COPY --from=wheel /wheel /tmp/wheel
+# The check finds a dependency that pins/ lacks.
 RUN pip install --no-cache-dir --no-deps --no-index /tmp/wheel/*.whl \
+ && pip check \
  && rm -r /tmp/wheel
 COPY trainer/examples /workspace/trainer/examples
 ENV HOME=/tmp USER=ddpjob PYTHONUNBUFFERED=1

@@ -25,7 +25,7 @@ spec:
         (JOB.replace("train.py", "trian.py"), [], "there is no file trian.py in "),
         (JOB.replace("train.py", "trian.py"), [], "did you mean train.py?"),
         (JOB.replace("python,", "pythn,"), [], '"pythn" is not a program on this machine; did you mean python?'),
-        (JOB.replace("[python, train.py]", "[python train.py]"), [], "Write [python, train.py]"),
+        (JOB.replace("[python, train.py]", "[python train.py]"), [], "rite [python, train.py]"),
         (JOB.replace("[python, train.py]", "python train.py"), [], "Write [python, train.py]"),
         (JOB.replace("  nodes", "\tnodes"), [], "a tab: YAML is indented with spaces"),
         (JOB.replace("  nodes: 2", "  nodes: 2\n  nodes: 3"), [], "job.yaml:7: nodes is given twice, first in line 6"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from ddpjob import own_files
 from ddpjob_operator.local.logs import LINE_MAX, TAIL_BYTES, Log
 
 
@@ -44,8 +46,9 @@ def test_the_end_of_the_output_is_kept_for_the_status(log: Log) -> None:
     assert len(log.tail) == TAIL_BYTES
 
 
-def test_a_full_disk_costs_the_file_and_never_the_training() -> None:
-    log = Log(Path("/dev/full"))
+def test_a_full_disk_costs_the_file_and_never_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_files, "open_file", lambda _path, flags: os.open("/dev/full", flags))
+    log = Log(tmp_path / "log")
     assert fed(log, b"one\n", b"two\n") == ["one", "two"]
     assert "No space left on device; the log of this node is not kept any more" in log.error
 
