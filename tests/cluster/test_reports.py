@@ -24,8 +24,8 @@ account = open("/var/run/secrets/kubernetes.io/serviceaccount/token").read()
 header, claims, signature = token.split(".")
 def posted(body, token):
     connection = http.client.HTTPConnection(url.hostname, url.port, timeout=10)
-    connection.request("POST", url.path, body, {"Authorization": "Bearer " + token})
     try:
+        connection.request("POST", url.path, body, {"Authorization": "Bearer " + token})
         return connection.getresponse().status
     except ConnectionError:
         return 413  # cut off in the middle of the body
