@@ -8,7 +8,8 @@
 #
 # Everything else is installed by the hashes in pins/, which `make pins` writes for x86_64 and aarch64. The hash of torch
 # depends on that choice: --build-arg TORCH_SHA256=… takes no other wheel. For a release, pin the base image too:
-#   --build-arg PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:…, the digest of
+#   --build-arg PYTHON_IMAGE=$(cat pins/python-image.txt)
+# The tag is the default, because a builder without a registry knows its local image by the tag alone. A newer digest:
 #   docker buildx imagetools inspect python:3.11-slim-bookworm
 #
 # Both run as uid 65532 and write nothing but /tmp (and, the trainer, its working directory): with a read-only root

@@ -87,8 +87,8 @@ truth: install ## N=500 drawn training scripts, killed at random: each ends as u
 test-kind: install ## The tests that need a cluster, on a kind cluster of two nodes (docker, kind, kubectl and helm on the PATH).
 	printf 'kind: Cluster\napiVersion: kind.x-k8s.io/v1alpha4\nnodes: [{role: control-plane}, {role: worker}, {role: worker}]\n' \
 	  | kind create cluster --name ddpjob-test --config -
-	docker build --target operator -t ddpjob-operator:0.1.0 .
-	docker build --target trainer -t ddpjob-trainer:latest .
+	docker build --build-arg PYTHON_IMAGE=$$(cat pins/python-image.txt) --target operator -t ddpjob-operator:0.1.0 .
+	docker build --build-arg PYTHON_IMAGE=$$(cat pins/python-image.txt) --target trainer -t ddpjob-trainer:latest .
 	kind load docker-image --name ddpjob-test ddpjob-operator:0.1.0 ddpjob-trainer:latest
 	kind get kubeconfig --name ddpjob-test > $(VENV)/kind.kubeconfig
 	KUBECONFIG=$(VENV)/kind.kubeconfig $(BIN)/python -m pytest -n 0 -m "not long" tests/api tests/cluster; \
