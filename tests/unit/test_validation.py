@@ -456,6 +456,17 @@ def test_the_operator_compares_no_names() -> None:
     assert found == ["spec.node: unknown field"]
 
 
+def test_a_template_of_more_items_than_any_pod_has_is_refused_before_its_pods_are_sent() -> None:
+    """An API server takes the square of a pod's mistakes: 17 jobs with 900 misnamed mounts each kept it from answering
+    the operator, which lost its Lease, and a job of another namespace restarted after 45 s."""
+    raw = manifest()
+    container = raw["spec"]["template"]["spec"]["containers"][0]
+    container["volumeMounts"] = [{"name": f"v{i}", "mountPath": f"/{i}"} for i in range(600)]
+    assert ["spec: holds more than 512 items in its lists" in str(p) for p in validation.parse(raw)[1]] == [True]
+    container["volumeMounts"] = container["volumeMounts"][:400]
+    assert validation.parse(raw)[1] == []
+
+
 def test_of_thousands_of_wrong_values_the_first_are_named() -> None:
     """To name 5,000 kept the operator from other jobs for 90 ms; nobody reads more than the first page."""
     limits = {f"x{number}": "1e3Ki" for number in range(4_000)}

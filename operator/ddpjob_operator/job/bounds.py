@@ -46,6 +46,9 @@ WHY_MAX = 500
 SPEC_VALUES_MAX = 10_000
 SPEC_TEXT_MAX = 262_144
 DEPTH_MAX = 64
+# The time that an API server (1.36) takes for a pod grows with the square of the pod's mistakes: 1.6 s of CPU for 1,500
+# tolerations with two each. The operator sends a tenant's pods under its own name: they compete with its Lease there.
+ITEMS_MAX = 512
 
 # Ten years before and after these are still dates.
 TIME_FIRST = dt.datetime(1970, 1, 1, tzinfo=dt.timezone.utc)
@@ -103,16 +106,20 @@ def text(value: object, length: int = TEXT_MAX) -> str:
 
 def document(value: object) -> str:
     """Why a spec is too large to be kept; empty: it is not. Walks no further than its bounds, and never recurses."""
-    values, length = 0, 0
+    values, length, items = 0, 0, 0
     level: list[object] = [value]
     for _ in range(DEPTH_MAX):
         below: list[object] = []
         for one in level:
             values += 1
             length += len(one) if isinstance(one, str) else 0
+            items += sum(isinstance(item, dict) for item in one) if isinstance(one, list) else 0
             below += _inside(one)
             if values + len(below) > SPEC_VALUES_MAX:
                 return f"holds more than {SPEC_VALUES_MAX} values. Move what the script reads into a ConfigMap."
+        if items > ITEMS_MAX:
+            what = "holds more than {} items in its lists (env, volumeMounts, tolerations and all others)"
+            return f"{what.format(ITEMS_MAX)}. Move variables into a ConfigMap, and name it in envFrom."
         if length > SPEC_TEXT_MAX:
             return f"holds more than {SPEC_TEXT_MAX} characters. Move what the script reads into a ConfigMap."
         if not below:
