@@ -41,6 +41,7 @@ check: install ## Style, types, layers, and that generated files are what the co
 	$(BIN)/python tools/reference_page.py | diff -u docs/reference.md - || (echo "make generate"; exit 1)
 	$(BIN)/python tools/messages_page.py | diff -u docs/messages.md - || (echo "make generate"; exit 1)
 	$(BIN)/python tools/check_page.py | diff -u docs/check.md - || (echo "make generate"; exit 1)
+	$(BIN)/python tools/environment_page.py | diff -u docs/environment.md - || (echo "make generate"; exit 1)
 	$(BIN)/ddpjob schema | diff -u docs/ddpjob.schema.json - || (echo "make generate"; exit 1)
 	$(BIN)/python tools/metrics_page.py | diff -u docs/metrics.md - || (echo "make generate"; exit 1)
 	@for name in fleet job; do $(BIN)/python tools/dashboards.py ddpjob-$$name | diff -u $(DASHBOARDS)/ddpjob-$$name.json - \
@@ -104,6 +105,7 @@ generate: install ## Write the CRD and the reference from the types.
 	$(BIN)/python tools/reference_page.py > docs/reference.md
 	$(BIN)/python tools/messages_page.py > docs/messages.md
 	$(BIN)/python tools/check_page.py > docs/check.md
+	$(BIN)/python tools/environment_page.py > docs/environment.md
 	$(BIN)/ddpjob schema > docs/ddpjob.schema.json
 	$(BIN)/python tools/metrics_page.py > docs/metrics.md
 	for name in fleet job; do $(BIN)/python tools/dashboards.py ddpjob-$$name > $(DASHBOARDS)/ddpjob-$$name.json; done

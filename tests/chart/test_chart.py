@@ -899,11 +899,11 @@ def test_every_value_is_explained_where_it_stands() -> None:
 
 
 def test_the_documents_list_every_right_with_its_reason() -> None:
-    table = (ROOT / "docs" / "operations.md").read_text()
+    table = (ROOT / "docs" / "security.md").read_text()
     gangs = (right for rights in GANG_RIGHTS.values() for right in rights)
     for right in (*RIGHTS, *gangs, PLACES_RIGHT, LEASE_RIGHT, CLAIM_RIGHT):
         row = f"| `{right}` | {', '.join(right.verbs)} | {right.why} |"
-        assert row in table, f"docs/operations.md wants the row\n{row}"
+        assert row in table, f"docs/security.md wants the row\n{row}"
 
 
 def chart() -> dict[str, Any]:

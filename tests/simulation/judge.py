@@ -232,7 +232,7 @@ class Judge:
 
     def _is_for_an_unseen_cut(self, uid: str, old: Raw, new: Raw, operator: str) -> bool:
         """Whether the application pays because ranks have complained of lost peers, and all that is true behind it was
-        hidden from the operator: a script that is wrong looks so as well (docs/decisions.md)."""
+        hidden from the operator: a script that is wrong looks so as well (docs/dev/decisions.md)."""
         failure = new.get("lastFailure") or {}
         place = (uid, failure.get("attempt", 0))
         ends = new.get("state") == "Failed" != old.get("state") and failure.get("class") == "application"

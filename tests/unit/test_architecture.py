@@ -1,4 +1,4 @@
-"""docs/architecture.md describes the code as it is."""
+"""docs/dev/architecture.md describes the code as it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddpjob_operator.plan import plan
 from ddpjob_operator.plan.decide import RULES
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs/architecture.md").read_text()
+TEXT = (ROOT / "docs/dev/architecture.md").read_text()
 ROOMS = ("", "operator/ddpjob_operator/", "trainer/ddpjob/")
 
 

@@ -159,7 +159,7 @@ DDPJOB_LOG_FORMAT: logFormat
 {{- end -}}
 {{- end }}
 
-{{/* What the operator may do, in a namespace or in all. The reason for each verb stands in docs/operations.md. */}}
+{{/* What the operator may do, in a namespace or in all. The reason for each verb stands in docs/security.md. */}}
 {{- define "ddpjob.rules" -}}
 - apiGroups: [training.ddpjob.io]
   resources: [ddpjobs]

@@ -394,7 +394,7 @@ def destroy_missing(script: Script, job: Job) -> Iterator[Found]:
     """A script that has a function to destroy the group, and never calls it, exits with the group open, and nccl warns
     at each exit. A script without such a function is not reported."""
     # A script that ends without destroy_process_group is no mistake by itself, because collectives end well with the
-    # process, also one that is not waited for (docs/measured.md, groups).
+    # process, also one that is not waited for (docs/dev/upstream.md, groups).
     if script.uses_a_framework or not any(script.on_every_rank(call) for call in script.inits):
         return
     functions = [script.function(call) for call in script.calls_to("torch.distributed.destroy_process_group")]

@@ -1,7 +1,7 @@
 """The options that the trainer's command gives to its launcher, and where they contradict the job.
 
 With such a contradiction the job hangs or fails, because the launcher waits for nodes that never come
-(docs/measured.md), so it is refused before anything starts. Shell scripts and Python files are not read here.
+(docs/dev/upstream.md), so it is refused before anything starts. Shell scripts and Python files are not read here.
 """
 
 from __future__ import annotations

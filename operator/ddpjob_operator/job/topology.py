@@ -87,7 +87,7 @@ def backend(spec: api.Spec) -> str:
 def shutdown_timeout_seconds(spec: api.Spec) -> int:
     """How long torchrun waits for its workers after SIGTERM: within the grace period, with time left to report.
 
-    At least 1: a negative value crashes torchrun (docs/measured.md, launchers).
+    At least 1: a negative value crashes torchrun (docs/dev/upstream.md, launchers).
     """
     return max(1, grace_seconds(spec.template) - 5)
 

@@ -88,7 +88,7 @@ def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) 
         # pulling its image.
         "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout=900,read_timeout=900",
         # A node that joins makes torchrun start all ranks again in their pods. With gloo in torch 2.13 they otherwise
-        # read the addresses of the ranks before them from the store that both share (docs/measured.md, launchers).
+        # read the addresses of the ranks before them from the store that both share (docs/dev/upstream.md, launchers).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         # The ranks that a join ends may look failed to a torchrun that has not seen it yet.
         "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),

@@ -25,7 +25,7 @@ SHUTDOWN_SECONDS = 30.0
 # The group is broken, so nothing can be saved together; it is time for a last line of output.
 BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # torchrun's own, for static rendezvous
-# What the first DistributedDataParallel of a process imports beside torch (half of the wait; docs/ddprun-internals.md).
+# What the first DistributedDataParallel of a process imports beside torch (docs/dev/ddprun-internals.md).
 PRELOAD = ("torch", "torch._dynamo")
 _SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # not to be handled; SIGCHLD reports a rank's end
 STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both

@@ -50,7 +50,7 @@ def train(device: torch.device | str = "cpu") -> None:
             optimizer.step()
     if dist.get_rank() == 0:
         print(f"PARAMS {params_sha256(model)} world {dist.get_world_size()}", flush=True)
-    # A process that ends right after the last all-reduce of a gloo group may abort or hang (2.13; docs/measured.md,
+    # A process that ends right after the last all-reduce of a gloo group may abort or hang (2.13; docs/dev/upstream.md,
     # Groups), because gloo's threads still work on it. A real training evaluates and saves meanwhile; ddpjob.init()
     # waits for these threads itself.
     time.sleep(0.1)
