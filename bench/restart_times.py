@@ -3,8 +3,6 @@
     KUBECONFIG=… python bench/restart_times.py cluster --faults kill delete      in a cluster with the operator
     KUBECONFIG=… DDPJOB_TEST_NODE=… python bench/restart_times.py cluster --faults node
     KUBECONFIG=… python bench/restart_times.py in-place --runs 10                the same in pods that stay: ddprun
-    KUBECONFIG=… python bench/restart_times.py requests --nodes 8                requests of one restart, any cluster
-    python bench/restart_times.py local                                          `ddpjob run` on this machine
 
 Two kinds of training: `torch` (torchrun, gloo; the parts are told by the script itself) and `bare` (a script that
 imports nothing: what is left is the operator, Kubernetes and its DNS). The times are those at which a watch of
@@ -22,7 +20,6 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -32,8 +29,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests/support"))
 
-from clusters import Namespace, Operator, installed_crd, kubectl, until  # noqa: E402
-from faulty_api import FaultyApi  # noqa: E402
+from clusters import kubectl, until  # noqa: E402
 from pods import Space, job, trainer  # noqa: E402
 
 # Told in the second attempt: when the interpreter ran, when the imports were done, when the group had met.
@@ -283,96 +279,15 @@ def medians(runs: list[dict[str, float]]) -> dict[str, Any]:
     return parts | {"runs": len(runs), "slowest": round(max(run["sum"] for run in runs), 2)}
 
 
-def requests(options: argparse.Namespace) -> dict[str, Any]:
-    """Requests of the operator for one restart; the pods' kubelets are played."""
-    with FaultyApi() as api, installed_crd():
-        space = Namespace(api).make()
-        try:
-            with Operator(api, space.name).watches():
-                space.start(nodes=options.nodes)
-                time.sleep(6)  # the events of the start
-                began = time.monotonic()
-                space.exits("digits-1-1", 1)
-                names = [f"digits-2-{rank}" for rank in range(options.nodes)]
-                space.has_pods(*names)
-                space.runs(*names)
-                space.reaches("Running")
-                time.sleep(6)  # the events of the restart
-                seen = [str(s) for s in api.seen if s.at >= began and not str(s).startswith("watch")]
-                kinds = {what: seen.count(what) for what in sorted(set(seen))}
-                return {"nodes": options.nodes, "requests": kinds, "sum": len(seen)}
-        finally:
-            space.remove()
-
-
-def local(options: argparse.Namespace) -> dict[str, Any]:
-    """`ddpjob run`: rank 1 is killed; its status file is looked at every 10 ms."""
-    runs = [_local_run() for _ in range(options.runs)]
-    return {"torch, kill": medians(runs)}
-
-
-def _local_run() -> dict[str, float]:
-    import psutil
-    import yaml
-
-    made = body("local", "torch")
-    trainer(made)["command"] = ["torchrun", "--no-python", sys.executable, "-u", "-c", TORCH]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "job.yaml").write_text(yaml.safe_dump(made))
-        status, log = Path(folder, "status.json"), Path(folder, "log")
-        command = [sys.executable, "-m", "ddpjob_operator.cli", "run", "job.yaml", "--status", "status.json"]
-        with log.open("w") as out, subprocess.Popen(command, cwd=folder, stdout=out, stderr=out) as process:
-            try:
-                first = _Shown(status)
-                first.wait("steps in 1")
-                began = time.time()
-                for child in psutil.Process(process.pid).children(recursive=True):
-                    if child.environ().get("RANK") == "1" and "TIMES" in child.cmdline()[-1]:
-                        child.kill()
-                known, ended, stepped = (first.wait(told) for told in ("breaks in 1", "attempt 2", "steps in 2"))
-                told = [times(line) for line in log.read_text().splitlines() if "TIMES " in line][2:]
-                return {
-                    "detection": known - began,
-                    "cleanUp": ended - known,
-                    "untilTheScriptRuns": max(t[0] for t in told) - ended,
-                    "imports": max(t[1] - t[0] for t in told),
-                    "rendezvous": max(t[2] for t in told) - max(t[1] for t in told),
-                    "untilTheStatusSaysSo": stepped - max(t[3] for t in told),
-                    "sum": stepped - began,
-                }
-            finally:
-                process.terminate()
-
-
-class _Shown:
-    """A status file, read again and again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def wait(self, told: str) -> float:
-        def there() -> bool:
-            return self._path.exists() and told == of_job({"status": json.loads(self._path.read_text())})
-
-        end = time.monotonic() + 120
-        while not there():
-            if time.monotonic() > end:
-                raise TimeoutError(f"{told}: {self._path.read_text()}")
-            time.sleep(0.01)
-        return time.time()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="How long a restart takes; see the head of this file.")
-    parser.add_argument("what", choices=["cluster", "in-place", "requests", "local"])
+    parser.add_argument("what", choices=["cluster", "in-place"])
     parser.add_argument("--faults", nargs="+", choices=["kill", "delete", "node"], default=["kill", "delete"])
     parser.add_argument("--kinds", nargs="+", choices=["torch", "bare"], default=["torch", "bare"])
     parser.add_argument("--runs", type=int, default=3, help="of each; the median is told (%(default)s)")
-    parser.add_argument("--nodes", type=int, default=8, help="pods of the job whose requests are counted (%(default)s)")
     options = parser.parse_args()
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
-    doing = {"cluster": cluster, "in-place": in_place, "requests": requests, "local": local}
-    found = doing[options.what](options)
+    found = (cluster if options.what == "cluster" else in_place)(options)
     print(json.dumps({"machine": machine, options.what: found}, indent=2))
 
 

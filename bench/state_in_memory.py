@@ -2,10 +2,8 @@
 
     python bench/state_in_memory.py                       # states of 1 and 100 MB, two ranks of one node, 5 rounds
     python bench/state_in_memory.py --megabytes 1500 --ranks 4 --rounds 3
-    python bench/state_in_memory.py --megabytes 1500 --warm 8  # on a virtual machine that is slow to get its memory
     python bench/state_in_memory.py --step                # what a step pays, with 300 tensors and AdamW
     python bench/state_in_memory.py --gpu --megabytes 100 1500  # what copies of a GPU's state cost, on one GPU
-    python bench/state_in_memory.py --parts --megabytes 100 500 --ranks 4  # one rank writes, or each a part
 
 A state has parameters and AdamW's two moments; the folder is saved every 10 steps, and rank 1 is killed 7 steps after a
 save. "folder" is the same script with `Snapshot(memory=False)`, "torchrun" one with torch.save and torch.load under
@@ -23,7 +21,6 @@ import itertools
 import mmap
 import os
 import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -77,9 +74,7 @@ first, loaded = step, time.monotonic()
 while step < 27 or (again and step < first + 2):
     optimizer.zero_grad()
     if not again and step == 17 and rank == 1:
-        time.sleep(1.5)  # what was saved is in the folder
-        os.write(1, b"SOON\\n")
-        time.sleep(0.5)
+        time.sleep(2)  # what was saved is in the folder
         os.write(1, f"KILL {time.monotonic()}\\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
     model(torch.ones(4, width)).sum().backward()
@@ -140,20 +135,8 @@ def end(pid: int) -> None:
             process.kill()
 
 
-def held(gibibytes: int) -> mmap.mmap | None:
-    """Memory that this process has, in huge pages: when it is given back, new processes get it without a delay."""
-    if not gibibytes:
-        return None
-    room = mmap.mmap(-1, gibibytes << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    room.madvise(mmap.MADV_HUGEPAGE)
-    for page in range(0, len(room), mmap.PAGESIZE):
-        room[page] = 1
-    return room
-
-
-def restart(megabytes: int, ranks: int, how: str, warm: int = 0) -> tuple[int, Seconds] | None:
+def restart(megabytes: int, ranks: int, how: str) -> tuple[int, Seconds] | None:
     """(steps repeated, the seconds of PARTS); None: it failed. 0.0: not seen, because no agent of ours is there."""
-    room = held(warm)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
         module = TORCHRUN if how == "torchrun" else ["ddpjob.agent"]
@@ -170,8 +153,6 @@ def restart(megabytes: int, ranks: int, how: str, warm: int = 0) -> tuple[int, S
                 lines.append(line.split())
                 if lines[-1][:1] == ["MEMORY"]:
                     watched = Watched(lines[-1][1])
-                elif lines[-1] == ["SOON"] and room is not None:
-                    room.close()
             job.wait()
             too_long.cancel()
         killed = [float(line[1]) for line in lines if line[:1] == ["KILL"]]
@@ -187,7 +168,7 @@ def restart(megabytes: int, ranks: int, how: str, warm: int = 0) -> tuple[int, S
     return 17 - int(first), [*parts, ended - killed[0]]
 
 
-def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str], warm: int) -> None:
+def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str]) -> None:
     """A table: medians, the slowest of all, and the median of all beside that of torchrun."""
     print(f"| {ranks} ranks | steps repeated | {' | '.join(PARTS)} | slowest | beside torchrun |")
     print("|---" * (len(PARTS) + 4) + "|")
@@ -195,7 +176,7 @@ def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str], warm: in
         found: dict[str, list[tuple[int, Seconds]]] = {how: [] for how in ways}
         for _ in range(rounds):
             for how, its in found.items():
-                if (result := restart(megabytes, ranks, how, warm)) is not None:
+                if (result := restart(megabytes, ranks, how)) is not None:
                     its.append(result)
         others = [seconds[-1] for _, seconds in found.get("torchrun", [])]
         for how, its in found.items():
@@ -318,89 +299,22 @@ def device_cost(
     return f"| {megabytes} MB | {steps} | {copied / rounds:.1f} | {without:.2f} ms | {with_copies:.2f} ms | {cost} |"
 
 
-def hold(agent: Memory, local_rank: int, megabytes: int, ready: int) -> None:
-    """A rank that holds a state, proves it, and then waits in a collective for ever."""
-    import torch
-
-    from ddpjob.checkpoint.memory import PROOF_STEPS, Keeper
-    from ddpjob.checkpoint.shared import Shared
-
-    agent.order()  # for this process alone: it has its own copy of the pipe's end
-    torch.set_num_threads(1)
-    model = torch.nn.ParameterList([torch.ones(1 << 18) for _ in range(megabytes)])
-    keeper = Keeper(Shared(agent.where(local_rank), 1, 0), local_rank, 2, "")
-    keeper.register({"model": model})
-    for step in range(1, PROOF_STEPS + 3):
-        keeper.before_step()
-        keeper.boundary(step)
-        while step > PROOF_STEPS and not agent.waits_for({local_rank: os.getpid()}, 0.0):
-            time.sleep(0.01)  # the area is reserved meanwhile
-            keeper.before_step()
-            keeper.boundary(step)
-    os.write(ready, b"x")
-    time.sleep(1000)
-
-
-def seconds_to_write(megabytes: int, writers: int) -> float:
-    """From the order until the state is whole; each rank has the agent's memory mapped, and the memory is reserved."""
-    agent = Memory(writers)
-    agent.begin(0)
-    ready, said = os.pipe()
-    pids = []
-    for number in range(writers):
-        if (pid := os.fork()) == 0:
-            hold(agent, number, megabytes, said)
-        pids.append(pid)
-    os.close(said)
-    for _ in pids:
-        assert os.read(ready, 1), "a rank has failed"
-    began = time.monotonic()
-    agent.order()
-    while agent.whole is None:
-        assert time.monotonic() < began + 60, "nothing was written"
-        time.sleep(0.0005)
-    seconds = time.monotonic() - began
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    os.close(ready)
-    os.close(int(agent.where(0).split(":")[1]))
-    return seconds
-
-
-def parts(sizes: list[int], ranks: int, rounds: int) -> None:
-    """The rescue itself: one rank that writes the whole state beside all ranks that write parts of it, in turns."""
-    import torch  # noqa: F401  # once, for all that are forked
-
-    for megabytes in sizes:
-        found: dict[int, list[float]] = {1: [], ranks: []}
-        for _ in range(rounds):
-            for writers, its in found.items():
-                its.append(seconds_to_write(megabytes, writers))
-        for writers, its in found.items():
-            print(f"{megabytes} MiB, {writers} writing: least {min(its):.3f} s, median {statistics.median(its):.3f} s")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 100])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which variants; all by default")
-    parser.add_argument("--warm", type=int, default=0, help="GiB that are written to, and given back before the kill")
     parser.add_argument("--step", action="store_true", help="what a step pays")
     parser.add_argument("--gpu", action="store_true", help="what copies of a GPU's state cost, on one GPU")
-    parser.add_argument("--parts", action="store_true", help="one rank writes the state, or each of them a part")
     asked = parser.parse_args()
     print(machine.line())
     if asked.gpu:
         gpu_cost(asked.megabytes, asked.rounds)
-    elif asked.parts:
-        parts(asked.megabytes, asked.ranks, asked.rounds)
     elif asked.step:
         step_cost()
     else:
-        compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways, asked.warm)
+        compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways)
     print(machine.line())
 
 

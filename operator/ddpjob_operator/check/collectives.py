@@ -30,7 +30,8 @@ def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
         guarding = guard(script, call) if _is_worth_a_look(script, call) else None
         if guarding is None or (job.nproc == 1 and is_local(script, guarding.test)):
             continue
-        waits = _wait_of(script, call)
+        # The collective that a call certainly leads to: itself, or one in a function of the file.
+        waits = call if _waits(script, call) else collective_in(script, script.functions_called(call))
         if waits is not None and not _others_join(script, call, guarding, waits):
             yield at(call, _message(script, call, guarding, waits), _severity(script, job, guarding))
         elif waits is None and (model := _forward(script, call)) and not _others_run(script, call, guarding):
@@ -78,11 +79,6 @@ def _waits(script: Script, call: ast.Call) -> bool:
     if name == _NEW_GROUP:
         return script.argument(call, "use_local_synchronization") is None
     return name in COLLECTIVES and not has_group(script, call)
-
-
-def _wait_of(script: Script, call: ast.Call) -> ast.Call | None:
-    """The collective that a call certainly leads to: itself, or one in a function of the file."""
-    return call if _waits(script, call) else collective_in(script, script.functions_called(call))
 
 
 def collective_in(
@@ -221,7 +217,7 @@ _JOINS = {"barrier", "broadcast", "gather", "join", "reduce", "sync", "synchroni
 def _has_counterpart(script: Script, call: ast.Call, guarding: Guard, meets: Callable[[ast.Call], bool]) -> bool:
     return any(
         other is not call
-        and not _is_ours(guarding, other)
+        and not any(n is other for branch in guarding.ours for n in ast.walk(branch))
         and any(script.depends_on_rank(test) for test in script.enclosing_tests(other))
         and meets(other)
         for other in script.calls_in(script.function(call))
@@ -232,10 +228,6 @@ def _others_run(script: Script, call: ast.Call, guarding: Guard) -> bool:
     """True if the other ranks run the same model or function."""
     what = ast.dump(call.func)
     return _has_counterpart(script, call, guarding, lambda other: ast.dump(other.func) == what)
-
-
-def _is_ours(guarding: Guard, call: ast.Call) -> bool:
-    return any(n is call for branch in guarding.ours for n in ast.walk(branch))
 
 
 def _leads_to(script: Script, call: ast.Call, name: str) -> bool:

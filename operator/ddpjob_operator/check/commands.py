@@ -21,7 +21,9 @@ def commands(script: Script, words: Sequence[str]) -> dict[Function, dict[str, O
     if script.mentions(*_OTHER_SOURCES) or not script.mentions("click", "typer", "fire"):
         return {}
     called = [a for call in script.calls_to("typer.run") for a in call.args[:1]]
-    if not _may_be_positional(words):
+    # fire may give a word that neither is an option nor follows one to any parameter.
+    pairs = pairwise(("", *words))
+    if not any(word[:1] != "-" and (before[:1] != "-" or "=" in before) for before, word in pairs):
         called += [a for call in script.calls_to("fire.Fire") for a in call.args[:1]]
     functions = {script.definition(a) for a in called}
     found: dict[Function, dict[str, Option]] = {}
@@ -31,12 +33,6 @@ def commands(script: Script, words: Sequence[str]) -> dict[Function, dict[str, O
         elif options := dict(_of_click(script, function)):
             found[function] = options
     return found
-
-
-def _may_be_positional(words: Sequence[str]) -> bool:
-    """True if a word neither is an option nor follows one: fire may give it to any parameter."""
-    pairs = pairwise(("", *words))
-    return any(word[:1] != "-" and (before[:1] != "-" or "=" in before) for before, word in pairs)
 
 
 def _is_command_of_typer(script: Script, function: Function) -> bool:

@@ -64,7 +64,10 @@ _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 
 def _rank_hurts(script: Script, job: Job, name: str, text: str) -> tuple[Severity, str] | None:
     """Severity and consequence of a variable that is the same in all processes; None if it is right."""
-    world, is_used = job.world_size, _reads_the_environment(script)
+    # The variables form the group if no rank is given, or one that is read from them.
+    ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
+    read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
+    world, is_used = job.world_size, any(read) and _meets_by_environment(script)
     several = (world or job.nodes or 1) > 1
     if name == "LOCAL_RANK":
         severity: Severity = "error" if (job.nproc or 1) > 1 and job.gpus else "warning"
@@ -77,13 +80,6 @@ def _rank_hurts(script: Script, job: Job, name: str, text: str) -> tuple[Severit
     if world is not None and int(text) == world:
         return None
     return severity, f"the job has {world or 'another number of'} ranks, so the group does not form"
-
-
-def _reads_the_environment(script: Script) -> bool:
-    """True if the group is formed by these variables: no rank is given, or one that is read from them."""
-    ranks = [script.argument(call, "rank", 4 if script.called(call) == INIT else None) for call in script.inits]
-    read = [r is None or any(script.variable_read(o) in _OF_RANKS for o in _within(script, r)) for r in ranks]
-    return any(read) and _meets_by_environment(script)
 
 
 def _meets_by_environment(script: Script) -> bool:

@@ -216,19 +216,15 @@ def _sets_its_device(script: Script) -> bool:
 def _option_that_alone_says_it(script: Script) -> ast.Call | None:
     """The one option for the local rank, where nothing else tells it and the script forms the group by hand."""
     options = [call for call in _options(script) if {_OLD, _NEW} & set(_names(call))]
+    # One option may be declared once for each spelling.
     if (
-        not _are_one(script, options)
+        not (len(options) == 1 or (len(options) == 2 and {_OLD, _NEW} == {n for o in options for n in _names(o)}))
         or not script.calls_to(INIT)
         or script.starts
         or script.frameworks - _TRAIN_BY_HAND
     ):
         return None
     return None if is_true(script.argument(options[0], "required")) or _is_set(script) else options[0]
-
-
-def _are_one(script: Script, options: list[ast.Call]) -> bool:
-    """True for one option, also if it is declared once for each spelling."""
-    return len(options) == 1 or (len(options) == 2 and {_OLD, _NEW} == {n for o in options for n in _names(o)})
 
 
 def _default(script: Script, option: ast.Call) -> Any:

@@ -41,7 +41,8 @@ def variable_of_other_launcher(script: Script, job: Job) -> Iterator[Found]:
     own = {name for name, _, _ in script.variables_set}
     missing = [name for name in COUNTERPARTS if name not in job.variables | own and _is_only_read(script, name)]
     for node in sorted((n for n in script.nodes if script.variable_read(n) in missing), key=_place):
-        if _is_certain(script, node):
+        must_be_there = isinstance(node, ast.Subscript)
+        if must_be_there and script.on_every_rank(node) and not is_conditional(script, node):
             name = script.variable_read(node)
             yield at(
                 node,
@@ -55,12 +56,6 @@ def _is_only_read(script: Script, name: str) -> bool:
     """Not asked for elsewhere: `"SLURM_PROCID" in os.environ`, os.environ.setdefault("SLURM_PROCID", …)."""
     reads = sum(script.variable_read(n) == name for n in script.nodes)
     return reads == sum(isinstance(n, ast.Constant) and n.value == name for n in script.nodes)
-
-
-def _is_certain(script: Script, node: ast.AST) -> bool:
-    """Whether every process that is started reads it so that it must be there."""
-    must_be_there = isinstance(node, ast.Subscript)
-    return must_be_there and script.on_every_rank(node) and not is_conditional(script, node)
 
 
 def _place(node: ast.AST) -> tuple[int, int]:

@@ -111,13 +111,9 @@ def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
         raise InputError(_place(error, job, documents) + f": {error}") from None
     used.add(id(result.runtime))
     for remark in sorted(result.remarks, key=lambda r: _order(r, job, result, documents)):
-        say(_line(remark, job, result, documents))
+        document, path = _home(remark.path, job, result.runtime, documents)
+        say(f"{document.place(path)}: {_dotted(path)}: {remark.text}")
     return _checked(result, job.place(()))
-
-
-def _line(remark: Remark, job: Document, result: Converted, documents: list[Document]) -> str:
-    document, path = _home(remark.path, job, result.runtime, documents)
-    return f"{document.place(path)}: {_dotted(path)}: {remark.text}"
 
 
 def _order(remark: Remark, job: Document, result: Converted, documents: list[Document]) -> tuple[bool, int]:

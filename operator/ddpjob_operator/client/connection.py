@@ -185,7 +185,9 @@ def _of_kubeconfig(config: Any, settings: Any, target: Target) -> tuple[str, str
     try:
         active: Any = None
         if wanted:
-            contexts = _contexts(config, named)
+            # All contexts; the package's own list needs a current one, which some leave out on purpose.
+            merged = config.kube_config.KubeConfigMerger(named).config
+            contexts = [context.value for context in merged["contexts"]] if merged else []
         else:
             contexts, active = config.list_kube_config_contexts(named)
         names = [str(c["name"]) for c in contexts]
@@ -202,12 +204,6 @@ def _of_kubeconfig(config: Any, settings: Any, target: Target) -> tuple[str, str
         raise
     except Exception as error:  # a file of any content: the package raises what it happens to meet
         raise InputError(f"{named}: the kubeconfig cannot be used: {_short(error)}") from None
-
-
-def _contexts(config: Any, named: str) -> list[Any]:
-    """All contexts; the package's own list needs a current one, which some leave out on purpose."""
-    merged = config.kube_config.KubeConfigMerger(named).config
-    return [context.value for context in merged["contexts"]] if merged else []
 
 
 @contextlib.contextmanager

@@ -29,6 +29,11 @@ _POSIX = {
 }  # fmt: skip
 _STAR, _SLASH = "*", "/"
 _NEVER = "(?!)"
+# Stars, a class, an escaped character, any other; a `[` or a backslash alone has no end.
+_TOKEN = re.compile(
+    r"\*+|\[(?P<negated>[!^]?)(?P<members>\]?(?:\[:[a-z]+:\]|\\.|\[(?!:[a-z]+:\])|[^]\\[])*)\]|\\.|.", re.DOTALL
+)
+_MEMBER = re.compile(r"\[:(?P<posix>[a-z]+):\]|(?P<low>\\.|[^\\])-(?P<high>\\.|[^\\])|\\?(?P<one>.)", re.DOTALL)
 
 
 class Pattern(NamedTuple):
@@ -131,69 +136,30 @@ def _without_spaces(line: str) -> str:
 def _tokens(text: str) -> list[str]:
     """`*`, `**`, `/`, and an expression for each other character; empty if the pattern matches nothing in git."""
     tokens: list[str] = []
-    at = 0
-    while at < len(text):
-        letter = text[at]
-        if letter == _STAR:
-            end = len(text) - len(text[at:].lstrip(_STAR))
-            tokens.append(text[at : min(end, at + 2)])
-            at = end
-        elif letter == "[":
-            found = _class(text, at + 1)
-            if found is None:
-                return []
-            expression, at = found
-            tokens.append(expression)
+    for found in _TOKEN.finditer(text):
+        letters = found[0]
+        if letters in ("[", "\\"):
+            return []
+        if letters[0] == "[":
+            tokens.append(_class(found["negated"], found["members"]))
+        elif letters[0] == _STAR:
+            tokens.append(letters[:2])
         else:
-            at += letter == "\\"
-            if at == len(text):
-                return []
-            tokens.append(_SLASH if text[at] == _SLASH else "[^/]" if letter == "?" else re.escape(text[at]))
-            at += 1
+            letter = letters[-1]
+            tokens.append(_SLASH if letter == _SLASH else "[^/]" if letters == "?" else re.escape(letter))
     return tokens
 
 
-def _class(text: str, at: int) -> tuple[str, int] | None:
-    """The expression for `[...]`, and where it ends; None if it has no end."""
-    negated = text[at : at + 1] in ("!", "^")
-    at += negated
-    begin, inside = at, ""
-    while at == begin or text[at : at + 1] != "]":
-        found = _posix_class(text, at) or _range(text, at)
-        if found is None:
-            return None
-        inside, at = inside + found[0], found[1]
-    if not inside:
-        return ("[^/]" if negated else _NEVER), at + 1
-    return f"(?!/)[{'^' if negated else ''}{inside}]", at + 1
-
-
-def _posix_class(text: str, at: int) -> tuple[str, int] | None:
-    """The members of `[:digit:]` inside of `[...]`, and where it ends; None if no such class is here."""
-    end = text.find(":]", at + 2)
-    if not text.startswith("[:", at) or end < 0:
-        return None
-    members = _POSIX.get(text[at + 2 : end])
-    return None if members is None else (members, end + 2)
-
-
-def _range(text: str, at: int) -> tuple[str, int] | None:
-    """The members of `a` or `a-z` inside of `[...]`, and where it ends; none of them for `z-a`."""
-    low = _member(text, at)
-    if low is None:
-        return None
-    letter, at = low
-    if text[at : at + 1] != "-" or text[at + 1 : at + 2] in ("]", ""):
-        return re.escape(letter), at
-    high = _member(text, at + 1)
-    if high is None:
-        return None
-    return (f"{re.escape(letter)}-{re.escape(high[0])}" if letter <= high[0] else re.escape(letter)), high[1]
-
-
-def _member(text: str, at: int) -> tuple[str, int] | None:
-    at += text[at : at + 1] == "\\"
-    return (text[at], at + 1) if at < len(text) else None
+def _class(negated: str, members: str) -> str:
+    """An expression for `[...]`; a range that ends before it begins is its first letter."""
+    inside = ""
+    for found in _MEMBER.finditer(members):
+        if found["posix"]:
+            inside += _POSIX.get(found["posix"], "")
+            continue
+        low, high = (found["low"] or found["one"])[-1], (found["high"] or " ")[-1]
+        inside += f"{re.escape(low)}-{re.escape(high)}" if low <= high and found["high"] else re.escape(low)
+    return f"(?!/)[{'^' if negated else ''}{inside}]" if inside else "[^/]" if negated else _NEVER
 
 
 def _of_path(tokens: list[str]) -> str:

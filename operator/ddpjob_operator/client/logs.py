@@ -270,7 +270,9 @@ class _Streams:
         while not self._closed.is_set():
             try:
                 self._read_once(pod)
-                if self._has_ended(pod):
+                path = _log_path(pod).removesuffix("/log")
+                now = self._cluster.get(path)
+                if now["metadata"]["uid"] != pod["metadata"]["uid"] or not _runs(now, self._container):
                     return
             except CutOffError:
                 self._unread.pop(uid, None)  # read again also where the pod has ended: its last lines say why
@@ -319,11 +321,6 @@ class _Streams:
         if text not in self._told:
             self._told.add(text)
             self._say(text)
-
-    def _has_ended(self, pod: Raw) -> bool:
-        path = _log_path(pod).removesuffix("/log")
-        now = self._cluster.get(path)
-        return now["metadata"]["uid"] != pod["metadata"]["uid"] or not _runs(now, self._container)
 
     def _put(self, place: int, line: bytes) -> None:
         while not self._closed.is_set():

@@ -93,7 +93,10 @@ def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -
     """
     folder = scan(root)
     folder.files.pop(without, None)
-    _refuse_too_large(folder)
+    if len(folder.files) > FILES_MAX:
+        raise InputError(f"{folder.root}: more than {FILES_MAX:,} files, so it is no program. {_largest(folder)}")
+    if folder.bytes > READ_BYTES_MAX:
+        raise InputError(f"{folder.root}: {_size(folder.bytes)}, and {FIT}. {_largest(folder)}")
     contents = {**dict(_contents(folder)), **_of_texts(made or {})}
     if not contents and not folder.links:
         raise InputError(f"{root}: there is nothing in it to pack")
@@ -179,13 +182,6 @@ def _add_link(folder: Folder, path: str) -> None:
         folder.links[path] = os.path.relpath(target, (root / path).parent)
     else:
         folder.outside.append(path)
-
-
-def _refuse_too_large(folder: Folder) -> None:
-    if len(folder.files) > FILES_MAX:
-        raise InputError(f"{folder.root}: more than {FILES_MAX:,} files, so it is no program. {_largest(folder)}")
-    if folder.bytes > READ_BYTES_MAX:
-        raise InputError(f"{folder.root}: {_size(folder.bytes)}, and {FIT}. {_largest(folder)}")
 
 
 def _largest(folder: Folder) -> str:

@@ -27,7 +27,8 @@ def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Sto
     except ExistsError:
         raise InputError(_is_there(cluster, name)) from None
     if archive:
-        _try_archive(cluster, archive)
+        with contextlib.suppress(ExistsError):
+            cluster.create(_config_maps(cluster), code.config_map(archive), dryRun="All")
     try:
         made = jobs.of_raw(cluster.create(jobs.path_of(cluster), body))
     except NoAnswerError as error:
@@ -55,11 +56,6 @@ def as_new(document: Raw) -> None:
 def objects(document: Raw, archive: Archive | None) -> list[Raw]:
     """What submit creates, as documents for `kubectl apply --server-side`."""
     return [code.config_map(archive), code.into(document, archive)] if archive else [document]
-
-
-def _try_archive(cluster: Cluster, archive: Archive) -> None:
-    with contextlib.suppress(ExistsError):
-        cluster.create(_config_maps(cluster), code.config_map(archive), dryRun="All")
 
 
 def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:

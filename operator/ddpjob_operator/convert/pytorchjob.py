@@ -171,7 +171,12 @@ def _template(groups: list[_Replicas], world_size: str, result: Converted) -> tu
     template = given[0]
     trainer = common.name_trainer(template, _CONTAINER, path)
     nnodes = common.strip_launcher(trainer, (*path, "spec", "containers"), result, world_size)
-    _address(template, first.kind, path, result)
+    # The Training Operator makes a Service for each pod, mnist-master-0, and gives its name to all of them.
+    name, of_rank0 = str(result.metadata.get("name", "")), first.kind.lower()
+    names = address.Names(
+        f"{name}-{of_rank0}-0", rf"{re.escape(name)}-(?:master|worker)-\d+", str(result.metadata.get("namespace", ""))
+    )
+    address.move(template, names, path, result)
     if not trainer.get("command") and not trainer.get("args"):
         result.remark((*path, "spec", "containers"), f"{TRAINER} has no command: the image's own entrypoint is run")
     return template, nnodes
@@ -195,15 +200,6 @@ def _remove_port(groups: list[_Replicas], templates: list[dict[str, Any]], resul
 
 def _is_own_port(port: Any) -> bool:
     return isinstance(port, dict) and port.get("name") == _PORT
-
-
-def _address(template: dict[str, Any], kind: str, path: Path, result: Converted) -> None:
-    """The Training Operator makes a Service for each pod, mnist-master-0, and gives its name to all of them."""
-    name, of_rank0 = str(result.metadata.get("name", "")), kind.lower()
-    names = address.Names(
-        f"{name}-{of_rank0}-0", rf"{re.escape(name)}-(?:master|worker)-\d+", str(result.metadata.get("namespace", ""))
-    )
-    address.move(template, names, path, result)
 
 
 def _differences(first: Any, other: Any, path: Path) -> Iterator[Path]:

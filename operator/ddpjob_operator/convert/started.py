@@ -77,16 +77,12 @@ def of_one_machine(words: Sequence[str]) -> str:
     if not is_remote and not is_one_of:
         return ""
     shown = [option for _, option, _ in given]
-    instead = [_with(option, value, _VARIABLE_OF[name]) for name, option, value in given]
+    instead = [option[: len(option) - len(value)] + _VARIABLE_OF[name] for name, option, value in given]
     machines = next((values[name] for name in sorted(_MACHINES) if name in values), "")
     count = f"spec.nodes: {machines}" if machines else "spec.nodes to the number of machines"
     return (
         f"{' '.join(shown)}: one machine's own, and all nodes would get it; write {' '.join(instead)}, and set {count}"
     )
-
-
-def _with(option: str, value: str, variable: str) -> str:
-    return option[: len(option) - len(value)] + variable
 
 
 def _given(words: Sequence[str]) -> Iterator[tuple[str, str, str]]:

@@ -425,7 +425,11 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
     if pod.trainer.reason == "OOMKilled":
         return Precedence.KERNEL
     if pod.deleted_first and not outside:
-        return _precedence_of_stopped(pod, own, code)
+        # A drain or a preemption after the operator's deletion changes nothing, and the kubelet knows nothing of a
+        # container that is gone by then (ContainerStatusUnknown).
+        if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
+            return Precedence.NODE_LATE
+        return Precedence.LATE if _failed_before_its_deletion(own, code) else Precedence.STOPPED
     if pod.disruption or pod.reason or (pod.trainer.is_lost and pod.trainer.ran):
         return Precedence.NODE
     if pod.deleted_first:
@@ -433,14 +437,6 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
     if pod.trainer.reason in rules.START_REASONS:
         return Precedence.KERNEL
     return own._replace(exit_code=code, resumable=own.resumable or code == rules.RESUMABLE_EXIT_CODE).precedence
-
-
-def _precedence_of_stopped(pod: Pod, own: Failure, code: int | None) -> Precedence:
-    """Of a pod that the operator has deleted. A drain or a preemption after that changes nothing for it, and of a
-    container that is gone by then the kubelet knows nothing (ContainerStatusUnknown)."""
-    if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
-        return Precedence.NODE_LATE
-    return Precedence.LATE if _failed_before_its_deletion(own, code) else Precedence.STOPPED
 
 
 def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:

@@ -330,7 +330,10 @@ def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool)
     yield _cause([r for r in exceptions if culprit.rank is None or r.rank is None])
     if cut:
         yield _cause(raised(_cut_table(log)))
-    yield _cut_line(log)
+    # A peer's complaint whose head is cut off: gloo's line and torchrun's table are just longer than 2 kB.
+    line = log.partition("\n")[0]
+    is_complaint = rules.SYMPTOMS.search(line) and _TORCHS_OWN.search(line)
+    yield Failure(exception=f"…{line}", symptom=True) if is_complaint else Failure()
     yield _interpreter_error(log)
 
 
@@ -382,13 +385,6 @@ def _cut_table(log: str) -> str:
     if not lines or not BORDER.match(lines[-1]):
         return ""
     return "\n".join(line.removeprefix("  ") for line in lines[1:-1] if line.startswith("  "))
-
-
-def _cut_line(log: str) -> Failure:
-    """A peer's complaint whose head is cut off: gloo's line and torchrun's table are just longer than 2 kB."""
-    line = log.partition("\n")[0]
-    is_complaint = rules.SYMPTOMS.search(line) and _TORCHS_OWN.search(line)
-    return Failure(exception=f"…{line}", symptom=True) if is_complaint else Failure()
 
 
 def _interpreter_error(log: str) -> Failure:

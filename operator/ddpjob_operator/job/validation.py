@@ -373,7 +373,8 @@ def _fields_of(kind: type[Struct]) -> tuple[tuple[inspect.Field, ...], dict[str,
 
 
 def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Found) -> Any:
-    struct = _struct_in(hint)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    struct = next((o for o in options if isinstance(o, type) and issubclass(o, Struct)), None)
     if struct is not None:
         value = _convert(raw, struct, path, problems)
         return msgspec.UNSET if value is None else value
@@ -406,11 +407,6 @@ def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, prob
     (item,) = typing.get_args(hint)
     items = [_field(one, item, kind.item_type, (*path, i), problems) for i, one in enumerate(raw)]
     return [one for one in items if one is not msgspec.UNSET]
-
-
-def _struct_in(hint: Any) -> type[Struct] | None:
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return next((o for o in options if isinstance(o, type) and issubclass(o, Struct)), None)
 
 
 def _expected(kind: inspect.Type, raw: object) -> str:

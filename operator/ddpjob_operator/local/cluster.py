@@ -288,16 +288,13 @@ class LocalCluster:
         for event in pod.node.handle_report():
             if isinstance(event, nodes.SupervisorLost):
                 nodes.kill_orphans({p.node.pid for p in self._live() if p is not pod})
-            self._drain(pod)
+            # Read what was printed before the end is reported, because the last lines hold the cause.
+            if pod.node.exit is not None:
+                while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
+                    self._read_output(pod)
             _note(pod, event, self._names)
         if pod.node.exit is not None:
             self._forget(pod, pod.node.report)
-
-    def _drain(self, pod: LocalPod) -> None:
-        """Read what was printed before the end is reported, because the last lines hold the cause."""
-        if pod.node.exit is not None:
-            while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
-                self._read_output(pod)
 
     def _forget(self, pod: LocalPod, fd: int) -> None:
         if fd in pod.open:

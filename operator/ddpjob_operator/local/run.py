@@ -284,7 +284,8 @@ class Runner:
             self._inject_faults()
             wait = self._reconcile()
             # Before the wait: what ended last may have been the last that could wake us.
-            if self._is_done():
+            ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_reasons else ()))
+            if ended and all(not pod.live and not pod.open for pod in self.cluster.pods.values()):
                 return
             self._pause()
             self.teller.tick()
@@ -330,13 +331,12 @@ class Runner:
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
-                self._forward_reports()
+                while self._received:
+                    report = self._received.popleft()
+                    if report.attempt in (0, self.job.status.attempt):
+                        self.cluster.take(report, topology.members(self.job.spec).place(report.node_rank))
             elif key.fd in key.data.open:
                 self.cluster.handle(key)
-
-    def _is_done(self) -> bool:
-        ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_reasons else ()))
-        return ended and all(not pod.live and not pod.open for pod in self.cluster.pods.values())
 
     def _record(self, status: api.Status) -> None:
         """Remember the status, and write it for others; a full disk costs the file, never the job."""
@@ -397,12 +397,6 @@ class Runner:
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
         return None
-
-    def _forward_reports(self) -> None:
-        while self._received:
-            report = self._received.popleft()
-            if report.attempt in (0, self.job.status.attempt):
-                self.cluster.take(report, topology.members(self.job.spec).place(report.node_rank))
 
     def _pause(self) -> None:
         """Stop as Ctrl-Z wants it, with the terminal as the shell expects it; returns when the process goes on."""

@@ -51,7 +51,12 @@ class RunFolder:
         self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         fcntl.flock(self.lock, fcntl.LOCK_EX)
         _mark(self.path, job)  # after the lock, so that a marked folder without a lock has ended
-        _point_latest_to(self.path)
+        # `latest` is the newest run. What has that name and is no link to a run is the user's, and stays.
+        link = self.path.parent / LATEST
+        with contextlib.suppress(OSError):  # another run does the same, or the file system has no links
+            if link.is_symlink() and _UUID.fullmatch(os.readlink(link)):
+                link.unlink()
+            link.symlink_to(self.path.name)
 
     def write(self, name: str, data: bytes) -> None:
         """Replace a file of the run. Raises OSError."""
@@ -111,7 +116,12 @@ def _clear_old(jobs: Path, job: str) -> None:
             _remove_what_ends_with_a_run(held)
             _remove_folders_of_agents(run.name)
             if i >= RUNS_KEPT - 1:
-                _remove_run(held, job)
+                # Remove what a run writes. If the folder has other files, it stays for them, unmarked.
+                written = (STATUS, FACTS, HISTORY)
+                for path in list(held.iterdir()):
+                    if path.name in written or re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
+                        _unlink(path)
+                _unlink(held / MARK)
                 with contextlib.suppress(OSError):  # it has other files
                     run.rmdir()
 
@@ -124,15 +134,6 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
             if _is_marked(run, job):
                 ages.append((run.lstat().st_mtime, run))
     return (run for _, run in sorted(ages, reverse=True))
-
-
-def _point_latest_to(run: Path) -> None:
-    """`latest` is the newest run. What has that name and is no link to a run is the user's, and stays."""
-    link = run.parent / LATEST
-    with contextlib.suppress(OSError):  # another run does the same, or the file system has no links
-        if link.is_symlink() and _UUID.fullmatch(os.readlink(link)):
-            link.unlink()
-        link.symlink_to(run.name)
 
 
 def _mark(run: Path, job: str) -> None:
@@ -190,15 +191,6 @@ def _remove_folders_of_agents(run: str) -> None:
         with contextlib.suppress(OSError):
             if left.lstat().st_uid == os.geteuid():
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def _remove_run(run: Path, job: str) -> None:
-    """Remove what a run writes. If the folder has other files, it stays for them, unmarked."""
-    written = (STATUS, FACTS, HISTORY)
-    for path in list(run.iterdir()):
-        if path.name in written or re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
-            _unlink(path)
-    _unlink(run / MARK)
 
 
 def _unlink(path: Path) -> None:

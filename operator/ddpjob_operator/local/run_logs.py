@@ -68,13 +68,10 @@ class LocalLogs:
                 if number == attempt or (later and number > attempt):
                     for node in of_attempt:
                         if nodes is None or node in nodes:
-                            yield from self._new(number, node, offsets)
+                            for path in self.run.logs(number, node):
+                                for piece in runs.chunks(path, offsets.get(path, 0)):
+                                    offsets[path] = offsets.get(path, 0) + len(piece)
+                                    yield node, piece
             if not running:
                 return
             time.sleep(POLL_SECONDS)
-
-    def _new(self, attempt: int, node: int, offsets: dict[Path, int]) -> Iterator[tuple[int, bytes]]:
-        for path in self.run.logs(attempt, node):
-            for piece in runs.chunks(path, offsets.get(path, 0)):
-                offsets[path] = offsets.get(path, 0) + len(piece)
-                yield node, piece

@@ -93,14 +93,11 @@ class PlainScreen:
                 self._is_advised = True
                 self.note(advice)
             if wait:
-                self._show_bars(pods)
-
-    def _show_bars(self, pods: Sequence[LocalPod]) -> None:
-        """Show the progress bars that have changed: a bar ends its line only when it is complete, after hours."""
-        for pod in present_pods(pods):
-            if pod.live and (bar := pod.log.bar) and bar != self._bars.get(pod.name):
-                self._bars[pod.name] = bar
-                self.log(pod, [bar])
+                # Show the progress bars that have changed: a bar ends its line only when it is complete, after hours.
+                for pod in present_pods(pods):
+                    if pod.live and (bar := pod.log.bar) and bar != self._bars.get(pod.name):
+                        self._bars[pod.name] = bar
+                        self.log(pod, [bar])
 
     def due_in(self, status: api.Status) -> float | None:
         """Seconds until draw() has something to show, 0.0 for now; None while it has nothing."""

@@ -50,13 +50,10 @@ class Series:
             self.points[-1] = last.merged(new)
             return
         if len(self.points) == POINTS_MAX:
-            self._halve()
+            pairs = zip(self.points[::2], self.points[1::2], strict=True)
+            self.points = [first.merged(second) for first, second in pairs]
+            self.per_point *= 2
         self.points.append(new)
-
-    def _halve(self) -> None:
-        pairs = zip(self.points[::2], self.points[1::2], strict=True)
-        self.points = [first.merged(second) for first, second in pairs]
-        self.per_point *= 2
 
 
 def number(text: str) -> float | None:

@@ -80,7 +80,8 @@ def lines(moment: Moment, nodes: Sequence[Node], width: int, height: int) -> lis
         rows += _flow(figures_, width, 2)
     progress = present_progress(moment.status)
     if progress is not None and progress.percent is not None:
-        rows.append(_bar(progress.percent, width))
+        done = width * progress.percent // 100
+        rows.append([("━" * done, "green"), ("─" * (width - done), "dim")])
     if advice := hint(moment):
         rows.append([(_cut(advice, width), "dim")])
     failure = [*_save_failed(moment.status, width), *_failure(moment.status, width)]
@@ -218,11 +219,6 @@ def _metrics(moment: Moment) -> list[str]:
 
 def _is_loss(name: str, history: History) -> bool:
     return "loss" in name.lower() and name in history.series
-
-
-def _bar(percent: int, width: int) -> Line:
-    done = width * percent // 100
-    return [("━" * done, "green"), ("─" * (width - done), "dim")]
 
 
 def _failure(status: api.Status, width: int) -> list[Line]:

@@ -87,11 +87,13 @@ def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: 
             return None
         total = total or 100
         step = status.progress_percentage * total // 100
+    # The first 16, cut to length: the protocol allows 256, and a long one is no reason to refuse the step.
+    others = [(name, value) for name, value in values.items() if name not in (STEP, TOTAL_STEPS)]
     return Report(
         step=step,
         total_steps=total,
         eta_seconds=status.estimated_remaining_seconds,
-        metrics=_metrics(values),
+        metrics={name[:METRIC_LENGTH_MAX]: _short(value)[:METRIC_LENGTH_MAX] for name, value in others[:METRICS_MAX]},
         phase=None,
         final=status.progress_percentage == 100,
         received_at=received_at,
@@ -101,12 +103,6 @@ def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: 
 def total_steps(status: TrainerStatus) -> int | None:
     """The steps of the whole training, where the status has them."""
     return next((_count(metric.value) for metric in status.metrics if metric.name == TOTAL_STEPS), None)
-
-
-def _metrics(values: dict[str, str]) -> dict[str, str]:
-    """The first 16, cut to length: the protocol allows 256, and a long one is no reason to refuse the step."""
-    others = [(name, value) for name, value in values.items() if name not in (STEP, TOTAL_STEPS)]
-    return {name[:METRIC_LENGTH_MAX]: _short(value)[:METRIC_LENGTH_MAX] for name, value in others[:METRICS_MAX]}
 
 
 def _short(value: str) -> str:

@@ -243,7 +243,7 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     if view.is_elastic and status.completed_nodes:
         return ()  # the training has ended: a new node would find no group to join
     known = ranges.parse(status.started_nodes) | set(view.pods)
-    avoid = () if gang.names_nodes(view, status) else _avoided(view, status)
+    avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
     missing = [place for place in view.members if place not in known]
     if view.is_elastic and view.members.leader in missing:
         missing = [view.members.leader]  # first in the scheduler's queue: no group trains without it
@@ -251,10 +251,6 @@ def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     unplaced = any(p.live and not p.node for p in view.pods.values())
     groups = gang.to_create(view, status) if pods or unplaced else ()
     return (*(() if view.seen.service else (CreateService(),)), *groups, *pods)
-
-
-def _avoided(view: View, status: api.Status) -> tuple[str, ...]:
-    return tuple(sorted(a.node for a in _in_force(status, view.now)))
 
 
 def _avoids(view: View, status: api.Status) -> str:
