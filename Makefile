@@ -70,9 +70,9 @@ test-frameworks: install ## The examples with Hugging Face, Accelerate and Light
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[frameworks]'
 	$(BIN)/python -m pytest -n 0 tests/local/test_frameworks.py
 
-docs: install ## The documents as a site in site/, where mkdocs is installed: pip install -e '.[docs]'.
-	@if [ -x $(BIN)/mkdocs ]; then $(BIN)/mkdocs build --quiet --strict --site-dir site; \
-	  else echo "mkdocs is not installed: $(BIN)/pip install -e '.[docs]'"; exit 1; fi
+docs: install ## The documents as a site in site/, whose pages load nothing from elsewhere.
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/mkdocs build --quiet --strict --site-dir site
 
 pictures: install ## The terminal pictures of README, from a real run; needs tmux.
 	$(BIN)/python tools/pictures.py
