@@ -84,7 +84,7 @@ def main() -> None:
         tmux("-f", "/dev/null", "new-session", "-d", *size, "-c", str(ROOT), "sh -c " + shlex.quote(shell))
         try:
             draw("run.svg", "ddpjob run examples/digits.yaml", wait_for(lambda screen: 350 < step_of(screen) < 515))
-            draw("restart.svg", COMMAND, wait_for(lambda screen: "✖" in screen and step_of(screen) > 560))
+            draw("restart.svg", f"{COMMAND} --set …", wait_for(lambda screen: "✖" in screen and step_of(screen) > 560))
         finally:
             tmux("kill-server")
 

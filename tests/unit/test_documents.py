@@ -60,6 +60,18 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert sorted(entries) == sorted(page.name for page in documents.PAGES if page.parent == documents.ROOT / "docs")
 
 
+LOOKED_UP = ("index.md", "tutorial.md", "reference.md", "check.md", "messages.md", "metrics.md")
+
+
+@pytest.mark.parametrize("page", documents.PAGES, ids=lambda page: page.name)
+def test_a_page_for_users_opens_with_what_it_answers(page: Path) -> None:
+    """Whoever skims leaves a page that does not answer the question after its first line."""
+    text = page.read_text(encoding="utf-8")
+    leads_on = "This page is now a part of" in text
+    if page.parent == documents.ROOT / "docs" and page.name not in LOOKED_UP and not leads_on:
+        assert "\n\nThis page answers" in text[:400]
+
+
 @pytest.mark.parametrize("block", documents.blocks("yaml"), ids=str)
 def test_every_ddpjob_in_a_page_is_valid(block: documents.Block) -> None:
     for document in yaml.safe_load_all(block.text):
