@@ -239,7 +239,7 @@ def names_of(file: str | None) -> Callable[[str], str]:
     return notebook.by_cell(_cells(file), file) if file is not None and is_notebook(file) else str
 
 
-def _cells(path: str) -> notebook.Part:
+def _cells(path: str) -> notebook.NotebookPart:
     """The code of a notebook's cells, in which IPython's own commands do nothing."""
     try:
         cells = notebook.parts(_text(path))[0]
