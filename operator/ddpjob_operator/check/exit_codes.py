@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ddpjob_operator.check import command
-from ddpjob_operator.job import launcher, programs, shell
+from ddpjob_operator.job import command, launcher, programs, shell
 
 PATHS_MAX = 64
 WORK_MAX = 200_000

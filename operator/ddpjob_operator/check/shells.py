@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpjob_operator.check import command, exit_codes
+from ddpjob_operator.check import exit_codes
 from ddpjob_operator.check.exit_codes import Fate
-from ddpjob_operator.job import launcher, programs, shell
+from ddpjob_operator.job import command, launcher, programs, shell
 
 _WITHOUT_PIPEFAIL = ("sh", "dash")
 _TRAPPED = frozenset("TERM SIGTERM 15".split())

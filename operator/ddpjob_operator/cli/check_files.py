@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ddpjob_operator import check
-from ddpjob_operator.check import Finding, Job, command, notebook
+from ddpjob_operator.check import Finding, Job, notebook
 from ddpjob_operator.check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
 from ddpjob_operator.cli import kinds
 from ddpjob_operator.cli.cpu_limit import CpuLimit
 from ddpjob_operator.cli.options import NODES_WANTED, range_of
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, launcher, podspec
+from ddpjob_operator.job import api, command, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
