@@ -64,7 +64,7 @@ def looks(calls: int = 200) -> int:
     from ddpjob.agent.core import stall_monitor
     from ddpjob.agent.heartbeats import Heartbeat
 
-    trackers: dict[int, stall_monitor.StepTracker] = {}
+    trackers: dict[int, stall_monitor.HeartbeatTracker] = {}
     for now in range(calls):
         beats = {rank: Heartbeat(1, "train", now, 0) for rank in range(8)}
         folded = {rank: stall_monitor.update(trackers.get(rank), beat, float(now)) for rank, beat in beats.items()}

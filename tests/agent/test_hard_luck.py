@@ -194,7 +194,7 @@ def test_a_rank_that_sigkill_does_not_end_costs_its_pod_and_not_the_job(launcher
 def test_the_minute_after_sigkill_does_not_run_while_agent_and_rank_are_suspended_together(tmp_path: Path) -> None:
     """Else a laptop that wakes up, or a frozen container, gives up a node whose rank ends in a millisecond."""
     options = parse([f"--log-dir={tmp_path}", "train.py"], {})  # what follows the script is the script's
-    agent = node.LocalRanks(options, {}, logs.Folder(options), None)
+    agent = node.LocalRanks(options, {}, logs.LogFolder(options), None)
     rank = agent._pids[0] = processes.start(["sleep", "1000"], {})
     try:
         agent.stop(signal.SIGTERM, 0.1, now=0.0)
@@ -248,7 +248,7 @@ def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], files: int
 ) -> None:
     """It is tried again: what each try leaves would make it fail for ever. With filters each tail has two files."""
-    folder = logs.Folder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
+    folder = logs.LogFolder(parse(["--nproc=3", "--tee=3", *words, "--log-dir", str(tmp_path), "train.py"], {}))
     before, opened, really_open = os.listdir("/proc/self/fd"), [], os.open
 
     def open_some(*args: Any, **more: Any) -> int:
@@ -267,10 +267,10 @@ def test_heartbeats_and_tails_that_cannot_all_be_opened_leave_no_descriptor_open
     assert os.listdir("/proc/self/fd") == before
 
 
-def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.Folder, int]:
+def folder_with_tail(tmp_path: Path, printed: int, *log_dir: str) -> tuple[logs.LogFolder, int]:
     """A rank has printed so many bytes; and the end of a pipe at which its console reads."""
     (tmp_path / "printed").write_bytes(b"x" * 99 + b"\n" + b"x" * (printed - 100))
-    folder = logs.Folder(parse(["--tee=3", *log_dir, "train.py"], {}))
+    folder = logs.LogFolder(parse(["--tee=3", *log_dir, "train.py"], {}))
     console, write_end = os.pipe()
     folder.tails = [logs._Tail(str(tmp_path / "printed"), b"", write_end, "", [])]
     return folder, console
@@ -457,7 +457,7 @@ def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     made: list[str] = []
     monkeypatch.setattr(os, "makedirs", lambda path, **_: made.append(path))
     monkeypatch.setattr(os, "mkdir", lambda *_: None)
-    logs.Folder(parse(["train.py"], {}))
+    logs.LogFolder(parse(["train.py"], {}))
     assert made == ["/tmp"]
 
 

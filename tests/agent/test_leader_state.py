@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import SAME_MISTAKE_SECONDS, End, LeaderState, Leave, Start, Stop
+from ddpjob.agent.core.leader_state import SAME_MISTAKE_SECONDS, EndOrder, LeaderState, Leave, StartOrder, Stop
 from ddpjob.core import budget, failures
-from ddpjob.core.budget import Budget, Grant, History, Known, Spent
+from ddpjob.core.budget import Budget, Grant, Known, RestartHistory, Spent
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure, root_cause
@@ -40,7 +40,7 @@ def stop(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
         found.stopped(node, failures if node == 0 else [], at)
 
 
-def fails(found: LeaderState, at: float, then: Start | type[End]) -> None:
+def fails(found: LeaderState, at: float, then: StartOrder | type[EndOrder]) -> None:
     """A rank does, after a long time."""
     found.failed(0, [failure(code=9)], at)
     stop(found, [failure(code=9)], at)
@@ -100,7 +100,7 @@ def test_a_node_that_has_finished_starts_again_with_the_others() -> None:
     found.finished(1, T0)
     assert taken(found) == [], "what node 0 finished was the generation before"
     found.finished(0, T0)
-    assert taken(found) == [End(0, None, "all ranks have ended")]
+    assert taken(found) == [EndOrder(0, None, "all ranks have ended")]
 
 
 def test_the_job_ends_when_all_nodes_have_finished_and_not_before() -> None:
@@ -146,7 +146,7 @@ def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(grant: Gra
     stop(found, [])
     found.joined(1, T0, 1, 1, grant=grant)
     assert taken(found) == [start(found, 2)]
-    fails(found, T0 + 1000, start(found, 3) if restarts else End)
+    fails(found, T0 + 1000, start(found, 3) if restarts else EndOrder)
 
 
 def test_a_pod_that_was_made_earlier_knows_nothing_new_of_the_budget() -> None:
@@ -176,7 +176,7 @@ def test_a_second_failure_in_a_row_waits_and_one_after_a_long_run_does_not() -> 
             assert taken(found) == []
             assert found.deadline == at + pause
             found.tick(at + pause)
-        assert isinstance(taken(found)[0], Start)
+        assert isinstance(taken(found)[0], StartOrder)
 
 
 def test_what_can_never_start_is_not_tried_again() -> None:
@@ -223,7 +223,7 @@ def test_options_that_all_nodes_refuse_are_not_tried_again() -> None:
 def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None:
     """The other node is stopped before it comes to the same line."""
     found = running(2)
-    for then in (Start, End):
+    for then in (StartOrder, EndOrder):
         found.failed(0, [failure(exception=TYPO)], T0)
         assert (taken(found), found.deadline) == ([], T0 + SAME_MISTAKE_SECONDS)
         found.tick(T0 + SAME_MISTAKE_SECONDS)
@@ -241,7 +241,7 @@ def test_a_mistake_that_all_nodes_make_costs_no_restart() -> None:
         found.failed(node, [failure(node, exception=TYPO)], T0 + node / 10)
         found.stopped(node, [failure(node, exception=TYPO)], T0 + node / 10)
     *_, order = taken(found)
-    assert isinstance(order, End)
+    assert isinstance(order, EndOrder)
     assert order.failure.failure_class == "permanent"
 
 
@@ -282,7 +282,7 @@ def test_a_long_mistake_is_the_same_on_node_0_and_on_a_node_whose_report_cuts_it
     """DDP says in 500 characters and more that a parameter is unused: such a job was tried as often as it may be."""
     long = f"RuntimeError: Expected to have finished reduction in the prior iteration {'x' * failures.EXCEPTION_MAX}"
     found, told = running(2), [failures.abridged(long, n) for n in (failures.EXCEPTION_MAX, failures.BRIEF_MAX)]
-    for rank, then in enumerate((Start, End)):
+    for rank, then in enumerate((StartOrder, EndOrder)):
         found.failed(rank, [failure(rank, exception=told[rank])], T0)
         found.tick(T0 + SAME_MISTAKE_SECONDS)
         assert isinstance(taken(found)[0], Stop)
@@ -300,7 +300,7 @@ def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float)
     found.reached(step)
     found.failed(0, [failure(exception=TYPO)], at)
     stop(found, [failure(exception=TYPO)], at)
-    assert isinstance(taken(found)[0], Start)
+    assert isinstance(taken(found)[0], StartOrder)
 
 
 def test_a_program_that_one_node_does_not_have_is_looked_for_on_another() -> None:
@@ -351,7 +351,7 @@ def test_a_script_that_was_removed_since_the_ranks_began_explains_no_other_failu
     taken(found)
     found.stopped(0, [failure(code=1, exception="OSError: no space left")], T0, lacks_program=True)
     found.stopped(1, [], T0, lacks_program=True)
-    assert isinstance(taken(found)[0], Start)
+    assert isinstance(taken(found)[0], StartOrder)
 
 
 def test_a_lost_node_stops_the_others_which_wait_for_it() -> None:
@@ -381,7 +381,7 @@ def test_a_new_leader_knows_how_far_the_job_had_come() -> None:
     found = running(1, restarts=9, furthest_step=100)
     for number in (1, 2):
         fails(found, T0 + number * 1000, start(found, number))
-    fails(found, T0 + 5000, End)
+    fails(found, T0 + 5000, EndOrder)
 
 
 def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() -> None:
@@ -396,7 +396,7 @@ def test_steps_that_were_made_before_a_pod_was_lost_are_progress_all_the_same() 
     assert taken(found) == [start(found, 2)]
     for number in (3, 4, 5):
         fails(found, T0 + number * 10_000, start(found, number))
-    fails(found, T0 + 90_000, End)
+    fails(found, T0 + 90_000, EndOrder)
 
 
 def test_restarts_in_a_row_go_on_from_what_a_newer_pod_was_told_and_what_nobody_had_heard() -> None:
@@ -478,7 +478,7 @@ def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> N
 
 
 def test_the_operator_says_whether_complaints_were_free_already() -> None:
-    found = LeaderState(Members(range(1)), Budget(9, 9, 9, 9, History(peers_lost=1)), JOIN_SECONDS, T0)
+    found = LeaderState(Members(range(1)), Budget(9, 9, 9, 9, RestartHistory(peers_lost=1)), JOIN_SECONDS, T0)
     found.joined(0, T0)
     taken(found)
     found.failed(0, [failure(symptom=True)], T0)
@@ -655,7 +655,7 @@ def test_node_0_that_is_told_when_its_ranks_have_ended_lets_the_others_save_and_
     for node in (0, 1):
         found.stopped(node, [], T0)
     (order,) = taken(found)
-    assert type(order) is (Leave if has_operator else End)
+    assert type(order) is (Leave if has_operator else EndOrder)
     assert found.restarts == 0
 
 
@@ -699,7 +699,7 @@ def test_a_node_that_is_told_before_ranks_run_is_waited_for_anew(waits_for: str)
     found.tick(T0 + 60)
     assert (taken(found), found.state) == ([], "gathering")
     found.joined(1, T0 + 61, 0, 1)
-    assert isinstance(taken(found)[0], Start)
+    assert isinstance(taken(found)[0], StartOrder)
 
 
 def test_node_0_that_is_told_leaves_when_all_have_saved_and_ends_nothing() -> None:
@@ -792,7 +792,7 @@ def test_all_ranks_have_ended_well_is_not_forgotten_for_a_node_that_is_told() ->
     found.finished(0, T0)
     found.termination_requested(1, T0)
     found.finished(1, T0)
-    assert taken(found) == [End(0, None, "all ranks have ended")]
+    assert taken(found) == [EndOrder(0, None, "all ranks have ended")]
 
 
 # ---- the user's and the operator's word -----------------------------------------------------------------------
@@ -800,7 +800,12 @@ def test_all_ranks_have_ended_well_is_not_forgotten_for_a_node_that_is_told() ->
 
 @pytest.mark.parametrize(
     ("code", "order", "charged"),
-    [(3, End, ""), (4, Start, "infrastructure"), (5, Start, "application"), (127, Start, "application")],
+    [
+        (3, EndOrder, ""),
+        (4, StartOrder, "infrastructure"),
+        (5, StartOrder, "application"),
+        (127, StartOrder, "application"),
+    ],
 )
 def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: type, charged: str) -> None:
     rules_ = (PolicyRule("FailJob", frozenset({3}), False), PolicyRule("Ignore", frozenset({4}), False),
@@ -815,7 +820,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
 def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
     """Else each new pod would begin again without a back-off."""
     found = LeaderState(
-        Members(range(1)), Budget(9, 9, 9, 9, History(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0
+        Members(range(1)), Budget(9, 9, 9, 9, RestartHistory(in_a_row=4, charged_in_a_row=2)), JOIN_SECONDS, T0
     )
     found.joined(0, T0)
     taken(found)
@@ -855,7 +860,7 @@ def test_a_generation_starts_when_its_members_are_here_and_not_when_as_many_othe
     found.tick(T0 + JOIN_SECONDS)
     (order,) = taken(found)
     assert order.why.startswith("nodes 2 did not connect")
-    assert taken(led(0, 2)) == [Start(0, Members((0, 2)))]
+    assert taken(led(0, 2)) == [StartOrder(0, Members((0, 2)))]
 
 
 def test_a_lost_pod_is_reported_by_its_node_rank_and_waited_for_in_its_place() -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 import pytest
 from leads import failure
 
-from ddpjob.agent.core.leader_state import Ask, End, LeaderState, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import Ask, EndOrder, LeaderState, Leave, Over, StartOrder, Stop
 from ddpjob.agent.core.stall_monitor import NOTHING
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.core.budget import Budget
@@ -142,7 +142,7 @@ class World:
         while self.lead is not None and self.lead.orders:
             order = self.lead.orders.pop(0)
             self.story.append(str(order))
-            if isinstance(order, Start):
+            if isinstance(order, StartOrder):
                 self.start(order)
             elif isinstance(order, Stop):
                 self.stop(order)
@@ -154,11 +154,11 @@ class World:
                 for pod in self.pods.values():
                     pod.asked = pod.ranks == "running"
             elif not isinstance(order, Over):
-                assert isinstance(order, End)
+                assert isinstance(order, EndOrder)
                 assert order.code == 0, "there is budget, and an operator that replaces what is told"
                 self.succeeded = True
 
-    def start(self, order: Start) -> None:
+    def start(self, order: StartOrder) -> None:
         assert order.generation > max(pod.generation for pod in self.pods.values()), "a number is used once"
         assert sorted(self.pods) == list(range(NODES))
         for pod in self.pods.values():

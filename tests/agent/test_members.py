@@ -8,7 +8,7 @@ import pytest
 
 from ddpjob.agent import environment
 from ddpjob.agent.environment import Life
-from ddpjob.agent.logs import Folder
+from ddpjob.agent.logs import LogFolder
 from ddpjob.agent.node import LocalRanks
 from ddpjob.agent.options import Options, parse
 from ddpjob.core.members import Members
@@ -32,7 +32,7 @@ def test_its_failures_and_lines_carry_the_rank_of_the_generation(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${rank}/${local_rank}]")
     options = at_place_2("--rdzv-endpoint", "head:29400", "--log-dir", str(tmp_path), "--tee", "3")
-    folder = Folder(options)
+    folder = LogFolder(options)
     ranks = LocalRanks(options, {"PATH": "/nowhere"}, folder, None)
     ranks.start(Life(0, LATER, 23001))
     assert [ranks.rank(local_rank) for local_rank in (0, 1)] == [2, 3]

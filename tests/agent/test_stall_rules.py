@@ -6,7 +6,7 @@ import pytest
 from leads import failure, start, taken
 
 from ddpjob.agent.core.deadlock import Call, GroupCalls, Waits
-from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, End, LeaderState, Over, Start, Stop
+from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, EndOrder, LeaderState, Over, StartOrder, Stop
 from ddpjob.agent.core.stall_monitor import BY_STEPS, NOTHING, StallReport
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.core.budget import Budget
@@ -70,7 +70,7 @@ def test_without_a_stall_left_the_job_ends_with_it() -> None:
     stand(found, T0 + 300)
     end(found, T0 + 302)
     (over,) = taken(found)
-    assert isinstance(over, End)
+    assert isinstance(over, EndOrder)
     assert over.failure is not None
     assert (over.code, over.failure.rank, over.failure.stalled) == (75, 1, True)
 
@@ -299,7 +299,7 @@ def test_nobody_is_asked_once_a_node_has_finished_or_while_the_nodes_are_measure
     found = LeaderState(Members(range(1)), Budget(9, 9, 9, 9), 600.0, T0, preflight=True)
     found.joined(0, T0)
     found.failed(0, [TIMED_OUT], AT)
-    assert [type(order) for order in taken(found)] == [Start, Stop]
+    assert [type(order) for order in taken(found)] == [StartOrder, Stop]
 
 
 # ---- a deadlock ----------------------------------------------------------------------------------------------

@@ -157,4 +157,4 @@ def test_too_few_gpus_are_told_with_both_numbers_and_the_way_out(
 )
 def test_the_gpus_that_a_run_on_the_cpu_leaves_are_counted(nodes: int, gpus_each: int, said: str) -> None:
     wanted = job(container={"resources": {"limits": {"nvidia.com/gpu": str(gpus_each)}}}, nodes=nodes)
-    assert run.on_this_machine(wanted, run.Options(cpu=True))[1] == [said]
+    assert run.on_this_machine(wanted, run.RunOptions(cpu=True))[1] == [said]

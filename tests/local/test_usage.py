@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from shell import eventually
 
-from ddpjob_operator.local.usage import Seen, Usages, parse
+from ddpjob_operator.local.usage import SeenUsage, Usages, parse
 
 SLEEP = "import time; time.sleep(1000)"
 Node = Callable[..., int]
@@ -36,13 +36,13 @@ def node(tmp_path: Path) -> Iterator[Node]:
         process.wait()
 
 
-def seen(usages: Usages, pid: int, shown: Callable[[Seen], object]) -> Seen:
-    def look() -> Seen | None:
+def seen(usages: Usages, pid: int, shown: Callable[[SeenUsage], object]) -> SeenUsage:
+    def look() -> SeenUsage | None:
         usages.look({pid: ()})
         found = usages.seen.get(pid)
         return found if found is not None and shown(found) else None
 
-    found: Seen = eventually(look)
+    found: SeenUsage = eventually(look)
     return found
 
 

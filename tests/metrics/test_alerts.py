@@ -23,7 +23,7 @@ from ddpjob_operator.kube.client import ApiError, Page, RequestLimits
 from ddpjob_operator.kube.exposition import read
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.metrics.meter import Job, Meter, Moment
+from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment
 from ddpjob_operator.metrics.of_change import Restart
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ class Watched:
 
     def scrape(self) -> None:
         status = self.world.status
-        moment = Moment(self.world.now, [Job("default", self._name, "uid", status)], "0.1.0", True, "ddpjob")
+        moment = Moment(self.world.now, [MeteredJob("default", self._name, "uid", status)], "0.1.0", True, "ddpjob")
         self.history.take(self.meter.text(moment, openmetrics=True)[0])
         self._due = self.world.now + dt.timedelta(seconds=SECONDS)
 

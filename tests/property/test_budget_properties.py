@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from ddpjob.core import budget, rules
-from ddpjob.core.budget import STALLS_MAX, Attempt, Budget, Grant, History, Known, Limits, Spent
+from ddpjob.core.budget import STALLS_MAX, Attempt, Budget, Grant, Known, Limits, RestartHistory, Spent
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 # No step is reported, so that a restart is refused for the budgets alone, and never for no progress.
@@ -77,7 +77,7 @@ class Ledger(RuleBasedStateMachine):
     @initialize(limit=st.integers(0, 4), max_restarts=st.none() | st.integers(0, 6))
     def submitted(self, limit: int, max_restarts: int | None) -> None:
         self.limits, self.max_restarts = Limits(limit), max_restarts
-        self.history, self.known, self.attempt = History(), Known(), 1
+        self.history, self.known, self.attempt = RestartHistory(), Known(), 1
         self.replacements = [0, 0]
         self.own, self.heard, self.agents = Spent(), dict[Turn, Spent](), dict[Turn, Agent]()
         self.reports: list[Report] = []
@@ -257,7 +257,7 @@ def _counts_again() -> Any:
 
 def _grants_the_limit() -> Any:
     of = Grant.of
-    return staticmethod(lambda history, limits, at, **more: of(History(), limits, at, **more))
+    return staticmethod(lambda history, limits, at, **more: of(RestartHistory(), limits, at, **more))
 
 
 def _goes_by_any_grant() -> Any:

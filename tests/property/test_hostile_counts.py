@@ -19,7 +19,7 @@ from ddpjob.core import budget
 from ddpjob.core.failures import Failure
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.job import api, bounds
-from ddpjob_operator.observed.reports import Agent, AgentCounts, BadReportError, read_report
+from ddpjob_operator.observed.reports import AgentCounts, AgentReport, BadReportError, read_report
 
 COUNTS = st.integers(0, bounds.IN_PLACE_MAX)
 AGENTS = st.builds(
@@ -42,7 +42,7 @@ def test_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
 ) -> None:
     world = running(**spec)
     for counts in said:
-        world.agent = Agent(restarts=counts)
+        world.agent = AgentReport(restarts=counts)
         world.settle()  # says so once, and not again at each look
         restarts = world.job.status.restarts or api.Restarts()
         limit = world.job.spec.backoff_limit
@@ -56,7 +56,7 @@ def test_an_agent_is_believed_up_to_one_restart_beyond_its_budget(
 
 def test_an_honest_agents_counts_are_all_counted() -> None:
     world = running(backoffLimit=3)
-    world.agent = Agent(restarts=AgentCounts(application=3, infrastructure=40, stall=2, in_a_row=4))
+    world.agent = AgentReport(restarts=AgentCounts(application=3, infrastructure=40, stall=2, in_a_row=4))
     world.settle()
     restarts = world.job.status.restarts
     assert restarts is not None
@@ -84,7 +84,7 @@ def test_a_count_beyond_what_an_agent_could_live_to_see_costs_no_memory_and_no_t
 def test_a_rank_that_the_job_does_not_have_is_not_named_for_an_agents_failure() -> None:
     world = running()
     failure = Failure(rank=2**31 - 1, node_rank=1, failure_class="application", charged_to="application")
-    world.agent = Agent(restarts=AgentCounts(application=1), failures=[failure])
+    world.agent = AgentReport(restarts=AgentCounts(application=1), failures=[failure])
     world.settle()
     assert world.job.status.last_failure is not None
     assert world.job.status.last_failure.rank is None

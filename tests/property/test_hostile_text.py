@@ -24,7 +24,7 @@ from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api
 from ddpjob_operator.local.screen import PlainScreen
 from ddpjob_operator.observed.cluster import Refusal
-from ddpjob_operator.observed.reports import Agent, AgentCounts, Report, read_report
+from ddpjob_operator.observed.reports import AgentCounts, AgentReport, Report, read_report
 from ddpjob_operator.plan.actions import Event
 from ddpjob_operator.pods import naming
 
@@ -81,7 +81,7 @@ def ways(text: str) -> Iterator[World]:
         failure_class="application",
         charged_to="application",
     )
-    agents.agent = Agent(restarts=AgentCounts(application=1), failures=[failure])
+    agents.agent = AgentReport(restarts=AgentCounts(application=1), failures=[failure])
     yield agents
 
 

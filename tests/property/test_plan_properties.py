@@ -17,7 +17,7 @@ from ddpjob_operator.job import api, ranges, validation
 from ddpjob_operator.job.status import apart_from_progress, is_broken
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod
-from ddpjob_operator.observed.reports import Agent, AgentCounts, Report
+from ddpjob_operator.observed.reports import AgentCounts, AgentReport, Report
 from ddpjob_operator.plan.actions import CreatePod, CreateService, DeleteJob, DeletePod
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
@@ -79,7 +79,7 @@ observed = st.builds(
         st.builds(ConflictingObject, st.just("Service"), st.just("digits"), st.booleans()), max_size=1
     ).map(tuple),
     reports=st.dictionaries(st.just(0), st.builds(Report, step=st.integers(0, 99), received_at=times), max_size=1),
-    agent=st.none() | st.builds(Agent, replacement=st.integers(0, 2), restarts=agents),
+    agent=st.none() | st.builds(AgentReport, replacement=st.integers(0, 2), restarts=agents),
     nodes=st.none() | st.dictionaries(st.just("node-a"), st.builds(Node, st.booleans(), st.none() | times), max_size=1),
 )
 failures = st.builds(

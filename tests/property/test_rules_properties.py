@@ -18,12 +18,12 @@ limits = st.builds(budget.Limits, st.integers(0, 5), st.none() | st.integers(1, 
 # Clocks jump, back too.
 failures = st.lists(st.tuples(classes, attempts, st.integers(-100, 4000)), max_size=40)
 Failures = list[tuple[rules.Class, budget.Attempt, int]]
-Step = tuple[rules.Class, budget.History, rules.Verdict, dt.datetime]
+Step = tuple[rules.Class, budget.RestartHistory, rules.Verdict, dt.datetime]
 
 
 def life(of: Failures, allowed: budget.Limits) -> list[Step]:
     """Each failure with the history before it, until the job ends."""
-    history, now, steps = budget.History(), NOW, []
+    history, now, steps = budget.RestartHistory(), NOW, []
     for found, attempt, later in of:
         now += dt.timedelta(seconds=later)
         verdict = rules.judge(found, history, attempt, allowed, now)
@@ -105,7 +105,7 @@ def test_every_class_has_a_bound_however_long_its_attempts_run(
 ) -> None:
     """A restart every eleven minutes, for ever and for nothing, was what a job without step reports got."""
     bounds = {"infrastructure": budget.INFRASTRUCTURE_IN_A_ROW_MAX, "stall": budget.STALLS_MAX}
-    history, now, allowed = budget.History(), NOW, budget.Limits(limit)
+    history, now, allowed = budget.RestartHistory(), NOW, budget.Limits(limit)
     for _ in range(1000):
         charged = rules.of_complaints(found, history, attempt)
         verdict = rules.judge(charged, history, attempt, allowed, now)

@@ -17,7 +17,7 @@ from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure
 
 from ddpjob.agent import leader as leading
 from ddpjob.agent import options, posting
-from ddpjob.agent.core.leader_state import End, LeaderState, Leave, Over, Start, Stop
+from ddpjob.agent.core.leader_state import EndOrder, LeaderState, Leave, Over, StartOrder, Stop
 from ddpjob.core.budget import Budget, Grant
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
@@ -327,7 +327,7 @@ class Agents:
 
     def _carry_out(self, leader: Agent, order: Any) -> None:
         followers = list(leader.links.values())
-        if isinstance(order, Start):
+        if isinstance(order, StartOrder):
             life = self._new_life(leader, order.generation)
             for link in followers:
                 self._tell(link, lambda agent: self._start(agent, life))
@@ -337,7 +337,7 @@ class Agents:
                 if link.follower.node in order.nodes:
                     self._tell(link, lambda agent: self._stop(agent, order))
             self._stop(leader, order)
-        elif isinstance(order, End):
+        elif isinstance(order, EndOrder):
             for link in followers:
                 self._tell(link, lambda agent: self._end(agent, _own_code(agent, order), order.failure, ended=True))
             self._end(leader, _own_code(leader, order), order.failure, ended=True)
@@ -721,7 +721,7 @@ def _failure(rank: int, code: int, exception: str, at: float) -> RankFailure:
     )
 
 
-def _own_code(agent: Agent, order: End) -> int:
+def _own_code(agent: Agent, order: EndOrder) -> int:
     if order.code == 0:
         return 0
     if agent.told:

@@ -17,7 +17,7 @@ from worlds import World, job
 from ddpjob_operator.gangs import kueue
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.observed.cluster import Refusal
-from ddpjob_operator.observed.groups import Admission, Group
+from ddpjob_operator.observed.groups import Admission, ObservedGroup
 from ddpjob_operator.plan.actions import CreateGroup, DeletePod
 
 QUEUE, NO_QUEUE = "main", "mian"
@@ -79,7 +79,7 @@ class Walk:
         admission = group.admission if group is not None else Admission("waiting")
         return group is not None and not group.is_over and (admission.state == "admitted" or admission.holds_quota)
 
-    def _group(self, number: int) -> Group | None:
+    def _group(self, number: int) -> ObservedGroup | None:
         groups = list(self.worlds[number].groups.values())
         if len(groups) > 1:
             self._found(number, "has two Workloads: it would hold its quota twice")

@@ -101,7 +101,7 @@ class OperatorProcess:
         self.client.on_event = simulation.event
         self.client.on_shown = lambda raw: simulation.judge.shown(name, raw)
         where = () if scenario.clusterwide else ("default",)
-        room = storage.DEFAULT if scenario.has_room else storage.Limits(0, 1 << 27, 1 << 26, 0, 0)
+        room = storage.DEFAULT if scenario.has_room else storage.StoredLimits(0, 1 << 27, 1 << 26, 0, 0)
         told: dict[str, Any] = {"gangs": scenario.gangs, "events": scenario.events, "room": room}
         settings = OperatorSettings(namespaces=where, health_port=0, **told)
         runtime = Runtime(loop.time, self.now, simulation.chance, simulation.log, lambda: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob.agent.core.leader_state import LeaderState, Over, Start
+from ddpjob.agent.core.leader_state import LeaderState, Over, StartOrder
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE, Failure
 
 
@@ -14,9 +14,9 @@ def taken(found: LeaderState) -> list[Any]:
     return orders
 
 
-def start(found: LeaderState, generation: int, *, preflight: bool = False) -> Start:
+def start(found: LeaderState, generation: int, *, preflight: bool = False) -> StartOrder:
     """The order to start this generation of all its members."""
-    return Start(generation, found.members, preflight)
+    return StartOrder(generation, found.members, preflight)
 
 
 def failure(rank: int | None = 0, code: int | None = 1, **known: Any) -> Failure:

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod, Refusal
-from ddpjob_operator.observed.groups import Admission, GangApi, Group
-from ddpjob_operator.observed.reports import Agent, Report
+from ddpjob_operator.observed.groups import Admission, GangApi, ObservedGroup
+from ddpjob_operator.observed.reports import AgentReport, Report
 from ddpjob_operator.observed.stall import StepTracker, update
 from ddpjob_operator.plan.actions import (
     Action,
@@ -70,12 +70,12 @@ class World:
         self.refusals: list[Refusal] = []
         self.reports: dict[int, Report] = {}
         self.trackers: dict[int, StepTracker] = {}
-        self.agent: Agent | None = None
+        self.agent: AgentReport | None = None
         self.listening_since: dt.datetime | None = None
         self.nodes: dict[str, Node] | None = {}
         self.problems: list[validation.Problem] = []
         self.gang_apis: dict[str, GangApi] = {}
-        self.groups: dict[str, Group] = {}
+        self.groups: dict[str, ObservedGroup] = {}
         self.neighbours: dict[str, int] = {}
         self.no_room = ""
         self.told: list[str] = []
@@ -143,7 +143,7 @@ class World:
             uid = f"group-{self._made}"
             queue, owner = adapter.queue, self.job.metadata.uid
             asks = {} if queue is None else {"nodes": self.job.spec.nodes, "asked": queue.asks(self.job)}
-            self.groups[name] = Group(action.adapter, name, uid, owner, attempt, **asks)  # type: ignore[arg-type]
+            self.groups[name] = ObservedGroup(action.adapter, name, uid, owner, attempt, **asks)  # type: ignore[arg-type]
         elif isinstance(action, TellGroup):
             assert self.groups[action.name].uid == action.uid, "what is told carries the uid that was seen"
             self._hears(action)

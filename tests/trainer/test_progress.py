@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 import ddpjob
 from ddpjob import process
-from ddpjob.reporting.sender import Sender
+from ddpjob.reporting.sender import ReportSender
 
 progress_file = importlib.import_module("ddpjob.reporting.progress")
 
@@ -232,7 +232,7 @@ def test_a_connection_that_the_receiver_has_closed_costs_no_report(certificate, 
         closed = threading.Event()
         threading.Thread(target=answer_and_close, args=[server, context, closed], daemon=True).start()
         url = f"{scheme}://localhost:{server.getsockname()[1]}/"
-        sender = Sender(url, {"DDPJOB_STATUS_CA_FILE": certificate})
+        sender = ReportSender(url, {"DDPJOB_STATUS_CA_FILE": certificate})
         for _ in range(3):
             assert sender.send(b"{}") is None
             assert closed.wait(20)

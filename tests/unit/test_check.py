@@ -21,11 +21,11 @@ from worlds import manifest
 import check_page
 from ddpjob_operator import check
 from ddpjob_operator.check import Finding, Job
-from ddpjob_operator.check.command import read
 from ddpjob_operator.check.job import known
 from ddpjob_operator.check.notebook import parts as read_notebook
 from ddpjob_operator.cli import check_files, main
 from ddpjob_operator.job import launcher, validation
+from ddpjob_operator.job.command import read
 from ddpjob_operator.manifest import yamlfile
 from ddpjob_operator.plan import finish
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from ddpjob_operator import check
 from ddpjob_operator.check.rule import TooLongError
 from ddpjob_operator.cli import main
-from ddpjob_operator.cli.cpu_limit import Limit
+from ddpjob_operator.cli.cpu_limit import CpuLimit
 
 WRONG = "import torch.distributed as d, os\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))\n"
 HEAD = "import os, torch\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
@@ -28,7 +28,7 @@ def spins() -> None:
 
 
 def test_work_that_takes_too_long_is_given_up() -> None:
-    limit = Limit(0.05)
+    limit = CpuLimit(0.05)
     with pytest.raises(TooLongError):
         limit(spins)
     with pytest.raises(TooLongError):
@@ -50,13 +50,13 @@ def test_an_error_that_a_destructor_swallows_is_raised_again(monkeypatch: pytest
         spins()
 
     with pytest.raises(TooLongError):
-        Limit(0.05)(work)
+        CpuLimit(0.05)(work)
     assert swallowed
 
 
 def test_there_is_no_limit_in_a_thread_because_only_the_main_one_gets_signals() -> None:
     results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(Limit()(lambda: 7)))
+    thread = threading.Thread(target=lambda: results.append(CpuLimit()(lambda: 7)))
     thread.start()
     thread.join()
     assert results == [7]

@@ -12,7 +12,7 @@ from worlds import World, digits
 
 from ddpjob.core.failures import Failure
 from ddpjob_operator.job import api, bounds, validation
-from ddpjob_operator.observed.reports import Agent, AgentCounts
+from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 
 DDPRUN = {"command": ["ddprun", "train.py"]}
 
@@ -90,7 +90,7 @@ def test_from_the_last_step_to_the_first_after_a_restart_in_place_nothing_was_tr
     world = trains(digits(container=DDPRUN, stall={"timeoutSeconds": 60}).running(), *range(1, 11))
     hangs(world, 10, 60)
     failure = Failure(rank=1, node_rank=1, failure_class=kind, charged_to=kind, step=10)  # type: ignore[arg-type]
-    world.agent = Agent(generation=1, restarts=AgentCounts(**{kind: 1}), failures=[failure])
+    world.agent = AgentReport(generation=1, restarts=AgentCounts(**{kind: 1}), failures=[failure])
     world.settle().after(20)
     trains(world, *range(9, 19)).exits(0).exits(1).settle()
     assert (spent(world).productive_seconds, spent(world).idle_seconds) == (190, 90)
@@ -144,7 +144,7 @@ def test_no_second_is_counted_twice_or_forgotten(events: list[tuple[str, int]]) 
         elif what == "in place":
             count += 1
             failure = Failure(rank=1, node_rank=1, failure_class="application", charged_to="application")
-            world.agent = Agent(generation=count, restarts=AgentCounts(application=count), failures=[failure])
+            world.agent = AgentReport(generation=count, restarts=AgentCounts(application=count), failures=[failure])
         elif what == "fail":
             count = 0
             world.exits(0, code=3).exits(1, code=3).settle().after(400).settle().runs(0, 1)

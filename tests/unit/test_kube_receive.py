@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from ddpjob.reporting.progress import encode
-from ddpjob.reporting.sender import Sender as Library
+from ddpjob.reporting.sender import ReportSender as Library
 from ddpjob_operator.kube import bounded_server, receive
 from ddpjob_operator.kube.receive import PATH, Receiver, Sender
 from ddpjob_operator.kube.runtime import Runtime

@@ -24,7 +24,7 @@ from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.observed import stall
-from ddpjob_operator.observed.reports import Agent, AgentCounts, BadReportError, Phase, Report, read_report
+from ddpjob_operator.observed.reports import AgentCounts, AgentReport, BadReportError, Phase, Report, read_report
 
 FIVE_MINUTES = api.Stall(timeout_seconds=300)
 
@@ -153,7 +153,7 @@ def test_what_an_agent_says_before_the_first_reconcile_of_its_job_is_kept() -> N
     """It is confirmed, and an agent that is killed meanwhile never says it again: its restarts would be free."""
     desk = Desk()
     desk.states.forget([("default", "digits")])
-    agent = Agent(restarts=AgentCounts(application=1))
+    agent = AgentReport(restarts=AgentCounts(application=1))
     assert desk.hears(3, agent=agent) == FIRST_REPORT_SECONDS
     kept = desk.state().agent
     assert kept is not None

@@ -19,7 +19,7 @@ from ddpjob_operator.kube.triggers import (
     uses_node,
 )
 from ddpjob_operator.observed.cluster import Container, Pod
-from ddpjob_operator.observed.groups import Admission, Group
+from ddpjob_operator.observed.groups import Admission, ObservedGroup
 
 RUNNING, WAITING = Container("running"), Container("waiting")
 FAILED, COMPLETED = Container("ended", exit_code=1), Container("ended", exit_code=0)
@@ -96,7 +96,7 @@ def test_a_node_concerns_the_jobs_that_have_a_live_pod_on_it() -> None:
 
 def test_an_admission_is_news_at_once_and_what_a_scheduler_says_step_by_step_is_gathered() -> None:
     """Each step would be a write of the status; a group that somebody deletes is missed by pods that wait."""
-    group = Group("native", "digits-1", "u", "o", attempt=1, admission=Admission("waiting", "no room"))
+    group = ObservedGroup("native", "digits-1", "u", "o", attempt=1, admission=Admission("waiting", "no room"))
     assert group_changed(True, group) == 0.0
     assert group_changed(False, group) == SOME_CHANGED_SECONDS
     assert group_changed(False, dataclasses.replace(group, deletion_requested=True)) == 0.0

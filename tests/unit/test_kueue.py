@@ -16,7 +16,7 @@ from ddpjob_operator.gangs import choice, kueue
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.kube import observe, reading
 from ddpjob_operator.observed.cluster import Pod, Refusal
-from ddpjob_operator.observed.groups import Admission, GangApi, Group, Placement
+from ddpjob_operator.observed.groups import Admission, GangApi, ObservedGroup, Placement
 from ddpjob_operator.plan.actions import CreatePod, DeleteGroup, DeletePod, TellGroup
 from ddpjob_operator.pods import build
 
@@ -292,7 +292,7 @@ def test_a_workload_is_read_with_what_was_decided_and_what_it_was_told() -> None
     ready = condition("PodsReady", "True", reason="Started")
     raw = workload(RESERVED, ADMITTED, ready, admission=ASSIGNED)
     group = observe.group(kueue.ADAPTER)(raw)
-    assert group == Group(
+    assert group == ObservedGroup(
         adapter="kueue",
         name="digits",
         uid="u",

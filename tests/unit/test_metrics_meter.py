@@ -24,7 +24,7 @@ from ddpjob_operator.kube.exposition import Snapshot, read
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.metrics import names
-from ddpjob_operator.metrics.meter import Job, Meter, Moment, Queue
+from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment, Queue
 
 ROOT = Path(__file__).parents[2]
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -35,11 +35,11 @@ def at(seconds: float) -> dt.datetime:
     return NOW + dt.timedelta(seconds=seconds)
 
 
-def job(name: str = "digits", namespace: str = "team", created: float = -600, **status: Any) -> Job:
-    return Job(namespace, name, f"uid-{namespace}-{name}", api.Status(**status), at(created))
+def job(name: str = "digits", namespace: str = "team", created: float = -600, **status: Any) -> MeteredJob:
+    return MeteredJob(namespace, name, f"uid-{namespace}-{name}", api.Status(**status), at(created))
 
 
-def moment(*jobs: Job, seconds: float = 0, **more: Any) -> Moment:
+def moment(*jobs: MeteredJob, seconds: float = 0, **more: Any) -> Moment:
     return Moment(now=at(seconds), jobs=list(jobs), version="0.1.0", **({"leads": True, "lease": "ddpjob"} | more))
 
 
@@ -65,7 +65,7 @@ def scraped(meter: Meter, now: Moment, *, openmetrics_text: bool = True) -> Seri
 def test_jobs_are_counted_by_namespace_and_state_and_a_state_that_no_job_has_is_zero() -> None:
     """An alert on a series that is missing never fires."""
     jobs = [job(state="Running"), job("b", state="Running"), job("c", "other", state="Failed"), job("d")]
-    found = scraped(Meter(), moment(*jobs, Job("team", "e", "u", None)))
+    found = scraped(Meter(), moment(*jobs, MeteredJob("team", "e", "u", None)))
     assert found['ddpjob_jobs{namespace="team",state="Running"}'] == 2
     assert found['ddpjob_jobs{namespace="other",state="Failed"}'] == 1
     assert found['ddpjob_jobs{namespace="team",state="None"}'] == 2, "one without a state, one that cannot be read"
@@ -131,7 +131,7 @@ def test_the_seconds_of_all_jobs_only_grow_when_jobs_are_deleted() -> None:
 SPENT = 'ddpjob_seconds_total{spent="productive"}'
 
 
-def trained(seconds: float, created: float = 5, *, name: str = "digits", over: bool = False) -> Job:
+def trained(seconds: float, created: float = 5, *, name: str = "digits", over: bool = False) -> MeteredJob:
     """A job that was made after NOW and has trained from `created` on; over: until `seconds`."""
     goodput = api.Goodput(productive_seconds=int(seconds - created)) if over else None
     state: Any = "Succeeded" if over else "Running"
@@ -188,7 +188,7 @@ def test_a_leader_counts_from_when_it_leads_and_not_from_its_first_scrape() -> N
         ),
     ],
 )
-def test_the_seconds_of_a_job_never_fall(later: Job) -> None:
+def test_the_seconds_of_a_job_never_fall(later: MeteredJob) -> None:
     """increase() over a counter that falls has the whole counter once more: a week that nobody has trained."""
     meter, mine = Meter(), 'ddpjob_job_seconds_total{job_name="digits",namespace="team",spent="productive"}'
     running = job(state="Running", state_time=NOW, first_step_time=NOW)
@@ -274,7 +274,7 @@ def test_a_thousand_jobs_that_come_and_go_leave_no_series_and_no_memory() -> Non
     """A counter of names of jobs that are long gone would end the operator by its memory within months."""
     meter = Meter()
 
-    def lines(*jobs: Job) -> int:
+    def lines(*jobs: MeteredJob) -> int:
         return meter.text(moment(*jobs), openmetrics=True)[0].count(b"\n")
 
     empty = lines()
@@ -325,9 +325,9 @@ def test_a_label_of_any_length_or_characters_is_one_label(hostile: str) -> None:
     """No API server takes such a name; a scrape that cannot be parsed would blind all alerts at once."""
     meter = Meter()
     meter.count(names.REQUESTS, "GET", "get", "pods", hostile)
-    found = scraped(meter, moment(Job(hostile, hostile, "u", api.Status(state="Running"))))
+    found = scraped(meter, moment(MeteredJob(hostile, hostile, "u", api.Status(state="Running"))))
     assert max(map(len, found)) < 2000
-    scraped(meter, moment(Job(hostile, hostile, "u", api.Status(state="Running"))), openmetrics_text=False)
+    scraped(meter, moment(MeteredJob(hostile, hostile, "u", api.Status(state="Running"))), openmetrics_text=False)
 
 
 @pytest.mark.parametrize("status", ["Running", [], {"state": 5, "restarts": "many", "goodput": {"idleSeconds": "x"}}])

@@ -12,7 +12,7 @@ from worlds import World, digits
 from ddpjob.core.failures import Failure
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.of_change import Restart, of_change
-from ddpjob_operator.observed.reports import Agent, AgentCounts
+from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 
 DDPRUN = {"container": {"command": ["ddprun", "train.py"]}}
 
@@ -117,7 +117,7 @@ def test_ranks_that_an_agent_starts_again_are_timed_from_when_it_saw_them_fail(k
     world = counted.world
     failed_at = world.now.timestamp()
     failure = Failure(rank=1, node_rank=1, exit_code=3, failure_class=kind, charged_to=kind, time=failed_at)
-    world.after(2).agent = Agent(generation=1, restarts=AgentCounts(**{kind: 1}), failures=[failure])
+    world.after(2).agent = AgentReport(generation=1, restarts=AgentCounts(**{kind: 1}), failures=[failure])
     counted.settle().steps(11, 1)
     assert counted.counts[f"ddpjob_restarts {kind} rank"] == 1
     assert counted.observed["ddpjob_failure_detection_seconds rank"] == [2.0]

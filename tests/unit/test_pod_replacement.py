@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from worlds import World, digits
 
 from ddpjob.core.failures import Failure
-from ddpjob_operator.observed.reports import Agent, AgentCounts
+from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan.actions import CreatePod, DeletePod
 from ddpjob_operator.pods import build
 
@@ -204,7 +204,7 @@ def test_a_suspended_job_stops_all_pods_and_begins_with_fresh_names() -> None:
 # ---------------------------------------------------------------- what agents restart in place
 
 
-def charged(application: int = 0, *, infrastructure: int = 0, replacement: int = 0, in_a_row: int = 1) -> Agent:
+def charged(application: int = 0, *, infrastructure: int = 0, replacement: int = 0, in_a_row: int = 1) -> AgentReport:
     failures = [
         Failure(
             rank=2,
@@ -219,7 +219,7 @@ def charged(application: int = 0, *, infrastructure: int = 0, replacement: int =
     counts = AgentCounts(
         application=application, infrastructure=infrastructure, in_a_row=in_a_row, charged_in_a_row=in_a_row
     )
-    return Agent(replacement=replacement, generation=application, restarts=counts, failures=failures)
+    return AgentReport(replacement=replacement, generation=application, restarts=counts, failures=failures)
 
 
 def counted(world: World) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from worlds import START, UID
 
 from ddpjob_operator.job import api
 from ddpjob_operator.local.history import Facts, History
-from ddpjob_operator.local.report_page import Report, page
+from ddpjob_operator.local.report_page import ReportPage, page
 from ddpjob_operator.local.series import POINTS_MAX, Series
 
 FACTS = Facts(job="digits", run=UID, started=START, nodes=2, nproc_per_node=1, ranks_follow_nodes=True, backend="gloo")
@@ -46,7 +46,7 @@ def status(seconds: float, step: int, attempt: int, state: Any = "Running", **ot
     return api.Status(state=state, attempt=attempt, progress=progress, **others)
 
 
-def report(name: str = "digits", message: str = "rank 1 failed", log: str = "the end of the log") -> Report:
+def report(name: str = "digits", message: str = "rank 1 failed", log: str = "the end of the log") -> ReportPage:
     """A run of 100 steps that failed once at step 40 and went on from step 31."""
     history = History()
     for step in range(1, 41):
@@ -61,7 +61,9 @@ def report(name: str = "digits", message: str = "rank 1 failed", log: str = "the
     done = {"goodput": spent, "restarts": api.Restarts(application=1, total=1), "last_failure": last}
     ended = status(140, 100, 2, "Succeeded", **again, **done)
     history.take(ended, START, at(141))
-    return Report(FACTS, ended, "Succeeded", history, at(141), [(f"{name}-1-0.log", "file:///tmp/x/digits-1-0.log")])
+    return ReportPage(
+        FACTS, ended, "Succeeded", history, at(141), [(f"{name}-1-0.log", "file:///tmp/x/digits-1-0.log")]
+    )
 
 
 class Parsed(HTMLParser):
@@ -154,7 +156,7 @@ def test_whatever_a_script_says_stays_text(message: str, log: str, metrics: dict
 
 def test_a_run_of_which_nothing_is_known_has_a_report_too() -> None:
     """A run that failed before its first step ends in a traceback of the report."""
-    empty = Report(FACTS, api.Status(), "Killed", History(), START)
+    empty = ReportPage(FACTS, api.Status(), "Killed", History(), START)
     assert "reported no metrics" in Parsed(page(empty)).text
 
 
@@ -179,7 +181,7 @@ def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte() -> Non
     for attempt in range(2, 2000):
         history.take(api.Status(state="Running", attempt=attempt, message="x" * 300), START, at(20_000 + attempt))
     assert history.changes_left_out > 1000
-    whole = page(Report(FACTS, api.Status(state="Succeeded"), "Succeeded", history, at(30_000)))
+    whole = page(ReportPage(FACTS, api.Status(state="Succeeded"), "Succeeded", history, at(30_000)))
     assert len(whole.encode()) <= 1_000_000
 
 

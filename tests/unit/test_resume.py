@@ -18,7 +18,7 @@ from ddpjob_operator.job import api
 from ddpjob_operator.job.status import find_condition
 from ddpjob_operator.local import told
 from ddpjob_operator.observed.cluster import Container
-from ddpjob_operator.observed.reports import Agent, AgentCounts
+from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan.actions import Settings
 
 CLAIM: dict[str, Any] = {"persistentVolumeClaim": {"claimName": "ckpt"}}
@@ -117,7 +117,7 @@ def test_a_restart_in_place_goes_on_from_the_checkpoint() -> None:
         charged_to="application",
     )  # fmt: skip
     counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
-    world.agent = Agent(generation=1, restarts=counts, failures=[failure.as_dict()])
+    world.agent = AgentReport(generation=1, restarts=counts, failures=[failure.as_dict()])
     world.settle()
     assert world.events[-1].message.endswith("started again in their pods (restart 1 in place), from step 500")
 
@@ -135,13 +135,13 @@ def test_a_job_that_resumed_says_so_where_it_is_described_and_when_it_has_ended(
 MEMORY = "the memory on the nodes of ranks 0, 1"
 
 
-def in_place(step: int, *, in_memory: int = 0) -> Agent:
+def in_place(step: int, *, in_memory: int = 0) -> AgentReport:
     """The account of node 0's agent: a rank that had made this step was killed, and all were started again."""
     failure = Failure(
         rank=1, node_rank=1, exit_code=137, step=step, failure_class="application", charged_to="application"
     )
     counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
-    return Agent(generation=1, step_in_memory=in_memory, restarts=counts, failures=[failure.as_dict()])
+    return AgentReport(generation=1, step_in_memory=in_memory, restarts=counts, failures=[failure.as_dict()])
 
 
 def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:

@@ -7,12 +7,12 @@ import datetime as dt
 import pytest
 
 from ddpjob.core import budget, rules
-from ddpjob.core.budget import Attempt, History, Limits
+from ddpjob.core.budget import Attempt, Limits, RestartHistory
 from ddpjob.core.failure_policy import Action, PolicyRule
 from ddpjob.core.failures import Failure
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
-NOTHING, ALLOWED = History(), Limits()
+NOTHING, ALLOWED = RestartHistory(), Limits()
 LOW_ON_MEMORY = "The node was low on resource: memory."
 USELESS = Attempt(made_a_new_step=False, reports_steps=True, ran_seconds=30)
 GOOD = Attempt(made_a_new_step=True, reports_steps=True, ran_seconds=30)
@@ -28,7 +28,7 @@ def fails(
     attempt: Attempt = SILENT,
     limits: Limits = ALLOWED,
     every: float = 60,
-    history: History = NOTHING,
+    history: RestartHistory = NOTHING,
 ) -> rules.Verdict:
     """The verdict on the last of these failures, each `every` seconds after the one before."""
     verdict = rules.Verdict(True, history, None)
@@ -362,12 +362,12 @@ def test_infrastructure_gives_up_after_a_hundred_in_a_row_and_never_while_it_get
 
 
 def test_stalls_have_a_budget_of_their_own() -> None:
-    assert fails(*["stall"] * 10, attempt=GOOD).history == History(stall=10, in_a_row=1)
+    assert fails(*["stall"] * 10, attempt=GOOD).history == RestartHistory(stall=10, in_a_row=1)
     assert fails(*["stall"] * 11, attempt=GOOD).stop == "TooManyStalls"
 
 
 def test_a_permanent_failure_ends_the_job_at_once_and_is_charged_to_nobody() -> None:
-    assert fails("permanent") == rules.Verdict(False, History(), None, stop="PermanentFailure")
+    assert fails("permanent") == rules.Verdict(False, RestartHistory(), None, stop="PermanentFailure")
 
 
 def test_three_failures_without_a_new_step_end_a_job_that_reports_whatever_its_budget() -> None:
@@ -423,13 +423,13 @@ def test_the_first_restart_is_at_once_then_after_1_2_4_seconds_up_to_5_minutes()
 
 
 def test_a_new_step_makes_the_next_restart_immediate() -> None:
-    tired = History(infrastructure=9, in_a_row=9)
+    tired = RestartHistory(infrastructure=9, in_a_row=9)
     assert fails("infrastructure", attempt=GOOD, history=tired).wait_seconds == 0
     assert fails("infrastructure", attempt=USELESS, history=tired).wait_seconds == 256
 
 
 def test_a_job_that_reports_nothing_is_forgiven_when_it_ran_for_ten_minutes() -> None:
-    tired = History(application=2, in_a_row=9)
+    tired = RestartHistory(application=2, in_a_row=9)
     assert fails("application", attempt=SILENT._replace(ran_seconds=600), history=tired).wait_seconds == 0
     assert fails("application", attempt=SILENT._replace(ran_seconds=599), history=tired).wait_seconds == 256
     assert fails("application", attempt=USELESS._replace(ran_seconds=9999), history=tired).wait_seconds == 256

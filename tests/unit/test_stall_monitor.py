@@ -13,8 +13,8 @@ from ddpjob.agent.core.stall_monitor import (
     BY_STEPS,
     NOTHING,
     Heartbeat,
+    HeartbeatTracker,
     StallReport,
-    StepTracker,
 )
 from ddpjob.agent.core.stall_rules import Position, Standstill, failure, kept_waiting
 from ddpjob.agent.heartbeats import Heartbeats
@@ -32,7 +32,7 @@ class Ranks:
     def __init__(self, timeout: float | None = None) -> None:
         self.timeout, self.now = timeout, 1000.0
         self.beats: dict[int, Heartbeat] = {}
-        self.trackers: dict[int, StepTracker] = {}
+        self.trackers: dict[int, HeartbeatTracker] = {}
 
     def say(
         self, rank: int = 0, phase: Any = "train", step: int = 0, collectives: int = 0, *, completed: bool = False

@@ -45,7 +45,7 @@ def stored(name: str = "digits", namespace: str = "default", text: int = LARGE, 
 class Cluster:
     """An API server that holds DDPJobs, and an operator that leads. Pods are made, and nothing runs in them."""
 
-    def __init__(self, limits: storage.Limits = storage.DEFAULT) -> None:
+    def __init__(self, limits: storage.StoredLimits = storage.DEFAULT) -> None:
         self.stored: dict[Key, Raw] = {}
         self.requests: list[str] = []
         self.version = 1
@@ -217,16 +217,16 @@ def test_small_jobs_are_kept_whole_as_long_as_there_is_room() -> None:
     cluster = Cluster()
     key = cluster.user_puts(stored(text=0, suspend=True))
     assert "GET digits" not in cluster.reconciles(key)
-    many = Cluster(storage.Limits(0, 1 << 26, 1 << 25, 100_000, 100_000))
+    many = Cluster(storage.StoredLimits(0, 1 << 26, 1 << 25, 100_000, 100_000))
     keys = [many.user_puts(stored(f"j{n}", text=0, suspend=True)) for n in range(50)]
     whole = [key for key in keys if kept(many, key) > 5_000]
     assert 0 < len(whole) < 20
 
 
-def room_for(count: float) -> storage.Limits:
+def room_for(count: float) -> storage.StoredLimits:
     """In a namespace; in all for twice as many."""
     need = storage.size(reading.job(stored())) + 1
-    return storage.Limits(0, int(2 * count * need), int(count * need), 0, 0)
+    return storage.StoredLimits(0, int(2 * count * need), int(count * need), 0, 0)
 
 
 def test_beyond_the_budget_of_its_namespace_a_job_waits_and_says_so_and_those_of_others_go_on() -> None:

@@ -18,11 +18,11 @@ from ddpjob_operator.describe import figures
 from ddpjob_operator.job import api
 from ddpjob_operator.local import table
 from ddpjob_operator.local.history import History
-from ddpjob_operator.local.table import Moment, Node, Usage
+from ddpjob_operator.local.table import NodeRow, RunMoment, Usage
 
 NODES = (
-    Node(0, "rank 0", "Running", 312, (4312,), Usage(98.4, 1_230_000_000, 87.0, 12_300_000_000)),
-    Node(1, "rank 1", "Running", None, (4313,), Usage(7.0, 350_000_000, 3.0, 900_000_000)),
+    NodeRow(0, "rank 0", "Running", 312, (4312,), Usage(98.4, 1_230_000_000, 87.0, 12_300_000_000)),
+    NodeRow(1, "rank 1", "Running", None, (4313,), Usage(7.0, 350_000_000, 3.0, 900_000_000)),
 )
 FAILURE = api.FailureLine(
     attempt=1, message="rank 1 (node 1) was killed by SIGKILL at step 200", time=START + dt.timedelta(seconds=20)
@@ -56,11 +56,11 @@ RESTARTED = {
 }
 
 
-def moment(what: api.Status, seconds: float, history: History | None = None, **others: Any) -> Moment:
-    return Moment(job(), what, history or History(), START, at(seconds), **others)
+def moment(what: api.Status, seconds: float, history: History | None = None, **others: Any) -> RunMoment:
+    return RunMoment(job(), what, history or History(), START, at(seconds), **others)
 
 
-def text(what: Moment, width: int, height: int = 22, nodes: tuple[Node, ...] = NODES) -> list[str]:
+def text(what: RunMoment, width: int, height: int = 22, nodes: tuple[NodeRow, ...] = NODES) -> list[str]:
     return ["".join(span for span, _ in line) for line in table.lines(what, nodes, width, height)]
 
 
@@ -199,7 +199,7 @@ def _shown(run: tuple[api.Status, History]) -> tuple[api.Status, float, History]
 
 def test_of_forty_nodes_as_many_are_shown_as_fit() -> None:
     """The head of the table leaves the screen, and with it the state."""
-    many = tuple(Node(i, f"rank {i}", "Running") for i in range(40))
+    many = tuple(NodeRow(i, f"rank {i}", "Running") for i in range(40))
     lines = text(moment(status(progress=progress(312, 40)), 41), 80, 22, many)
     assert len(lines) == 3 + 17
     assert lines[-1] == "  and 24 nodes more"

@@ -9,7 +9,7 @@ from typing import Any
 from ddpjob_operator.check.local_rank import default_means_alone
 from ddpjob_operator.check.nodes import name_of, text_in, words_of
 from ddpjob_operator.check.option import UNKNOWN
-from ddpjob_operator.check.options import Options
+from ddpjob_operator.check.options import ScriptOptions
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.reached import Paths
 from ddpjob_operator.check.rule import Found, Job, rule
@@ -55,7 +55,7 @@ class _Seen:
     """The values of options, and which of them were asked for."""
 
     def __init__(self, script: Script, job: Job) -> None:
-        self._options = Options(script, job.words)
+        self._options = ScriptOptions(script, job.words)
         self.options: list[tuple[str, Any]] = []
 
     def value(self, node: ast.expr) -> Any:

@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ddpjob_operator.check import command
-from ddpjob_operator.job import launcher, programs, shell
+from ddpjob_operator.job import command, launcher, programs, shell
 
 PATHS_MAX = 64
 WORK_MAX = 200_000
@@ -60,16 +59,16 @@ class _State:
     """$?: 0, FAILED, or "" where nobody can know it."""
     failed: bool = False
     """Whether the launcher in question has run."""
-    ran: frozenset[shell.Node] = frozenset()
+    ran: frozenset[shell.ShellNode] = frozenset()
     """All launchers that have run."""
-    after: frozenset[shell.Node] = frozenset()
+    after: frozenset[shell.ShellNode] = frozenset()
     """The launchers that have run since."""
     how: tuple[str, str] = ("", "")
     errexit: bool = False
     pipefail: bool = False
     variables: Mapping[str, str] = field(default_factory=dict)
     traps: Mapping[str, str] = field(default_factory=dict)
-    functions: Mapping[str, shell.Node] = field(default_factory=dict)
+    functions: Mapping[str, shell.ShellNode] = field(default_factory=dict)
     jobs: tuple[str, ...] = ()
     """The statuses of what runs in the background."""
     pipe: tuple[str, ...] = ("0",)
@@ -116,7 +115,7 @@ class _Work:
         if self._left < 0:
             raise _TooMuchError
 
-    def parse(self, text: str) -> shell.Script:
+    def parse(self, text: str) -> shell.ShellScript:
         """Parse a script; the same one counts once."""
         if text not in self._parsed:
             self.take(len(text))
@@ -151,7 +150,7 @@ def _fates(words: tuple[str, ...]) -> tuple[Fate, ...]:
         work = _Work()
         first = _Run(frozenset(), work)
         first.ends(top)
-        found: dict[shell.Node, Fate] = {}
+        found: dict[shell.ShellNode, Fate] = {}
         while (node := next((n for n in first.started if n not in found), None)) is not None:
             found[node] = _fate(top, node, first, work)
     except (shell.ShellSyntaxError, _TooMuchError, RecursionError):
@@ -162,7 +161,7 @@ def _fates(words: tuple[str, ...]) -> tuple[Fate, ...]:
     return tuple(by_launcher or (alone if all(fate.lost for fate in alone) or len(alone) == 1 else ()))
 
 
-def _fate(top: shell.Simple, node: shell.Node, succeeding: _Run, work: _Work) -> Fate:
+def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _Run, work: _Work) -> Fate:
     run = _Run(frozenset({node}), work)
     ends = [state for state in run.ends(top) if state.failed]
     if not ends:  # it runs only when those before it have failed
@@ -181,7 +180,7 @@ def _fate(top: shell.Simple, node: shell.Node, succeeding: _Run, work: _Work) ->
     return replace(fate, lost=how or "exit", at=at)
 
 
-def _only_then(state: _State, run: _Run, node: shell.Node, succeeding: _Run) -> bool:
+def _only_then(state: _State, run: _Run, node: shell.ShellNode, succeeding: _Run) -> bool:
     """Whether another launcher ran on this path because the first had failed: `torchrun a.py || torchrun b.py`."""
     files = succeeding.started[node].files
     others = {n for n in state.after if (node, n) not in succeeding.followed}
@@ -191,17 +190,17 @@ def _only_then(state: _State, run: _Run, node: shell.Node, succeeding: _Run) -> 
 class _Run:
     """One run in thought, in which the launchers `failing` fail."""
 
-    def __init__(self, failing: frozenset[shell.Node], work: _Work) -> None:
+    def __init__(self, failing: frozenset[shell.ShellNode], work: _Work) -> None:
         self.failing = failing
         self._work = work
-        self.started: dict[shell.Node, command.Command] = {}
-        self.followed: set[tuple[shell.Node, shell.Node]] = set()
+        self.started: dict[shell.ShellNode, command.Command] = {}
+        self.followed: set[tuple[shell.ShellNode, shell.ShellNode]] = set()
         """Launchers, and those that have run after them on the same path."""
-        self.shell_of: dict[shell.Node, str] = {}
+        self.shell_of: dict[shell.ShellNode, str] = {}
         self._by_type: dict[type, Callable[..., _Ends]] = {
-            shell.Script: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
-            shell.Background: self._background, shell.Group: self._group, shell.If: self._if, shell.Loop: self._loop,
-            shell.Case: self._case, shell.Function: self._function, shell.Simple: self._simple,
+            shell.ShellScript: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
+            shell.Background: self._background, shell.GroupNode: self._group, shell.If: self._if,
+            shell.Loop: self._loop, shell.Case: self._case, shell.Function: self._function, shell.Simple: self._simple,
         }  # fmt: skip
         self._builtins: dict[str, Callable[[list[str], shell.Simple, _State], _Ends]] = {
             "exit": self._exit, "return": self._exit, "break": self._leave, "continue": self._leave,
@@ -213,7 +212,7 @@ class _Run:
         """The states in which the command may end."""
         return [state for state, _ in self._simple(top, _State(), False)]
 
-    def run(self, node: shell.Node, state: _State, tested: bool) -> _Ends:
+    def run(self, node: shell.ShellNode, state: _State, tested: bool) -> _Ends:
         """Run a command. tested: whether `set -e` ignores its failure."""
         self._work.take(STEP_WORK + state.size)
         ends = list(
@@ -225,7 +224,7 @@ class _Run:
 
     # ---- how commands are joined ---------------------------------------------------------------------------
 
-    def _script(self, node: shell.Script, state: _State, tested: bool) -> _Ends:
+    def _script(self, node: shell.ShellScript, state: _State, tested: bool) -> _Ends:
         now: _Ends = [(state, "")]
         for part in node.parts:
             now = [end for before, flow in now for end in self._next(part, before, flow, tested)]
@@ -234,7 +233,7 @@ class _Run:
                 raise _TooMuchError
         return now
 
-    def _next(self, part: shell.Node, state: _State, flow: str, tested: bool) -> _Ends:
+    def _next(self, part: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
         if flow:
             return [(state, flow)]
         is_kept = isinstance(part, shell.Simple) and not part.words  # rc=$?
@@ -249,7 +248,7 @@ class _Run:
             now = [end for before, flow in now for end in self._other(operator, other, before, flow, is_tested)]
         return now
 
-    def _other(self, operator: str, node: shell.Node, state: _State, flow: str, tested: bool) -> _Ends:
+    def _other(self, operator: str, node: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
         if flow:
             return [(state, flow)]
         wanted = "0" if operator == "&&" else FAILED
@@ -293,7 +292,7 @@ class _Run:
             ends.append((later.lost("background", "&"), ""))
         return ends
 
-    def _apart(self, node: shell.Node, state: _State, tested: bool) -> list[_State]:
+    def _apart(self, node: shell.ShellNode, state: _State, tested: bool) -> list[_State]:
         """The states after a subshell: of what it does only its status, and what has run in it, is left."""
         inside = replace(state, traps={}, jobs=())
         ends = [self._trapped(end, flow) for end, flow in self.run(node, inside, tested)]
@@ -325,7 +324,7 @@ class _Run:
 
     # ---- compound commands ---------------------------------------------------------------------------------
 
-    def _group(self, node: shell.Group, state: _State, tested: bool) -> _Ends:
+    def _group(self, node: shell.GroupNode, state: _State, tested: bool) -> _Ends:
         ends: _Ends = []
         for before in self._beside(node, state):
             if not node.subshell:
@@ -415,7 +414,7 @@ class _Run:
     def _function(self, node: shell.Function, state: _State, _tested: bool) -> _Ends:
         return [(replace(state, status="0", functions={**state.functions, node.name: node.body}), "")]
 
-    def _beside(self, node: shell.Node, state: _State) -> list[_State]:
+    def _beside(self, node: shell.ShellNode, state: _State) -> list[_State]:
         """The states after the scripts in the words of a command, and in <( ) and >( )."""
         now = [state]
         for word in shell.words_of(node):
@@ -499,7 +498,7 @@ class _Run:
             return replace(state, status=FAILED, failed=True, ran=ran, after=frozenset(), how=("", ""))
         return replace(state, status="0", ran=ran, after=state.after | {node} if state.failed else state.after)
 
-    def _called(self, body: shell.Node, arguments: list[str], state: _State) -> _Ends:
+    def _called(self, body: shell.ShellNode, arguments: list[str], state: _State) -> _Ends:
         ends = self.run(body, replace(state, arguments=tuple(arguments), status="0"), False)
         return [(replace(end, arguments=state.arguments), "" if flow == "return" else flow) for end, flow in ends]
 
@@ -581,7 +580,7 @@ class _Run:
         return [(replace(end.lost("program", "script"), status="0"), flow) for end, flow in ends]
 
 
-def _is_filter(part: shell.Node) -> bool:
+def _is_filter(part: shell.ShellNode) -> bool:
     """True for `grep -v warning` at the end of a pipe: it shows the output of the ranks, and ends with 0 if there is
     any. `grep -q done` is a test."""
     words = [word.value for word in part.words] if isinstance(part, shell.Simple) else []

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
 from ddpjob_operator.check.option import UNKNOWN
-from ddpjob_operator.check.options import Options
+from ddpjob_operator.check.options import ScriptOptions
 from ddpjob_operator.check.otherwise import is_otherwise
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.reached import goes_on
@@ -109,7 +109,7 @@ def world_size_differs(script: Script, job: Job) -> Iterator[Found]:
     world = job.world_size
     if world is None or script.starts or not (job.by_torchrun or job.launcher in ("", "ddprun", "python")):
         return
-    options = Options(script, job.words)
+    options = ScriptOptions(script, job.words)
     for call in script.calls_to(INIT):
         size = script.argument(call, "world_size", 3)
         number = UNKNOWN if size is None else options.value(size)

@@ -9,9 +9,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from ddpjob_operator.check import command
 from ddpjob_operator.check.schedulers import COUNTERPARTS
-from ddpjob_operator.job import api, arguments, launcher, programs, shell_text, topology, variables
+from ddpjob_operator.job import api, arguments, command, launcher, programs, shell_text, topology, variables
 from ddpjob_operator.job.podspec import mappings, trainer_container
 
 # Set in each rank, and in the pod only if that is one rank.

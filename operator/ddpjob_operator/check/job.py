@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.check import command, in_command, names, room, shells
+from ddpjob_operator.check import in_command, names, room, shells
 from ddpjob_operator.check.rule import Job, Severity, command_line
 from ddpjob_operator.check.starting import DEPRECATED
-from ddpjob_operator.job import api, launcher, topology, variables
+from ddpjob_operator.job import api, command, launcher, topology, variables
 from ddpjob_operator.job import template as templates
 from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container, trainer_path
 

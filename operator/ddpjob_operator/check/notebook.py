@@ -31,7 +31,7 @@ _PARSED_MAX = 2_000_000  # characters of a cell that are parsed for its automagi
 
 
 @dataclass
-class Part:
+class NotebookPart:
     """One script of a notebook: its text, and for each line the cell (from 1, code cells alone) and the line in it."""
 
     lines: list[str] = field(default_factory=list)
@@ -47,26 +47,26 @@ class Part:
         return self.places[min(max(line, 1), len(self.places)) - 1] if self.places else (1, 1)
 
 
-def parts(text: str) -> list[Part]:
+def parts(text: str) -> list[NotebookPart]:
     """The scripts of a notebook. Raises ValueError where the text is no notebook."""
     document = json.loads(text)
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):
         raise ValueError("not a notebook: it has no cells")
-    own, written = Part(), []
+    own, written = NotebookPart(), []
     code = [c for c in cells if isinstance(c, dict) and c.get("cell_type") == "code"]
     for number, cell in enumerate(code, start=1):
         lines = _lines(cell.get("source"))
         begin, first = _begin(lines)
         if _WRITES.match(first.strip()):
-            written.append(Part(lines[begin + 1 :], [(number, i) for i in range(begin + 2, len(lines) + 1)]))
+            written.append(NotebookPart(lines[begin + 1 :], [(number, i) for i in range(begin + 2, len(lines) + 1)]))
         elif not first.lstrip().startswith("%%") or _PYTHON.match(first.lstrip()):
             own.lines += lines if _error_in(lines) is None else _without_automagic(list(_without_magic(lines)))
             own.places += [(number, i) for i in range(1, len(lines) + 1)]
     return [own, *written]
 
 
-def by_cell(own: Part, path: str) -> Callable[[str], str]:
+def by_cell(own: NotebookPart, path: str) -> Callable[[str], str]:
     """Return a function that names the cells of a notebook in a text: nb.py:6 becomes nb.ipynb:cell 3:2.
 
     own: the script that was made of the notebook at this path; it has the notebook's stem.

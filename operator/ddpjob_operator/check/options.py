@@ -22,7 +22,7 @@ _ABSL = {
 }  # fmt: skip
 
 
-class Options:
+class ScriptOptions:
     """words: what the command gives to the script. An option that is not among them has its default."""
 
     def __init__(self, script: Script, words: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ from ddpjob_operator.check.nodes import (
     name_of,
 )
 from ddpjob_operator.check.option import UNKNOWN
-from ddpjob_operator.check.options import Options
+from ddpjob_operator.check.options import ScriptOptions
 from ddpjob_operator.check.otherwise import means_otherwise
 from ddpjob_operator.check.rule import Job
 from ddpjob_operator.check.script import Script
@@ -115,8 +115,8 @@ class Certainty:
         return Paths(self._script, self._value)
 
     @cached_property
-    def _options(self) -> Options:
-        return Options(self._script, self._job.words)
+    def _options(self) -> ScriptOptions:
+        return ScriptOptions(self._script, self._job.words)
 
     def _value(self, node: ast.expr) -> Any:
         if self._script.called(node) == "torch.cuda.is_available":

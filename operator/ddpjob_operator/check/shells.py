@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ddpjob_operator.check import command, exit_codes
+from ddpjob_operator.check import exit_codes
 from ddpjob_operator.check.exit_codes import Fate
-from ddpjob_operator.job import launcher, programs, shell
+from ddpjob_operator.job import command, launcher, programs, shell
 
 _WITHOUT_PIPEFAIL = ("sh", "dash")
 _TRAPPED = frozenset("TERM SIGTERM 15".split())
@@ -90,7 +90,7 @@ def keeps_signals(words: list[str]) -> str:
     return _kept_from(script, is_last=True)
 
 
-def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.Script]]:
+def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.ShellScript]]:
     """Each shell that the command starts by its words: its program, options and script."""
     for i in programs.places(words):
         if programs.name(words[i]) not in launcher.SHELLS:
@@ -113,15 +113,15 @@ def _sets_pipefail(node: shell.Simple) -> bool:
     return values[:1] == ["set"] and "pipefail" in values
 
 
-def _hands_signals_over(node: shell.Node) -> bool:
+def _hands_signals_over(node: shell.ShellNode) -> bool:
     """trap 'kill $!' TERM"""
     values = [word.value for word in node.words] if isinstance(node, shell.Simple) else []
     return values[:1] == ["trap"] and len(values) > 2 and bool(values[1]) and bool(_TRAPPED.intersection(values[2:]))
 
 
-def _kept_from(node: shell.Node, *, is_last: bool) -> str:
+def _kept_from(node: shell.ShellNode, *, is_last: bool) -> str:
     """The launcher below this command that the shell stays in front of."""
-    if isinstance(node, shell.Script):
+    if isinstance(node, shell.ShellScript):
         last = len(node.parts) - 1
         found = (_kept_from(part, is_last=is_last and i == last) for i, part in enumerate(node.parts))
         return next(filter(None, found), "")
@@ -131,7 +131,9 @@ def _kept_from(node: shell.Node, *, is_last: bool) -> str:
         return next(filter(None, found), "")
     if isinstance(node, shell.Simple):
         return _kept_from_simple(node, is_last=is_last)
-    is_apart = isinstance(node, (shell.Pipeline, shell.Background)) or (isinstance(node, shell.Group) and node.subshell)
+    is_apart = isinstance(node, (shell.Pipeline, shell.Background)) or (
+        isinstance(node, shell.GroupNode) and node.subshell
+    )
     if is_apart:
         return next(filter(None, (_below(child) for child in shell.children(node))), "")
     return next(filter(None, (_kept_from(child, is_last=False) for child in shell.children(node))), "")
@@ -146,7 +148,7 @@ def _kept_from_simple(node: shell.Simple, *, is_last: bool) -> str:
     return _below(node)
 
 
-def _below(node: shell.Node) -> str:
+def _below(node: shell.ShellNode) -> str:
     """The launcher that a command, or one below it, starts."""
     for one in shell.walk(node):
         values = [word.value for word in one.words] if isinstance(one, shell.Simple) else []

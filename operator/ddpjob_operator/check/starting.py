@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddpjob_operator.check.data import LOADER
 from ddpjob_operator.check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of
-from ddpjob_operator.check.options import Options
+from ddpjob_operator.check.options import ScriptOptions
 from ddpjob_operator.check.ranks import at
 from ddpjob_operator.check.rule import Found, Job, command_line, rule
 from ddpjob_operator.check.script import Script
@@ -45,7 +45,7 @@ def _forks(script: Script, call: ast.Call) -> bool:
 def _spawned_workers(script: Script, job: Job) -> Iterator[Found]:
     """DataLoaders whose workers are spawned, and that are read when the file is imported."""
     by_default = _spawns_by_default(script)
-    options = Options(script, job.words)
+    options = ScriptOptions(script, job.words)
     for call in script.calls_to(LOADER):
         workers = options.value(script.argument(call, "num_workers", 5) or ast.Constant(0))
         context = script.argument(call, "multiprocessing_context", 10)

@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ddpjob_operator import check
-from ddpjob_operator.check import Finding, Job, command, notebook
+from ddpjob_operator.check import Finding, Job, notebook
 from ddpjob_operator.check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
 from ddpjob_operator.check.rule import SYNTAX
 from ddpjob_operator.cli import kinds
-from ddpjob_operator.cli.cpu_limit import Limit
+from ddpjob_operator.cli.cpu_limit import CpuLimit
 from ddpjob_operator.cli.options import NODES_WANTED, range_of
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, launcher, podspec
+from ddpjob_operator.job import api, command, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
@@ -166,7 +166,7 @@ def _of_script(path: str, context: Job) -> list[Finding]:
         text = text_of_script(raw)
     except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
         return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
-    limit = Limit()
+    limit = CpuLimit()
     if path.endswith(kinds.NOTEBOOK):
         return _of_notebook(path, text, context, limit)
     return check.check(path, text, context, limit)
@@ -177,7 +177,7 @@ def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
     return [str(finding) for finding in _of_job(document, job)]
 
 
-def _of_notebook(path: str, text: str, context: Job, limit: Limit) -> list[Finding]:
+def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Finding]:
     """A finding's file is `PATH:cell N`, and its line the one in that cell."""
     try:
         parts = notebook.parts(text)

@@ -23,7 +23,7 @@ AGAIN_SECONDS = 0.05
 """An error that is raised in a destructor is lost, so it is raised again until it arrives."""
 
 
-class Limit:
+class CpuLimit:
     """Processor time for one file. Each part of the work, such as a rule, has only some of it."""
 
     def __init__(self, file_seconds: float = FILE_SECONDS) -> None:

@@ -16,7 +16,7 @@ from ddpjob_operator.check.nodes import text_in
 from ddpjob_operator.check.rule import TooLongError
 from ddpjob_operator.check.script import INIT, Script
 from ddpjob_operator.check.values import STARTERS
-from ddpjob_operator.cli.cpu_limit import Limit
+from ddpjob_operator.cli.cpu_limit import CpuLimit
 from ddpjob_operator.cli.options import refuse_other_bytes
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, yamlvalues
@@ -49,7 +49,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundScript:
     """What the script says of how it wants to be started."""
 
     spawns: bool = False
@@ -66,7 +66,7 @@ class Found:
 def job_yaml(start: Start, text: str | None) -> str:
     """The YAML. text: of the script; None where it is a module, which is not read. Raises InputError."""
     _refuse_unprintable(start)
-    found = Found() if text is None else read(start.script, text)
+    found = FoundScript() if text is None else read(start.script, text)
     nodes = start.nodes or str(NODES)
     nproc = start.nproc or "1"
     words = _command(start, found)
@@ -101,7 +101,7 @@ spec:
 """
 
 
-def _command(start: Start, found: Found) -> list[str]:
+def _command(start: Start, found: FoundScript) -> list[str]:
     script = f"./{start.script}" if start.script.startswith("-") else start.script
     if found.local_rank is not None and not found.spawns:
         return local_rank.command_that_passes([script], found.local_rank, start.arguments)
@@ -111,25 +111,27 @@ def _command(start: Start, found: Found) -> list[str]:
     return ["torchrun", *module, script, *behind_script(start.arguments)]
 
 
-def read(name: str, text: str) -> Found:
+def read(name: str, text: str) -> FoundScript:
     """What a script shows without being run. Raises InputError for one that is not valid Python."""
     try:
-        return Limit()(lambda: _read(Script(text)))
+        return CpuLimit()(lambda: _read(Script(text)))
     except SyntaxError as error:
         raise InputError(f"{name}:{error.lineno or 1}: not valid Python: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise InputError(f"{name}:1: not valid Python: {error}") from None
     except TooLongError:
-        return Found(notes=("The script takes too long to follow, so nothing is known of how it wants to be started.",))
+        return FoundScript(
+            notes=("The script takes too long to follow, so nothing is known of how it wants to be started.",)
+        )
 
 
-def _read(script: Script) -> Found:
+def _read(script: Script) -> FoundScript:
     spawned = script.calls_to(*STARTERS) or script.calls_to(*_PROCESSES)
     nccl = next((call.lineno for call in script.calls_to(INIT) if _is_nccl(call)), 0)
     cuda = bool(nccl) or any(isinstance(n, ast.Attribute) and n.attr == "cuda" for n in ast.walk(script.tree))
     passed = local_rank.must_be_passed(script)
     notes = (*_of_launch(script, spawned, passed), *_of_gpus(nccl), *_of_arguments(script.tree), *_of_files(script))
-    return Found(bool(spawned), nccl, cuda, passed, notes)
+    return FoundScript(bool(spawned), nccl, cuda, passed, notes)
 
 
 def _refuse_unprintable(start: Start) -> None:
@@ -207,7 +209,7 @@ def _lost(script: Script) -> Iterator[str]:
 def files_lost(text: str) -> tuple[str, ...]:
     """What a script saves that is lost with its pod, a sentence; nothing where it cannot be read as Python."""
     try:
-        return Limit()(lambda: tuple(_lost(Script(text))))
+        return CpuLimit()(lambda: tuple(_lost(Script(text))))
     except (SyntaxError, ValueError, RecursionError, MemoryError, TooLongError):
         return ()
 

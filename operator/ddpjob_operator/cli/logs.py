@@ -15,7 +15,7 @@ from ddpjob_operator.job.wording import count
 from ddpjob_operator.manifest.yamlfile import InputError
 
 
-class Source(Protocol):
+class LogSource(Protocol):
     """Where the logs of one job are: on this machine, or in a cluster. Nodes are numbered as in the job, from 0."""
 
     name: str
@@ -58,10 +58,10 @@ class Source(Protocol):
         ...
 
 
-class Lines:
+class LogLines:
     """Whole lines on stdout, each with its prefix where several nodes are shown."""
 
-    def __init__(self, source: Source, several: bool) -> None:
+    def __init__(self, source: LogSource, several: bool) -> None:
         self._source = source
         self._several = several
         self._rest: dict[int, bytes] = {}
@@ -86,7 +86,7 @@ class Lines:
 
 
 def show(
-    source: Source, rank: int | None, node: int | None, attempt: int | None, *, previous: bool, follow: bool
+    source: LogSource, rank: int | None, node: int | None, attempt: int | None, *, previous: bool, follow: bool
 ) -> int:
     """Write logs to stdout; the exit code. Without a choice: all nodes of the last attempt. Raises InputError."""
     wanted = source.node_of_rank(rank) if rank is not None else node
@@ -95,7 +95,7 @@ def show(
     if not follow and wanted is not None and wanted not in source.nodes(chosen):
         raise InputError(f"{source.name}: node {wanted} has no log in attempt {chosen}")
     gone = source.gone(chosen) if wanted is None and not follow else []
-    lines = Lines(source, several=wanted is None and (follow or len(nodes) + len(gone) > 1))
+    lines = LogLines(source, several=wanted is None and (follow or len(nodes) + len(gone) > 1))
     if follow:
         later = attempt is None and not previous
         pieces = source.follow(chosen, None if wanted is None else nodes, later=later)
@@ -111,7 +111,7 @@ def show(
     return 0
 
 
-def _write_all(pieces: Iterator[tuple[int, bytes]], lines: Lines) -> None:
+def _write_all(pieces: Iterator[tuple[int, bytes]], lines: LogLines) -> None:
     """All that a source gives, with the last lines also where it raises at the end."""
     try:
         for node, piece in pieces:
@@ -122,7 +122,7 @@ def _write_all(pieces: Iterator[tuple[int, bytes]], lines: Lines) -> None:
     lines.close()
 
 
-def _choose(source: Source, attempt: int | None, previous: bool, *, wait: bool) -> int:
+def _choose(source: LogSource, attempt: int | None, previous: bool, *, wait: bool) -> int:
     """The attempt that is shown; the last one without a wish."""
     known = source.attempts()
     if not known:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ddpjob_operator.job import api
-    from ddpjob_operator.local.run import Options
+    from ddpjob_operator.local.run import RunOptions
     from ddpjob_operator.manifest.yamlfile import Document
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -110,7 +110,7 @@ def run(
     """
     from ddpjob_operator.cli import check_files, sources
     from ddpjob_operator.local import faults, gpus
-    from ddpjob_operator.local.run import Options
+    from ddpjob_operator.local.run import RunOptions
 
     if filename is not None or module is not None:  # the first word is then one of ARGS
         file, arguments = filename, (*([] if file is None else [file]), *arguments)
@@ -135,7 +135,7 @@ def run(
             return print_objects(parsed, cpu)
         if warning := sources.warn_of_size(parsed, allowed=yes):
             click.echo(warning, err=True)
-        options = Options(
+        options = RunOptions(
             status,
             cpu,
             allow_unsupported,
@@ -243,7 +243,9 @@ def load(
     return sources.load(sources.Source(file, None, job, nodes, None, settings, variables))
 
 
-def start(document: Document, job: api.DDPJob, options: Options, *, checked: bool, notebook: str | None = None) -> int:
+def start(
+    document: Document, job: api.DDPJob, options: RunOptions, *, checked: bool, notebook: str | None = None
+) -> int:
     """Check the job's script, and run it. notebook: the file of which the script was made."""
     from ddpjob.agent import own_children
     from ddpjob_operator.cli import check_files

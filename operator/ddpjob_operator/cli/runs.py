@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import datetime as dt
     from pathlib import Path
 
-    from ddpjob_operator.cli.logs import Source
+    from ddpjob_operator.cli.logs import LogSource
     from ddpjob_operator.local.runs import Run
 
 FOLDER = click.option(
@@ -114,7 +114,7 @@ def report(job: str | None, folder: Path | None) -> int:
 COMMANDS = (list_runs, logs, report)
 
 
-def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> Source:
+def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> LogSource:
     """Those of the last run on this machine, or of a job in the cluster, where there is no such run."""
     from ddpjob_operator.local import run_logs, runs
 
@@ -128,16 +128,16 @@ def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> Source
     return run_logs.LocalLogs(runs.find(job, folder))
 
 
-def _logs_in_cluster(connect: Connect, job: str | None, **part: Any) -> Source:
+def _logs_in_cluster(connect: Connect, job: str | None, **part: Any) -> LogSource:
     from ddpjob_operator.client import jobs
-    from ddpjob_operator.client.logs import ClusterLogs, Part
+    from ddpjob_operator.client.logs import ClusterLogs, LogPart
     from ddpjob_operator.client.watch import StateLines
 
     if job is None:
         raise click.UsageError("Missing argument 'JOB': which job of the cluster.")
     cluster = connect()
     return ClusterLogs(
-        cluster, jobs.find(cluster, job), say, part=Part(**part), on_look=StateLines(say, running=False).see
+        cluster, jobs.find(cluster, job), say, part=LogPart(**part), on_look=StateLines(say, running=False).see
     )
 
 

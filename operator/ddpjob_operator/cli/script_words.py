@@ -266,8 +266,7 @@ def _wrong_program(line: _Line, rest: Sequence[str]) -> str:
 
 def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> str:
     """Return a sentence that says what to type in place of a launcher or a Python with a script."""
-    from ddpjob_operator.check import command
-    from ddpjob_operator.job import programs
+    from ddpjob_operator.job import command, programs
 
     started, at = command.read(list(words)), _begin(words)
     is_torchrun = programs.name(words[at]) == "torchrun" or started.launcher.startswith("torch.distributed")
@@ -336,7 +335,7 @@ def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
 
 def _declared(named: Sequence[str]) -> frozenset[str]:
     """Return the options that a script and the files of its own that it imports declare; none if it is not here."""
-    from ddpjob_operator.check.command import Command
     from ddpjob_operator.cli import declared_options
+    from ddpjob_operator.job.command import Command
 
     return declared_options.of(Command(module=named[1]).files if named[0] == "-m" else [named[0]])

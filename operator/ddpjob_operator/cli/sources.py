@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddpjob_operator.check import command, notebook
+from ddpjob_operator.check import notebook
 from ddpjob_operator.cli import kinds
 from ddpjob_operator.cli.from_script import Start, job_yaml
 from ddpjob_operator.cli.options import applied, range_of, refuse_other_bytes
-from ddpjob_operator.job import api, launcher, topology, validation, wording
+from ddpjob_operator.job import api, command, launcher, topology, validation, wording
 from ddpjob_operator.job.arguments import behind_script
 from ddpjob_operator.job.podspec import command_path, trainer_container
 from ddpjob_operator.local import similar
@@ -239,7 +239,7 @@ def names_of(file: str | None) -> Callable[[str], str]:
     return notebook.by_cell(_cells(file), file) if file is not None and is_notebook(file) else str
 
 
-def _cells(path: str) -> notebook.Part:
+def _cells(path: str) -> notebook.NotebookPart:
     """The code of a notebook's cells, in which IPython's own commands do nothing."""
     try:
         cells = notebook.parts(_text(path))[0]

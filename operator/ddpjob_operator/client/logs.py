@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Part:
+class LogPart:
     """Which lines of a log are wanted, and how."""
 
     tail: int | None = None
@@ -55,7 +55,7 @@ class ClusterLogs:
         stored: jobs.Stored,
         say: Say,
         *,
-        part: Part = Part(),
+        part: LogPart = LogPart(),
         on_look: Callable[[jobs.Stored], None] = lambda _: None,
     ) -> None:
         self.name = stored.job.metadata.name
@@ -214,7 +214,7 @@ class ClusterLogs:
 class _Streams:
     """A thread for each pod, which reads its log to the end, again where the connection breaks."""
 
-    def __init__(self, cluster: Cluster, container: str, part: Part, begun: Collection[str], say: Say) -> None:
+    def __init__(self, cluster: Cluster, container: str, part: LogPart, begun: Collection[str], say: Say) -> None:
         """begun: the uids of the pods of which a part is shown; of those that come later all is."""
         self._cluster, self._container, self._part, self._begun, self._say = cluster, container, part, begun, say
         self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)

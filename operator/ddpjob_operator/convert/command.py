@@ -13,6 +13,7 @@ from ddpjob_operator.convert.fields import ConvertError
 from ddpjob_operator.convert.result import Converted
 from ddpjob_operator.job import bounds, launcher, programs
 from ddpjob_operator.job.arguments import behind_script
+from ddpjob_operator.job.command import read
 from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.job.podspec import TRAINER
 
@@ -48,6 +49,7 @@ _UNSET = (
     "not set in a DDPJob, which has NODE_RANK, NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, and in each rank "
     "RANK, LOCAL_RANK and WORLD_SIZE"
 )
+_UNKNOWN_NAME = re.compile(r"[$`]")
 _MORE_THAN_WORDS = re.compile(r"[;&|<>$`\n(){}*?~#\\]")
 _NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
 
@@ -87,7 +89,10 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
     command = [*_of_the_job(command[:begin], variables, result), *inner]
     if unset := shell.of_others(" ".join(command)):
         result.remark(("command",), f"{', '.join(unset)}: {_UNSET}")
-    result.metadata["name"] = name or name_of(started.name_giver(inner) or "train")
+    after = launcher.options_begin(inner)
+    found = read(inner).named[-1:] or (launcher.read_options(inner[after:])[1][:1] if after is not None else ())
+    named = next((text for text in found if not _UNKNOWN_NAME.search(text)), "train")
+    result.metadata["name"] = name or name_of(named)
     container: dict[str, Any] = {"name": TRAINER, "image": image or IMAGE, "command": command}
     if variables:
         container["env"] = [{"name": key, "value": value} for key, value in variables.items()]

@@ -1,4 +1,4 @@
-"""The script or module that a command line starts, which names the job, and options of a single machine."""
+"""Options of a command line that identify a single machine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ddpjob_operator.job import launcher, programs
-
-_PYTHON = re.compile(r"(?:python|pypy)[\d.]*")
 # How scripts name what differs on each machine, and what a DDPJob has for it.
 _VARIABLE_OF = {
     "rank": "$(NODE_RANK)",
@@ -32,37 +29,6 @@ _ADDRESSES = {"dist_url", "init_method", "dist_init_method", "master_addr", "mas
 _HERE = re.compile(
     r"(?:tcp://)?(?:localhost|127\.\d+\.\d+\.\d+|0\.0\.0\.0|\[?::1?\]?)(?::|/|$)|(?:env|file)://|auto$|\W*$"
 )
-
-
-def name_giver(words: Sequence[str]) -> str:
-    """Return the script, or the module after -m; "" if the command does not show it. Never one of its arguments."""
-    script = launcher.shell_script(list(words))
-    commands = [list(words)] if script is None else list(launcher.shell_commands(script))
-    by_launcher = [found for one in commands if (found := _behind_launcher(one))]
-    named = by_launcher or [found for one in commands if (found := _behind_python(one))]
-    return named[0] if named and "$" not in named[0] and "`" not in named[0] else ""
-
-
-def _behind_launcher(words: list[str]) -> str:
-    begin = launcher.options_begin(words)
-    if begin is None:
-        return ""
-    options, rest = launcher.read_options(words[begin:])
-    if "no_python" in options:
-        return name_giver(rest) if rest else ""
-    return rest[0] if rest else ""
-
-
-def _behind_python(words: list[str]) -> str:
-    for i in programs.places(words):
-        if words[i].endswith(".py"):
-            return words[i]
-        if _PYTHON.fullmatch(programs.name(words[i])):
-            rest = launcher.after_python_options(words[i + 1 :])
-            if rest[:1] == ["-m"]:
-                return rest[1] if len(rest) > 1 else ""
-            return "" if rest[:1] == ["-c"] or not rest else rest[0]
-    return ""
 
 
 def of_one_machine(words: Sequence[str]) -> str:

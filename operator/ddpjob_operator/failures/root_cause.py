@@ -97,7 +97,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class End:
+class PodEnd:
     """How one pod ended, beside the others."""
 
     failure: api.JobFailure
@@ -119,7 +119,7 @@ class End:
         """As kept with the failure."""
         return precedence_of(self.failure)
 
-    def was_deleted_after(self, other: End) -> bool:
+    def was_deleted_after(self, other: PodEnd) -> bool:
         """Whether its deletion was requested after the other had ended: by what was seen first, else by clocks."""
         if self.deleted_at is None:
             return False
@@ -174,7 +174,7 @@ def settle(
     recorded = _recorded(first, ends)
     cause = _first([*recorded, *ends], first.pod)
     if lost and cause.precedence in _MAY_FOLLOW_A_LOST_NODE:
-        cause = _first([End(gone) for gone in lost])
+        cause = _first([PodEnd(gone) for gone in lost])
     early = early or next((end.failure for end in ends if end.done), None)
     if cause.precedence == Precedence.SYMPTOM and (cause.failure.reason == ENDED_EARLY or early is not None):
         return _ended_early(early, cause.failure, steps or {}), "application"
@@ -317,7 +317,7 @@ def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps:
     )
 
 
-def _end(context: Context, pod: Pod, *, outside: bool) -> End:
+def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     report = _read(pod, context.port if pod.place == context.members.leader else None)
     own = report.failure
     code = pod.trainer.exit_code if own.exit_code is None else own.exit_code
@@ -344,7 +344,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> End:
         time=_time(pod, own, context.now),
     )
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
-    return End(
+    return PodEnd(
         failure,
         deleted_at=None if ended_by_node else pod.deletion_requested_at,
         everywhere=report.permanent,
@@ -470,24 +470,24 @@ def _as_recorded(pod: Pod, first: api.JobFailure) -> Pod:
     return msgspec.structs.replace(pod, ended_first=True) if ended else pod
 
 
-def _first(ends: Sequence[End], recorded: str = "") -> End:
+def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:
     """The end that explains the others. recorded: the pod whose end was seen, and recorded, before all others."""
 
-    def order(end: End) -> tuple[Precedence, bool, int, dt.datetime, int]:
+    def order(end: PodEnd) -> tuple[Precedence, bool, int, dt.datetime, int]:
         failure = end.failure
         return (end.precedence, failure.pod != recorded, end.seen, failure.time, failure.node_rank)
 
     return min(ends, key=order)
 
 
-def _recorded(first: api.JobFailure, ends: Sequence[End]) -> list[End]:
+def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
     """The first failure as an end of its own, where its pod is gone or no longer shows as much as was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
     if now is None:
-        return [End(first)]
+        return [PodEnd(first)]
     if not _ended_from_outside(first):
         # A pod that the operator has deleted since may show less: a container that was never made "exits" with 137.
-        return [End(first)] if now.precedence > precedence_of(first) else []
+        return [PodEnd(first)] if now.precedence > precedence_of(first) else []
     merged = msgspec.structs.replace(
         first,
         exit_code=now.failure.exit_code,
@@ -497,10 +497,10 @@ def _recorded(first: api.JobFailure, ends: Sequence[End]) -> list[End]:
         log_tail=now.failure.log_tail,
         evidence=evidence_of(first),
     )
-    return [End(merged)]
+    return [PodEnd(merged)]
 
 
-def _on_all_nodes(ends: Sequence[End], nodes: int | None) -> bool:
+def _on_all_nodes(ends: Sequence[PodEnd], nodes: int | None) -> bool:
     """Whether no node could start it; if only one could not, that node may be the reason. Agents that have ended by
     agreement have compared their nodes."""
     if any(end.everywhere for end in ends):
@@ -509,7 +509,7 @@ def _on_all_nodes(ends: Sequence[End], nodes: int | None) -> bool:
     return len(unable) >= (len({end.failure.node_rank for end in ends}) if nodes is None else nodes)
 
 
-def _repeats(cause: End, ends: Sequence[End], nodes: int | None) -> bool:
+def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int | None) -> bool:
     """Whether another try would end as this one did: a mistake of the script that was made on all nodes."""
     exception = cause.failure.exception
     code = cause.failure.exit_code

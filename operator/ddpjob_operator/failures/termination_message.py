@@ -31,7 +31,7 @@ from ddpjob_operator.failures.log_lines import BORDER, LINE_MAX, PREFIX, is_of_n
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.hidden_failure import is_recorded
-from ddpjob_operator.observed.reports import Agent
+from ddpjob_operator.observed.reports import AgentReport
 
 # The local run keeps 16 kB of log, the kubelet 2 to 4.
 READ_MAX = 65_536
@@ -99,7 +99,7 @@ class Message(NamedTuple):
     failure: Failure
     ended: bool = False
     """Whether an agent ended because the agents of the group had agreed on it; an agent that is lost writes none."""
-    agent: Agent | None = None
+    agent: AgentReport | None = None
     """From node 0's agent: what it had restarted in place."""
     findings: tuple[Finding, ...] = ()
     """What makes a success suspicious."""
@@ -400,7 +400,7 @@ def _message(text: str) -> tuple[Message | None, str]:
     try:
         written = msgspec.json.decode(first.encode(), type=dict[str, Any])
         failure = Failure.from_dict(written)
-        agent = msgspec.convert(written.get("agent"), Agent | None)
+        agent = msgspec.convert(written.get("agent"), AgentReport | None)
     except (*NOT_READABLE, ValueError):
         return None, text
     if type(written.get("ddpjob")) is not int or written["ddpjob"] != 1:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.observed.groups import Admission, Group, Placement, Tell
+from ddpjob_operator.observed.groups import Admission, ObservedGroup, Placement, Tell
 
 Raw = Mapping[str, Any]
 Body = dict[str, Any]
@@ -53,7 +53,7 @@ class Queue:
     """Whether it was told that all pods run, and that the job is over."""
     reads_for_pods: Callable[[Placement, str], tuple[str, ...]]
     """The paths of what the pods are completed with, by apiVersion."""
-    place: Callable[[Body, Group, Sequence[Raw]], None]
+    place: Callable[[Body, ObservedGroup, Sequence[Raw]], None]
     """Puts into a pod what the queue has decided, with what was read."""
     tell: Callable[[Raw, Tell, str, dt.datetime], Body | None]
     """The object's new status, by the object as it is now, a sentence and the time; None: nothing is to be told."""

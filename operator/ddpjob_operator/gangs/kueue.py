@@ -18,7 +18,7 @@ from urllib.parse import quote
 from ddpjob_operator.gangs.adapter import Adapter, Body, Places, Queue, Raw
 from ddpjob_operator.job import api, bounds, launcher, podspec
 from ddpjob_operator.job.bounds import text
-from ddpjob_operator.observed.groups import Admission, Group, Placement, Tell
+from ddpjob_operator.observed.groups import Admission, ObservedGroup, Placement, Tell
 from ddpjob_operator.pods import build, naming
 
 GROUP = "kueue.x-k8s.io"
@@ -212,7 +212,7 @@ def pod(_body: Body, _job: api.DDPJob, _attempt: int) -> None:
     """Without an admission a pod has nothing of Kueue: as the pod of an external framework it is left alone."""
 
 
-def place(pod_body: Body, group: Group, flavors: Sequence[Raw]) -> None:
+def place(pod_body: Body, group: ObservedGroup, flavors: Sequence[Raw]) -> None:
     """The pod runs where its quota is. What flavors and checks ask for outranks the template: elsewhere the pod would
     use what the queue has promised to others."""
     placed, spec, metadata = group.placement, pod_body["spec"], pod_body["metadata"]

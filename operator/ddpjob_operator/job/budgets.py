@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ddpjob.core import budget
-from ddpjob.core.budget import History, Known, Limits, Spent
+from ddpjob.core.budget import Known, Limits, RestartHistory, Spent
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob_operator.job import api, validation
 
 
-def history(status: api.Status) -> History:
+def history(status: api.Status) -> RestartHistory:
     """What restarts have cost so far, by the operator's counts."""
     r = status.restarts or api.Restarts()
-    return History(
+    return RestartHistory(
         application=r.application,
         infrastructure=r.infrastructure,
         stall=r.stall,
@@ -23,7 +23,7 @@ def history(status: api.Status) -> History:
     )
 
 
-def restarts(history: History) -> api.Restarts:
+def restarts(history: RestartHistory) -> api.Restarts:
     """The inverse."""
     return api.Restarts(**{**history._asdict(), "total": history.total, "charged_at": list(history.charged_at)})
 

@@ -89,7 +89,7 @@ class Launcher:
     options: dict[str, str] = field(default_factory=dict)
 
 
-class Facts:
+class JobFacts:
     """What a job's template says of its command, read once for each parsed spec.
 
     A plan asks dozens of times, some of them for each node, and each report of each node four times.
@@ -124,11 +124,11 @@ class Facts:
         return gpus(self._template)
 
 
-def facts(spec: api.Spec) -> Facts:
+def facts(spec: api.Spec) -> JobFacts:
     """Return what the command of this spec says. A changed copy of the spec has facts of its own."""
     kept = spec.__dict__
     if "facts" not in kept:
-        kept["facts"] = Facts(spec.template)
+        kept["facts"] = JobFacts(spec.template)
     return kept["facts"]  # type: ignore[no-any-return]
 
 

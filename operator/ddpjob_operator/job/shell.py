@@ -36,21 +36,21 @@ class Word:
     value: str
     quoted: bool = False
     """Whether a part of it is quoted."""
-    runs: tuple[Script, ...] = ()
+    runs: tuple[ShellScript, ...] = ()
     """The scripts in $( ) and backquotes."""
-    beside: tuple[Script, ...] = ()
+    beside: tuple[ShellScript, ...] = ()
     """The scripts in <( ) and >( ), which run beside the command."""
 
 
 @dataclass(frozen=True, eq=False)
-class Node:
+class ShellNode:
     """A command of any kind. text: as it is written."""
 
     text: str = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True, eq=False)
-class Simple(Node):
+class Simple(ShellNode):
     """NAME=value program word … <<END"""
 
     assigned: tuple[tuple[str, Word], ...] = ()
@@ -62,84 +62,84 @@ class Simple(Node):
 
 
 @dataclass(frozen=True, eq=False)
-class Pipeline(Node):
+class Pipeline(ShellNode):
     """! one | other"""
 
-    parts: tuple[Node, ...]
+    parts: tuple[ShellNode, ...]
     negated: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class AndOr(Node):
+class AndOr(ShellNode):
     """first && other || other"""
 
-    first: Node
-    rest: tuple[tuple[str, Node], ...]
+    first: ShellNode
+    rest: tuple[tuple[str, ShellNode], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Background(Node):
+class Background(ShellNode):
     """command &"""
 
-    body: Node
+    body: ShellNode
 
 
 @dataclass(frozen=True, eq=False)
-class Script(Node):
+class ShellScript(ShellNode):
     """one; other"""
 
-    parts: tuple[Node, ...]
+    parts: tuple[ShellNode, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Group(Node):
+class GroupNode(ShellNode):
     """{ list; }, or ( list ) where it is a subshell."""
 
-    body: Node
+    body: ShellNode
     subshell: bool = False
     targets: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class If(Node):
+class If(ShellNode):
     """if list; then list; … else list; fi"""
 
-    branches: tuple[tuple[Node, Node], ...]
-    otherwise: Node | None
+    branches: tuple[tuple[ShellNode, ShellNode], ...]
+    otherwise: ShellNode | None
     targets: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Loop(Node):
+class Loop(ShellNode):
     """while, until, and for (then without a condition)."""
 
     kind: str
-    condition: Node | None
-    body: Node
+    condition: ShellNode | None
+    body: ShellNode
     over: tuple[Word, ...] = ()
     name: str = ""
     targets: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Case(Node):
+class Case(ShellNode):
     """case word in pattern) list;; esac"""
 
     word: Word
-    branches: tuple[tuple[tuple[str, ...], Node], ...]
+    branches: tuple[tuple[tuple[str, ...], ShellNode], ...]
     targets: tuple[Word, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
-class Function(Node):
+class Function(ShellNode):
     """name() command"""
 
     name: str
-    body: Node
+    body: ShellNode
 
 
 @functools.lru_cache(maxsize=256)
-def parse(script: str) -> Script:
+def parse(script: str) -> ShellScript:
     """The commands of a script. The same text gives the same objects. Raises ShellSyntaxError."""
     if len(script) > SCRIPT_MAX:
         raise ShellSyntaxError("too long")
@@ -153,15 +153,15 @@ def parse(script: str) -> Script:
     return found
 
 
-def children(node: Node) -> Iterator[Node]:
+def children(node: ShellNode) -> Iterator[ShellNode]:
     """The commands directly below a command, those in its words included."""
     for word in words_of(node):
         yield from (*word.runs, *word.beside)
-    if isinstance(node, (Pipeline, Script)):
+    if isinstance(node, (Pipeline, ShellScript)):
         yield from node.parts
     elif isinstance(node, AndOr):
         yield from (node.first, *(other for _, other in node.rest))
-    elif isinstance(node, (Background, Group, Function)):
+    elif isinstance(node, (Background, GroupNode, Function)):
         yield node.body
     elif isinstance(node, If):
         for condition, body in node.branches:
@@ -173,7 +173,7 @@ def children(node: Node) -> Iterator[Node]:
         yield from (body for _, body in node.branches)
 
 
-def words_of(node: Node) -> tuple[Word, ...]:
+def words_of(node: ShellNode) -> tuple[Word, ...]:
     """The words of a command itself, those of its redirections included."""
     if isinstance(node, Simple):
         return (*(word for _, word in node.assigned), *node.words, *node.targets)
@@ -181,10 +181,10 @@ def words_of(node: Node) -> tuple[Word, ...]:
         return (*node.over, *node.targets)
     if isinstance(node, Case):
         return (node.word, *node.targets)
-    return node.targets if isinstance(node, (Group, If)) else ()
+    return node.targets if isinstance(node, (GroupNode, If)) else ()
 
 
-def walk(node: Node) -> Iterator[Node]:
+def walk(node: ShellNode) -> Iterator[ShellNode]:
     """A command and all below it, in the order in which they are written."""
     yield node
     for child in children(node):
@@ -202,7 +202,7 @@ class _Reader:
 
     # ---- lists ---------------------------------------------------------------------------------------------
 
-    def sequence(self, ends: frozenset[str]) -> Script:
+    def sequence(self, ends: frozenset[str]) -> ShellScript:
         """Commands up to one of these words, a closing bracket, `;;` or the end."""
         begin, parts = self._skip_lines(), []
         while not self._ends(ends):
@@ -214,14 +214,14 @@ class _Reader:
                 self._operator(";")
             parts.append(node)
             self._skip_lines()
-        return Script(tuple(parts), text=self.text[begin : self.at])
+        return ShellScript(tuple(parts), text=self.text[begin : self.at])
 
     def _ends(self, ends: frozenset[str]) -> bool:
         if self.at >= len(self.text) or self.text[self.at] in ")" or self._peek(";;", ";&"):
             return True
         return bool(ends) and self._reserved() in ends
 
-    def _and_or(self) -> Node:
+    def _and_or(self) -> ShellNode:
         begin = self.at
         first, rest = self._pipeline(), []
         while (operator := self._operator("&&", "||")) is not None:
@@ -229,7 +229,7 @@ class _Reader:
             rest.append((operator, self._pipeline()))
         return AndOr(first, tuple(rest), text=self._from(begin)) if rest else first
 
-    def _pipeline(self) -> Node:
+    def _pipeline(self) -> ShellNode:
         begin, negated = self._skip(), False
         while (word := self._reserved()) in ("!", "time"):
             negated ^= word == "!"
@@ -247,7 +247,7 @@ class _Reader:
 
     # ---- commands ------------------------------------------------------------------------------------------
 
-    def _command(self) -> Node:
+    def _command(self) -> ShellNode:
         begin, word = self._skip(), self._reserved()
         if self._peek("(("):
             return self._arithmetic(begin)
@@ -255,9 +255,9 @@ class _Reader:
             self.at += 1
             body = self.sequence(frozenset())
             self._expect(")")
-            return Group(body, True, self._targets(), text=self._from(begin))
+            return GroupNode(body, True, self._targets(), text=self._from(begin))
         if word in _OPENS:
-            compound: dict[str, Callable[[int], Node]] = {
+            compound: dict[str, Callable[[int], ShellNode]] = {
                 "if": self._if, "while": self._while, "until": self._while, "for": self._for, "select": self._for,
                 "case": self._case, "{": self._group, "[[": self._test, "function": self._function,
             }  # fmt: skip
@@ -269,7 +269,7 @@ class _Reader:
             return Background(self._command(), text=self._from(begin))
         return self._simple(begin)
 
-    def _if(self, begin: int) -> Node:
+    def _if(self, begin: int) -> ShellNode:
         branches, otherwise = [], None
         self._take("if")
         while True:
@@ -285,13 +285,13 @@ class _Reader:
         self._take("fi")
         return If(tuple(branches), otherwise, self._targets(), text=self._from(begin))
 
-    def _while(self, begin: int) -> Node:
+    def _while(self, begin: int) -> ShellNode:
         kind = self._reserved()
         self._take(kind)
         condition = self.sequence(frozenset({"do"}))
         return Loop(kind, condition, self._do(), targets=self._targets(), text=self._from(begin))
 
-    def _for(self, begin: int) -> Node:
+    def _for(self, begin: int) -> ShellNode:
         self._take(self._reserved())
         name, over = "", []
         if self._peek("(("):
@@ -307,14 +307,14 @@ class _Reader:
         self._skip_lines()
         return Loop("for", None, self._do(), tuple(over), name, self._targets(), text=self._from(begin))
 
-    def _do(self) -> Node:
+    def _do(self) -> ShellNode:
         opens, closes = ("{", "}") if self._reserved() == "{" else ("do", "done")
         self._take(opens)
         body = self.sequence(frozenset({closes}))
         self._take(closes)
         return body
 
-    def _case(self, begin: int) -> Node:
+    def _case(self, begin: int) -> ShellNode:
         self._take("case")
         self._skip()
         word, branches = self._word(), []
@@ -337,13 +337,13 @@ class _Reader:
         self._skip()
         return self._word().value
 
-    def _group(self, begin: int) -> Node:
+    def _group(self, begin: int) -> ShellNode:
         self._take("{")
         body = self.sequence(frozenset({"}"}))
         self._take("}")
-        return Group(body, False, self._targets(), text=self._from(begin))
+        return GroupNode(body, False, self._targets(), text=self._from(begin))
 
-    def _test(self, begin: int) -> Node:
+    def _test(self, begin: int) -> ShellNode:
         end = re.compile(r"\s\]\](?=[\s;&|)]|$)").search(self.text, self.at)
         if end is None:
             raise ShellSyntaxError("[[ has no end")
@@ -351,11 +351,11 @@ class _Reader:
         self.at = end.end()
         return Simple(words=tuple(Word(word.strip("\"'")) for word in words), text=self._from(begin))
 
-    def _arithmetic(self, begin: int) -> Node:
+    def _arithmetic(self, begin: int) -> ShellNode:
         inside = self._skip_brackets("((", "))")
         return Simple(words=(Word("(("), Word(inside), Word("))")), text=self._from(begin))
 
-    def _function(self, begin: int) -> Node:
+    def _function(self, begin: int) -> ShellNode:
         self._take("function")
         name = self._word().value
         self._skip()
@@ -364,7 +364,7 @@ class _Reader:
         self._skip_lines()
         return Function(name, self._command(), text=self._from(begin))
 
-    def _simple(self, begin: int) -> Node:
+    def _simple(self, begin: int) -> ShellNode:
         assigned: list[tuple[str, Word]] = []
         words: list[Word] = []
         targets: list[Word] = []
@@ -394,7 +394,7 @@ class _Reader:
             return Word(self._skip_brackets("(", ")"))
         return Word("") if self._at_end_of_word() else self._word()
 
-    def _function_of(self, words: list[Word], begin: int) -> Node:
+    def _function_of(self, words: list[Word], begin: int) -> ShellNode:
         self._expect("(")
         self._skip()
         self._expect(")")
@@ -442,8 +442,8 @@ class _Reader:
 
     def _word(self) -> Word:
         value: list[str] = []
-        runs: list[Script] = []
-        beside: list[Script] = []
+        runs: list[ShellScript] = []
+        beside: list[ShellScript] = []
         begin, quoted = self.at, False
         while not self._at_end_of_word() or self._peek("<(", ">("):
             character = self.text[self.at]
@@ -467,7 +467,7 @@ class _Reader:
             raise ShellSyntaxError(f"no word at {self.text[begin : begin + 10]!r}")
         return Word("".join(value), quoted, tuple(runs), tuple(beside))
 
-    def _double_quoted(self, value: list[str], runs: list[Script]) -> None:
+    def _double_quoted(self, value: list[str], runs: list[ShellScript]) -> None:
         self.at += 1
         while self.text[self.at : self.at + 1] != '"':
             if self.at >= len(self.text):
@@ -481,7 +481,7 @@ class _Reader:
                 self._part(value, runs)
         self.at += 1
 
-    def _part(self, value: list[str], runs: list[Script]) -> None:
+    def _part(self, value: list[str], runs: list[ShellScript]) -> None:
         """Characters, or an expansion."""
         begin = self.at
         if self.text.startswith("$((", begin):
@@ -500,7 +500,7 @@ class _Reader:
             self.at = plain.end() if plain and self.text[begin] != "$" else begin + 1
         value.append(self.text[begin : self.at])
 
-    def _inner(self, value: list[str] | None) -> Script:
+    def _inner(self, value: list[str] | None) -> ShellScript:
         """The script up to the closing bracket."""
         begin = self.at
         inner = _Reader(self.text, self._depth + 1, begin)
@@ -511,7 +511,7 @@ class _Reader:
             value.append(f"({self.text[begin : self.at]}")
         return found
 
-    def _backquoted(self) -> Script:
+    def _backquoted(self) -> ShellScript:
         end = re.compile(r"(?:[^`\\]|\\.)*`", re.DOTALL).match(self.text, self.at + 1)
         if end is None:
             self._unclosed("`")

@@ -126,7 +126,7 @@ def waits_for_room(raw: Raw) -> bool:
 
 
 @dataclass(frozen=True)
-class Limits:
+class StoredLimits:
     """Bytes of memory."""
 
     memory: int
@@ -139,12 +139,12 @@ class Limits:
     resting_in_namespace: int
 
     @staticmethod
-    def of(memory: int) -> Limits:
+    def of(memory: int) -> StoredLimits:
         """Of an operator that may use so much."""
-        return Limits(memory, memory // 4, memory // 8, memory // 8, memory // 16)
+        return StoredLimits(memory, memory // 4, memory // 8, memory // 8, memory // 16)
 
 
-DEFAULT = Limits.of(512 << 20)
+DEFAULT = StoredLimits.of(512 << 20)
 
 
 class Room:

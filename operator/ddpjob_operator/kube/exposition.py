@@ -36,7 +36,7 @@ def read(snapshot: Snapshot) -> Moment:
     return snapshot.moment._replace(jobs=jobs)
 
 
-def job(raw: Mapping[str, Any]) -> meters.Job:
+def job(raw: Mapping[str, Any]) -> meters.MeteredJob:
     """A stored job, as it is counted."""
     metadata = raw["metadata"]
     try:
@@ -44,7 +44,7 @@ def job(raw: Mapping[str, Any]) -> meters.Job:
     except validation.UnreadableJobError:
         status = None
     created_at = bounds.time(metadata.get("creationTimestamp"))
-    return meters.Job(metadata.get("namespace", ""), metadata["name"], metadata["uid"], status, created_at)
+    return meters.MeteredJob(metadata.get("namespace", ""), metadata["name"], metadata["uid"], status, created_at)
 
 
 class Exposition(BoundedServer):

@@ -21,7 +21,7 @@ from ddpjob_operator.kube.queue_places import QueuePlaces
 from ddpjob_operator.kube.reflector import Reflector
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Key, Store
-from ddpjob_operator.observed.groups import GangApi, Group
+from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.pods import naming
 
 # How often an API that is not served, or whose watch fails, is looked for again.
@@ -52,14 +52,14 @@ class Gang:
         seconds that this can wait; found: where another version is served than before, or none. asks_places: whether a
         queue is asked for the places of those that wait."""
 
-        def told(key: Key, _old: Group | None, new: Group | None) -> None:
+        def told(key: Key, _old: ObservedGroup | None, new: ObservedGroup | None) -> None:
             changed(key, triggers.group_changed(adapter.admits_first, new))
 
         self.adapter = adapter
         self.api = GangApi(why_not=f"the API server has not told yet whether it serves {adapter.plural}")
         self._refused: dict[str, GangApi] = {}
         """Namespaces in which it may not be listed, and may be elsewhere: one that was deleted has no Role any more."""
-        self.store: Store[Group] = Store(observe.group(adapter), key_of, told)
+        self.store: Store[ObservedGroup] = Store(observe.group(adapter), key_of, told)
         self.reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
         self._sleep = sleep
@@ -82,12 +82,12 @@ class Gang:
         synced = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", namespace))
         return self._is_known and all(synced)
 
-    def of(self, job: api.DDPJob) -> Group | None:
+    def of(self, job: api.DDPJob) -> ObservedGroup | None:
         """The job's own object, where it has one for its life."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
         return next((group for group in found if group.owner_uid == job.metadata.uid), None)
 
-    def groups(self, key: Key) -> list[Group]:
+    def groups(self, key: Key) -> list[ObservedGroup]:
         """What a job has, with its place where it waits and the queue has told that."""
         found = self.store.of(key)
         place = self.places.of(key) if self.places is not None else None
@@ -248,5 +248,5 @@ def waits_for(job: api.DDPJob, gangs: Mapping[str, Gang]) -> bool:
     return not unknown.isdisjoint({has, choice.choose(job, apis)[0]})
 
 
-def _waits(group: Group) -> bool:
+def _waits(group: ObservedGroup) -> bool:
     return group.admission.state == "waiting" and not group.is_over and not group.deletion_requested

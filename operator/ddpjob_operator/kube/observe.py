@@ -17,7 +17,7 @@ from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.bounds import UnreadableError, seconds, text, time
 from ddpjob_operator.job.podspec import trainer_container
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Pod
-from ddpjob_operator.observed.groups import Group
+from ddpjob_operator.observed.groups import ObservedGroup
 from ddpjob_operator.pods import naming
 
 Raw = Mapping[str, Any]
@@ -110,13 +110,13 @@ def service(raw: Raw) -> Service:
     )
 
 
-def group(adapter: Adapter) -> Callable[[Raw], Group]:
+def group(adapter: Adapter) -> Callable[[Raw], ObservedGroup]:
     """A reader of an adapter's objects, which raises UnreadableError."""
 
     @_total
-    def group(raw: Raw) -> Group:
+    def group(raw: Raw) -> ObservedGroup:
         labels = raw["metadata"].get("labels") or {}
-        return Group(
+        return ObservedGroup(
             adapter=adapter.name,
             name=_word(raw["metadata"], "name"),
             uid=_word(raw["metadata"], "uid"),

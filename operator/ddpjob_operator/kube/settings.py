@@ -62,7 +62,7 @@ class OperatorSettings:
     queue_places: bool = False
     """DDPJOB_QUEUE_PLACES: whether the message of a job that waits in a queue names its place there, which is asked of
     the queue's own API once a minute. false, because that API needs a right of its own, and few clusters have it."""
-    room: storage.Limits = storage.DEFAULT
+    room: storage.StoredLimits = storage.DEFAULT
     """DDPJOB_MEMORY_MIB: how much memory it may use, in MiB. A quarter is for jobs that have begun, half of that for
     those of one namespace, and other jobs wait for a place in it. 512, because the chart sets that limit."""
     lease_namespace: str = ""
@@ -106,7 +106,7 @@ class OperatorSettings:
             mount_api_token=_flag(environment, "DDPJOB_MOUNT_API_TOKEN"),
             gangs=_gangs(environment),
             queue_places=_flag(environment, "DDPJOB_QUEUE_PLACES", "false"),
-            room=storage.Limits.of(_memory_mib(environment) << 20),
+            room=storage.StoredLimits.of(_memory_mib(environment) << 20),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
             lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
             claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),

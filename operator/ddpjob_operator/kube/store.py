@@ -281,7 +281,7 @@ class Jobs(Store[Raw]):
         changed: Callable[[Key], None],
         cut: Callable[[Any], Raw] = lambda raw: raw,
         seen: Callable[[Raw | None, Raw | None], None] = lambda _old, _new: None,
-        limits: storage.Limits = storage.DEFAULT,
+        limits: storage.StoredLimits = storage.DEFAULT,
     ) -> None:
         def told(key: Key, old: Raw | None, new: Raw | None) -> None:
             seen(old, new)

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.observed.groups import Group
+from ddpjob_operator.observed.groups import ObservedGroup
 
 # Pods of one job change in bursts, and each reconcile may write the status: 8 pods would make 16 writes
 # (bench/operator_api.py). So good news waits for more of it, and failures and deletions do not. After the last trainer
@@ -36,7 +36,7 @@ def is_good_news(new: Pod, in_seconds: float) -> bool:
     return in_seconds > 0 and not new.ended and not new.unschedulable
 
 
-def group_changed(admits_first: bool, new: Group | None) -> float:
+def group_changed(admits_first: bool, new: ObservedGroup | None) -> float:
     """Seconds until a reconcile is worth it for what a gang scheduler or a queue says; None: the group is gone.
     admits_first: whether pods are made only once it admits. A scheduler says of a group what its pods show as well,
     step by step while they are bound."""

@@ -34,7 +34,7 @@ class Facts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
         return self.nodes * self.nproc_per_node
 
 
-class Change(msgspec.Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+class StatusChange(msgspec.Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """From here on the run was in this state."""
 
     time: dt.datetime
@@ -52,7 +52,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
     """The course of a run."""
 
     series: dict[str, Series] = {}
-    changes: list[Change] = []
+    changes: list[StatusChange] = []
     changes_left_out: int = 0
     step: int = 0
     """That of the last progress taken."""
@@ -68,7 +68,7 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
         return changed
 
     def _take_change(self, status: api.Status, now: dt.datetime) -> bool:
-        change = Change(
+        change = StatusChange(
             time=now,
             state=status.state or "Pending",
             attempt=status.attempt,
@@ -120,7 +120,7 @@ def facts(job: api.DDPJob, run: str, started: dt.datetime) -> Facts:
     )
 
 
-def _is_same(one: Change, other: Change) -> bool:
+def _is_same(one: StatusChange, other: StatusChange) -> bool:
     return (one.state, one.attempt, one.generation, one.training) == (
         other.state,
         other.attempt,

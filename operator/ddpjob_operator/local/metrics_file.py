@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ddpjob_operator.job import api
 from ddpjob_operator.local import files
-from ddpjob_operator.metrics.meter import Job, Meter, Moment
+from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment
 from ddpjob_operator.metrics.of_change import Restart
-from ddpjob_operator.observed.reports import Agent
+from ddpjob_operator.observed.reports import AgentReport
 
 # A scraper of files comes every 15 s or more seldom.
 AGAIN_SECONDS = 5.0
@@ -28,7 +28,7 @@ class MetricsFile:
         self._restart: Restart | None = None
         self._written_at = float("-inf")
 
-    def changed(self, old: api.Status, new: api.Status, now: dt.datetime, agent: Agent | None) -> None:
+    def changed(self, old: api.Status, new: api.Status, now: dt.datetime, agent: AgentReport | None) -> None:
         """A status follows on another. Raises OSError, as `write`."""
         self._restart = self._meter.changed(old, new, now, self._restart, agent)
         if new.state != old.state or time.monotonic() - self._written_at >= AGAIN_SECONDS:
@@ -37,6 +37,6 @@ class MetricsFile:
     def write(self, status: api.Status, now: dt.datetime) -> None:
         """Replace the file at once, so that no scraper sees half of it. Raises OSError."""
         self._written_at = time.monotonic()
-        jobs = [Job(self._namespace, self._name, self._uid, status)]
+        jobs = [MeteredJob(self._namespace, self._name, self._uid, status)]
         text, _ = self._meter.text(Moment(now, jobs, metadata.version("ddpjob")), openmetrics=False)
         files.write_atomically(self._path, text)

@@ -17,4 +17,4 @@ def page(run: runs.Run, history: History, now: dt.datetime) -> str:
     ended = last if took is None else run.facts.started + dt.timedelta(seconds=took)
     paths = [path for attempt, nodes in run.attempts().items() for node in nodes for path in run.logs(attempt, node)]
     logs = [(path.name, path.absolute().as_uri()) for path in paths[-LOGS_MAX:]]
-    return report_page.page(report_page.Report(run.facts, run.status, run.state, history, ended, logs))
+    return report_page.page(report_page.ReportPage(run.facts, run.status, run.state, history, ended, logs))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ddpjob_operator.describe import figures
 from ddpjob_operator.job import api
 from ddpjob_operator.job.wording import count, duration
-from ddpjob_operator.local.history import SAMPLES, STEP_SECONDS, Change, Facts, History
+from ddpjob_operator.local.history import SAMPLES, STEP_SECONDS, Facts, History, StatusChange
 from ddpjob_operator.local.report_svg import Markup, Segment, bar, curve, element, joined, timeline
 
 ROWS_MAX = 40
@@ -50,7 +50,7 @@ a { color: var(--line) }
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportPage:
     """What a report tells. logs: (name, address) of each log; state: as `ddpjob list` shows it."""
 
     facts: Facts
@@ -66,7 +66,7 @@ class Report:
         return max(0.0, (self.ended - self.facts.started).total_seconds())
 
 
-def page(report: Report) -> str:
+def page(report: ReportPage) -> str:
     """The whole file. Everything that a script, a user or a program said is escaped."""
     title = f"{report.facts.job}: {report.state}"
     head = joined(
@@ -82,7 +82,7 @@ def page(report: Report) -> str:
     return f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>{body}</body></html>\n'
 
 
-def _head(report: Report) -> Markup:
+def _head(report: ReportPage) -> Markup:
     facts, status = report.facts, report.status
     shape = f"{count(facts.nodes, 'node')} × {count(facts.nproc_per_node, 'process')} · {facts.backend}"
     began = f"began {facts.started:%Y-%m-%d %H:%M:%S} UTC · took {duration(report.seconds)} · run {facts.run}"
@@ -106,7 +106,7 @@ def _head(report: Report) -> Markup:
     )
 
 
-def _curves(report: Report) -> Markup:
+def _curves(report: ReportPage) -> Markup:
     series = {name: s.points for name, s in report.history.series.items() if len(s.points) > 1}
     if not series:
         hint = "The script reported no metrics over its steps: ddpjob.progress(step, loss=…) reports them."
@@ -129,7 +129,7 @@ def _curves(report: Report) -> Markup:
     )
 
 
-def _time(report: Report) -> Markup:
+def _time(report: ReportPage) -> Markup:
     spent = report.status.goodput
     if spent is None:
         return Markup("")
@@ -150,7 +150,7 @@ def _time(report: Report) -> Markup:
     return joined([element("h2", "Where the time went"), element("p", ratio, class_="soft"), bar(shown), table])
 
 
-def _timeline(report: Report) -> Markup:
+def _timeline(report: ReportPage) -> Markup:
     changes = report.history.changes
     rows: dict[tuple[int, int], list[Segment]] = {}
     ends = [*(change.time for change in changes[1:]), max(report.ended, changes[-1].time)] if changes else []
@@ -174,7 +174,7 @@ def _timeline(report: Report) -> Markup:
     return joined([element("h2", "Timeline"), note, drawn, details])
 
 
-def _failures(report: Report) -> Markup:
+def _failures(report: ReportPage) -> Markup:
     if not report.status.failures:
         return Markup("")
     rows = [(str(f.attempt), f"{f.time:%H:%M:%S}", f.message, f.failure_class, f.node) for f in report.status.failures]
@@ -191,21 +191,21 @@ def _last_failure(failure: api.JobFailure | None) -> Markup:
     return joined([element("h3", f"The last one: {who}, attempt {failure.attempt}"), shown, tail])
 
 
-def _logs(report: Report) -> Markup:
+def _logs(report: ReportPage) -> Markup:
     if not report.logs:
         return Markup("")
     items = (element("li", element("a", name, href=address)) for name, address in report.logs)
     return joined([element("h2", "Logs"), element("ul", *items, class_="mono")])
 
 
-def _kind(change: Change) -> str:
+def _kind(change: StatusChange) -> str:
     if change.state == "Running":
         return "productive" if change.training else "starting"
     kinds = {"Succeeded": "productive", "Failed": "failed", "Failing": "failed", "Restarting": "restarting"}
     return kinds.get(change.state, "starting" if change.state in ("Pending", "Starting") else "other")
 
 
-def _words(change: Change) -> str:
+def _words(change: StatusChange) -> str:
     if change.state == "Running":
         return "training" if change.training else "running, no step yet"
     return change.state

@@ -65,7 +65,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """The options of `ddpjob run`."""
 
     status: Path | None = None
@@ -90,7 +90,7 @@ class Options:
     """What the title says about numbers that nobody gave."""
 
 
-def run(document: Document, job: api.DDPJob, options: Options) -> int:
+def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     """Run a valid job to its end; returns the exit code. Raises InputError before anything has started."""
     if job.spec.suspend:
         text = "spec.suspend: is true, so nothing would start. Run with --set spec.suspend=false."
@@ -122,7 +122,7 @@ def run(document: Document, job: api.DDPJob, options: Options) -> int:
         folder.close()
 
 
-def on_this_machine(job: api.DDPJob, options: Options) -> tuple[api.DDPJob, list[str]]:
+def on_this_machine(job: api.DDPJob, options: RunOptions) -> tuple[api.DDPJob, list[str]]:
     """The job without what only a cluster has, and with --cpu without GPUs; and notes for the user."""
     notes = []
     if options.cpu and (requested := podspec.gpus(job.spec.template)):
@@ -173,7 +173,7 @@ def on_cpu(job: api.DDPJob) -> api.DDPJob:
     return replace(job, spec=replace(job.spec, template=template, nproc_per_node=nproc, backend="gloo"))
 
 
-def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot], options: Options) -> list[str]:
+def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot], options: RunOptions) -> list[str]:
     """Refuse what a local process cannot have before anything starts; returns notes for the user. Raises InputError."""
     pods = [build.pod(job, 1, place) for place in topology.members(job.spec)]
     # The template as the user wrote it, because what the builder adds is no mistake of the user.
@@ -191,7 +191,7 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
     return [*notes, *_of_steps(document, job, options)]
 
 
-def _of_steps(document: Document, job: api.DDPJob, options: Options) -> list[str]:
+def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[str]:
     """What cannot work because the script reports no steps: refused, or said."""
     path = script.find(document.source, job)
     if not script.reports_no_steps(path) or path is None:
@@ -214,7 +214,7 @@ class Runner:
     """One run of one job."""
 
     def __init__(
-        self, job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: Options
+        self, job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: RunOptions
     ) -> None:
         self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
         self.options = options
@@ -292,13 +292,13 @@ class Runner:
             self.screen.draw(self._moment(), list(self.cluster.pods.values()))
             self._wait(wait)
 
-    def _moment(self) -> table.Moment:
+    def _moment(self) -> table.RunMoment:
         """The run as it is now, for the screen."""
         status, since, initialized = self.job.status, ranks_since(self.job.status), self.cluster.initialized()
         if initialized is not None and since is not None and initialized < since:
             initialized = None
         now = dt.datetime.now(dt.timezone.utc)
-        return table.Moment(
+        return table.RunMoment(
             self.job, status, self.record.history, self.record.facts.started, now, initialized, self.reports
         )
 
@@ -483,7 +483,9 @@ def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
     yield from (build.pod(job, 1, place) for place in topology.members(job.spec))
 
 
-def _runner(job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: Options) -> Runner:
+def _runner(
+    job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: RunOptions
+) -> Runner:
     try:
         return Runner(job, slots, folder, options)
     except OSError as error:
@@ -496,7 +498,7 @@ def _metrics_file(path: Path, job: api.DDPJob) -> MetricsFile:
     return MetricsFile(path, job)
 
 
-def _run_folder(name: str, options: Options) -> run_folder.RunFolder:
+def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:
     try:
         return run_folder.RunFolder(name, options.folder)
     except OSError as error:

@@ -17,7 +17,7 @@ from ddpjob_operator.job import api, reasons, topology, wording
 from ddpjob_operator.job.status import present_progress, ranks_since
 from ddpjob_operator.local import board, table
 from ddpjob_operator.local.cluster import LocalPod
-from ddpjob_operator.local.usage import Seen, Usages
+from ddpjob_operator.local.usage import SeenUsage, Usages
 from ddpjob_operator.plan.actions import Event
 
 PLAIN_SECONDS = 5.0  # between two progress lines where there is no terminal
@@ -77,7 +77,7 @@ class PlainScreen:
             mark = "! " if event.type == "Warning" else ""
             self.note(f"{mark}{event.reason}: {event.message}")
 
-    def draw(self, moment: table.Moment, pods: Sequence[LocalPod]) -> None:
+    def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
         """Show the present state, if it is due."""
         status = moment.status
         wait = (status.state, status.attempt, status.reason) if present_progress(status) is None else ()
@@ -126,7 +126,7 @@ class DebuggerScreen(PlainScreen):
         if self.has_ended:
             super().log(pod, lines)
 
-    def draw(self, moment: table.Moment, pods: Sequence[LocalPod]) -> None:
+    def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
         """Show nothing."""
 
     def due_in(self, status: api.Status) -> float | None:
@@ -170,7 +170,7 @@ class LiveScreen(PlainScreen):
         if hidden := max(0, len(lines) - max(0, room)):
             self._hidden, self._last = self._hidden + hidden, str(pod.log.path)
 
-    def draw(self, moment: table.Moment, pods: Sequence[LocalPod]) -> None:
+    def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
         """Show what came since the last drawing, and the table below it."""
         if self.due_in(moment.status) != 0.0:
             return
@@ -276,12 +276,12 @@ def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:
     return [by_place[place] for place in sorted(by_place)]
 
 
-def node_of(job: api.DDPJob, status: api.Status, pod: LocalPod, seen: Seen | None) -> table.Node:
+def node_of(job: api.DDPJob, status: api.Status, pod: LocalPod, seen: SeenUsage | None) -> table.NodeRow:
     """A pod as the table shows it."""
     since = ranks_since(status)
     is_stale = since is not None and pod.step_at is not None and pod.step_at < since
     pids = seen.pids if seen is not None and seen.pids else (pod.pid,) if pod.pid else ()
-    return table.Node(
+    return table.NodeRow(
         place=pod.place,
         ranks=table.ranks_text(job, pod.place),
         state=_state(status, pod),

@@ -6,8 +6,7 @@ import ast
 import os
 from pathlib import Path
 
-from ddpjob_operator.check import command
-from ddpjob_operator.job import api, launcher
+from ddpjob_operator.job import api, command, launcher
 from ddpjob_operator.job.podspec import trainer_container
 from ddpjob_operator.local.files import read_script
 

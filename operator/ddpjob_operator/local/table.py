@@ -45,7 +45,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeRow:
     """A node in the present attempt."""
 
     place: int
@@ -58,7 +58,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Moment:
+class RunMoment:
     """A run at a time."""
 
     job: api.DDPJob
@@ -72,7 +72,7 @@ class Moment:
     """Whether the script may report steps."""
 
 
-def lines(moment: Moment, nodes: Sequence[Node], width: int, height: int) -> list[Line]:
+def lines(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -> list[Line]:
     """The table, at most `height` lines of at most `width` columns."""
     width = max(1, width)
     rows = [*_flow(_head(moment), width, 2)]
@@ -89,13 +89,13 @@ def lines(moment: Moment, nodes: Sequence[Node], width: int, height: int) -> lis
     return [*rows, *_nodes(nodes, width, min(room, NODES_MAX + 1)), *failure][: max(1, height)]
 
 
-def shown_state(moment: Moment) -> str:
+def shown_state(moment: RunMoment) -> str:
     """The state; Starting until the ranks make a step, where they are known to report steps, or only just began."""
     state = moment.status.state or "Pending"
     return "Starting" if state == "Running" and _waits_for_step(moment) and not _is_unreported(moment) else state
 
 
-def activity(moment: Moment) -> str:
+def activity(moment: RunMoment) -> str:
     """What is waited for and since when, before the first step: importing, 6s; empty while the ranks train."""
     status = moment.status
     since = ranks_since(status) if status.running_time is None else status.running_time
@@ -113,13 +113,13 @@ def activity(moment: Moment) -> str:
     return f"importing, {_seconds(max(later, default=moment.started), moment.now)}"
 
 
-def hint(moment: Moment) -> str:
+def hint(moment: RunMoment) -> str:
     """Return what a script that reports no steps lacks, once it has had time to; "" before, and if it reports them."""
     late = _waits_for_step(moment) and _waited_seconds(moment) >= IMPORT_SECONDS
     return NO_STEPS if late and _is_unreported(moment) else ""
 
 
-def summary(moment: Moment) -> str:
+def summary(moment: RunMoment) -> str:
     """The state in one plain line: Running  step 312/1125  28 %  24s left  5,210 samples/s  loss 0.412"""
     if present_progress(moment.status) is None:
         doing = activity(moment) or f"elapsed {_seconds(moment.started, moment.now)}"
@@ -154,16 +154,16 @@ def ranks_text(job: api.DDPJob, place: int) -> str:
     return f"rank {own[0]}" if nproc == 1 else f"ranks {own[0]}-{own[-1]}"
 
 
-def _waits_for_step(moment: Moment) -> bool:
+def _waits_for_step(moment: RunMoment) -> bool:
     return moment.status.state == "Running" and present_progress(moment.status) is None
 
 
-def _is_unreported(moment: Moment) -> bool:
+def _is_unreported(moment: RunMoment) -> bool:
     silent = moment.initialized is None and moment.status.furthest_step is None and moment.status.progress is None
     return silent and (not moment.reports or _waited_seconds(moment) >= IMPORT_SECONDS)
 
 
-def _waited_seconds(moment: Moment) -> float:
+def _waited_seconds(moment: RunMoment) -> float:
     since = moment.status.running_time or moment.status.state_time or moment.started
     return (moment.now - since).total_seconds()
 
@@ -172,7 +172,7 @@ def _seconds(since: dt.datetime | None, now: dt.datetime) -> str:
     return wording.duration(0 if since is None else (now - since).total_seconds())
 
 
-def _head(moment: Moment) -> Line:
+def _head(moment: RunMoment) -> Line:
     status, state = moment.status, shown_state(moment)
     style = {"Running": "bold green", "Failing": "bold red", "Failed": "bold red"}.get(state, "bold yellow")
     elapsed = f"elapsed {_seconds(moment.started, moment.now)}"
@@ -184,7 +184,7 @@ def _head(moment: Moment) -> Line:
     return _plain([*step_parts(status), f"attempt {status.attempt}", *of_run], (state, style))
 
 
-def _pace(moment: Moment) -> Line:
+def _pace(moment: RunMoment) -> Line:
     if present_progress(moment.status) is None:
         return []
     parts = _plain(_rate(moment))
@@ -197,7 +197,7 @@ def _pace(moment: Moment) -> Line:
     return parts
 
 
-def _rate(moment: Moment) -> list[str]:
+def _rate(moment: RunMoment) -> list[str]:
     """210 ms/step, 12 % slower; 5,210 samples/s"""
     parts, since = [], ranks_since(moment.status)
     begun = 0.0 if since is None else (since - moment.started).total_seconds()
@@ -213,7 +213,7 @@ def _change(change: float) -> str:
     return f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}".replace("%", " %")
 
 
-def _metrics(moment: Moment) -> list[str]:
+def _metrics(moment: RunMoment) -> list[str]:
     return metric_parts(moment.status.progress) if moment.status.progress else []
 
 
@@ -238,7 +238,7 @@ def _save_failed(status: api.Status, width: int) -> list[Line]:
     return [[(_cut(f"✖ {last}: {_one_line(status.save_failed)}", width), "red")]]
 
 
-def _nodes(nodes: Sequence[Node], width: int, room: int) -> list[Line]:
+def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> list[Line]:
     """A line for each node, in columns; those on the right are left out where there is no room for them."""
     shown = list(nodes) if len(nodes) <= room else list(nodes)[: max(0, room - 1)]
     cells = [_cells(node) for node in shown]
@@ -254,7 +254,7 @@ def _nodes(nodes: Sequence[Node], width: int, room: int) -> list[Line]:
     return rows
 
 
-def _cells(node: Node) -> list[str]:
+def _cells(node: NodeRow) -> list[str]:
     """node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12 GB, by what matters most."""
     pids = " ".join(map(str, node.pids[:2])) + (" …" if len(node.pids) > 2 else "")
     use = node.usage

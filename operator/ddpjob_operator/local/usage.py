@@ -37,7 +37,7 @@ class ProcessStat:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenUsage:
     """What a look has found for a node."""
 
     usage: Usage | None
@@ -52,7 +52,7 @@ class Usages:
     def __init__(self, seconds: float = SECONDS) -> None:
         """seconds: between two looks."""
         self._seconds = seconds
-        self.seen: dict[int, Seen] = {}
+        self.seen: dict[int, SeenUsage] = {}
         self._at = -seconds
         self._ticks: dict[int, int] = {}
         self._looked_at: set[int] = set()
@@ -79,7 +79,7 @@ class Usages:
             gpu = self._gpus.of(devices)
             known = supervisor in self._looked_at  # at the first look the time since the last one is not known
             usage = Usage(100 * used / _TICKS / seconds, memory, *(gpu or (None, 0))) if known else None
-            self.seen[supervisor] = Seen(usage, ranks(own, found))
+            self.seen[supervisor] = SeenUsage(usage, ranks(own, found))
         self._looked_at = set(nodes)
         self._at = now
 

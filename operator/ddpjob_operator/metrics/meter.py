@@ -18,8 +18,8 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from ddpjob_operator.job import api
 from ddpjob_operator.metrics import job_lines, names, of_status
-from ddpjob_operator.metrics.of_change import Restart, Seen, of_change
-from ddpjob_operator.observed.reports import Agent
+from ddpjob_operator.metrics.of_change import Restart, SeenStatus, of_change
+from ddpjob_operator.observed.reports import AgentReport
 
 # The time at which each series was made, as one more series each: nothing here reads them.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 _OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
-class Job(NamedTuple):
+class MeteredJob(NamedTuple):
     """A job as it is known now. status: None where it cannot be read."""
 
     namespace: str
@@ -54,7 +54,7 @@ class Moment(NamedTuple):
     each once. leads: None where there is no operator, as in a local run."""
 
     now: dt.datetime
-    jobs: Sequence[Job] | None
+    jobs: Sequence[MeteredJob] | None
     version: str
     leads: bool | None = None
     lease: str = ""
@@ -111,7 +111,7 @@ class Meter:
         new: api.Status,
         now: dt.datetime,
         restart: Restart | None = None,
-        agent: Agent | None = None,
+        agent: AgentReport | None = None,
     ) -> Restart | None:
         """The status of a job was written; returns what is to be kept of it until the next time, as `restart`. agent:
         the last report of its node 0's agent."""
@@ -125,7 +125,7 @@ class Meter:
         self._forget()
         self._since = now
 
-    def spends(self, job: Job, now: dt.datetime) -> None:
+    def spends(self, job: MeteredJob, now: dt.datetime) -> None:
         """A job that this operator acts for has changed: most jobs of a sweep begin and end between two scrapes."""
         self._newly.add(job.uid)
         self._add(job, now)
@@ -135,7 +135,7 @@ class Meter:
         self._elsewhere.add(uid)
         self._spent.pop(uid, None)
 
-    def gone(self, job: Job, now: dt.datetime) -> None:
+    def gone(self, job: MeteredJob, now: dt.datetime) -> None:
         """A job that this operator acted for is gone; its status is the last one."""
         self._ended.add(job.uid)
         self._add(job, now)
@@ -187,7 +187,7 @@ class Meter:
         self._elsewhere = {*moment.away} - self._spent.keys()
         self._newly, self._ended = set(), set()
 
-    def _add(self, job: Job, now: dt.datetime) -> dict[str, int] | None:
+    def _add(self, job: MeteredJob, now: dt.datetime) -> dict[str, int] | None:
         """Count what a job has spent since it was counted last, and return all that it has spent; None: not known."""
         if job.status is None:
             return None  # what was counted stays, else all of it would be counted again once the status can be read
@@ -206,7 +206,7 @@ class Meter:
                 self.count(names.SPENT_SECONDS, name, by=more)
         return spent
 
-    def _counted_by_others(self, job: Job, spent: dict[str, int]) -> dict[str, int]:
+    def _counted_by_others(self, job: MeteredJob, spent: dict[str, int]) -> dict[str, int]:
         if job.status is None or self._since is None or job.uid in self._elsewhere:
             return spent
         return {} if self._is_new(job, self._since) else of_status.spent(job.status, self._since)
@@ -215,11 +215,11 @@ class Meter:
         self._spent, self._elsewhere, self._since = {}, set(), None
         self._newly, self._ended = set(), set()
 
-    def _is_new(self, job: Job, since: dt.datetime) -> bool:
+    def _is_new(self, job: MeteredJob, since: dt.datetime) -> bool:
         """Whether nobody else has counted what it has spent."""
         return job.uid not in self._elsewhere and job.created_at is not None and job.created_at >= since
 
-    def _take(self, seen: Seen) -> None:
+    def _take(self, seen: SeenStatus) -> None:
         if seen.metric.kind == "counter":
             self.count(seen.metric, *seen.labels, by=seen.value)
         else:

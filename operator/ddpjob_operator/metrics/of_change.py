@@ -13,13 +13,13 @@ from typing import NamedTuple
 from ddpjob_operator.job import api, reasons
 from ddpjob_operator.job.status import TERMINAL, is_restarted, present_progress, unsettled_failure
 from ddpjob_operator.metrics import names
-from ddpjob_operator.observed.reports import Agent
+from ddpjob_operator.observed.reports import AgentReport
 
 # The clocks of nodes may be minutes off, and a time that is hours off says nothing.
 FAILED_AGO_SECONDS_MAX = 3600.0
 
 
-class Seen(NamedTuple):
+class SeenStatus(NamedTuple):
     """Adds `value` to a counter, or observes it in a histogram. labels: values in the order of the metric's labels."""
 
     metric: names.Metric
@@ -41,12 +41,12 @@ class Restart(NamedTuple):
 class Change(NamedTuple):
     """What is counted, and what is kept of the job until its next status; None: nothing."""
 
-    seen: list[Seen]
+    seen: list[SeenStatus]
     restart: Restart | None
 
 
 def of_change(
-    old: api.Status, new: api.Status, now: dt.datetime, restart: Restart | None = None, agent: Agent | None = None
+    old: api.Status, new: api.Status, now: dt.datetime, restart: Restart | None = None, agent: AgentReport | None = None
 ) -> Change:
     """restart: what was kept at the last change. agent: what node 0's agent has reported."""
     if restart is not None and max(restart.failed_at, restart.recorded_at) > now:
@@ -59,37 +59,37 @@ def of_change(
         restart = Restart(_at_most(broken.time, now), now)
     charged = _charged(old, new)
     if any(charged.values()):
-        seen += [Seen(names.RESTARTS, count, key) for key, count in charged.items() if count]
+        seen += [SeenStatus(names.RESTARTS, count, key) for key, count in charged.items() if count]
         scope = next(scope for (_, scope), count in reversed(charged.items()) if count)
         restart = _decided(restart, scope, new, now, agent)
-        seen.append(Seen(names.DETECTION, _seconds(restart.failed_at, restart.recorded_at), (scope,)))
+        seen.append(SeenStatus(names.DETECTION, _seconds(restart.failed_at, restart.recorded_at), (scope,)))
     if restart is not None and restart.scope:
         past, restart = _trained_past(restart, new, now)
         seen += past
     return Change(seen, restart)
 
 
-def _counts(old: api.Status, new: api.Status) -> Iterator[Seen]:
+def _counts(old: api.Status, new: api.Status) -> Iterator[SeenStatus]:
     if new.attempt > old.attempt:
-        yield Seen(names.ATTEMPTS, new.attempt - old.attempt)
+        yield SeenStatus(names.ATTEMPTS, new.attempt - old.attempt)
     if new.state in TERMINAL and old.state not in TERMINAL:
         reason = new.reason if new.reason in reasons.ALL else names.OTHER
-        yield Seen(names.FINISHED, 1.0, (new.state, reason))
+        yield SeenStatus(names.FINISHED, 1.0, (new.state, reason))
     before, after = old.progress, new.progress
     if after is not None and after.step > (made := before.step if before is not None else 0):
-        yield Seen(names.STEPS, after.step - made)
+        yield SeenStatus(names.STEPS, after.step - made)
     lost = (new.goodput or api.Goodput()).lost_steps - (old.goodput or api.Goodput()).lost_steps
     if lost > 0:
-        yield Seen(names.LOST_STEPS, lost)
+        yield SeenStatus(names.LOST_STEPS, lost)
 
 
-def _start(old: api.Status, new: api.Status, now: dt.datetime) -> Iterator[Seen]:
+def _start(old: api.Status, new: api.Status, now: dt.datetime) -> Iterator[SeenStatus]:
     if new.start_time is None or is_restarted(new):
         return
     if new.running_time is not None and old.running_time is None:
-        yield Seen(names.START_SECONDS, _seconds(new.start_time, now), ("running",))
+        yield SeenStatus(names.START_SECONDS, _seconds(new.start_time, now), ("running",))
     if new.first_step_time is not None and old.first_step_time is None:
-        yield Seen(names.START_SECONDS, _seconds(new.start_time, new.first_step_time), ("first_step",))
+        yield SeenStatus(names.START_SECONDS, _seconds(new.start_time, new.first_step_time), ("first_step",))
 
 
 def _charged(old: api.Status, new: api.Status) -> dict[tuple[str, str], int]:
@@ -113,7 +113,9 @@ def _in_place(old: api.Status, new: api.Status, name: str) -> int:
     return max(0, int(getattr(after, name)) - counted)
 
 
-def _decided(restart: Restart | None, scope: str, new: api.Status, now: dt.datetime, agent: Agent | None) -> Restart:
+def _decided(
+    restart: Restart | None, scope: str, new: api.Status, now: dt.datetime, agent: AgentReport | None
+) -> Restart:
     """What is known once the failure is charged. An agent restarts ranks before the operator hears of it, and says when
     they failed."""
     if scope == "rank":
@@ -126,24 +128,24 @@ def _decided(restart: Restart | None, scope: str, new: api.Status, now: dt.datet
     return restart._replace(scope=scope)
 
 
-def _given_up(restart: Restart | None, new: api.Status) -> Iterator[Seen]:
+def _given_up(restart: Restart | None, new: api.Status) -> Iterator[SeenStatus]:
     """A failure that ends the job was detected all the same."""
     failure = new.last_failure
     if restart is not None and not restart.scope and failure is not None and new.state in ("Failing", "Failed"):
-        yield Seen(names.DETECTION, _seconds(restart.failed_at, restart.recorded_at), ("group",))
+        yield SeenStatus(names.DETECTION, _seconds(restart.failed_at, restart.recorded_at), ("group",))
 
 
-def _trained_past(restart: Restart, new: api.Status, now: dt.datetime) -> tuple[list[Seen], Restart | None]:
-    seen: list[Seen] = []
+def _trained_past(restart: Restart, new: api.Status, now: dt.datetime) -> tuple[list[SeenStatus], Restart | None]:
+    seen: list[SeenStatus] = []
     if new.state == "Running" and not restart.runs:
         if restart.scope != "rank":
-            seen.append(Seen(names.RESTART_SECONDS, _seconds(restart.failed_at, now), (restart.scope, "running")))
+            seen.append(SeenStatus(names.RESTART_SECONDS, _seconds(restart.failed_at, now), (restart.scope, "running")))
         restart = restart._replace(runs=True)
     progress = present_progress(new)
     if not restart.runs or progress is None or progress.updated <= restart.failed_at:
         return seen, restart
     seen.append(
-        Seen(names.RESTART_SECONDS, _seconds(restart.failed_at, progress.updated), (restart.scope, "first_step"))
+        SeenStatus(names.RESTART_SECONDS, _seconds(restart.failed_at, progress.updated), (restart.scope, "first_step"))
     )
     return seen, None
 

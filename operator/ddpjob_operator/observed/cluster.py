@@ -11,8 +11,8 @@ import msgspec
 
 from ddpjob.core import rules
 from ddpjob_operator.observed import hidden_failure
-from ddpjob_operator.observed.groups import GangApi, Group
-from ddpjob_operator.observed.reports import Agent, Report
+from ddpjob_operator.observed.groups import GangApi, ObservedGroup
+from ddpjob_operator.observed.reports import AgentReport, Report
 
 if TYPE_CHECKING:  # it is made from reports
     from ddpjob_operator.observed.stall import StepTracker
@@ -229,13 +229,13 @@ class Observed:
     finalizer holds them."""
     listening_since: dt.datetime | None = None
     """Since when the shell receives reports, where it has not received them all the time."""
-    agent: Agent | None = None
+    agent: AgentReport | None = None
     """The last report of the agent of node 0 in the present attempt, where ddprun runs there."""
     nodes: dict[str, Node] | None = None
     """The cluster's nodes that are not ready or gone, by name; None where nodes may not be read."""
     gang_apis: Mapping[str, GangApi] = field(default_factory=dict)
     """The APIs of gang schedulers and queues that are switched on, by adapter."""
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ObservedGroup, ...] = ()
     """What gang schedulers and queues have of the job, in any order."""
     no_room: str = ""
     """Why the shell has no room for one more job that has begun; empty: it has, or the job has begun."""

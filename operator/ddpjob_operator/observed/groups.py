@@ -45,7 +45,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Group:
+class ObservedGroup:
     """An object that stands for the pods of a job: a PodGroup of the scheduler, a Workload of a queue."""
 
     adapter: str

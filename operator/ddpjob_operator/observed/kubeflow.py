@@ -25,7 +25,7 @@ Percent = Annotated[int, msgspec.Meta(ge=0, le=100)]
 Seconds = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
-class Metric(msgspec.Struct, frozen=True):
+class TrainerMetric(msgspec.Struct, frozen=True):
     """A value with a name, both text."""
 
     name: str
@@ -37,7 +37,7 @@ class TrainerStatus(msgspec.Struct, rename="camel", frozen=True):
 
     progress_percentage: Percent | None = None
     estimated_remaining_seconds: Seconds | None = None
-    metrics: list[Metric] = []
+    metrics: list[TrainerMetric] = []
 
 
 class _Body(msgspec.Struct, rename="camel", frozen=True):

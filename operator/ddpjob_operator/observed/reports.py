@@ -41,7 +41,7 @@ class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
         return self.application + self.infrastructure + self.stall
 
 
-class Agent(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
+class AgentReport(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
     """What node 0's `ddprun` reports of the restarts in place that it has led."""
 
     replacement: _Turn = 0
@@ -91,7 +91,7 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     save_failed: _Sentence = ""
     """Why the last save of a checkpoint has failed; empty once a later one is in its folder."""
     final: bool = False
-    agent: Agent | None = None
+    agent: AgentReport | None = None
     """Set: the report is not of a rank but of the agent of its pod."""
     received_at: dt.datetime | None = None
     """Set by the receiver: the sender's clock is not trusted."""

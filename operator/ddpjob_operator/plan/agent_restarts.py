@@ -13,13 +13,13 @@ from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, ranges, topology
 from ddpjob_operator.job.status import is_broken
-from ddpjob_operator.observed.reports import Agent, Report
+from ddpjob_operator.observed.reports import AgentReport, Report
 from ddpjob_operator.plan import transitions
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
 
-def newest(view: View) -> Agent | None:
+def newest(view: View) -> AgentReport | None:
     """The newest account of the leader's agent: its report, or its termination message where it could not report."""
     leader = view.known_pods.get(view.members.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
@@ -63,7 +63,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     return status
 
 
-def _counted(status: api.Status, agent: Agent, job: api.DDPJob, now: dt.datetime) -> tuple[api.Status, int]:
+def _counted(status: api.Status, agent: AgentReport, job: api.DDPJob, now: dt.datetime) -> tuple[api.Status, int]:
     """The status with the counts of an agent, and how many restarts are new."""
     history, limits, known, counts = budgets.history(status), budgets.limits(job.spec), status.in_place, agent.restarts
     reported = Spent(counts.application, counts.infrastructure, counts.stall)

@@ -15,7 +15,7 @@ from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, bounds, ranges, reasons, wording
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.observed.cluster import Refusal
-from ddpjob_operator.observed.groups import Group, Tell
+from ddpjob_operator.observed.groups import ObservedGroup, Tell
 from ddpjob_operator.plan import lifecycle, pending
 from ddpjob_operator.plan.actions import Action, CreateGroup, Decision, DeleteGroup, TellGroup
 from ddpjob_operator.plan.transitions import enter
@@ -126,7 +126,7 @@ def _is_queue(view: View, kind: choice.Kind) -> bool:
     return adapter is not None and adapter.admits_first
 
 
-def group_of(view: View, status: api.Status) -> Group | None:
+def group_of(view: View, status: api.Status) -> ObservedGroup | None:
     """The job's own group for the pods of the attempt that is, or begins next."""
     adapter = adapter_of(view, status)
     if adapter is None:
@@ -205,7 +205,7 @@ def to_tell(view: View) -> tuple[TellGroup, ...]:
     return (TellGroup(group.adapter, group.name, group.uid, news, recorded.message),)
 
 
-def _news(view: View, group: Group) -> Tell | None:
+def _news(view: View, group: ObservedGroup) -> Tell | None:
     recorded = view.recorded
     if recorded.state in TERMINAL:
         ended = not view.active_of_all_attempts and not group.is_over
@@ -245,7 +245,7 @@ def _held_by(neighbours: Mapping[str, int]) -> str:
     return f"; nodes are held by {named}{more}"
 
 
-def _why_not_admitted(view: View, adapter: Adapter, group: Group | None) -> tuple[str, dt.datetime | None]:
+def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None) -> tuple[str, dt.datetime | None]:
     """Why a queue has not admitted the job, and when to try again; empty: its group is still to be made."""
     if why := choice.unavailable(adapter.name, view.seen.gang_apis):
         return why, None
@@ -278,7 +278,7 @@ def _is_away(view: View, adapter: Adapter) -> bool:
     return bool(choice.unavailable(adapter.name, view.seen.gang_apis))
 
 
-def _is_outdated(view: View, adapter: Adapter, group: Group) -> bool:
+def _is_outdated(view: View, adapter: Adapter, group: ObservedGroup) -> bool:
     """Whether a group that holds no quota asks for other pods, another queue, priority or topology than the job, or
     was told that the job is over."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
@@ -288,11 +288,11 @@ def _is_outdated(view: View, adapter: Adapter, group: Group) -> bool:
     return (differs or group.is_over) and not group.admission.holds_quota and not _is_away(view, adapter)
 
 
-def _is_admitted(group: Group) -> bool:
+def _is_admitted(group: ObservedGroup) -> bool:
     return group.admission.state == "admitted" and not group.deletion_requested
 
 
-def _own(view: View) -> list[Group]:
+def _own(view: View) -> list[ObservedGroup]:
     return [g for g in view.seen.groups if g.owner_uid == view.job.metadata.uid != ""]
 
 

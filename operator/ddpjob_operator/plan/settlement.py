@@ -207,7 +207,7 @@ def _has_trained_before(status: api.Status) -> bool:
     return spent.productive_seconds + spent.unreported_seconds - in_this_attempt >= budget.TRAINED_SECONDS
 
 
-def _never_starts(status: api.Status, failure: api.JobFailure, history: budget.History) -> bool:
+def _never_starts(status: api.Status, failure: api.JobFailure, history: budget.RestartHistory) -> bool:
     """Whether other nodes were tried often enough, for a job that has never trained."""
     tried_often = history.uncharged_in_a_row >= rules.STARTS_MAX
     return tried_often and root_cause.cannot_start(failure) and not _has_trained_before(status)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpjob import own_files
 from ddpjob.agent import processes
-from ddpjob.agent.core.leader_state import End
+from ddpjob.agent.core.leader_state import EndOrder
 from ddpjob.agent.environment import Life
-from ddpjob.agent.logs import TAIL_SECONDS, Folder
+from ddpjob.agent.logs import TAIL_SECONDS, LogFolder
 from ddpjob.agent.node import LocalRanks, say
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
@@ -77,7 +77,9 @@ class Agent:
     group: Group
     watching: Watchdog
 
-    def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder, server: ForkServer | None) -> None:
+    def __init__(
+        self, options: Options, environ: Mapping[str, str], folder: LogFolder, server: ForkServer | None
+    ) -> None:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
         self.termination_signal = 0  # 0: no termination is requested
@@ -259,7 +261,7 @@ class Agent:
         """What the ranks ended with; that of the signal where none had begun."""
         return 128 + self.termination_signal if self.node.exit_code is None else self.node.exit_code
 
-    def own_code(self, order: End) -> int:
+    def own_code(self, order: EndOrder) -> int:
         """What this agent ends with: the culprit rank's code with its node, else that it can be resumed."""
         if order.code == 0:
             return 0

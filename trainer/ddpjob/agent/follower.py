@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import processes
-from ddpjob.agent.core.leader_state import End
+from ddpjob.agent.core.leader_state import EndOrder
 from ddpjob.agent.environment import Life
 from ddpjob.agent.leader import HEARTBEAT_SECONDS, SILENT_SECONDS, clock_of, line_of
 from ddpjob.agent.node import say
@@ -160,7 +160,7 @@ class Follower:
 
     def _end(self, said: dict[str, Any]) -> None:
         failure = said["failure"]
-        order = End(int(said["code"]), None if failure is None else Failure.from_dict(failure), "")
+        order = EndOrder(int(said["code"]), None if failure is None else Failure.from_dict(failure), "")
         assert self._link is not None, "the leader said so"
         self._agent.unwatch(self._link.fileno())
         self._link.close()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ddpjob.agent import ports
 from ddpjob.agent.core import deadlock
-from ddpjob.agent.core.leader_state import Ask, End, Ended, LeaderState, Over, Start, Stop
+from ddpjob.agent.core.leader_state import Ask, Ended, EndOrder, LeaderState, Over, StartOrder, Stop
 from ddpjob.agent.core.stall_monitor import StallReport
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.environment import Life
@@ -114,7 +114,7 @@ class Leader:
         self._start_others()
         while self._lead.orders and self._agent.code is None:
             order = self._lead.orders.pop(0)
-            if isinstance(order, Start):
+            if isinstance(order, StartOrder):
                 self._start(order)
             elif isinstance(order, Stop):
                 self._stop(order, now)
@@ -123,7 +123,7 @@ class Leader:
             elif isinstance(order, Over):
                 self._send(self._lead.members, {"over": {"generation": order.generation}})
                 self._agent.watching.others_have_ended()
-            elif isinstance(order, End):
+            elif isinstance(order, EndOrder):
                 self._end(order)
             else:
                 say(order.why)
@@ -134,7 +134,7 @@ class Leader:
 
     # ---- orders --------------------------------------------------------------------------------------------
 
-    def _start(self, order: Start) -> None:
+    def _start(self, order: StartOrder) -> None:
         if order.preflight:
             say("pre-flight: the nodes measure each other first")
         elif order.generation > 0:
@@ -186,7 +186,7 @@ class Leader:
         self._send(self._lead.members, {"ask": {"generation": order.generation, "quiet": order.quiet}})
         self._agent.watching.ask(now, quiet=order.quiet)
 
-    def _end(self, order: End) -> None:
+    def _end(self, order: EndOrder) -> None:
         if order.code != 0:
             say(order.why)
         failure = None if order.failure is None else order.failure.brief().as_dict()

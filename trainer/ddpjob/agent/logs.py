@@ -44,7 +44,7 @@ class Files(NamedTuple):
     """What the rank writes when it ends."""
 
 
-class Folder:
+class LogFolder:
     """The files of this run."""
 
     def __init__(self, options: Options) -> None:

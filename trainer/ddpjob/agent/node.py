@@ -17,7 +17,7 @@ from ddpjob.agent.core import crash
 from ddpjob.agent.core.leader_state import Ended
 from ddpjob.agent.environment import Life
 from ddpjob.agent.heartbeats import Heartbeats
-from ddpjob.agent.logs import Files, Folder, is_read, takes
+from ddpjob.agent.logs import Files, LogFolder, is_read, takes
 from ddpjob.agent.memory import created
 from ddpjob.agent.oom_kills import Kills
 from ddpjob.agent.options import Options
@@ -52,7 +52,9 @@ _UNFLUSHED = 120  # Python's, where it cannot write the rest of its output at it
 class LocalRanks:
     """The ranks of this pod, one generation at a time."""
 
-    def __init__(self, options: Options, environ: Mapping[str, str], folder: Folder, server: ForkServer | None) -> None:
+    def __init__(
+        self, options: Options, environ: Mapping[str, str], folder: LogFolder, server: ForkServer | None
+    ) -> None:
         self._options, self._environ, self._folder, self._server = options, environ, folder, server
         self._life: Life | None = None
         self._ranks: Sequence[int] = ()  # of this generation, by local rank

@@ -124,9 +124,9 @@ def encode(document: Mapping[str, Any]) -> bytes:
 def _post_in_child(url: str, body: bytes, environ: Mapping[str, str]) -> bytes:
     """In the child: whether it was heard, else what was wrong. An error's own text may quote the token's header."""
     try:
-        from ddpjob.reporting.sender import Sender
+        from ddpjob.reporting.sender import ReportSender
 
-        problem = Sender(url, environ).send(body)
+        problem = ReportSender(url, environ).send(body)
     except OSError as error:
         problem = f"{type(error).__name__}: {error.strerror or ''}"
     except Exception as error:

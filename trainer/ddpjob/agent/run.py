@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ddpjob.agent import environment, missing_script, processes
 from ddpjob.agent.agent import Agent, Group, forget_message, leave_message
-from ddpjob.agent.logs import Folder
+from ddpjob.agent.logs import LogFolder
 from ddpjob.agent.node import say
 from ddpjob.agent.options import Options
 from ddpjob.agent.preload import ForkServer
@@ -30,7 +30,7 @@ def run(options: Options, environ: Mapping[str, str]) -> int:
     processes.close_to_children()
     prepared = environment.prepare(options, environ)
     try:
-        folder = Folder(options)
+        folder = LogFolder(options)
     except OSError as error:
         say(f"no folder for the ranks' files: {error.filename}: {error.strerror}. Name one: --log-dir, or TMPDIR.")
         return USAGE

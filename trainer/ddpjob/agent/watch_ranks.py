@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ddpjob import threads
 from ddpjob.agent import processes
 from ddpjob.agent.core import deadlock, stall_monitor
-from ddpjob.agent.core.stall_monitor import Heartbeat, StallReport, StepTracker
+from ddpjob.agent.core.stall_monitor import Heartbeat, HeartbeatTracker, StallReport
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.heartbeats import Heartbeats
 from ddpjob.core.heartbeat import STACKS_SIGNAL
@@ -36,7 +36,7 @@ class Watching:
         self._agent = agent
         self.timeout = agent.options.stall_seconds
         self._beats: Heartbeats | None = None
-        self._paces: dict[int, StepTracker] = {}
+        self._paces: dict[int, HeartbeatTracker] = {}
         self._reported: StallReport | None = None
         self._over = False  # whether all ranks of another node have ended well
         self._cpu: dict[int, tuple[float, float]] = {}  # by rank: since when it is stalled, and its CPU seconds by then

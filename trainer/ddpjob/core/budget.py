@@ -98,7 +98,7 @@ class Known(NamedTuple):
         return self.spent if self.replacement == replacement else Spent()
 
 
-class History(NamedTuple):
+class RestartHistory(NamedTuple):
     """What failures have cost so far, by the counts of one side; it grows with each."""
 
     application: int = 0
@@ -143,7 +143,7 @@ class Grant(NamedTuple):
 
     @staticmethod
     def of(
-        history: History, limits: Limits, at: dt.datetime | None, *, step: int, replaced: int, known: Known
+        history: RestartHistory, limits: Limits, at: dt.datetime | None, *, step: int, replaced: int, known: Known
     ) -> Grant:
         """That of a pod which is made by these counts. at: when its attempt began."""
         return Grant(
@@ -189,7 +189,7 @@ class Budget(NamedTuple):
     infrastructure: int
     stall: int
     total: int
-    history: History = History()
+    history: RestartHistory = RestartHistory()
     """Its own restarts; those in a row go on from the operator's."""
     max_restarts: int | None = None
     """--max-restarts, where it was set."""
@@ -205,7 +205,7 @@ class Budget(NamedTuple):
         """By the grant of another pod, where it was made later. replacement: which pod of node 0 this agent runs in."""
         return self if grant.replaced <= self.replaced else self._by(grant, grant.known.of(replacement))
 
-    def allows(self, to: ChargedTo, after: History) -> bool:
+    def allows(self, to: ChargedTo, after: RestartHistory) -> bool:
         """Whether a restart is left that makes the history this one."""
         return bool(getattr(after, to) <= getattr(self, to)) and after.total <= self.total
 
@@ -236,7 +236,7 @@ class Budget(NamedTuple):
 
 
 def newly_spent(
-    known: Known, replacement: int, reported: Spent, history: History, limits: Limits, now: dt.datetime
+    known: Known, replacement: int, reported: Spent, history: RestartHistory, limits: Limits, now: dt.datetime
 ) -> Spent:
     """What the agent in this pod of node 0 reports beyond what is counted of it, as far as it is believed.
 
@@ -251,7 +251,7 @@ def newly_spent(
 
 
 def with_newly_spent(
-    history: History,
+    history: RestartHistory,
     new: Spent,
     limits: Limits,
     now: dt.datetime,
@@ -260,7 +260,7 @@ def with_newly_spent(
     charged_in_a_row: int,
     peers_lost: int,
     made_a_new_step: bool,
-) -> History:
+) -> RestartHistory:
     """The operator's history with that, as `charge` counts one failure.
 
     in_a_row, charged_in_a_row: as the agent reports them; more than those before and the new ones are not believed.
@@ -272,7 +272,9 @@ def with_newly_spent(
     )
 
 
-def with_application_spent(history: History, limits: Limits, now: dt.datetime, given: int | None = None) -> History:
+def with_application_spent(
+    history: RestartHistory, limits: Limits, now: dt.datetime, given: int | None = None
+) -> RestartHistory:
     """The history with all restarts that the application had left, because a launcher was given them and used them.
 
     given: how many it was given, where it was given fewer.
@@ -282,7 +284,9 @@ def with_application_spent(history: History, limits: Limits, now: dt.datetime, g
     return _with(history, Spent(left, 0, 0), limits, now, 0, made_a_new_step=False)
 
 
-def charge(to: ChargedTo, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> History:
+def charge(
+    to: ChargedTo, history: RestartHistory, attempt: Attempt, limits: Limits, now: dt.datetime
+) -> RestartHistory:
     """The history of either side with one more failure."""
     reset = attempt.made_a_new_step or (not attempt.reports_steps and attempt.ran_seconds >= RESET_AFTER_SECONDS)
     new = Spent(**{to: 1})
@@ -294,7 +298,7 @@ def charge(to: ChargedTo, history: History, attempt: Attempt, limits: Limits, no
     )
 
 
-def exhausted(to: ChargedTo, after: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Stop:
+def exhausted(to: ChargedTo, after: RestartHistory, attempt: Attempt, limits: Limits, now: dt.datetime) -> Stop:
     """Why no restart follows on the failure that made the history this one; empty: one does."""
     if to == "application" and counted(after, limits, now) > limits.backoff_limit:
         return "BackoffLimitExceeded"
@@ -312,7 +316,7 @@ def back_off_seconds(in_a_row: int) -> int:
     return 0 if in_a_row <= 1 else min(2 ** min(in_a_row - 2, 20), BACK_OFF_SECONDS_MAX)
 
 
-def counted(history: History, limits: Limits, now: dt.datetime | None) -> int:
+def counted(history: RestartHistory, limits: Limits, now: dt.datetime | None) -> int:
     """The restarts that count against backoff_limit now; None: all."""
     if limits.window_seconds is None or now is None:
         return history.application
@@ -346,8 +350,8 @@ def _charged(spent: Spent) -> int:
 
 
 def _with(
-    history: History, new: Spent, limits: Limits, now: dt.datetime, peers_lost: int, *, made_a_new_step: bool
-) -> History:
+    history: RestartHistory, new: Spent, limits: Limits, now: dt.datetime, peers_lost: int, *, made_a_new_step: bool
+) -> RestartHistory:
     """All but what is in a row: the back-off may be reset where what is free is not."""
     uncharged, lost_before = (0, 0) if made_a_new_step else (history.uncharged_in_a_row, history.peers_lost)
     return history._replace(
@@ -358,7 +362,7 @@ def _with(
     )
 
 
-def _times(history: History, new: int, limits: Limits, now: dt.datetime) -> tuple[dt.datetime, ...]:
+def _times(history: RestartHistory, new: int, limits: Limits, now: dt.datetime) -> tuple[dt.datetime, ...]:
     """Only a window needs them, and none looks further back than its limit."""
     if limits.window_seconds is None:
         return ()

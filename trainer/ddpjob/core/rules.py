@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpjob.core import budget
-from ddpjob.core.budget import Attempt, ChargedTo, History, Limits, Stop
+from ddpjob.core.budget import Attempt, ChargedTo, Limits, RestartHistory, Stop
 from ddpjob.core.failure_policy import Action, PolicyRule
 from ddpjob.core.failures import CANNOT_RUN as CANNOT_RUN
 from ddpjob.core.failures import KILLED_BY_KERNEL, NO_PROGRAM, OUTPUT_UNREAD, Failure
@@ -134,7 +134,7 @@ class Verdict:
     """What follows from a failure."""
 
     restart: bool
-    history: History
+    history: RestartHistory
     """restart: with this failure in it; else unchanged, because it counts restarts."""
     charged_to: ChargedTo | None
     """None: no budget; it is permanent."""
@@ -250,7 +250,7 @@ def with_policy(
     return failure_class if rule is None else _CLASS_OF[rule.action]
 
 
-def of_complaints(failure_class: Class, history: History, attempt: Attempt) -> Class:
+def of_complaints(failure_class: Class, history: RestartHistory, attempt: Attempt) -> Class:
     """The class of an attempt by what came before: complaints about lost peers alone are free once, until the job has
     made a new step, because the commonest mistakes (uneven data, a collective that only some ranks call) end so every
     time."""
@@ -260,7 +260,7 @@ def of_complaints(failure_class: Class, history: History, attempt: Attempt) -> C
     return failure_class
 
 
-def judge(failure_class: Class, history: History, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
+def judge(failure_class: Class, history: RestartHistory, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
     """Charge a failure, and decide whether the group starts again."""
     if failure_class == "permanent":
         return Verdict(False, history, None, stop="PermanentFailure")

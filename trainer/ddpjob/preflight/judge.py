@@ -53,7 +53,7 @@ class SlowNode(NamedTuple):
     text: str
 
 
-class CheckResult(NamedTuple):
+class NodeResult(NamedTuple):
     """What the measurements say."""
 
     bad: tuple[SlowNode, ...] = ()
@@ -100,12 +100,12 @@ CRITERIA = (
 )
 
 
-def judge(measures: Sequence[RankMeasures]) -> CheckResult:
+def judge(measures: Sequence[RankMeasures]) -> NodeResult:
     """The same on every rank, for all have the same measures."""
     nodes = by_node(measures)
     slow = sorted((node for criterion in CRITERIA for node in _slow(criterion, nodes)), key=lambda s: -s.times)
     bad = list(dict.fromkeys(s.node for s in slow))[: max(1, (len(nodes) - 1) // 2)]
-    return CheckResult(tuple(s for s in slow if s.node in bad), tuple(_warnings(measures)))
+    return NodeResult(tuple(s for s in slow if s.node in bad), tuple(_warnings(measures)))
 
 
 def by_node(measures: Sequence[RankMeasures]) -> dict[int, NodeMeasures]:

@@ -25,7 +25,7 @@ from ddpjob.errors import Stopped
 from ddpjob.group import gather
 from ddpjob.group.join import World, active, init
 from ddpjob.preflight import judge
-from ddpjob.preflight.judge import MIB, CheckResult, Peer, RankMeasures
+from ddpjob.preflight.judge import MIB, NodeResult, Peer, RankMeasures
 from ddpjob.process import latest_step
 from ddpjob.reporting import termination
 
@@ -41,7 +41,7 @@ CHUNKS, DISK_SECONDS = 16, 0.3
 ROWS_MAX = 32
 
 
-def run(folder: str = "") -> CheckResult:
+def run(folder: str = "") -> NodeResult:
     """Check the nodes of this job, on every rank: the result. Where a node is bad, all ranks end with exit code 75.
 
     folder  where the speed of the disk is measured: at most 16 MiB are written, and removed. Default: the working
@@ -248,7 +248,7 @@ def _free_bytes(folder: str) -> int | None:
 # ---- report ------------------------------------------------------------------------------------------------
 
 
-def table(measures: Sequence[RankMeasures], result: CheckResult, backend: str, seconds: float) -> list[str]:
+def table(measures: Sequence[RankMeasures], result: NodeResult, backend: str, seconds: float) -> list[str]:
     nodes = judge.by_node(measures)
     first_ranks = {rank.node: rank for rank in reversed(measures)}
     lines = [

@@ -36,7 +36,7 @@ from ddpjob import process
 from ddpjob.core import heartbeat
 from ddpjob.errors import ConfigurationError
 from ddpjob.reporting import injected_faults, termination, watchdog
-from ddpjob.reporting.sender import Sender
+from ddpjob.reporting.sender import ReportSender
 
 METRICS_MAX = 16
 SENTENCE_CHARACTERS_MAX = 300
@@ -216,7 +216,7 @@ class Reporter:
 
     def __init__(self, url: str, environ: Mapping[str, str]) -> None:
         self.url = url
-        self.sender = Sender(url, environ)
+        self.sender = ReportSender(url, environ)
         self.interval = _seconds(environ, "DDPJOB_STATUS_INTERVAL", 5.0)
         self.failures = 0
         self.complained = False

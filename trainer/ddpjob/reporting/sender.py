@@ -17,7 +17,7 @@ TOKEN_BYTES_MAX = 8192
 TIMEOUT_SECONDS = 5.0
 
 
-class Sender:
+class ReportSender:
     """For one thread. environ: DDPJOB_STATUS_TOKEN_FILE and DDPJOB_STATUS_CA_FILE are read.
 
     http.client, because it follows no redirect (the token would follow too) and knows no proxies.

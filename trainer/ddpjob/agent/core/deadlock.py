@@ -85,7 +85,7 @@ class Standing(NamedTuple):
     ended, or that is not known."""
 
 
-class Conflict(NamedTuple):
+class CollectiveConflict(NamedTuple):
     """Two ranks that wait for each other, or one for another that has ended."""
 
     rank: int
@@ -101,7 +101,7 @@ def find(standings: Sequence[Standing]) -> str:
     return "" if (found := conflict(standings)) is None else sentence(found, {s.rank: s for s in standings})
 
 
-def conflict(standings: Sequence[Standing]) -> Conflict | None:
+def conflict(standings: Sequence[Standing]) -> CollectiveConflict | None:
     """Return the conflict that explains a deadlock best, if there is one."""
     ranks = {standing.rank: standing for standing in standings}
     live = {rank: s.waits for rank, s in ranks.items() if s.waits is not None}
@@ -128,20 +128,20 @@ class _World:
                 return stuck
             stuck = left
 
-    def conflicts(self, rank: int, stuck: Collection[int]) -> Iterator[Conflict]:
+    def conflicts(self, rank: int, stuck: Collection[int]) -> Iterator[CollectiveConflict]:
         for group, call in self._open(rank):
             for other in self._members(group, rank):
                 if why := self._keeps(rank, group, call, other, stuck):
-                    yield Conflict(rank, group, call, other, why)
+                    yield CollectiveConflict(rank, group, call, other, why)
 
-    def preference(self, found: Conflict) -> tuple[Any, ...]:
+    def preference(self, found: CollectiveConflict) -> tuple[Any, ...]:
         """Two operations at one number before all else; of them a rank that most are not like, which is shown last."""
         place = ("other", "ended", "behind").index(found.why)
         alike = Counter(self._op(rank, found) for rank in self._live)
         rarity = alike[self._op(found.other, found)] - alike[self._op(found.rank, found)]
         return place, rarity if found.why == "other" else 0, found.rank, found.other
 
-    def _op(self, rank: int, found: Conflict) -> tuple[str, str]:
+    def _op(self, rank: int, found: CollectiveConflict) -> tuple[str, str]:
         call = self._call(rank, found.group, found.call.number)
         return ("", "") if call is None else (call.op, call.shape)
 
@@ -193,7 +193,7 @@ def _differ(rank: int, call: Call, other: int, there: Call, members: int) -> boo
     return members == 2 or (call.root, there.root) == (rank, other)
 
 
-def sentence(found: Conflict, ranks: dict[int, Standing]) -> str:
+def sentence(found: CollectiveConflict, ranks: dict[int, Standing]) -> str:
     """Return `is deadlocked: rank 0 waits in all_reduce [4] float32 (collective 12, train.py:12 in step), …`."""
     one = f"rank {found.rank} waits in {_named(found.group, found.call, ranks[found.rank].where)}"
     other = ranks[found.other]

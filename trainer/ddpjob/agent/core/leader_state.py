@@ -29,8 +29,8 @@ from ddpjob.core.budget import (
     Attempt,
     Budget,
     Grant,
-    History,
     Limits,
+    RestartHistory,
 )
 from ddpjob.core.failure_policy import PolicyRule
 from ddpjob.core.failures import BRIEF_MAX, Failure, Precedence, abridged, root_cause
@@ -46,7 +46,7 @@ Ended = tuple[int, int]
 State = Literal["gathering", "running", "stopping", "pausing", "over"]
 
 
-class Start(NamedTuple):
+class StartOrder(NamedTuple):
     """To every node: start your ranks."""
 
     generation: int
@@ -80,7 +80,7 @@ class Over(NamedTuple):
     generation: int
 
 
-class End(NamedTuple):
+class EndOrder(NamedTuple):
     """To every node: it is over."""
 
     code: int
@@ -106,7 +106,7 @@ CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # for what takes an agent one
 SAME_MISTAKE_SECONDS = 3.0  # ranks that start together come to the same line within a second
 PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
-Order = Start | Stop | Ask | Over | End | Leave
+Order = StartOrder | Stop | Ask | Over | EndOrder | Leave
 
 
 class LeaderState:
@@ -386,7 +386,7 @@ class LeaderState:
         self._standstill, self._question, self._waited_for = Standstill(), TimeoutQuestion(), None
         self._search = DeadlockSearch()
         self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
-        self.orders.append(Start(self.generation, self.members, self._checking))
+        self.orders.append(StartOrder(self.generation, self.members, self._checking))
 
     def _stop(self, failures: list[Failure], now: float, *, asks: bool = False) -> None:
         """asks: whether a rank that still runs may be what one that has failed waited for until its timeout."""
@@ -527,7 +527,7 @@ class LeaderState:
         most = self._budget.max_restarts
         return "no restarts left in place" if most is None else f"no restarts left (--max-restarts {most})"
 
-    def _class_of(self, failure: Failure, history: History, attempt: Attempt) -> tuple[rules.Class, bool]:
+    def _class_of(self, failure: Failure, history: RestartHistory, attempt: Attempt) -> tuple[rules.Class, bool]:
         """Its class after the user's failurePolicy, and whether only another node may have the program."""
         from ddpjob.core import rules
 
@@ -559,7 +559,7 @@ class LeaderState:
 
     def _end(self, code: int, failure: Failure | None, why: str, now: float) -> None:
         self._enter("over", now, None)
-        self.orders.append(End(code, failure, why))
+        self.orders.append(EndOrder(code, failure, why))
 
     def _enter(self, state: State, now: float, seconds: float | None) -> None:
         self.state, self._since = state, now

@@ -39,7 +39,7 @@ class Heartbeat(NamedTuple):
     """Whether a collective of its default group has completed."""
 
 
-class StepTracker(NamedTuple):
+class HeartbeatTracker(NamedTuple):
     """How a rank gets on."""
 
     level: int
@@ -78,27 +78,27 @@ class StallReport(NamedTuple):
 NOTHING = StallReport(0, False, 0.0, "start")
 
 
-def update(pace: StepTracker | None, beat: Heartbeat, now: float) -> StepTracker | None:
+def update(pace: HeartbeatTracker | None, beat: Heartbeat, now: float) -> HeartbeatTracker | None:
     """The pace of a rank after a look; None as long as it says nothing."""
     level, phase, mark = _where(pace, beat)
     if level == 0:
         return None
     if pace is None or pace.level != level:
         learned = Learned() if pace is None else pace.learned
-        return StepTracker(level, phase, mark, now, phase == "start", learned, 0, beat.completed)
+        return HeartbeatTracker(level, phase, mark, now, phase == "start", learned, 0, beat.completed)
     if (pace.phase, pace.mark) == (phase, mark):
         return pace._replace(completed=beat.completed)
     steps, seconds = mark - pace.mark, now - pace.advanced_at
     learned = learn(pace.learned, pace.phase, pace.mark, steps, seconds, measured=pace.measured)
-    return StepTracker(level, phase, mark, now, True, learned, pace.moves + 1, beat.completed)
+    return HeartbeatTracker(level, phase, mark, now, True, learned, pace.moves + 1, beat.completed)
 
 
-def restart_clocks(trackers: Mapping[int, StepTracker], now: float) -> dict[int, StepTracker]:
+def restart_clocks(trackers: Mapping[int, HeartbeatTracker], now: float) -> dict[int, HeartbeatTracker]:
     """The trackers after a gap in our looks: who stood, may have been held."""
     return {rank: pace._replace(advanced_at=now, measured=False) for rank, pace in trackers.items()}
 
 
-def stall_report(trackers: Mapping[int, StepTracker], timeout: float | None, now: float) -> StallReport:
+def stall_report(trackers: Mapping[int, HeartbeatTracker], timeout: float | None, now: float) -> StallReport:
     """What these trackers prove."""
     level = max((pace.level for pace in trackers.values()), default=0)
     counting = [pace for pace in trackers.values() if pace.level == level]
@@ -109,7 +109,7 @@ def stall_report(trackers: Mapping[int, StepTracker], timeout: float | None, now
     return StallReport(level, stalled, now - slowest.advanced_at, slowest.phase)
 
 
-def _where(pace: StepTracker | None, beat: Heartbeat) -> tuple[int, Phase, int]:
+def _where(pace: HeartbeatTracker | None, beat: Heartbeat) -> tuple[int, Phase, int]:
     if beat.phase == "start":
         return BY_START, "start", beat.collectives
     if beat.phase:
