@@ -134,7 +134,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
     yield from _in_env(job, script)
     template = job.spec.template
     words = launcher.command_of(template)
-    env = {str(entry.get("name")) for entry in mappings(trainer_container(template) or {}, "env")}
+    env = set(launcher.facts(job.spec).env)
     by_shell = {place for place, _ in shell_text.scripts(words)}
     for i, word in enumerate(words):
         before = words[i - 1] if i else ""
@@ -154,7 +154,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
 
 def _in_env(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, ...], str]]:
     """Yield values such as PATH: /opt/bin:$PATH. A value may be a password, so only names of known variables count."""
-    entries = mappings(trainer_container(job.spec.template) or {}, "env")
+    entries = mappings(launcher.facts(job.spec).trainer, "env")
     known = {*_ALWAYS_SET, *variables.BREAKS_RENDEZVOUS, *(str(entry.get("name")) for entry in entries)}
     for number, entry in enumerate(entries):
         value = str(entry.get("value", ""))

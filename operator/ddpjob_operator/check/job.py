@@ -170,7 +170,7 @@ def mistakes(
     local: all nodes are on this machine."""
     template = job.spec.template
     by = launcher.facts(job.spec).launcher
-    if not (trainer_container(template) or {}).get("image"):
+    if not launcher.facts(job.spec).trainer.get("image"):
         yield (
             trainer_path(template),
             "image-missing",
@@ -202,7 +202,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     """What keeps the nodes apart, and what the job has Events of."""
     template = job.spec.template
     words = launcher.command_of(template)
-    if "command" in (trainer_container(template) or {}) and command.starts_nothing(words):
+    if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
         said = "the command ends after the launcher and its options, and names no script to start; add it"
         yield command_path(template), "script-missing", said
     if word := command.joined(words):

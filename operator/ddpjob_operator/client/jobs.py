@@ -13,8 +13,7 @@ from ddpjob_operator.client.connection import Cluster, Raw
 from ddpjob_operator.client.errors import ClusterError, NotFoundError
 from ddpjob_operator.describe.job import EventLine, PodLine
 from ddpjob_operator.describe.table import parse_time
-from ddpjob_operator.job import api, validation
-from ddpjob_operator.job.podspec import trainer_container
+from ddpjob_operator.job import api, launcher, validation
 from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.manifest.yamlfile import InputError
 from ddpjob_operator.pods import naming
@@ -38,7 +37,7 @@ class Stored:
     @property
     def trainer(self) -> str:
         """The name of the trainer's container."""
-        return str((trainer_container(self.job.spec.template) or {}).get("name") or "trainer")
+        return str(launcher.facts(self.job.spec).trainer.get("name") or "trainer")
 
 
 class NoJobError(InputError):

@@ -90,13 +90,23 @@ class Launcher:
 
 
 class JobFacts:
-    """What a job's template says of its command, read once for each parsed spec.
+    """What follows from a job's template, read once for each parsed spec.
 
     A plan asks dozens of times, some of them for each node, and each report of each node four times.
     """
 
     def __init__(self, template: dict[str, Any]) -> None:
         self._template = template
+
+    @cached_property
+    def trainer(self) -> dict[str, Any]:
+        """The trainer's container; empty if the template has none."""
+        return trainer_container(self._template) or {}
+
+    @cached_property
+    def env(self) -> dict[str, Any]:
+        """The values of the trainer's own variables; None for one that is set from elsewhere."""
+        return {str(entry.get("name")): entry.get("value") for entry in mappings(self.trainer, "env")}
 
     @cached_property
     def command(self) -> list[str]:
@@ -204,9 +214,8 @@ def nproc_per_node(spec: api.Spec) -> int | None:
 def max_restarts(spec: api.Spec) -> int | None:
     """How often torchrun may start its ranks again in their pods, where the user's template says it and not the job."""
     launcher = facts(spec).launcher
-    env = {e.get("name"): e.get("value") for e in mappings(trainer_container(spec.template) or {}, "env")}
     given = launcher.options.get("max_restarts") if launcher else None
-    number = _number(given or env.get("PET_MAX_RESTARTS") or "")
+    number = _number(given or facts(spec).env.get("PET_MAX_RESTARTS") or "")
     return None if number < 0 else number
 
 
@@ -231,7 +240,7 @@ def _alone(spec: api.Spec) -> list[str]:
     """A launcher that starts the ranks of one node where it is told of no other, and reads no variable of the job."""
     text = (shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
-    if spec.nodes == 1 or found is None or _OTHER_NODES.search(text) or _has_hostfile(found[1], spec.template):
+    if spec.nodes == 1 or found is None or _OTHER_NODES.search(text) or _has_hostfile(found[1], spec):
         return []
     return [
         f"{found[1]} starts ranks on its own node, so each of the {spec.nodes} nodes trains alone; start the script "
@@ -239,18 +248,16 @@ def _alone(spec: api.Spec) -> list[str]:
     ]
 
 
-def _has_hostfile(program: str, template: dict[str, Any]) -> bool:
+def _has_hostfile(program: str, spec: api.Spec) -> bool:
     """Whether the template tells a launcher of the nodes outside its command."""
-    names = (str(entry.get("name")) for entry in mappings(trainer_container(template) or {}, "env"))
-    mounted = _HOSTFILE_MOUNTS.get(program, set()).intersection(mounts(template))
-    return bool(mounted) or any(map(_HOSTFILE_VARIABLE.search, names))
+    mounted = _HOSTFILE_MOUNTS.get(program, set()).intersection(mounts(spec.template))
+    return bool(mounted) or any(map(_HOSTFILE_VARIABLE.search, facts(spec).env))
 
 
 def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
     """(WORLD_SIZE, NNODES), (RANK, NODE_RANK): a variable of the ranks of which the command makes an option of the
     launcher that starts them, so that it is not set yet, and the one that is meant."""
-    own = {entry.get("name") for entry in mappings(trainer_container(spec.template) or {}, "env")}
-    text = facts(spec).text
+    own, text = facts(spec).env, facts(spec).text
     for pattern, name, meant in _OF_PODS if facts(spec).launcher else ():
         is_set = name in own or re.search(rf"\b{name}=", text)
         # ${WORLD_SIZE:-1} has a value in any case, which may be right.
@@ -330,14 +337,13 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     if spec.nodes == 1 and not is_elastic:
         return
     options = launcher.options
-    own = [entry.get("name") for entry in mappings(trainer_container(spec.template) or {}, "env")]
     if "standalone" in options:
         yield f"--standalone is for one node, and spec.nodes is {spec.nodes}: each node would train alone. Remove it."
     if options.get("node_rank", "").isdecimal():
         rank = options["node_rank"]
         yield f"--node_rank={rank} gives all {spec.nodes} nodes the same rank. Remove it, or use $(NODE_RANK)."
     backend = options.get("rdzv_backend", "static")
-    has_endpoint = is_elastic or options.get("rdzv_endpoint") or "PET_RDZV_ENDPOINT" in own
+    has_endpoint = is_elastic or options.get("rdzv_endpoint") or "PET_RDZV_ENDPOINT" in facts(spec).env
     if backend != "static" and not has_endpoint:
         yield (
             f"--rdzv_backend={backend} without --rdzv_endpoint: each of {spec.nodes} nodes waits at its own address. "

@@ -7,7 +7,7 @@ from collections.abc import Set
 
 from ddpjob.core.members import Members
 from ddpjob_operator.job import api, bounds, launcher
-from ddpjob_operator.job.podspec import grace_seconds, trainer_container
+from ddpjob_operator.job.podspec import grace_seconds
 
 
 def nproc_per_node(spec: api.Spec) -> int:
@@ -94,5 +94,5 @@ def shutdown_timeout_seconds(spec: api.Spec) -> int:
 
 def termination_log(spec: api.Spec) -> str:
     """The file to which a trainer may write why it ended; the kubelet creates and reads it."""
-    path = (trainer_container(spec.template) or {}).get("terminationMessagePath")
+    path = launcher.facts(spec).trainer.get("terminationMessagePath")
     return path if isinstance(path, str) and path else "/dev/termination-log"

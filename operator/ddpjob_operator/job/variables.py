@@ -52,7 +52,7 @@ def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> I
     if spec.nodes == 1 or not (by or by_python):
         return
     text = launcher.facts(spec).text
-    for number, entry in enumerate(mappings(trainer_container(spec.template) or {}, "env")):
+    for number, entry in enumerate(mappings(launcher.facts(spec).trainer, "env")):
         name, value = entry.get("name"), entry.get("value")
         if local and name in _ADDRESSES:
             continue

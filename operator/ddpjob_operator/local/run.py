@@ -152,7 +152,7 @@ def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.
     if topology.backend(job.spec) == "nccl" and not visible:
         text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
         raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
-    has_own = (podspec.trainer_container(job.spec.template) or {}).get("workingDir")  # which begins where we are
+    has_own = launcher.facts(job.spec).trainer.get("workingDir")  # which begins where we are
     cwd, environment = Path.cwd() if has_own else script.folder_of(document.source, job), dict(os.environ)
     if cwd != Path.cwd():
         notes.append(f"working folder: {cwd}, where the script is")

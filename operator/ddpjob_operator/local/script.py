@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from ddpjob_operator.job import api, command, launcher
-from ddpjob_operator.job.podspec import trainer_container
 from ddpjob_operator.local.files import read_script
 
 _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
@@ -25,7 +24,7 @@ def find(source: str, job: api.DDPJob) -> Path | None:
 def folder_of(source: str, job: api.DDPJob) -> Path:
     """The folder in which the trainer starts: that of the YAML where the script lies there, else the working folder."""
     names = command.read(launcher.command_of(job.spec.template)).files
-    own = (trainer_container(job.spec.template) or {}).get("workingDir")
+    own = launcher.facts(job.spec).trainer.get("workingDir")
     if isinstance(own, str):
         return Path.cwd() / own
     beside = Path(os.path.abspath(source)).parent
