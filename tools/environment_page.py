@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import inspect
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -142,7 +143,7 @@ def to_markdown() -> str:
         OTHERS,
         table(own, _rows(others)),
         OPERATOR,
-        table(own, sorted((f"`{name}`", escaped(text)) for name, text in _of_operator().items())),
+        table(own, iter(sorted((f"`{name}`", escaped(text)) for name, text in _of_operator().items()))),
     ]
     text = "\n".join(parts)
     if missing := sorted(name for name in _in_the_source() if f"`{name}`" not in text):
@@ -214,7 +215,7 @@ def _of_operator() -> dict[str, str]:
     """By variable, what the fields of its settings say of it."""
     found = {}
     for module in (settings, lease):
-        for text in re.findall(r'"""(.*?)"""', Path(module.__file__).read_text(encoding="utf-8"), re.DOTALL):
+        for text in re.findall(r'"""(.*?)"""', inspect.getsource(module), re.DOTALL):
             for name, meaning in re.findall(r"\b(DDPJOB_\w+): (.*?)(?=\n *DDPJOB_\w+:|\Z)", text, re.DOTALL):
                 found[name] = " ".join(meaning.split())
     return found
