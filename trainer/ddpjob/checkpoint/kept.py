@@ -8,6 +8,7 @@ rates, the place of a sampler, the state of a scheduler, values that the script 
 
 import collections
 import ctypes
+import functools
 import itertools
 import operator
 import weakref
@@ -27,7 +28,7 @@ SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
 SAMPLES = 32  # parameters: averages that are swapped in differ everywhere, and so do replicas that are not averaged
 SAMPLED_BYTES = 8192  # of these together
 COMPARED_BYTES = 1 << 16  # of a buffer
-RECORD_STEPS = 16  # boundaries at which version counters are not all read: that takes longer than all else there
+RECORD_STEPS = 64  # boundaries at which version counters are not all read: that takes longer than all else there
 READ_AT_EACH = 8  # version counters of an optimizer's tensors
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
@@ -71,7 +72,7 @@ class Kept:
         self._parameters = list(parameters.values())
         dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
-        self._seen: _Seen | None = None
+        self._first = self._all = _Views([], [], [], [])
         self._sampled = b""  # at the last boundary
         self._parts, self._counts = self._parts_now(), self._counts_now()
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
@@ -242,13 +243,15 @@ class Kept:
             for each in vars(scheduler).values()
         )
 
-    def setting(self, name: str) -> Any:
+    def setting(self, name: str, *, is_constant: bool = False) -> Any:
         """A copy of its value."""
         if (optimizer := self._optimizers.get(name)) is not None:
             return _groups(optimizer)
         value = self._others[name]()
         if value is None and type(self._objects[name]) is not _Held:
             raise ReplacedError(f"{name}: the script has replaced what save() was given")
+        if is_constant:
+            return {key: [*each] if type(each) is list else each for key, each in value.state_dict().items()}
         return copied(state_of(value), name)
 
     def tensors_of_buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> list[Any]:
@@ -339,16 +342,20 @@ class Kept:
         return [*self.counters(), self._sample_now()]
 
     def total(self) -> int:
-        """A sum of the bits of parameters and of the optimizers' state. Raises OutgrownError."""
+        """A sum of the bits of parameters and of the optimizers' state. Raises OutgrownError, StateError."""
         self.check()
         states = [tensor for own in self._counters for tensor in own.state_now()]
-        return packed.total_at_once([*self._parameters, *states])
+        every = [*self._parameters, *states]
+        dense = [each for each in every if each.layout is torch.strided]  # others have no address
+        self._all = _views(self._all, dense, packed.SMALL_BYTES)
+        large = [each for each, is_whole in zip(self._all.tensors, self._all.are_whole, strict=True) if not is_whole]
+        large += [each for each in every if each.layout is not torch.strided]
+        small = functools.reduce(lambda found, view: zlib.crc32(view, found), self._all.views, 0)
+        return (packed.total(packed.tensors_of(large)) * 3 + small) % (1 << 63)
 
     def _sample_now(self) -> bytes:
-        seen = self._seen
-        if seen is None or list(map(_address_of, self._samples)) != seen.addresses:
-            seen = self._seen = _seen(self._samples)
-        return b"".join(map(_raw_of, seen.values))
+        self._first = _views(self._first, self._samples, SAMPLED_BYTES // max(1, len(self._samples)))
+        return b"".join(map(_raw_of, self._first.views))
 
 
 class _Held:
@@ -460,28 +467,31 @@ def _content(tensor: Any) -> Any:
     return (zlib.crc32(raw), size) if size <= COMPARED_BYTES else (zlib.crc32(raw), tensor._version, id(tensor))
 
 
-class _Seen(NamedTuple):
-    """Where the first values of some parameters are."""
+class _Views(NamedTuple):
+    """The first bytes of tensors, where they are."""
 
     addresses: list[int]
-    values: list[Any]
-    held: list[torch.Tensor]
+    tensors: list[torch.Tensor]
     """What holds that memory, where another thread puts another one in its place."""
+    are_whole: list[bool]
+    """Which of them are seen with all their bytes."""
+    views: list[Any]
 
 
-def _seen(parameters: Sequence[torch.Tensor]) -> _Seen:
-    seen = _Seen([], [], [])
-    for tensor in (parameter.detach() for parameter in parameters):
-        address = tensor.data_ptr()
-        if tensor.is_cpu and tensor.numel() and address:
-            size = min(
-                tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size(),
-                SAMPLED_BYTES // len(parameters),
-            )
-            seen.values.append((ctypes.c_char * size).from_address(address))
-            seen.held.append(tensor)
-        seen.addresses.append(address)
-    return seen
+def _views(before: _Views, tensors: Sequence[torch.Tensor], most: int) -> _Views:
+    """Those of these tensors, of each at most so many bytes; the same as before where nothing has moved."""
+    addresses = list(map(_address_of, tensors))
+    if addresses == before.addresses:
+        return before
+    found = _Views(addresses, [], [], [])
+    for address, tensor in zip(addresses, (each.detach() for each in tensors), strict=True):
+        size = tensor.numel() * tensor.element_size()
+        is_seen = tensor.is_cpu and size > 0 and packed.is_one_run(tensor)
+        found.tensors.append(tensor)
+        found.are_whole.append(is_seen and size <= most)
+        if is_seen:
+            found.views.append((ctypes.c_char * min(size, most)).from_address(address))
+    return found
 
 
 def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,7 +57,8 @@ class Slots:
         their key. Raises StateError, OSError."""
         values = [self._packed_states(kept, rng, frozenset(leaves_out))]
         if more is not None:
-            values.append(packed.pack(dict(more)))
+            is_plain = all(setting.parts is not None for setting in self._settings.values())
+            values.append((packed.pack_plain if is_plain else packed.pack)(dict(more)))
         self._shared.write_slot(slot, step, *values)
 
     def value(self, kept: Kept, rng: dict[str, Any], small: Any) -> dict[str, Any]:
@@ -72,8 +73,9 @@ class Slots:
         for name in kept.names_of_settings():
             last, parts = self._settings.get(name), kept.parts_of(name)
             if last is None or parts is None or last.parts is None or not _are_the_same(parts, last.parts):
-                constant = parts if parts is not None and kept.is_constant(name) else None
-                last = self._settings[name] = _Setting(constant, kept.setting(name))
+                is_constant = parts is not None and kept.is_constant(name)
+                value = kept.setting(name, is_constant=is_constant)
+                last = self._settings[name] = _Setting(parts if is_constant else None, value)
             values[name] = last.value
         return values
 

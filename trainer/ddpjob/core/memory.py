@@ -94,7 +94,7 @@ SLACK = 1.05
 """Of an area: optimizers make the state of a parameter when it first has a gradient."""
 
 
-PROVE_EVERY, PROVE_BYTES = 64, 4 << 20
+PROVE_EVERY, PROVE_BYTES = 128, 4 << 20
 """Steps between two proofs that nothing large changes between a boundary and the next step, for a state of so many
 bytes: a proof reads all of it twice. A larger state is proved more rarely, so that a step pays the same."""
 
