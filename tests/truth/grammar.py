@@ -117,18 +117,31 @@ def drawn(seed: int) -> Draw:
     }
     found = normal(found)
     kills = [_kill(chance, found, 0)]
-    if chance.random() < 0.2:
-        kills.append(_kill(chance, found, 1))
-    return Draw(found, tuple(kills), settled=chance.random() < 0.5)
+    if chance.random() < 0.2 and kills[0] is not None:
+        kills.append(_kill(chance, found, 1, after=kills[0].step))
+    return Draw(found, tuple(kill for kill in kills if kill is not None), settled=chance.random() < 0.5)
 
 
-def _kill(chance: random.Random, recipe: Recipe, generation: int) -> Kill:
+def _kill(chance: random.Random, recipe: Recipe, generation: int, after: int = 0) -> Kill | None:
+    """after: the step of the kill before. None if no such place follows that."""
     how = chance.choice(HOWS)
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and recipe["scheduler_at"] != "epoch_end"
     if how == "TERM" and not stops:  # a script that stops before the end of its epoch leaves out what is done there
         how = "KILL"
-    steps = range(5, TOTAL - 2) if chance.random() < 0.7 else range(EPOCH, TOTAL, EPOCH)  # often where epochs meet
-    return Kill(chance.choice(PLACES), chance.choice(steps), chance.randrange(2), how, generation)
+    place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
+    ends = _epoch_ends(recipe)
+    # Often where epochs meet.
+    steps = ends if place == "epoch_end" or chance.random() < 0.3 else list(range(5, TOTAL - 2))
+    later = [step for step in steps if step > after + 1]
+    if not later:
+        return None
+    return Kill(place, chance.choice(later), chance.randrange(2), how, generation)
+
+
+def _epoch_ends(recipe: Recipe) -> list[int]:
+    """Steps after which an epoch ends; the sampler that is replaced goes on with batches of half the size."""
+    is_replaced = recipe["sampler"] == "replaced" and recipe["data"] == "sampler"
+    return [10, 20, 23, 37] if is_replaced else [10, 20, 30]
 
 
 # ---- options that do not go together -----------------------------------------------------------------------------
@@ -243,6 +256,12 @@ def saw(step, part):
 def script(recipe: Recipe) -> str:
     """The program."""
     return _Writer(normal(recipe)).text()
+
+
+def names_of(recipe: Recipe) -> set[str]:
+    """What the script saves, by its names."""
+    writer = _Writer(normal(recipe))
+    return {*writer.names(), *writer.values()}
 
 
 def _block(text: str, indent: int) -> str:
