@@ -10,6 +10,7 @@ which has imported torch. What is wrong is made as small as it stays wrong, and 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import re
 import sys
@@ -109,10 +110,13 @@ def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
     return Found(seed, small, again if again.is_wrong else verdict)
 
 
-def _work(place: int, seeds: list[int], kills: int, out: multiprocessing.SimpleQueue[object]) -> None:
-    for seed, draw, verdict in searched(seeds, kills):
-        out.put((place, seed, draw, verdict))
-    out.put((place, None, None, None))
+def _work(seeds: list[int], options: argparse.Namespace, out: multiprocessing.SimpleQueue[object]) -> None:
+    until = time.monotonic() + options.seconds
+    for seed, draw, verdict in searched(seeds, options.kills):
+        out.put((seed, draw, verdict))
+        if time.monotonic() > until:
+            break
+    out.put((None, None, None))
 
 
 def main() -> int:
@@ -124,6 +128,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--out", type=Path, default=Path("truth-found"))
     parser.add_argument("--one", type=int, help="one seed, with its log")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no draw after so long")
     parser.add_argument("--as-found", action="store_true", help="leave wrong draws as they are, which saves their time")
     options = parser.parse_args()
     import torch._dynamo
@@ -185,12 +190,12 @@ def _search(options: argparse.Namespace) -> int:
     context = multiprocessing.get_context("fork")
     queue: multiprocessing.SimpleQueue[object] = context.SimpleQueue()
     shares = [seeds[place :: options.workers] for place in range(options.workers)]
-    workers = [context.Process(target=_work, args=(k, share, options.kills, queue)) for k, share in enumerate(shares)]
+    workers = [context.Process(target=_work, args=(share, options, queue)) for share in shares]
     for worker in workers:
         worker.start()
     left = len(workers)
     while left:
-        _, seed, draw, verdict = queue.get()  # type: ignore[misc]
+        seed, draw, verdict = queue.get()  # type: ignore[misc]
         if seed is None:
             left -= 1
             continue
