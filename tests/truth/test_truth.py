@@ -14,6 +14,7 @@ AFTER_SAVE = Kill("top", 20, 1, "KILL")
 SCRIPTS = {
     "the plainest": Draw(plain(), (TOP,)),
     "dropout, and the loader of docs/library.md": Draw(recipe(model="dropout", data="loader"), (TOP,)),
+    "should_stop at every second step": Draw(recipe(model="dropout", mark="stop_some"), (Kill("told", 34, 1, "KILL"),)),
     "the same, from the folder": Draw(
         recipe(model="dropout", data="loader", memory="no", every="4"), (TOP,), settled=True
     ),

@@ -147,6 +147,7 @@ class Keeper(Survivor):
         self._said_mixed = False
         self._early: dict[str, Any] | None = None  # the random states before the last step
         self._has_early = True
+        self._has_hooked = False  # a backward pass was noticed since the last optimizer step
         self._proofs_left = self._proofs_needed
         self._turn: int | None = None  # the slot of the next boundary
         self._noted = 0  # the step of the last one
@@ -596,7 +597,7 @@ class Keeper(Survivor):
         if kept is None or self._off or self._stepped or os.getpid() != self._pid:
             if not self._off and os.getpid() == self._pid:
                 self._other_step(optimizer)
-            self._stepped = True
+            self._stepped, self._has_hooked = True, False
             if kept is None and optimizer is not None:
                 self._seen.add(optimizer)
             if kept is not None:
@@ -606,7 +607,7 @@ class Keeper(Survivor):
             self._end_boundary(kept, optimizer)
         except Exception as error:
             self._give_up(error)
-        self._stepper, self._has_begun = id(optimizer), False
+        self._stepper, self._has_begun, self._has_hooked = id(optimizer), False, False
         kept.count_step(optimizer)
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
@@ -631,9 +632,9 @@ class Keeper(Survivor):
         if self._copies is not None:
             with self._guarded():
                 self._copies.before_other_step()
-        if self._stepper == id(optimizer):
-            self._stepper = None
-            self._shared.forget_slot(EARLY)  # its buffers are those before the first of these steps
+        if self._stepper == id(optimizer) and not self._has_hooked:
+            self._stepper, self._has_early = None, False
+            self._shared.forget_slot(EARLY)  # it is of before the first of these steps, and no backward pass renews it
 
     def _count_step(self, optimizer: Any) -> None:
         """Where boundaries are far from each other no slot tells that steps follow a state that was loaded."""
@@ -675,10 +676,11 @@ class Keeper(Survivor):
         if kept is None or self._off or os.getpid() != self._pid:
             return
         self._numbers.has_worked = True
+        self._has_hooked = True
         if self._stepped:
             self._has_mixed |= bool(self._made)
-            return
-        self._has_begun = True
+        else:
+            self._has_begun = True
         if not self._copies_instead:
             with self._guarded():
                 self._write_early(kept, in_backward=True)
