@@ -19,7 +19,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.of_each_rank import ignored, sends_buffers
+from ddpjob.checkpoint.of_each_rank import ignored, outermost, sends_buffers
 from ddpjob.checkpoint.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
@@ -59,9 +59,13 @@ class Kept:
         self.by_value: list[str] = []  # names of values, which are what they were when the script named them
         self.broadcast: list[str] = []
         """Names of models whose buffers DistributedDataParallel sends from rank 0 to all before each forward pass."""
+        self.called: list[torch.nn.Module] = []
+        """Models as the script calls them, in DistributedDataParallel if they are."""
         for name, value in objects.items():
             if isinstance(value, torch.nn.Module) and sends_buffers(value):
                 self.broadcast.append(name)
+            if isinstance(value, torch.nn.Module):
+                self.called.append(outermost(value))
             self._add(name, unwrapped(value))
         parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
         for optimizer in self._optimizers.values():

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
@@ -31,11 +32,19 @@ from ddpjob.checkpoint.slots import PLACE, Slots
 from ddpjob.checkpoint.streams import Streams
 from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
 from ddpjob.core import memory
-from ddpjob.core.memory import CLOCK, COPIES, EARLY, MISCOUNTED, PID, PROVEN, RESERVED, Version
+from ddpjob.core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, RESERVED, Version
 from ddpjob.errors import StateError
 
 PROOF_STEPS = 3
+RANDOM = "random numbers"
+"""The name of a rank's generators among what is compared between a boundary and the next step."""
 LOOSE_STEPS = 2  # in a row: it is not the end of an epoch then
+
+
+def _forward_begins(module: torch.nn.Module, _: Any) -> None:
+    """A hook of models that are trained; a copy or a pickle of the model names it."""
+    if not torch.compiler.is_compiling() and module.training and (keeper := process.current.keeper) is not None:
+        keeper.step_begins()
 
 
 class _Steps:
@@ -146,6 +155,8 @@ class Keeper(Survivor):
         self._has_mixed = False  # a backward pass followed one of them
         self._said_mixed = False
         self._early: dict[str, Any] | None = None  # the random states before the last step
+        self._begun: int | None = None  # a mark of the random states when the next step began
+        self._notices_begin = False  # that a step begins
         self._has_early = True
         self._has_hooked = False  # a backward pass was noticed since the last optimizer step
         self._proofs_left = self._proofs_needed
@@ -210,6 +221,7 @@ class Keeper(Survivor):
             last.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
             for last in kept.first_gradients
         ]
+        self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in kept.called]
         if kept.by_value and self._has_folder and not self._told and self._rank == 0:
             self._told = True
             process.log(
@@ -343,9 +355,10 @@ class Keeper(Survivor):
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool) -> None:
         self._thread = threading.get_ident()
         self._check_makers()
-        self._learn(kept, step, named=named)
+        rng = random_states.compact()
+        self._learn(kept, step, rng, named=named)
         if not self._copies_instead and (self._stepped or named):
-            self._note(kept, step)
+            self._note(kept, step, rng)
         elif self._stepped and self._on_device:
             self._is_proven(kept, step)
         own = self._copies
@@ -389,24 +402,48 @@ class Keeper(Survivor):
 
     def _watched(self, kept: Kept) -> dict[str, Any]:
         """What is compared between a boundary and the next step."""
-        settings, untrained = self._slots.settings(kept), kept.untrained()
-        if not untrained and not kept.by_value:
-            return settings
-        return {name: value for name, value in settings.items() if name not in kept.by_value} | untrained
+        return self._watched_with(kept, self._marked_now())
 
-    def _learn(self, kept: Kept, step: int, *, named: bool) -> None:
+    def _watched_with(self, kept: Kept, mark: int) -> dict[str, Any]:
+        settings = self._slots.settings(kept)
+        named = {name: value for name, value in settings.items() if name not in kept.by_value}
+        return named | kept.untrained() | {RANDOM: mark}
+
+    def _marked_now(self) -> int:
+        """A mark of the random states when the next step began; if it has not begun, of the present ones."""
+        if self._begun is not None:
+            return self._begun
+        is_known = self._notices_begin and not self._has_begun
+        return random_states.mark(random_states.compact()) if is_known else self._places.marked.get(RANDOM, 0)
+
+    def step_begins(self, sampler: Any = None) -> None:
+        """What is drawn from here on belongs to the next step. sampler: that is iterated; only one that is kept counts,
+        because an evaluation may have another one."""
+        kept = self._kept
+        if kept is None or self._begun is not None or not self._places.is_open or os.getpid() != self._pid:
+            return
+        if sampler is not None and not any(kept.objects[name] is sampler for name in kept.samplers()):
+            return
+        self._notices_begin, self._begun = True, random_states.mark(random_states.compact())
+        is_loose = self._begun != self._places.marked.get(RANDOM) and not self._places.trusts(RANDOM)
+        self._shared.cells[LOOSE] = self._noted if is_loose else 0
+
+    def _learn(self, kept: Kept, step: int, rng: Mapping[str, Any], *, named: bool) -> None:
         """Where in its loop the script changes what is small, and which buffers its forward pass changes."""
-        values, places = self._watched(kept), self._places
+        values, places = self._watched_with(kept, random_states.mark(rng)), self._places
         if places.is_open and not named:
             return
+        self._begun = None
         if places.is_open:
             large = "parameters" if kept.versions() != self._versions and self._versions else kept.changed_states()
             if new := places.named(values, {large} - {""}):
                 self._tell_of_places(new, f"between should_stop({step}) and save({step})")
+            self._shared.cells[LOOSE] = 0
             return
         places.after_save(kept.samplers())
         self._check_samplers(kept, values)
         places.boundary(values, named=named)
+        self._shared.cells[LOOSE] = 0 if named or not places.suspects(RANDOM) else step
         if not self._on_device and self._forwarded:
             content = kept.buffers_as_they_are()
             if any(content.get(key) != was for key, was in self._forwarded.items()):  # the script has changed it too
@@ -434,7 +471,8 @@ class Keeper(Survivor):
         """The optimizer's step begins: what has changed since the boundary?"""
         if not self._places.is_open:
             return
-        new = self._places.step(self._watched(kept), kept.optimizers)
+        mark = self._places.marked.get(RANDOM, 0) if self._begun is None else self._begun
+        new = self._places.step(self._watched_with(kept, mark), [*kept.optimizers, RANDOM])
         if self._places.is_loose and self._copies is not None:
             self._copies.give_up_last()
         self._loose_steps = self._loose_steps + 1 if self._places.is_loose else 0
@@ -495,9 +533,8 @@ class Keeper(Survivor):
         found.loaded = self._loaded
         return found
 
-    def _note(self, kept: Kept, step: int) -> None:
+    def _note(self, kept: Kept, step: int, rng: dict[str, Any]) -> None:
         shared = self._shared
-        rng = random_states.compact()
         if "cuda" in rng:
             raise StateError("the script uses a GPU, and its group was made for CPUs")
         if self._has_early and self._early is not None and rng != self._early:

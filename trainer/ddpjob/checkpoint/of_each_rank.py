@@ -49,6 +49,14 @@ def sends_buffers(value: torch.nn.Module) -> bool:
     return bool(wrappers) and all(each.broadcast_buffers for each in wrappers)
 
 
+def outermost(value: torch.nn.Module) -> torch.nn.Module:
+    """The wrapper of a model that is in DistributedDataParallel, else the model."""
+    if isinstance(value, DistributedDataParallel):
+        return value
+    wrapper: torch.nn.Module | None = _wrapper_of(_uncompiled(value))
+    return value if wrapper is None else wrapper
+
+
 def _wrapper_of(module: torch.nn.Module) -> Any:
     """The wrapper of a model that a script saves without it; None if there is none."""
     found = _wrappers.get(module)

@@ -27,6 +27,7 @@ from ddpjob.core.memory import (
     LOADED_BY,
     LOADED_FROM,
     LOADED_STEP,
+    LOOSE,
     MISCOUNTED,
     PROVEN,
     Found,
@@ -106,6 +107,10 @@ def fetch(
     trouble: list[str] = []
     if why := memory.mixed_up(_all_left(shared, left, rank, world_size, is_own=own is not None), version.step):
         trouble.append(why)
+    if shared is not None and own is not None and shared.cells[LOOSE] == version.step:
+        trouble.append(
+            f"random numbers were drawn after should_stop({version.step}), or may have been, that a save() would have"
+        )
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
     on_device = {} if large is None else large.pop(BUFFERS, {})  # a copy of what is on a device has them there
     if own is not None:
