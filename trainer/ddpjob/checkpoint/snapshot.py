@@ -244,13 +244,12 @@ class Snapshot:
 
     def _name_half_done(self, step: int, state: Mapping[str, Any]) -> None:
         self._name_hooks(state)
-        if name := self._since_step.pending():
+        if name := self._since_step.pending(state):
             self._name_half(
                 f"gradients of {name}",
                 f"{name}: step {step} is saved while gradients wait for optimizer.step(): a restart does not continue "
                 f"the accumulation, and these micro-batches are lost. Save right after an optimizer's step.",
             )
-        self._since_step.watch(state)
 
     def _name_half(self, what: str, why: str) -> None:
         """Once."""
@@ -523,7 +522,6 @@ class Snapshot:
         ranks.
         """
         refuse_sharded(objects)
-        self._since_step.watch(objects)
         self._finish()
         if self.rank == 0:
             self._name_hooks(objects)
