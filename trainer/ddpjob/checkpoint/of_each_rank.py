@@ -8,7 +8,7 @@ that DistributedDataParallel leaves to each rank are compared.
 import gc
 import io
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,10 @@ OWN_BYTES_MAX = 4 << 20  # of one object of one rank, which passes through the s
 
 WHOLE, KEYS, MOMENTS, LARGE = "whole", "keys", "moments", "large"
 _wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
+
+
+class LateError(StateError):
+    """A file lacks what a rank had of its own, because that rank was too late for it."""
 
 
 def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -120,11 +124,20 @@ def from_bytes(data: bytes) -> tuple[Any, Any]:
     return value["rng"], value["own"]
 
 
-def differing(of_0: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """By rank: its parts of each name of which not all ranks have the same."""
+def differing(
+    of_0: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]], known: Collection[str] = ()
+) -> dict[int, dict[str, Any]]:
+    """By rank: its parts of each name of which not all ranks have the same. known: names that differ whatever these
+    have, because a rank is missing."""
     names = {name for parts in others.values() for name in of_0 if not _same(of_0[name], parts.get(name))}
+    names |= of_0.keys() & set(known)
     ranks = {0: of_0, **others} if names else {}
     return {rank: {name: parts[name] for name in sorted(names) if name in parts} for rank, parts in ranks.items()}
+
+
+def names_in(ranks: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    """Names of which each rank has its own."""
+    return {name for parts in ranks.values() for name in parts}
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -150,15 +163,21 @@ def too_large(ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
 def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Sequence[str]) -> dict[str, Any]:
     """The document's state with this rank's own parts. named: what is to be restored into objects.
 
-    Raises StateError where a rank's own part of these is not in the document; of others rank 0's is given.
+    Raises StateError where a rank's own part of these is not in the document, LateError if the rank did not save in
+    time; of others rank 0's is given.
     """
     state: dict[str, Any] = dict(document["state"])
     ranks: Mapping[int, Mapping[str, Any]] = document.get("ranks", {})
     if not ranks:
         return state
-    names = {name for parts in ranks.values() for name in parts}
-    if problem := _lost(sorted(names & set(named)), document, world_size):
+    names = sorted(names_in(ranks) & set(named))
+    if problem := _lost(names, document, world_size):
         raise StateError(problem)
+    if names and world_size > 1 and (late := sorted(set(range(world_size)) - ranks.keys())):
+        raise LateError(
+            f"{_had_own(names, document)}, and that of rank {late[0]} is not in the snapshot, because it did not save "
+            f"in time."
+        )
     for name, part in ranks.get(rank, {}).items() if world_size == document["world_size"] else ():
         if part["kind"] != LARGE:
             state[name] = _with(state[name], part)
@@ -167,17 +186,18 @@ def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Se
 
 def _lost(names: Sequence[str], document: Mapping[str, Any], world_size: int) -> str:
     """Why not each rank can be given its own, the same on all ranks; "" where it can."""
-    what = f"{', '.join(names)}: each rank had its own when step {document['step']} was saved"
     if names and world_size != document["world_size"]:
         return (
-            f"{what}, by {document['world_size']} ranks, and there are {world_size} now. Start as many, or save only "
-            f"what is the same on all ranks."
+            f"{_had_own(names, document)}, by {document['world_size']} ranks, and there are {world_size} now. Start as "
+            f"many, or save only what is the same on all ranks."
         )
-    if names and (late := sorted(set(range(world_size)) - document["ranks"].keys())):
-        return f"{what}, and that of rank {late[0]} is not in the snapshot, because it did not save in time."
     if names and (large := [name for name in too_large(document["ranks"]) if name in names]):
-        return f"{what}, and {', '.join(large)} is too large to be kept of each."
+        return f"{_had_own(names, document)}, and {', '.join(large)} is too large to be kept of each."
     return ""
+
+
+def _had_own(names: Sequence[str], document: Mapping[str, Any]) -> str:
+    return f"{', '.join(names)}: each rank had its own when step {document['step']} was saved"
 
 
 def _with(whole: Any, part: Mapping[str, Any]) -> Any:

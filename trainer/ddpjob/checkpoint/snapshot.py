@@ -136,6 +136,7 @@ class Snapshot:
         self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
         self._name = str(folder)  # among the ranks; `load` makes it rank 0's, because each node may have its own path
         self._others: _OthersSaved | None = None  # of the last save
+        self._differ: set[str] = set()  # objects of which ranks were seen to have their own
         self._named_large: set[str] = set()  # objects of which the log has said that they are too large
         self._named_late = False  # whether the log has named ranks that do not save
         self._offered: list[str] = []
@@ -366,14 +367,20 @@ class Snapshot:
             unwritten.lacks_rng = False
             others = self._collected(document["step"], unwritten.repeat)
             document["rng"] |= {rank: rng for rank, (rng, _) in others.items()}
-            document["ranks"] = of_each_rank.differing(unwritten.own, {rank: own for rank, (_, own) in others.items()})
+            is_lacking = len(others) < self.world_size - 1
+            known = self._differ if is_lacking else set()
+            parts = {rank: own for rank, (_, own) in others.items()}
+            document["ranks"] = of_each_rank.differing(unwritten.own, parts, known)
+            unwritten.lacks_own = is_lacking and bool(document["ranks"])
+            self._differ |= of_each_rank.names_in(document["ranks"])
             self._name_large(of_each_rank.too_large(document["ranks"]))
         self._remove_left(writer)  # first: a process that was killed may have left what fills the disk
         self._publish(writer, document)
         process.current.unsaved.discard(self)
         report_saved(document["step"])
         try:
-            self._prune(writer)
+            if not unwritten.lacks_own:  # an older one may be the last that each rank can load
+                self._prune(writer)
         except OSError as error:
             process.log(f"older snapshots in {self.folder} cannot be removed: {reason(error)}")
 
@@ -527,23 +534,20 @@ class Snapshot:
             self._name_hooks(objects)
         self._memory.begin()
         found = self._memory.find(objects)
-        chosen = self._agreed(found)
-        if chosen is None and found is not None:
+        read = self._read(found, objects)
+        if read is None and found is not None:
             fetched = self._memory.fetch(found, objects)
             if fetched is not None:
                 return self._go_on_from_memory(found, objects, fetched)
-            chosen = self._agreed(None)
-        if chosen is None:
+            read = self._read(None, objects)
+        if read is None:
             self.state = self._memory.loaded(0, objects, {})
             self._log_beginning()
             return 0
         self._owe(None)
-        entry, file = chosen
-        with file:
-            document = _decoded(file, entry.path)
+        entry, document = read
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
-        document["state"] = of_each_rank.state_for(document, self.rank, self._ranks or self.world_size, list(objects))
         restore(objects, document["state"], str(entry.path))
         self.state = self._memory.loaded(int(document["step"]), objects, without_copies(objects, document["state"]))
         random_states.restore(document, self.rank, self.world_size)
@@ -553,6 +557,30 @@ class Snapshot:
         origin: dict[str, Any] = {} if before is None else {"goesOnFrom": writers.named(before)}
         report_resumed(document["step"], str(self.folder), **origin)
         return int(document["step"])
+
+    def _read(self, found: Found | None, objects: Mapping[str, Any]) -> "tuple[_Entry, dict[str, Any]] | None":
+        """The newest state in the folder that is whole, with this rank's own parts. found: what is in memory; only what
+        is newer than that counts. A file for which a rank was too late is passed over: an older one has its part."""
+        passed: set[Path] = set()
+        problem: of_each_rank.LateError | None = None
+        while (chosen := self._agreed(found, passed)) is not None:
+            entry, file = chosen
+            with file:
+                document = _decoded(file, entry.path)
+            ranks = self._ranks or self.world_size
+            try:
+                document["state"] = of_each_rank.state_for(document, self.rank, ranks, list(objects))
+            except of_each_rank.LateError as error:
+                problem = problem or error
+                passed.add(entry.path)
+                continue
+            if problem is not None and self.rank == 0:
+                process.log(f"{str(problem).rstrip('.')}; the snapshot of step {document['step']} is used")
+            self._differ = of_each_rank.names_in(document.get("ranks", {}))
+            return entry, document
+        if problem is not None and found is None:
+            raise problem
+        return None
 
     def _go_on_from_memory(self, found: Found, objects: Mapping[str, Any], fetched: Fetched) -> int:
         step = found.held.version.step
@@ -622,13 +650,13 @@ class Snapshot:
             return None
         return Version(claim.attempt, claim.generation, entry.step)
 
-    def _agreed(self, found: Found | None) -> "tuple[_Entry, BinaryIO] | None":
+    def _agreed(self, found: Found | None, passed: Collection[Path]) -> "tuple[_Entry, BinaryIO] | None":
         """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; and the file, opened.
 
         All look at its bytes at once: a gigabyte takes a second, and ranks that waited for rank 0 would begin after it.
-        found: what is in memory; only what is newer than that is chosen.
+        found: what is in memory; only what is newer than that is chosen. passed: what is not to be chosen.
         """
-        damaged: set[Path] = set()
+        damaged = set(passed)
         while self._folder is not None:
             entry = self._broadcast_or_raise(lambda: self._choose(found, damaged))
             if entry is None:
@@ -797,6 +825,8 @@ class _Unwritten:
     """Whether the random states of the other ranks are still to be collected."""
     pid: int
     """The process that saves it: a fork of that one does not."""
+    lacks_own: bool = False
+    """Whether a rank was late that has objects of its own."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """What may differ on other ranks."""
 
