@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 EPOCH = 10  # steps
 TOTAL = 40
-PLAIN = 0.6  # how often a choice stays as plain as it can be
+PLAIN = (0.8, 0.6, 0.3)  # how often a choice stays as plain as it can be; one of them for each script
 
 # The first option of each is the plainest: shrinking goes there.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -34,13 +34,22 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "lbfgs",
         "zero",
         "lookahead",
+        "sharing",
     ),
-    "scheduler": ("none", "step", "one_cycle", "plateau", "sequential"),
+    "scheduler": ("none", "step", "one_cycle", "plateau", "sequential", "rewound"),
     "scheduler_at": ("stepped", "marked", "epoch_end"),
     "accumulation": ("none", "no_sync", "counted", "library"),
     "scaler": ("none", "scaler"),
     "clip": ("none", "norm"),
-    "surgery": ("none", "clamp", "momentum_corrected", "optimizer_replaced", "state_cleared", "noise"),
+    "surgery": (
+        "none",
+        "clamp",
+        "momentum_corrected",
+        "optimizer_replaced",
+        "model_replaced",
+        "state_cleared",
+        "noise",
+    ),
     "surgery_at": ("stepped", "marked", "top"),
     "average": ("none", "averaged_model", "deep_copy", "own_object", "deep_copy_by_value"),
     "average_at": ("stepped", "marked"),
@@ -112,8 +121,9 @@ def parts_of(recipe: Recipe) -> dict[str, str]:
 def drawn(seed: int) -> Draw:
     """What this seed draws."""
     chance = random.Random(seed)
+    plain = chance.choice(PLAIN)
     found = {
-        name: options[0] if chance.random() < PLAIN else chance.choice(options) for name, options in CHOICES.items()
+        name: options[0] if chance.random() < plain else chance.choice(options) for name, options in CHOICES.items()
     }
     found = normal(found)
     kills = [_kill(chance, found, 0)]
@@ -153,6 +163,7 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
     (("optimizer", "zero"), {"surgery": "none", "scaler": "none", "second": "none", "mark": "stop", "save": "in_loop"}),
     (("optimizer", "zero"), {"load": "at_once", "parameters": "all", "best": "none"}),
     (("optimizer", "lookahead"), {"scaler": "none", "surgery": "none"}),
+    (("optimizer", "sharing"), {"scaler": "none", "surgery": "none"}),
     (("optimizer", "adamw_fused"), {"scaler": "none"}),
     (
         ("model", "sparse"),
@@ -177,6 +188,9 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
         {"scheduler": "none", "optimizer": "adam", "load": "at_once", "second": "none"},
     ),
     (("surgery", "optimizer_replaced"), {"surgery_at": "stepped", "parameters": "all"}),
+    (("surgery", "model_replaced"), {"scheduler": "none", "optimizer": "adam", "load": "at_once", "second": "none"}),
+    (("surgery", "model_replaced"), {"parameters": "all", "hook": "none", "static_graph": "no", "buffers": "none"}),
+    (("surgery", "model_replaced"), {"surgery_at": "stepped", "average": "none", "scaler": "none"}),
     (("surgery", "noise"), {"surgery_at": "stepped"}),
     (("average", "none"), {"average_at": "stepped"}),
     (("average", "deep_copy_by_value"), {"load": "at_once"}),
@@ -294,6 +308,8 @@ class _Writer:
             found.append(OWN_AVERAGE)
         if self.has("optimizer", "lookahead"):
             found.append(LOOKAHEAD)
+        if self.has("optimizer", "sharing"):
+            found.append(SHARING)
         if self.has("extra", "always_another"):
             found.append(ALWAYS_ANOTHER)
         return "\n\n".join(textwrap.dedent(one).strip("\n") for one in found)
@@ -417,6 +433,7 @@ class _Writer:
             "lbfgs": f"torch.optim.LBFGS({parameters}, lr=0.1, max_iter=2, history_size=3)",
             "zero": f"__import__('torch.distributed.optim').distributed.optim.ZeroRedundancyOptimizer({parameters}, torch.optim.Adam, lr=1e-2)",
             "lookahead": f"Lookahead({parameters}, lr=0.02, momentum=0.9)",
+            "sharing": f"Sharing({parameters}, lr=0.02, momentum=0.9)",
         }[self.r["optimizer"]]
 
     def _scheduler(self) -> list[str]:
@@ -425,6 +442,7 @@ class _Writer:
             "step": "torch.optim.lr_scheduler.StepLR(optimizer, 1 if PER_EPOCH else 5, 0.8)",
             "one_cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=TOTAL + 1, cycle_momentum=False)",
             "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0 if PER_EPOCH else 2, factor=0.7)",
+            "rewound": "torch.optim.lr_scheduler.StepLR(optimizer, 1 if PER_EPOCH else 5, 0.8)",
             "sequential": "torch.optim.lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)], [2])",
         }.get(self.r["scheduler"])
         if its is None:
@@ -662,6 +680,10 @@ class _Writer:
                 "    for state in optimizer.state.values(): state['momentum_buffer'].mul_(0.1)",
             ],
             "state_cleared": [f"if {now}: optimizer.state.clear()"],
+            "model_replaced": [
+                "if step == 21:",
+                "    net = Net(); model = world.wrap(net); optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)",
+            ],
             "optimizer_replaced": ["if step == 21: optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)"],
         }.get(self.r["surgery"], [])
 
@@ -689,6 +711,11 @@ class _Writer:
     def _scheduler_step(self) -> list[str]:
         if self.has("scheduler", "plateau"):
             return ["mean = loss.clone(); dist.all_reduce(mean); scheduler.step(float(mean))"]
+        if self.has("scheduler", "rewound"):
+            return [
+                "scheduler.step()",
+                "if step == 20: scheduler.load_state_dict(scheduler.state_dict() | {'last_epoch': 0})",
+            ]
         return ["scheduler.step()"]
 
     def _evaluation(self) -> list[str]:
@@ -811,6 +838,16 @@ class Lookahead(torch.optim.SGD):
                 if state["count"] % 5 == 0:
                     if "slow" not in state: state["slow"] = p.detach().clone()
                     state["slow"].lerp_(p.detach(), 0.5); p.data.copy_(state["slow"])
+        return loss
+"""
+SHARING = """
+class Sharing(torch.optim.SGD):
+    # Has the parameters themselves in its state.
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None: self.state[p]["shared"] = p.data
         return loss
 """
 ALWAYS_ANOTHER = """

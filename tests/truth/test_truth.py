@@ -15,6 +15,11 @@ SCRIPTS = {
     "the plainest": Draw(plain(), (TOP,)),
     "dropout, and the loader of docs/library.md": Draw(recipe(model="dropout", data="loader"), (TOP,)),
     "should_stop at every second step": Draw(recipe(model="dropout", mark="stop_some"), (Kill("told", 34, 1, "KILL"),)),
+    "another model from step 21 on": Draw(recipe(surgery="model_replaced"), (Kill("marked", 21, 1, "KILL"),)),
+    "an evaluation that draws random numbers before save()": Draw(
+        recipe(model="dropout", data="loader", evaluation="rank_0", evaluation_by="loader", evaluation_at="marked"),
+        (Kill("forward", 25, 0, "KILL"),),
+    ),
     "the same, from the folder": Draw(
         recipe(model="dropout", data="loader", memory="no", every="4"), (TOP,), settled=True
     ),

@@ -54,7 +54,8 @@ class Kept:
         self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
         self._keys: dict[str, list[str]] = {}  # of their state_dict()
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        # Not kept alive: if the script makes another one, this one is gone before that makes a step.
+        self._optimizers: weakref.WeakValueDictionary[str, torch.optim.Optimizer] = weakref.WeakValueDictionary()
         self._others: dict[str, Callable[[], Any]] = {}
         self.by_value: list[str] = []  # names of values, which are what they were when the script named them
         self.broadcast: list[str] = []
@@ -119,6 +120,12 @@ class Kept:
         """Names of GlobalBatchSamplers: each moves on when it is asked for the next batch."""
         return [name for name, value in self.objects.items() if name in self._others and hasattr(value, "reads_ahead")]
 
+    def check_gone(self) -> None:
+        """Raises ReplacedError if the script has thrown an optimizer away."""
+        if len(self._optimizers) < len(self.optimizers):
+            gone = [name for name in self.optimizers if name not in self._optimizers]
+            raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
+
     def has(self, optimizer: Any) -> bool:
         """Whether it keeps this optimizer's state."""
         return any(optimizer is own for own in self._optimizers.values())
@@ -129,7 +136,8 @@ class Kept:
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def check_counts(self) -> None:
-        """Raises OutgrownError where an optimizer has more parameters than it had; cheap enough for each step."""
+        """Raises OutgrownError where an optimizer has more parameters than it had, ReplacedError where it is gone."""
+        self.check_gone()
         if self._counts_now() != self._counts:
             raise OutgrownError("an optimizer has other parameters")
 
@@ -264,12 +272,13 @@ class Kept:
     def count_step(self, optimizer: Any) -> None:
         """This optimizer is about to make a step."""
         for states in self._states:
-            if states.optimizer is optimizer:
+            if states.optimizer() is optimizer:
                 states.steps += 1
 
     def goes_on_from(self, other: "Kept") -> None:
-        """Take what another one with the same parts knows of the optimizers."""
-        self._states = other._states
+        """Take what another one with the same parts knows of the optimizers that both have."""
+        known = {id(its.optimizer()): its for its in other._states}
+        self._states = [known.get(id(own.optimizer()), own) for own in self._states]
 
     def record_states(self) -> None:
         """What the state of the optimizers is at a boundary."""
@@ -278,11 +287,11 @@ class Kept:
 
     def changed_states(self) -> str:
         """Name of the first optimizer whose state something else than its steps has changed since the last boundary."""
-        return next((name for name, own in zip(self._optimizers, self._states, strict=True) if own.has_changed()), "")
+        return next((name for name, own in zip(self.optimizers, self._states, strict=True) if own.has_changed()), "")
 
     def count_tensors(self) -> int:
         """How many values the state of the optimizers has."""
-        return sum(len(own.optimizer.state) for own in self._states)
+        return sum(len(optimizer.state) for optimizer in self._optimizers.values())
 
     def counters(self) -> list[Any]:
         """How often each parameter was changed in place."""
@@ -315,8 +324,8 @@ class _Held:
 
 
 def _held(value: Any) -> Callable[[], Any]:
-    """What gives the object. An object of the script's own is not kept alive: if it is gone, it was replaced."""
-    if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+    """What gives the object. But for a model it is not kept alive: if it is gone, it was replaced."""
+    if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module):
         try:
             return weakref.ref(value)
         except TypeError:
@@ -338,7 +347,7 @@ class _States:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.steps = optimizer, 0
+        self.optimizer, self.steps = weakref.ref(optimizer), 0
         self._tensors: list[torch.Tensor] = []
         self._counters: list[int] | None = None
         self._moves: list[int] | None = None
@@ -367,9 +376,9 @@ class _States:
         return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
 
     def _now(self) -> list[torch.Tensor]:
-        values = itertools.chain.from_iterable(
-            state.values() for state in list(self.optimizer.state.values()) if isinstance(state, dict)
-        )
+        optimizer = self.optimizer()
+        states = [] if optimizer is None else list(optimizer.state.values())
+        values = itertools.chain.from_iterable(state.values() for state in states if isinstance(state, dict))
         return [value for value in values if isinstance(value, torch.Tensor)]
 
 

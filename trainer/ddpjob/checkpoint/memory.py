@@ -354,6 +354,7 @@ class Keeper(Survivor):
 
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool) -> None:
         self._thread = threading.get_ident()
+        kept.check_gone()
         self._check_makers()
         rng = random_states.compact()
         self._learn(kept, step, rng, named=named)
