@@ -12,7 +12,7 @@ save. "folder" is the same script with `Snapshot(memory=False)`, "torchrun" one 
 torchrun --standalone. Each round runs every variant once. Detection ends when the agent has the ranks write, the rescue
 when the state is whole; the restart then ends with the first line of the last new rank (of torchrun the three are one).
 The clock is the machine's monotonic one everywhere; in --step it is the CPU time of the thread, which other load
-disturbs least.
+disturbs least, and steps with the memory and without it alternate in one run.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import os
 import select
 import signal
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -106,6 +107,7 @@ PARTS = ["detection", "rescue", "restart", "its construction", "load", "first st
 WAYS = ["memory", "folder", "torchrun"]
 Seconds = list[float]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
+STEPS_AT_ONCE = 64  # of --step, before the other variant makes as many
 SECONDS_MAX = 120.0  # torchrun's static rendezvous hung in most restarts
 
 
@@ -209,42 +211,107 @@ def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str], warm: in
             print(f"| {megabytes} MB, {how} | {repeated} | {seconds} | {ratio} |", flush=True)
 
 
-def step_cost() -> None:
-    """Microseconds of a boundary and of what is written before the optimizer's step."""
-    import torch
+class Clock:
+    """CPU time of this thread between calls, by name."""
 
+    def __init__(self) -> None:
+        self.spent: dict[str, list[float]] = {}
+        self._began = 0.0
+
+    def start(self, *_: object) -> None:
+        """Start to measure a part."""
+        self._began = time.thread_time()
+
+    def stop(self, name: str) -> Callable[..., None]:
+        """Return what ends the part of this name."""
+        spent = self.spent.setdefault(name, [])
+
+        def stop(*_: object) -> None:
+            spent.append(time.thread_time() - self._began)
+
+        return stop
+
+
+def train(turn: int, done: int, *, memory_is_on: bool) -> None:
+    """Make STEPS_AT_ONCE steps for each byte of `turn`, and write how long each took. For a process of its own."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    from ddpjob.checkpoint.half_done import SinceLastStep
     from ddpjob.checkpoint.memory import Keeper
     from ddpjob.checkpoint.shared import Shared
 
-    torch.set_num_threads(1)
-    agent = Memory(1)
-    agent.begin(0)
-    keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, "")
+    torch.manual_seed(1)
     model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(150)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    keeper.register({"model": model, "optimizer": optimizer})
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    before, after, optimizing = [], [], []
-    for step in range(1, 301):
-        torch.rand(1)  # as dropout does: what is written is never what was written
-        clock = [time.thread_time()]
-        keeper.before_step(optimizer)
-        clock.append(time.thread_time())
-        optimizer.step()
-        clock.append(time.thread_time())
-        keeper.boundary(step)
-        clock.append(time.thread_time())
-        if step > 20:
-            before.append(clock[1] - clock[0])
-            optimizing.append(clock[2] - clock[1])
-            after.append(clock[3] - clock[2])
-        elif step < 8:
-            time.sleep(0.05)  # the area is reserved meanwhile
-    assert keeper.is_on, "it was turned off"
-    names = {"before the optimizer's step": before, "at the boundary": after, "the optimizer's step itself": optimizing}
-    for name, seconds in names.items():
-        print(f"{name}: median {statistics.median(seconds) * 1e6:.0f} us, least {min(seconds) * 1e6:.0f} us")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10**6)
+    clock, keeper, step = Clock(), None, 0
+    mark = clock.stop("at the boundary")
+    if memory_is_on:
+        agent, last = Memory(1), list(model.parameters())[-1]
+        agent.begin(0)
+        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        register_optimizer_step_pre_hook(clock.start)
+        keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, "")
+        register_optimizer_step_pre_hook(clock.stop("before the optimizer's step"))
+        last.register_post_accumulate_grad_hook(clock.start)
+        keeper.register(objects)
+        last.register_post_accumulate_grad_hook(clock.stop("at the first gradient"))
+        register_optimizer_step_post_hook(clock.start)
+        SinceLastStep().watch(objects)
+        register_optimizer_step_post_hook(clock.stop("after the optimizer's step"))
+    while os.read(turn, 1):
+        began = time.thread_time()
+        for _ in range(STEPS_AT_ONCE):
+            optimizer.zero_grad()
+            torch.rand(1)  # as dropout does: the random states differ at each step
+            torch.cat([parameter.view(-1) for parameter in model.parameters()]).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            clock.start()
+            if keeper is not None:
+                keeper.boundary(step)
+            mark()
+        os.write(done, struct.pack("d", (time.thread_time() - began) / STEPS_AT_ONCE))
+    if keeper is not None:
+        assert keeper.is_on, "it was turned off"
+        for name, seconds in clock.spent.items():
+            print(f"  {name}: {statistics.median(seconds[len(seconds) // 4 :]) * 1e3:.3f} ms", flush=True)
+    os._exit(0)
+
+
+def step_cost(rounds: int) -> None:
+    """Milliseconds of CPU time of a step with and without the memory, in turns, and what each hook takes."""
+    import torch
+
+    torch.set_num_threads(1)
+    turns, dones, pids = [], [], []
+    for memory_is_on in (True, False):
+        (turn, give), (report, done) = os.pipe(), os.pipe()
+        if (pid := os.fork()) == 0:
+            for descriptor in (give, report, *turns):
+                os.close(descriptor)
+            train(turn, done, memory_is_on=memory_is_on)
+        os.close(turn)
+        os.close(done)
+        turns, dones, pids = [*turns, give], [*dones, report], [*pids, pid]
+    pairs = []
+    for number in range(rounds):
+        pair = []
+        for give, report in zip(turns, dones, strict=True):
+            os.write(give, b"x")
+            pair.append(struct.unpack("d", os.read(report, 8))[0] * 1e3)
+        if number * STEPS_AT_ONCE < 20:
+            time.sleep(0.1)  # the area is reserved meanwhile
+        else:
+            pairs.append(pair)
+    own, without = (statistics.median(column) for column in zip(*pairs, strict=True))
+    cost = statistics.median(one - other for one, other in pairs)
+    print(f"a step: {own:.3f} ms with the memory, {without:.3f} without; median of {len(pairs)} pairs: {cost:+.3f} ms")
+    for give, pid in zip(turns, pids, strict=True):
+        os.close(give)
+        os.waitpid(pid, 0)
 
 
 def gpu_cost(sizes: list[int], rounds: int) -> None:
@@ -398,7 +465,7 @@ def main() -> None:
     elif asked.parts:
         parts(asked.megabytes, asked.ranks, asked.rounds)
     elif asked.step:
-        step_cost()
+        step_cost(max(asked.rounds, 15))
     else:
         compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways, asked.warm)
     print(machine.line())

@@ -356,11 +356,12 @@ class Keeper(Survivor):
         self._thread = threading.get_ident()
         kept.check_gone()
         self._check_makers()
-        rng = random_states.compact()
-        self._learn(kept, step, rng, named=named)
+        rng, settings = random_states.compact(), self._slots.settings(kept)
+        self._learn(kept, step, self._watched_with(kept, random_states.mark(rng), settings), named=named)
         if not self._copies_instead and (self._stepped or named):
-            self._note(kept, step, rng)
+            self._note(kept, step, rng, settings)
         elif self._stepped and self._on_device:
+            kept.record()
             self._is_proven(kept, step)
         own = self._copies
         if own is not None and self._places.moved:
@@ -405,8 +406,9 @@ class Keeper(Survivor):
         """What is compared between a boundary and the next step."""
         return self._watched_with(kept, self._marked_now())
 
-    def _watched_with(self, kept: Kept, mark: int) -> dict[str, Any]:
-        settings = self._slots.settings(kept)
+    def _watched_with(self, kept: Kept, mark: int, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """settings: as they are now, if they are known."""
+        settings = self._slots.settings(kept) if settings is None else settings
         named = {name: value for name, value in settings.items() if name not in kept.by_value}
         return named | kept.untrained() | {RANDOM: mark}
 
@@ -429,15 +431,14 @@ class Keeper(Survivor):
         is_loose = self._begun != self._places.marked.get(RANDOM) and not self._places.trusts(RANDOM)
         self._shared.cells[LOOSE] = self._noted if is_loose else 0
 
-    def _learn(self, kept: Kept, step: int, rng: Mapping[str, Any], *, named: bool) -> None:
+    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool) -> None:
         """Where in its loop the script changes what is small, and which buffers its forward pass changes."""
-        values, places = self._watched_with(kept, random_states.mark(rng)), self._places
+        places = self._places
         if places.is_open and not named:
             return
         self._begun = None
         if places.is_open:
-            large = "parameters" if kept.versions() != self._versions and self._versions else kept.changed_states()
-            if new := places.named(values, {large} - {""}):
+            if new := places.named(values, {kept.changed()} - {""}):
                 self._tell_of_places(new, f"between should_stop({step}) and save({step})")
             self._shared.cells[LOOSE] = 0
             return
@@ -534,7 +535,7 @@ class Keeper(Survivor):
         found.loaded = self._loaded
         return found
 
-    def _note(self, kept: Kept, step: int, rng: dict[str, Any]) -> None:
+    def _note(self, kept: Kept, step: int, rng: dict[str, Any], settings: Mapping[str, Any]) -> None:
         shared = self._shared
         if "cuda" in rng:
             raise StateError("the script uses a GPU, and its group was made for CPUs")
@@ -543,18 +544,20 @@ class Keeper(Survivor):
             shared.forget_slot(EARLY)
         self._early = None
         self._content, self._forwarded, self._has_begun = kept.buffers_as_they_are(), {}, False
-        self._slots.write(self._slot_to_write(step), step, kept, rng, settings=True, more=self._place(kept))
+        with self._lock:
+            kept.record()
+        more = {**settings, **self._place(kept)}
+        self._slots.write(self._slot_to_write(step), step, kept, rng, more=more)
         with self._lock:
             if self._dirty_since:
                 self._dirty_seconds = max(self._dirty_seconds, time.monotonic() - self._dirty_since)
-            self._versions, self._stepped, self._state = kept.versions(), False, None
+            self._stepped, self._state = False, None
             self._names_each_step = step <= memory.step_of(shared.cells[CLOCK]) + 1
-            kept.record_states()
             shared.cells[CLOCK] = 2 * step
         if not self._is_armed or not self._has_room_for(kept):
             self._arm(kept, step)
         elif memory.proves_again(step, shared.node[RESERVED]):
-            self._sum = step, packed.total(packed.tensors_of(kept.large()))
+            self._sum = step, kept.total()
 
     def _slot_to_write(self, step: int) -> int:
         """That of the older boundary: the two are written in turns; that of this step where it is named once more."""
@@ -573,8 +576,7 @@ class Keeper(Survivor):
             self._copy_because_of_changes(copies.CHANGES)
             return False
         if self._proofs_left:  # also where another rank has proved it: the sum of each shows that ranks are replicas
-            self._versions = kept.versions()  # on a device nothing else needs them
-            self._sum = step, packed.total(packed.tensors_of(kept.large()))
+            self._sum = step, kept.total()
         return not self._proofs_left
 
     def _has_room_for(self, kept: Kept) -> bool:
@@ -662,7 +664,7 @@ class Keeper(Survivor):
             self._compare(kept)
         if self._kept is kept and self._copies is not None:
             self._copies.before_step(kept)
-        if self._kept is kept and not self._copies_instead:
+        if self._kept is kept and not (self._copies_instead or self._has_begun):
             self._write_early(kept)
 
     def _other_step(self, optimizer: Any) -> None:
@@ -695,8 +697,8 @@ class Keeper(Survivor):
     def _compare(self, kept: Kept) -> None:
         step, before = self._sum or (0, 0)
         self._sum = None
-        counted = kept.versions() == self._versions or step == self._resumed[0]
-        if packed.total(packed.tensors_of(kept.large())) != before or not counted:
+        counted = not kept.changed() or step == self._resumed[0]
+        if kept.total() != before or not counted:
             self._shared.node[PROVEN] = 0
             self._copy_because_of_changes(
                 f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
@@ -734,4 +736,4 @@ class Keeper(Survivor):
         # An average that is updated after the step is one step older here than what the other ranks come to.
         self._forwarded = {key: what for key, what in content.items() if what != self._content.get(key)}
         unchanged = content.keys() - self._forwarded.keys()
-        self._slots.write(EARLY, step, kept, rng, settings=False, leaves_out=unchanged)
+        self._slots.write(EARLY, step, kept, rng, leaves_out=unchanged)

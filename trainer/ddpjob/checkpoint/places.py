@@ -51,7 +51,8 @@ class Places:
     def boundary(self, values: Mapping[str, Any], *, named: bool) -> None:
         """The first boundary after a step."""
         if self._started is not None:
-            self._within |= moved(self._started, values)
+            known = self._within
+            self._within |= moved(self._started, {name: each for name, each in values.items() if name not in known})
             self._started = None
         self.marked, self.is_named, self.is_open, self.moved = values, named, True, set()
 
