@@ -632,7 +632,7 @@ class _Writer:
             lines += [
                 "def loss_of(piece): return F.mse_loss(model(x[piece] + noise), y[piece], reduction='sum')",
                 "strike('forward', step)",
-                "loss = ddpjob.accumulate(model, part, 32, loss_of, micro_batch=5"
+                "loss = ddpjob.accumulate(model, part, 32, loss_of, micro_batch=6"
                 + (", backward=lambda loss: scaler.scale(loss).backward())" if self.has("scaler", "scaler") else ")"),
             ]
         elif self.has("accumulation", "no_sync"):
