@@ -165,6 +165,27 @@ def test_a_file_that_lacks_the_reader_of_a_late_rank_is_passed_over(
     assert "the snapshot of step 1 is used" in error
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_replicas_that_are_out_of_step_are_named_at_a_save(
+    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], differs: bool
+) -> None:
+    """A clip by the norm of what each rank has alone moves all ranks apart: a restart gave all of them rank 0's."""
+
+    def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
+        model = world.wrap(torch.nn.Linear(2, 2))
+        with torch.no_grad():
+            model.module.weight.mul_(1 + world.rank * differs)
+        for step in (1, 2):
+            snapshot.save(step, model=model)
+            snapshot.wait()
+            gather.numbers(torch.tensor([step]))
+        snapshot.close()
+
+    in_ranks(run_ranks, tmp_path, "a", 2, save)
+    said = "model: the ranks have different parameters of it: a restart does not give each rank its own"
+    assert capfd.readouterr().err.count(said) == int(differs)
+
+
 def test_where_no_file_has_the_reader_of_a_late_rank_it_is_refused(run_ranks: Any, tmp_path: Path) -> None:
     """To begin at step 0 would be as wrong as the reader of another rank."""
 

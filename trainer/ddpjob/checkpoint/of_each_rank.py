@@ -8,8 +8,8 @@ that DistributedDataParallel leaves to each rank are compared.
 import gc
 import io
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +19,7 @@ from ddpjob.checkpoint.state_dicts import copied, state_of, unwrapped
 from ddpjob.errors import StateError
 
 OWN_BYTES_MAX = 4 << 20  # of one object of one rank, which passes through the store of the group
+SAMPLES, SAMPLED_VALUES = 32, 8  # parameters of a model, and of each: replicas that are out of step differ everywhere
 
 WHOLE, KEYS, MOMENTS, LARGE = "whole", "keys", "moments", "large"
 _wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
@@ -44,6 +45,27 @@ def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
         state = unwrapped(value).state_dict() if keys else {}
         return _bounded(name, KEYS, {key: state[key] for key in sorted(keys & state.keys())})
     return _bounded(name, WHOLE, state_of(value))
+
+
+def samples(objects: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By name of a model: the first values of some parameters that all ranks are to have the same."""
+    models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
+    found = {}
+    for name, model in models.items():
+        own = set(ignored(model))
+        kept = [p.detach() for key, p in model.named_parameters() if key not in own and p.layout is torch.strided]
+        found[name] = [_first_values(each) for each in kept[:: max(1, len(kept) // SAMPLES)]]
+    return found
+
+
+def _first_values(tensor: torch.Tensor) -> str:
+    values = tensor.reshape(-1)[:SAMPLED_VALUES].cpu().resolve_conj().resolve_neg().contiguous()
+    return values.view(torch.uint8).numpy().tobytes().hex()
+
+
+def out_of_step(of_0: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of models of which a rank has other parameters than rank 0."""
+    return sorted({name for other in others for name in of_0 if other.get(name, of_0[name]) != of_0[name]})
 
 
 def sends_buffers(value: torch.nn.Module) -> bool:
@@ -111,17 +133,22 @@ def _bounded(name: str, kind: str, value: Any) -> dict[str, Any]:
 # ---- the writer ------------------------------------------------------------------------------------------------
 
 
-def as_bytes(random: Mapping[str, Any], parts: Mapping[str, Any]) -> bytes:
+class Handed(NamedTuple):
     """What a rank hands to rank 0."""
-    buffer = io.BytesIO()
-    torch.save({"rng": random, "own": parts}, buffer)
-    return buffer.getvalue()
+
+    rng: Any
+    own: Any
+    samples: Mapping[str, list[str]]
+
+    def as_bytes(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self._asdict(), buffer)
+        return buffer.getvalue()
 
 
-def from_bytes(data: bytes) -> tuple[Any, Any]:
-    """A rank's random states, and its own parts."""
-    value = torch.load(io.BytesIO(data), weights_only=True)
-    return value["rng"], value["own"]
+def from_bytes(data: bytes) -> Handed:
+    """What a rank has handed over."""
+    return Handed(**torch.load(io.BytesIO(data), weights_only=True))
 
 
 def differing(

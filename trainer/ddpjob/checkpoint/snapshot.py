@@ -146,7 +146,7 @@ class Snapshot:
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
         self._since_step = half_done.SinceLastStep()
-        self._named_half: set[str] = set()  # models of which the log has said what is half done
+        self._named_half: set[str] = set()  # what the log has said of models that a restart does not give back
         _count_optimizer_steps()
         before_leaving(self.wait)
         process.at_exit(_Ending(weakref.ref(self)), 15)
@@ -222,7 +222,8 @@ class Snapshot:
         }
         unwritten = _Unwritten(document, self._repeats, self.world_size > 1, os.getpid())
         if self.world_size > 1:
-            self._others, unwritten.own = _OthersSaved(step), of_each_rank.own(state)
+            self._others = _OthersSaved(step)
+            unwritten.own, unwritten.samples = of_each_rank.own(state), of_each_rank.samples(state)
         try:
             writer = self._claim_to_save()
         except OSError as error:  # the folder is gone, or must not be written
@@ -366,14 +367,20 @@ class Snapshot:
         if unwritten.lacks_rng:
             unwritten.lacks_rng = False
             others = self._collected(document["step"], unwritten.repeat)
-            document["rng"] |= {rank: rng for rank, (rng, _) in others.items()}
+            document["rng"] |= {rank: its.rng for rank, its in others.items()}
             is_lacking = len(others) < self.world_size - 1
             known = self._differ if is_lacking else set()
-            parts = {rank: own for rank, (_, own) in others.items()}
+            parts = {rank: its.own for rank, its in others.items()}
             document["ranks"] = of_each_rank.differing(unwritten.own, parts, known)
             unwritten.lacks_own = is_lacking and bool(document["ranks"])
             self._differ |= of_each_rank.names_in(document["ranks"])
             self._name_large(of_each_rank.too_large(document["ranks"]))
+            for name in of_each_rank.out_of_step(unwritten.samples, (its.samples for its in others.values())):
+                self._name_half(
+                    f"replicas of {name}",
+                    f"{name}: the ranks have different parameters of it: a restart does not give each rank its own, "
+                    f"all go on from rank 0's",
+                )
         self._remove_left(writer)  # first: a process that was killed may have left what fills the disk
         self._publish(writer, document)
         process.current.unsaved.discard(self)
@@ -730,20 +737,21 @@ class Snapshot:
         store = self._store()
         if store is None:
             return
-        value = of_each_rank.as_bytes(random_states.current(), of_each_rank.own(state))
+        handed = of_each_rank.Handed(random_states.current(), of_each_rank.own(state), of_each_rank.samples(state))
+        value = handed.as_bytes()
         self._offered.append(_offer_key(self._name, step, self._repeats, self.rank))
         with contextlib.suppress(RuntimeError):  # rank 0 serves the store and is gone: the next collective says so
             store.set(self._offered[-1], value)
             if len(self._offered) > OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
                 store.delete_key(self._offered.pop(0))
 
-    def _collected(self, step: int, repeat: int) -> dict[int, tuple[Any, Any]]:
+    def _collected(self, step: int, repeat: int) -> dict[int, of_each_rank.Handed]:
         """The random states, and what is their own, of the ranks that save too. One that came too late for the save
         before is waited for again once its state is there; one that never saves, because rank 0 saves alone, is waited
         for once."""
         store, others = self._store(), self._others
         missing = {rank: _offer_key(self._name, step, repeat, rank) for rank in range(1, self.world_size)}
-        found: dict[int, tuple[Any, Any]] = {}
+        found: dict[int, of_each_rank.Handed] = {}
         if store is None:
             return found
         deadline = time.monotonic() + RNG_WAIT_SECONDS
@@ -829,6 +837,8 @@ class _Unwritten:
     """Whether a rank was late that has objects of its own."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """What may differ on other ranks."""
+    samples: Mapping[str, list[str]] = field(default_factory=dict)
+    """Of what should be the same on all ranks."""
 
 
 class _Owed:
