@@ -31,10 +31,16 @@ class _Sentence(NamedTuple):
     excuses: Callable[[re.Match[str], Recipe], Iterator[Part]]
     of_folder: bool = False
     """Whether it is about the folder alone."""
+    at_restart: bool = False
+    """Whether it comes with the restart: nobody could know before which rank would be late for a save."""
 
 
 def _gradients(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
     yield from _model(recipe)
+
+
+def _generators(found: re.Match[str], _: Recipe) -> Iterator[Part]:
+    yield from (Part(int(rank), name) for rank in re.findall(r"\d+", found["ranks"]) for name in GENERATORS)
 
 
 def _of_ranks(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
@@ -59,13 +65,19 @@ _SENTENCES = (
         of_folder=True,
     ),
     _Sentence(
+        r"\S+ has no random state of ranks? (?P<ranks>[\d, ]+), which did not save in time: seeded",
+        _generators,
+        at_restart=True,
+    ),
+    _Sentence(
         r"(?P<names>.*): the ranks have different states of it, .*a restart does not give each rank its own", _large
     ),
 )
 
 
-def excused(log: str, recipe: Recipe) -> tuple[set[Part], list[str]]:
-    """The parts that may differ, and the sentences that say so. log: of the killed run."""
+def excused(log: str, recipe: Recipe, *, at_restart: bool = False) -> tuple[set[Part], list[str]]:
+    """The parts that may differ, and the sentences that say so. log: of the killed run. at_restart: also those that
+    come with the restart, and not before it."""
     before, _, after = log.partition("STRUCK ")
     resumed = list(_RESUMED.finditer(after))
     is_from_folder = any(not (one["where"] or "").startswith("the memory") for one in resumed)
@@ -73,9 +85,9 @@ def excused(log: str, recipe: Recipe) -> tuple[set[Part], list[str]]:
     parts: set[Part] = set()
     sentences = []
     for one in _SENTENCES:
-        where = before_it_is_read if one.of_folder else before
+        where = after if one.at_restart else before_it_is_read if one.of_folder else before
         found = re.search(rf"^ddpjob: (?:rank \d+: )?{one.says}.*", where, re.MULTILINE)
-        if found and (is_from_folder or not one.of_folder):
+        if found and (is_from_folder or not one.of_folder) and one.at_restart <= at_restart:
             parts |= set(one.excuses(found, recipe))
             sentences.append(found[0])
     return _with_what_follows(parts, recipe), sentences

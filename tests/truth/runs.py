@@ -39,8 +39,8 @@ class Outcome(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """SAME and REFUSED are right. UNSTRUCK and INVALID show nothing: no kill has struck, or the script does not run
-    without one."""
+    """SAME and REFUSED are right. SEEDED: the restart itself names ranks that were late for the save. UNSTRUCK and INVALID
+    show nothing: no kill has struck, or the script does not run without one."""
 
     kind: str
     why: str
@@ -143,10 +143,11 @@ def judged(draw: Draw, whole: Outcome | None = None) -> Verdict:
     differ = difference(whole, killed)
     if not differ:
         return Verdict("SAME", "", killed.log)
-    excused, sentences = refusals.excused(killed.log, draw.recipe)
-    if wrong := differ - excused:
-        return Verdict("DIFFERENT", _in_words(wrong, whole, killed), killed.log)
-    return Verdict("REFUSED", " | ".join(sentences), killed.log)
+    for kind, at_restart in (("REFUSED", False), ("SEEDED", True)):
+        excused, sentences = refusals.excused(killed.log, draw.recipe, at_restart=at_restart)
+        if not differ - excused:
+            return Verdict(kind, " | ".join(sentences), killed.log)
+    return Verdict("DIFFERENT", _in_words(differ - excused, whole, killed), killed.log)
 
 
 def difference(whole: Outcome, killed: Outcome) -> set[Part]:

@@ -159,7 +159,7 @@ class _Tally:
 
     def add(self, seed: int, verdict: Verdict) -> None:
         self.seeds.setdefault(verdict.kind, []).append(seed)
-        if verdict.kind == "REFUSED":
+        if verdict.kind in ("REFUSED", "SEEDED"):
             self._refused[re.sub(r"\d+", "N", verdict.why)[:150]] += 1
         elif not verdict.counts:
             print(f"seed {seed} is {verdict.kind}: {verdict.why}", flush=True)

@@ -96,6 +96,16 @@ def test_what_a_file_lacks_excuses_nothing_after_a_restart_from_memory() -> None
     assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
 
 
+def test_a_rank_that_was_late_for_a_save_excuses_its_random_numbers_where_the_restart_says_so() -> None:
+    """It may be killed on its way to that save, which nobody could name before."""
+    said = "ddpjob: /ckpt/step-20.pt has no random state of rank 1, which did not save in time: seeded from rank 0's"
+    log = "\n".join([STRUCK, FROM_FOLDER, said])
+    assert excused(log, recipe(model="dropout"))[0] == set()
+    found = {part.name for part in excused(log, recipe(model="dropout", data="sampler"), at_restart=True)[0]}
+    assert {"torch", "model"} <= found
+    assert found.isdisjoint({SAMPLES, "sampler", "scheduler"})
+
+
 def test_a_refusal_after_the_failure_and_one_that_turns_to_the_folder_excuse_nothing() -> None:
     """A restart from the folder is to be right, whatever the memory cannot do."""
     assert names_excused(STRUCK, HOOK, FROM_FOLDER) == set()

@@ -90,8 +90,8 @@ class Fetched(NamedTuple):
     """Under the names of `save`."""
     by_value: bool
     """Whether the script had named values, which no object knows."""
-    seeded: bool
-    """Whether this rank's random states were lost."""
+    seeded: list[int]
+    """Ranks whose random states were lost."""
 
 
 def fetch(
@@ -99,7 +99,7 @@ def fetch(
 ) -> Fetched | None:
     """The state of all ranks; None on all of them where it cannot be used.
 
-    This rank's random states are set to what they were; seeded, where its node has lost them.
+    This rank's random states are set to what they were; seeded if they are lost.
     """
     version = found.held.version
     own, early, left = _slots(shared, version, rank, world_size)
@@ -134,7 +134,7 @@ def fetch(
             process.log(f"step {version.step} in memory is not used: rank {rank}: {trouble[0]}")
         return None
     _set_generators(own or early, first["rng"], version.step, rank)
-    return Fetched(state, first["by_value"], own is None and early is None)
+    return Fetched(state, first["by_value"], [number for number, row in enumerate(rows) if not any(row)])
 
 
 def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:

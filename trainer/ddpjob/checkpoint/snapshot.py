@@ -562,7 +562,7 @@ class Snapshot:
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
         origin: dict[str, Any] = {} if before is None else {"goesOnFrom": writers.named(before)}
-        report_resumed(document["step"], str(self.folder), **origin)
+        report_resumed(document["step"], f"{self.folder}{_seeded(self._late_in(document))}", **origin)
         return int(document["step"])
 
     def _read(self, found: Found | None, objects: Mapping[str, Any]) -> "tuple[_Entry, dict[str, Any]] | None":
@@ -597,6 +597,7 @@ class Snapshot:
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         ranks = f"{', '.join(map(str, found.ranks[:8]))}{' …' if len(found.ranks) > 8 else ''}"
         origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
+        origin += _seeded(fetched.seeded)
         if self._folder is not None:
             before = {} if self._owed is None else self._owed.objects  # of a load() that has named another part
             self._owe(_Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value))
@@ -620,12 +621,16 @@ class Snapshot:
         if before is not None:
             whose = f", saved by {writers.named(before)}; to begin at step 0, give this job a folder of its own"
         process.log(f"resumed at step {document['step']} from {self.folder}{whose}")
-        seeded = [rank for rank in range(self.world_size) if rank not in document["rng"]]
-        if seeded and document["world_size"] == self.world_size:
+        if seeded := self._late_in(document):
             process.log(
                 f"{path} has no random state of {_ranks(seeded)}, which did not save in time: seeded from rank 0's, "
                 f"the same way at each resume."
             )
+
+    def _late_in(self, document: Mapping[str, Any]) -> list[int]:
+        """Ranks whose random states are not in the document, because they did not save in time."""
+        ranks = range(self.world_size) if document["world_size"] == self.world_size else range(0)
+        return [rank for rank in ranks if rank not in document["rng"]]
 
     def _choose(self, found: Found | None, damaged: Collection[Path]) -> "_Entry | None":
         """The newest that is not known to be damaged. found: what is in memory; only what is newer than that counts."""
@@ -915,6 +920,11 @@ def _offer_key(name: str, step: int, repeat: int, rank: int) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     """ranks 1, 2, 3"""
     return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
+
+
+def _seeded(ranks: Sequence[int]) -> str:
+    """What follows the place of a state in which these ranks' random states are lost."""
+    return f" (random states of {_ranks(ranks)} were lost, and are seeded the same way at each resume)" if ranks else ""
 
 
 def _checked_step(step: Any) -> int:
