@@ -20,7 +20,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.of_each_rank import ignored, sends_buffers
+from ddpjob.checkpoint.of_each_rank import ignored, outermost, sends_buffers
 from ddpjob.checkpoint.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
@@ -57,14 +57,19 @@ class Kept:
         self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
         self._keys: dict[str, list[str]] = {}  # of their state_dict()
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        # Not kept alive: if the script makes another one, this one is gone before that makes a step.
+        self._optimizers: weakref.WeakValueDictionary[str, torch.optim.Optimizer] = weakref.WeakValueDictionary()
         self._others: dict[str, Callable[[], Any]] = {}
         self.by_value: list[str] = []  # names of values, which are what they were when the script named them
         self.broadcast: list[str] = []
         """Names of models whose buffers DistributedDataParallel sends from rank 0 to all before each forward pass."""
+        self.called: list[torch.nn.Module] = []
+        """Models as the script calls them, in DistributedDataParallel if they are."""
         for name, value in objects.items():
             if isinstance(value, torch.nn.Module) and sends_buffers(value):
                 self.broadcast.append(name)
+            if isinstance(value, torch.nn.Module):
+                self.called.append(outermost(value))
             self._add(name, unwrapped(value))
         parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
         for optimizer in self._optimizers.values():
@@ -129,6 +134,12 @@ class Kept:
         """Names of GlobalBatchSamplers: each moves on when it is asked for the next batch."""
         return [name for name, value in self.objects.items() if name in self._others and hasattr(value, "reads_ahead")]
 
+    def check_gone(self) -> None:
+        """Raises ReplacedError if the script has thrown an optimizer away."""
+        if len(self._optimizers) < len(self.optimizers):
+            gone = [name for name in self.optimizers if name not in self._optimizers]
+            raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
+
     def has(self, optimizer: Any) -> bool:
         """Whether it keeps this optimizer's state."""
         return any(optimizer is own for own in self._optimizers.values())
@@ -139,7 +150,8 @@ class Kept:
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def check_counts(self) -> None:
-        """Raises OutgrownError where an optimizer has more parameters than it had; cheap enough for each step."""
+        """Raises OutgrownError where an optimizer has more parameters than it had, ReplacedError where it is gone."""
+        self.check_gone()
         if self._counts_now() != self._counts:
             raise OutgrownError("an optimizer has other parameters")
 
@@ -302,12 +314,13 @@ class Kept:
     def count_step(self, optimizer: Any) -> None:
         """This optimizer is about to make a step."""
         for own in self._counters:
-            if own.optimizer is optimizer:
+            if own.optimizer() is optimizer:
                 own.steps += 1
 
     def goes_on_from(self, other: "Kept") -> None:
-        """Take what another one with the same parts knows of the optimizers."""
-        self._counters, self._sampled = other._counters, other._sampled
+        """Take what another one with the same parts knows of the optimizers that both have."""
+        if [own.optimizer() for own in self._counters] == [own.optimizer() for own in other._counters]:
+            self._counters, self._sampled = other._counters, other._sampled
 
     def record(self) -> None:
         """Remember what parameters and the optimizers' state are at a boundary."""
@@ -318,7 +331,7 @@ class Kept:
     def changed(self) -> str:
         """Return what something else than the optimizers' steps has changed since `record`: PARAMETERS, the name of an
         optimizer, or ""."""
-        found = dict(zip([*self._optimizers, PARAMETERS], [own.changed() for own in self._counters], strict=True))
+        found = dict(zip([*self.optimizers, PARAMETERS], [own.changed() for own in self._counters], strict=True))
         is_sampled = self._counters[-1].is_recorded
         if PARAMETERS in found.values() or (is_sampled and self._sample_now() != self._sampled):
             return PARAMETERS
@@ -369,8 +382,8 @@ class _Held:
 
 
 def _held(value: Any) -> Callable[[], Any]:
-    """What gives the object. An object of the script's own is not kept alive: if it is gone, it was replaced."""
-    if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+    """What gives the object. But for a model it is not kept alive: if it is gone, it was replaced."""
+    if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module):
         try:
             return weakref.ref(value)
         except TypeError:
@@ -393,7 +406,8 @@ class _Counters:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, parameters: list[torch.Tensor]) -> None:
         """optimizer: None for parameters that no optimizer trains."""
-        self.optimizer, self.steps = optimizer, 0
+        self.optimizer: Callable[[], Any] = _none if optimizer is None else weakref.ref(optimizer)
+        self.steps = 0
         self._parameters, self._boundaries = parameters, 0
         self._tensors: list[torch.Tensor] = []
         self._counters: list[int] | None = None
@@ -420,7 +434,7 @@ class _Counters:
             is_known = counters == _after(before, moves, steps)
         else:
             moves = [now - then for now, then in zip(counters, before, strict=True)]
-            is_known = steps == (0 if self.optimizer is None else 1) and (steps == 1 or not any(moves))
+            is_known = steps == (0 if self.optimizer is _none else 1) and (steps == 1 or not any(moves))
         if is_known:
             self._moves, stride = moves, max(1, len(tensors) // READ_AT_EACH)
             self._few, self._few_moves = tensors[::stride], list(zip(counters, moves, strict=True))[::stride]
@@ -448,9 +462,14 @@ class _Counters:
 
     def state_now(self) -> list[torch.Tensor]:
         """The tensors of the optimizer's state."""
-        states = [] if self.optimizer is None else list(self.optimizer.state.values())
+        optimizer = self.optimizer()
+        states = [] if optimizer is None else list(optimizer.state.values())
         values = itertools.chain.from_iterable(state.values() for state in states if isinstance(state, dict))
         return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _none() -> None:
+    """Stands for the optimizer of parameters that none trains."""
 
 
 def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:

@@ -27,6 +27,7 @@ from ddpjob.core.memory import (
     LOADED_BY,
     LOADED_FROM,
     LOADED_STEP,
+    LOOSE,
     MISCOUNTED,
     PROVEN,
     Found,
@@ -89,8 +90,8 @@ class Fetched(NamedTuple):
     """Under the names of `save`."""
     by_value: bool
     """Whether the script had named values, which no object knows."""
-    seeded: bool
-    """Whether this rank's random states were lost."""
+    seeded: list[int]
+    """Ranks whose random states were lost."""
 
 
 def fetch(
@@ -98,7 +99,7 @@ def fetch(
 ) -> Fetched | None:
     """The state of all ranks; None on all of them where it cannot be used.
 
-    This rank's random states are set to what they were; seeded, where its node has lost them.
+    This rank's random states are set to what they were; seeded if they are lost.
     """
     version = found.held.version
     own, early, left = _slots(shared, version, rank, world_size)
@@ -106,6 +107,10 @@ def fetch(
     trouble: list[str] = []
     if why := memory.mixed_up(_all_left(shared, left, rank, world_size, is_own=own is not None), version.step):
         trouble.append(why)
+    if shared is not None and own is not None and shared.cells[LOOSE] == version.step:
+        trouble.append(
+            f"random numbers were drawn after should_stop({version.step}), or may have been, that a save() would have"
+        )
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
     on_device = {} if large is None else large.pop(BUFFERS, {})  # a copy of what is on a device has them there
     if own is not None:
@@ -129,7 +134,7 @@ def fetch(
             process.log(f"step {version.step} in memory is not used: rank {rank}: {trouble[0]}")
         return None
     _set_generators(own or early, first["rng"], version.step, rank)
-    return Fetched(state, first["by_value"], own is None and early is None)
+    return Fetched(state, first["by_value"], [number for number, row in enumerate(rows) if not any(row)])
 
 
 def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:

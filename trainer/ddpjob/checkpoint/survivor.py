@@ -143,6 +143,7 @@ class Survivor(abc.ABC):
             return UNABLE
         if self._copies is not None and self._copies.finish_saved():
             return SAVED
+        kept.check_gone()
         if self._places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
             if answer == UNABLE and self._copies is not None:
                 self._copies.give_up_last()
