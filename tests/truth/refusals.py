@@ -57,7 +57,11 @@ def _large(found: re.Match[str], _: Recipe) -> Iterator[Part]:
 _SENTENCES = (
     _Sentence(r"(?P<model>\w+): its communication hook has a state \(.*a restart does not continue it", _gradients),
     _Sentence(r"(?P<model>\w+): step \d+ is saved while gradients wait .*a restart does not continue", _gradients),
-    _Sentence(r"(?P<model>\w+): the ranks have different parameters of it: a restart does not give each", _gradients),
+    _Sentence(
+        r"(?P<model>\w+): the ranks have different parameters of it: a restart does not give each",
+        _gradients,
+        of_folder=True,
+    ),
     _Sentence(
         r"ranks? (?P<ranks>[\d, ]+) did not save step \d+: from the snapshot a restart does not continue the random "
         r"numbers there .*, nor what else differs between the ranks",

@@ -39,8 +39,8 @@ class Outcome(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """SAME and REFUSED are right. SEEDED: the restart itself names ranks that were late for the save. UNSTRUCK and INVALID
-    show nothing: no kill has struck, or the script does not run without one."""
+    """SAME and REFUSED are right. SEEDED: the restart itself names ranks that were late for the save. UNSTRUCK and
+    INVALID show nothing: no kill has struck, or the script does not run without one."""
 
     kind: str
     why: str
