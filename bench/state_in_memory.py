@@ -3,6 +3,7 @@
     python bench/state_in_memory.py                       # states of 1 and 100 MB, two ranks of one node, 5 rounds
     python bench/state_in_memory.py --megabytes 1500 --ranks 4 --rounds 3
     python bench/state_in_memory.py --megabytes 1500 --warm 8  # on a virtual machine that is slow to get its memory
+    python bench/state_in_memory.py --ways memory --against /tmp/before/trainer  # git archive OLD trainer | tar -x
     python bench/state_in_memory.py --step                # what a step pays, with 300 tensors and AdamW
     python bench/state_in_memory.py --gpu --megabytes 100 1500  # what copies of a GPU's state cost, on one GPU
     python bench/state_in_memory.py --parts --megabytes 100 500 --ranks 4  # one rank writes, or each a part
@@ -105,6 +106,7 @@ if ours:
 """
 PARTS = ["detection", "rescue", "restart", "its construction", "load", "first step", "second", "all"]
 WAYS = ["memory", "folder", "torchrun"]
+BEFORE = "memory before"
 Seconds = list[float]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
 STEPS_AT_ONCE = 64  # of --step, before the other variant makes as many
@@ -153,15 +155,18 @@ def held(gibibytes: int) -> mmap.mmap | None:
     return room
 
 
-def restart(megabytes: int, ranks: int, how: str, warm: int = 0) -> tuple[int, Seconds] | None:
+def restart(megabytes: int, ranks: int, how: str, warm: int = 0, against: str = "") -> tuple[int, Seconds] | None:
     """(steps repeated, the seconds of PARTS); None: it failed. 0.0: not seen, because no agent of ours is there."""
     room = held(warm)
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
         module = TORCHRUN if how == "torchrun" else ["ddpjob.agent"]
-        words = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}", "train.py", str(megabytes), how]
+        words = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}", "train.py", str(megabytes)]
+        words.append("memory" if how == BEFORE else how)
         # torchrun's c10d hangs at a restart of its own store unless it is told to share none; ddprun does not read it.
         env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        if how == BEFORE:
+            env["PYTHONPATH"] = against
         with Path(folder, "said").open("w") as said:
             job = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=said, text=True, env=env)
             lines, watched = [], None
@@ -183,21 +188,21 @@ def restart(megabytes: int, ranks: int, how: str, warm: int = 0) -> tuple[int, S
             return None
     first, began, built, loaded, one, ended = (max(column) for column in zip(*steps, strict=True))
     ordered = watched.ordered if watched else killed[0]
-    whole = max(ordered, watched.whole) if watched and how == "memory" else ordered
+    whole = max(ordered, watched.whole) if watched and how in ("memory", BEFORE) else ordered
     marks = [killed[0], ordered, whole, began, built, loaded, one, ended]
     parts = [after - before for before, after in itertools.pairwise(marks)]
     return 17 - int(first), [*parts, ended - killed[0]]
 
 
-def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str], warm: int) -> None:
+def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str], warm: int, against: str) -> None:
     """A table: medians, the slowest of all, and the median of all beside that of torchrun."""
     print(f"| {ranks} ranks | steps repeated | {' | '.join(PARTS)} | slowest | beside torchrun |")
     print("|---" * (len(PARTS) + 4) + "|")
     for megabytes in sizes:
-        found: dict[str, list[tuple[int, Seconds]]] = {how: [] for how in ways}
+        found: dict[str, list[tuple[int, Seconds]]] = {how: [] for how in [*ways, *[BEFORE][: bool(against)]]}
         for _ in range(rounds):
             for how, its in found.items():
-                if (result := restart(megabytes, ranks, how, warm)) is not None:
+                if (result := restart(megabytes, ranks, how, warm, against)) is not None:
                     its.append(result)
         others = [seconds[-1] for _, seconds in found.get("torchrun", [])]
         for how, its in found.items():
@@ -258,7 +263,7 @@ def train(turn: int, done: int, *, memory_is_on: bool) -> None:
         keeper.register(objects)
         last.register_post_accumulate_grad_hook(clock.stop("at the first gradient"))
         register_optimizer_step_post_hook(clock.start)
-        SinceLastStep().watch(objects)
+        watch = SinceLastStep()
         register_optimizer_step_post_hook(clock.stop("after the optimizer's step"))
     while os.read(turn, 1):
         began = time.thread_time()
@@ -275,6 +280,7 @@ def train(turn: int, done: int, *, memory_is_on: bool) -> None:
             mark()
         os.write(done, struct.pack("d", (time.thread_time() - began) / STEPS_AT_ONCE))
     if keeper is not None:
+        del watch
         assert keeper.is_on, "it was turned off"
         for name, seconds in clock.spent.items():
             its = seconds[STEPS_AT_ONCE:]  # proven, and with an area
@@ -456,6 +462,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which variants; all by default")
     parser.add_argument("--warm", type=int, default=0, help="GiB that are written to, and given back before the kill")
+    parser.add_argument("--against", default="", help="trainer/ of another commit, whose memory is measured in turns")
     parser.add_argument("--step", action="store_true", help="what a step pays")
     parser.add_argument("--gpu", action="store_true", help="what copies of a GPU's state cost, on one GPU")
     parser.add_argument("--parts", action="store_true", help="one rank writes the state, or each of them a part")
@@ -468,7 +475,7 @@ def main() -> None:
     elif asked.step:
         step_cost(max(asked.rounds, 7))
     else:
-        compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways, asked.warm)
+        compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways, asked.warm, asked.against)
     print(machine.line())
 
 

@@ -59,6 +59,7 @@ class Kept:
         self._keys: dict[str, list[str]] = {}  # of their state_dict()
         # Not kept alive: if the script makes another one, this one is gone before that makes a step.
         self._optimizers: weakref.WeakValueDictionary[str, torch.optim.Optimizer] = weakref.WeakValueDictionary()
+        self._held: list[Any] = []
         self._others: dict[str, Callable[[], Any]] = {}
         self.by_value: list[str] = []  # names of values, which are what they were when the script named them
         self.broadcast: list[str] = []
@@ -327,6 +328,11 @@ class Kept:
         for own in self._counters:
             own.record()
         self._sampled = self._sample_now()
+        self._held = list(self._optimizers.values())  # otherwise a script whose main() returns takes its state along
+
+    def release(self) -> None:
+        """From now on an optimizer that the script has thrown away is gone."""
+        self._held = []
 
     def changed(self) -> str:
         """Return what something else than the optimizers' steps has changed since `record`: PARAMETERS, the name of an

@@ -360,9 +360,10 @@ class Keeper(Survivor):
         self._learn(kept, step, self._watched_with(kept, random_states.mark(rng), settings), named=named)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
-        elif self._stepped and self._on_device:
+        elif self._stepped:
             kept.record()
-            self._is_proven(kept, step)
+            if self._on_device:
+                self._is_proven(kept, step)
         own = self._copies
         if own is not None and self._places.moved:
             own.renew(self._at(kept, step, named))  # what was copied at should_stop is not what a folder has
@@ -630,6 +631,8 @@ class Keeper(Survivor):
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Called before each step of each optimizer of this process."""
+        if self._kept is not None:
+            self._kept.release()
         self._count_step(optimizer)
         if self._assumed and self._kept is not None and not self._kept.has(optimizer):
             self.forget_assumed()

@@ -15,6 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.alike import digest
 from ddpjob.checkpoint.state_dicts import copied, state_of, unwrapped
 from ddpjob.errors import StateError
 
@@ -156,7 +157,7 @@ def differing(
 ) -> dict[int, dict[str, Any]]:
     """By rank: its parts of each name of which not all ranks have the same. known: names that differ whatever these
     have, because a rank is missing."""
-    names = {name for parts in others.values() for name in of_0 if not _same(of_0[name], parts.get(name))}
+    names = {name for parts in others.values() for name in of_0 if digest(of_0[name]) != digest(parts.get(name))}
     names |= of_0.keys() & set(known)
     ranks = {0: of_0, **others} if names else {}
     return {rank: {name: parts[name] for name in sorted(names) if name in parts} for rank, parts in ranks.items()}
@@ -165,18 +166,6 @@ def differing(
 def names_in(ranks: Mapping[int, Mapping[str, Any]]) -> set[str]:
     """Names of which each rank has its own."""
     return {name for parts in ranks.values() for name in parts}
-
-
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and packed.total([one]) == packed.total([other])
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other) or (one != one and other != other)
 
 
 def too_large(ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:

@@ -91,6 +91,8 @@ class Survivor(abc.ABC):
         with contextlib.suppress(OSError):
             os.read(self._shared.pipe, 1)
             self._is_asked = True
+            if self._kept is not None:
+                self._kept.release()
             self.save()
 
     def _at_exit(self) -> None:
