@@ -2,6 +2,7 @@
 
     python bench/state_in_memory.py                       # states of 1 and 100 MB, two ranks of one node, 5 rounds
     python bench/state_in_memory.py --megabytes 1500 --ranks 4 --rounds 3
+    python bench/state_in_memory.py --ways memory --against /tmp/before/trainer  # git archive OLD trainer | tar -x
     python bench/state_in_memory.py --step                # what a step pays, with 300 tensors and AdamW
     python bench/state_in_memory.py --gpu --megabytes 100 1500  # what copies of a GPU's state cost, on one GPU
 
@@ -10,7 +11,7 @@ save. "folder" is the same script with `Snapshot(memory=False)`, "torchrun" one 
 torchrun --standalone. Each round runs every variant once. Detection ends when the agent has the ranks write, the rescue
 when the state is whole; the restart then ends with the first line of the last new rank (of torchrun the three are one).
 The clock is the machine's monotonic one everywhere; in --step it is the CPU time of the thread, which other load
-disturbs least.
+disturbs least, and steps with the memory and without it alternate in one run.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import mmap
 import os
 import select
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -99,8 +101,10 @@ if ours:
 """
 PARTS = ["detection", "rescue", "restart", "its construction", "load", "first step", "second", "all"]
 WAYS = ["memory", "folder", "torchrun"]
+BEFORE = "memory before"
 Seconds = list[float]
 TORCHRUN = ["torch.distributed.run", "--standalone", "--max-restarts=1"]
+STEPS_AT_ONCE = 64  # of --step, before the other variant makes as many
 SECONDS_MAX = 120.0  # torchrun's static rendezvous hung in most restarts
 
 
@@ -135,14 +139,17 @@ def end(pid: int) -> None:
             process.kill()
 
 
-def restart(megabytes: int, ranks: int, how: str) -> tuple[int, Seconds] | None:
+def restart(megabytes: int, ranks: int, how: str, against: str = "") -> tuple[int, Seconds] | None:
     """(steps repeated, the seconds of PARTS); None: it failed. 0.0: not seen, because no agent of ours is there."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
         module = TORCHRUN if how == "torchrun" else ["ddpjob.agent"]
-        words = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}", "train.py", str(megabytes), how]
+        words = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}", "train.py", str(megabytes)]
+        words.append("memory" if how == BEFORE else how)
         # torchrun's c10d hangs at a restart of its own store unless it is told to share none; ddprun does not read it.
         env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        if how == BEFORE:
+            env["PYTHONPATH"] = against
         with Path(folder, "said").open("w") as said:
             job = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=said, text=True, env=env)
             lines, watched = [], None
@@ -162,21 +169,21 @@ def restart(megabytes: int, ranks: int, how: str) -> tuple[int, Seconds] | None:
             return None
     first, began, built, loaded, one, ended = (max(column) for column in zip(*steps, strict=True))
     ordered = watched.ordered if watched else killed[0]
-    whole = max(ordered, watched.whole) if watched and how == "memory" else ordered
+    whole = max(ordered, watched.whole) if watched and how in ("memory", BEFORE) else ordered
     marks = [killed[0], ordered, whole, began, built, loaded, one, ended]
     parts = [after - before for before, after in itertools.pairwise(marks)]
     return 17 - int(first), [*parts, ended - killed[0]]
 
 
-def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str]) -> None:
+def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str], against: str) -> None:
     """A table: medians, the slowest of all, and the median of all beside that of torchrun."""
     print(f"| {ranks} ranks | steps repeated | {' | '.join(PARTS)} | slowest | beside torchrun |")
     print("|---" * (len(PARTS) + 4) + "|")
     for megabytes in sizes:
-        found: dict[str, list[tuple[int, Seconds]]] = {how: [] for how in ways}
+        found: dict[str, list[tuple[int, Seconds]]] = {how: [] for how in [*ways, *[BEFORE][: bool(against)]]}
         for _ in range(rounds):
             for how, its in found.items():
-                if (result := restart(megabytes, ranks, how)) is not None:
+                if (result := restart(megabytes, ranks, how, against)) is not None:
                     its.append(result)
         others = [seconds[-1] for _, seconds in found.get("torchrun", [])]
         for how, its in found.items():
@@ -190,42 +197,109 @@ def compare(sizes: list[int], ranks: int, rounds: int, ways: list[str]) -> None:
             print(f"| {megabytes} MB, {how} | {repeated} | {seconds} | {ratio} |", flush=True)
 
 
-def step_cost() -> None:
-    """Microseconds of a boundary and of what is written before the optimizer's step."""
-    import torch
+class Clock:
+    """CPU time of this thread between calls, by name."""
 
+    def __init__(self) -> None:
+        self.spent: dict[str, list[float]] = {}
+        self._began = 0.0
+
+    def start(self, *_: object) -> None:
+        """Start to measure a part."""
+        self._began = time.thread_time()
+
+    def stop(self, name: str) -> Callable[..., None]:
+        """Return what ends the part of this name."""
+        spent = self.spent.setdefault(name, [])
+
+        def stop(*_: object) -> None:
+            spent.append(time.thread_time() - self._began)
+
+        return stop
+
+
+def train(turn: int, done: int, *, memory_is_on: bool) -> None:
+    """Make STEPS_AT_ONCE steps for each byte of `turn`, and write how long each took. For a process of its own."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    from ddpjob.checkpoint.half_done import SinceLastStep
     from ddpjob.checkpoint.memory import Keeper
     from ddpjob.checkpoint.shared import Shared
 
-    torch.set_num_threads(1)
-    agent = Memory(1)
-    agent.begin(0)
-    keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, "")
+    torch.manual_seed(1)
     model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(150)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    keeper.register({"model": model, "optimizer": optimizer})
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    before, after, optimizing = [], [], []
-    for step in range(1, 301):
-        torch.rand(1)  # as dropout does: what is written is never what was written
-        clock = [time.thread_time()]
-        keeper.before_step(optimizer)
-        clock.append(time.thread_time())
-        optimizer.step()
-        clock.append(time.thread_time())
-        keeper.boundary(step)
-        clock.append(time.thread_time())
-        if step > 20:
-            before.append(clock[1] - clock[0])
-            optimizing.append(clock[2] - clock[1])
-            after.append(clock[3] - clock[2])
-        elif step < 8:
-            time.sleep(0.05)  # the area is reserved meanwhile
-    assert keeper.is_on, "it was turned off"
-    names = {"before the optimizer's step": before, "at the boundary": after, "the optimizer's step itself": optimizing}
-    for name, seconds in names.items():
-        print(f"{name}: median {statistics.median(seconds) * 1e6:.0f} us, least {min(seconds) * 1e6:.0f} us")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10**6)
+    clock, keeper, step = Clock(), None, 0
+    mark = clock.stop("at the boundary")
+    if memory_is_on:
+        agent, last = Memory(1), list(model.parameters())[-1]
+        agent.begin(0)
+        objects = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        register_optimizer_step_pre_hook(clock.start)
+        keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 2, "")
+        register_optimizer_step_pre_hook(clock.stop("before the optimizer's step"))
+        last.register_post_accumulate_grad_hook(clock.start)
+        keeper.register(objects)
+        last.register_post_accumulate_grad_hook(clock.stop("at the first gradient"))
+        register_optimizer_step_post_hook(clock.start)
+        watch = SinceLastStep()
+        register_optimizer_step_post_hook(clock.stop("after the optimizer's step"))
+    while os.read(turn, 1):
+        began = time.thread_time()
+        for _ in range(STEPS_AT_ONCE):
+            optimizer.zero_grad()
+            torch.rand(1)  # as dropout does: the random states differ at each step
+            torch.cat([parameter.view(-1) for parameter in model.parameters()]).sum().backward()
+            optimizer.step()
+            scheduler.step()
+            step += 1
+            clock.start()
+            if keeper is not None:
+                keeper.boundary(step)
+            mark()
+        os.write(done, struct.pack("d", (time.thread_time() - began) / STEPS_AT_ONCE))
+    if keeper is not None:
+        del watch
+        assert keeper.is_on, "it was turned off"
+        for name, seconds in clock.spent.items():
+            its = seconds[STEPS_AT_ONCE:]  # proven, and with an area
+            print(f"  {name}: median {statistics.median(its) * 1e3:.3f} ms, least {min(its) * 1e3:.3f}", flush=True)
+    os._exit(0)
+
+
+def step_cost(rounds: int) -> None:
+    """Milliseconds of CPU time of a step with and without the memory, in turns, and what each hook takes."""
+    import torch
+
+    torch.set_num_threads(1)
+    turns, dones, pids = [], [], []
+    for memory_is_on in (True, False):
+        (turn, give), (report, done) = os.pipe(), os.pipe()
+        if (pid := os.fork()) == 0:
+            for descriptor in (give, report, *turns):
+                os.close(descriptor)
+            train(turn, done, memory_is_on=memory_is_on)
+        os.close(turn)
+        os.close(done)
+        turns, dones, pids = [*turns, give], [*dones, report], [*pids, pid]
+    pairs = []
+    for number in range(rounds):
+        pair = []
+        for give, report in zip(turns, dones, strict=True):
+            os.write(give, b"x")
+            pair.append(struct.unpack("d", os.read(report, 8))[0] * 1e3)
+        if number == 0:
+            time.sleep(0.2)  # the area is reserved meanwhile
+        else:
+            pairs.append(pair)
+    own, without = (statistics.median(column) for column in zip(*pairs, strict=True))
+    cost = statistics.median(one - other for one, other in pairs)
+    print(f"a step: {own:.3f} ms with the memory, {without:.3f} without; median of {len(pairs)} pairs: {cost:+.3f} ms")
+    for give, pid in zip(turns, pids, strict=True):
+        os.close(give)
+        os.waitpid(pid, 0)
 
 
 def gpu_cost(sizes: list[int], rounds: int) -> None:
@@ -305,6 +379,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which variants; all by default")
+    parser.add_argument("--against", default="", help="trainer/ of another commit, whose memory is measured in turns")
     parser.add_argument("--step", action="store_true", help="what a step pays")
     parser.add_argument("--gpu", action="store_true", help="what copies of a GPU's state cost, on one GPU")
     asked = parser.parse_args()
@@ -312,9 +387,9 @@ def main() -> None:
     if asked.gpu:
         gpu_cost(asked.megabytes, asked.rounds)
     elif asked.step:
-        step_cost()
+        step_cost(max(asked.rounds, 7))
     else:
-        compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways)
+        compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways, asked.against)
     print(machine.line())
 
 

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
@@ -28,13 +29,20 @@ from typing import Any, BinaryIO, NoReturn
 
 from ddpjob.agent import preload
 
+_ends_early = False
 
-def start(module: str, words: Sequence[str], *, cwd: Path, env: Mapping[str, str]) -> subprocess.Popen[str]:
-    """`python -m MODULE WORDS` in a copy of this process with torch."""
+
+def start(
+    module: str, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], ends_early: bool = False
+) -> subprocess.Popen[str]:
+    """`python -m MODULE WORDS` in a copy of this process with torch. ends_early: its processes end after their threads
+    and exit handlers, and do not take the interpreter down, which is a fifth of a short run."""
+    global _ends_early
     import torch
     import torch._dynamo  # with it, all that a fork server imports
 
     torch.set_num_threads(1)  # a thread pool of this process does not live in a forked one
+    _ends_early = ends_early  # of the copy
     return _copy(module, words, env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -74,7 +82,12 @@ def _fork_server(kept: set[int], file: str, argv: Sequence[str], environ: Mappin
         return os.execve(file, argv, environ)
     _as_a_new_program(environ, argv[2:], kept)
     code = _run(lambda: runpy.run_path(preload.PROGRAM, run_name="__main__"))
+    if _ends_early:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
     sys.stdout.flush()
+    if _ends_early:
+        os._exit(code)
     ctypes.pythonapi.Py_Exit(code)  # the whole end of an interpreter, as a rank's
     raise AssertionError("it has ended")
 

@@ -42,6 +42,26 @@ def test_a_save_within_an_accumulation_is_named(tmp_path: Path, capfd: pytest.Ca
     assert capfd.readouterr().err.count(WAITING) == int(every > 1)
 
 
+@pytest.mark.parametrize("loads", ["in parts", "nothing"])
+@pytest.mark.parametrize("at", [2, 6])
+def test_the_first_save_is_named_too(tmp_path: Path, capfd: pytest.CaptureFixture[str], loads: str, at: int) -> None:
+    """A restart from the only file there is lost two micro-batches; at step 2 no optimizer has made a step yet."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    if loads == "in parts":
+        snapshot.load(model=model)
+        snapshot.load(optimizer=optimizer)
+    for step in range(1, at + 1):
+        model(torch.ones(1, 2)).sum().backward()
+        if step % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    snapshot.save(at, model=model, optimizer=optimizer)
+    snapshot.close()
+    assert f"model: step {at} is saved while {WAITING}" in capfd.readouterr().err
+
+
 def test_a_closure_and_a_second_model_leave_nothing_behind(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """LBFGS runs backward within its step. The generator's backward leaves gradients in the critic."""
     model, critic = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)

@@ -286,3 +286,45 @@ def test_a_save_in_the_middle_of_an_accumulation_brings_back_the_whole_step(node
     began, ended = node.run(2, lambda: accumulated(9, fails_within=False))
     assert began == 6
     assert ended == undisturbed
+
+
+@pytest.mark.parametrize("kind", ["plain", "lbfgs", "adversary"])
+def test_a_script_whose_step_needs_its_peers_learns_in_time_that_memory_has_not_each_step(
+    node: Node, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """A rank that fails within LBFGS's step, or in the second half of a GAN's, leaves no whole state. Its user believed
+    that memory was on, and learned it from the steps that were lost."""
+
+    def train() -> str:
+        objects = parts()
+        model, optimizer = objects["model"], objects["optimizer"]
+        if kind == "lbfgs":
+            optimizer = objects["optimizer"] = torch.optim.LBFGS(model.parameters(), max_iter=2)
+        if kind == "adversary":
+            objects["critic"] = torch.nn.Linear(1, 1)
+            objects["critic_optimizer"] = torch.optim.SGD(objects["critic"].parameters(), lr=0.1)
+        ddpjob.Snapshot("snapshots").load(**objects)
+
+        def backward() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(torch.randn(4, 4)).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss
+
+        for step in range(1, 6):
+            if kind == "adversary":
+                objects["critic"](model(torch.randn(4, 4)).detach()).square().mean().backward()
+                objects["critic_optimizer"].step()
+            if kind == "lbfgs":
+                optimizer.step(backward)
+            else:
+                backward()
+                optimizer.step()
+            ddpjob.should_stop(step)
+            settle()
+        return process.current.not_kept
+
+    not_kept = node.run(0, train, ranks=2)
+    why = "as with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
+    assert (why in not_kept) == (kind != "plain")
+    assert capfd.readouterr().err.count(why) == int(kind != "plain")

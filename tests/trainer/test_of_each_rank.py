@@ -11,6 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpjob
+from ddpjob.group import gather
 
 
 class Reader:
@@ -129,6 +130,78 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
     in_ranks(run_ranks, tmp_path, "a", 2, save)
     of_rank_1 = [1.0, 0.0 if broadcast else 1.0, 1.0]
     assert in_ranks(run_ranks, tmp_path, "b", 2, load) == [[0.0, 0.0, 0.0], of_rank_1]
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_file_that_lacks_the_reader_of_a_late_rank_is_passed_over(
+    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], keep: int
+) -> None:
+    """A rank is killed as it comes to save(2): all read rank 0's shard from step 2, or with three ranks no restart
+    could load anything, though step 1 was whole."""
+
+    def rank_main(rank: int) -> int:
+        with ddpjob.init(init_method=f"file://{tmp_path}/a", rank=rank, world_size=2) as world:
+            snapshot = ddpjob.Snapshot(tmp_path / "s", world, keep)
+            for step in (1, 2):
+                reader = Reader(world.rank)
+                reader.state["place"] = step
+                if step == 1 or world.is_main:
+                    snapshot.save(step, reader=reader)
+                snapshot.wait()
+                gather.numbers(torch.tensor([step]))
+            snapshot.close()
+        return 0
+
+    def load(world: Any, snapshot: ddpjob.Snapshot) -> Any:
+        reader = Reader(9)
+        return snapshot.load(reader=reader), reader.state
+
+    run_ranks(rank_main, 2)
+    capfd.readouterr()
+    found = in_ranks(run_ranks, tmp_path, "b", 2, load)
+    assert found == [(1, {"shard": 0, "place": 1}), (1, {"shard": 1, "place": 1})]
+    error = capfd.readouterr().err
+    assert "reader: each rank had its own when step 2 was saved" in error
+    assert "the snapshot of step 1 is used" in error
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_replicas_that_are_out_of_step_are_named_at_a_save(
+    run_ranks: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], differs: bool
+) -> None:
+    """A clip by the norm of what each rank has alone moves all ranks apart: a restart gave all of them rank 0's."""
+
+    def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
+        model = world.wrap(torch.nn.Linear(2, 2))
+        with torch.no_grad():
+            model.module.weight.mul_(1 + world.rank * differs)
+        for step in (1, 2):
+            snapshot.save(step, model=model)
+            snapshot.wait()
+            gather.numbers(torch.tensor([step]))
+        snapshot.close()
+
+    in_ranks(run_ranks, tmp_path, "a", 2, save)
+    said = "model: the ranks have different parameters of it: a restart does not give each rank its own"
+    assert capfd.readouterr().err.count(said) == int(differs)
+
+
+def test_where_no_file_has_the_reader_of_a_late_rank_it_is_refused(run_ranks: Any, tmp_path: Path) -> None:
+    """To begin at step 0 would be as wrong as the reader of another rank."""
+
+    def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
+        if world.rank < 2:
+            snapshot.save(1, reader=Reader(world.rank))
+        snapshot.close()
+
+    def load(world: Any, snapshot: ddpjob.Snapshot) -> str:
+        with pytest.raises(ddpjob.StateError) as caught:
+            snapshot.load(reader=Reader(9))
+        return str(caught.value)
+
+    in_ranks(run_ranks, tmp_path, "a", 3, save)
+    for text in in_ranks(run_ranks, tmp_path, "b", 3, load):
+        assert "reader: each rank had its own when step 1 was saved, and that of rank 2 is not in the snapshot" in text
 
 
 def test_what_is_too_large_to_be_kept_of_each_rank_is_named_at_once(

@@ -40,7 +40,8 @@ class Rank:
         """Whether what it writes before the next step, and at its boundary, is what there is."""
         self.step += 1
         for slot in (EARLY, self.step % 2):
-            self.slots.write(slot, self.step, self.kept, random_states.compact(), settings=slot != EARLY)
+            more = None if slot == EARLY else self.slots.settings(self.kept)
+            self.slots.write(slot, self.step, self.kept, random_states.compact(), more=more)
         early, own = self.shared.read_slot(EARLY), self.shared.read_slot(self.step % 2)
         now = described(random_states.current())
         if any(described(random_states.expanded(found["rng"])) != now for found in (early, own)):
@@ -129,9 +130,9 @@ def test_another_process_finds_what_was_written() -> None:
     """The rank is dead when it is read."""
     rank = Rank()
     if (pid := os.fork()) == 0:
-        rank.slots.write(0, 1, rank.kept, random_states.compact(), settings=True)
+        rank.slots.write(0, 1, rank.kept, random_states.compact(), more=rank.slots.settings(rank.kept))
         rank.optimizer.param_groups[0]["lr"] = 7.0
-        rank.slots.write(0, 3, rank.kept, random_states.compact(), settings=True)
+        rank.slots.write(0, 3, rank.kept, random_states.compact(), more=rank.slots.settings(rank.kept))
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
     assert rank.shared.read_slot(0)["small"]["optimizer"][0]["lr"] == 7.0
@@ -142,7 +143,9 @@ def test_a_script_that_closes_the_descriptor_of_the_memory_is_noticed(rank: Rank
     if (pid := os.fork()) == 0:
         with contextlib.suppress(OSError):
             for step in range(2 * LOOKS_EVERY):
-                rank.slots.write(step % 2, step + 1, rank.kept, random_states.compact(), settings=True)
+                rank.slots.write(
+                    step % 2, step + 1, rank.kept, random_states.compact(), more=rank.slots.settings(rank.kept)
+                )
                 if step == 5:
                     os.closerange(3, 1000)
             os._exit(1)

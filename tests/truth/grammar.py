@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 EPOCH = 10  # steps
 TOTAL = 40
-PLAIN = 0.6  # how often a choice stays as plain as it can be
+PLAIN = (0.8, 0.6, 0.3)  # how often a choice stays as plain as it can be; one of them for each script
 
 # The first option of each is the plainest: shrinking goes there.
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -34,13 +34,22 @@ CHOICES: dict[str, tuple[str, ...]] = {
         "lbfgs",
         "zero",
         "lookahead",
+        "sharing",
     ),
-    "scheduler": ("none", "step", "one_cycle", "plateau", "sequential"),
+    "scheduler": ("none", "step", "one_cycle", "plateau", "sequential", "rewound"),
     "scheduler_at": ("stepped", "marked", "epoch_end"),
     "accumulation": ("none", "no_sync", "counted", "library"),
     "scaler": ("none", "scaler"),
     "clip": ("none", "norm"),
-    "surgery": ("none", "clamp", "momentum_corrected", "optimizer_replaced", "state_cleared", "noise"),
+    "surgery": (
+        "none",
+        "clamp",
+        "momentum_corrected",
+        "optimizer_replaced",
+        "model_replaced",
+        "state_cleared",
+        "noise",
+    ),
     "surgery_at": ("stepped", "marked", "top"),
     "average": ("none", "averaged_model", "deep_copy", "own_object", "deep_copy_by_value"),
     "average_at": ("stepped", "marked"),
@@ -112,23 +121,37 @@ def parts_of(recipe: Recipe) -> dict[str, str]:
 def drawn(seed: int) -> Draw:
     """What this seed draws."""
     chance = random.Random(seed)
+    plain = chance.choice(PLAIN)
     found = {
-        name: options[0] if chance.random() < PLAIN else chance.choice(options) for name, options in CHOICES.items()
+        name: options[0] if chance.random() < plain else chance.choice(options) for name, options in CHOICES.items()
     }
     found = normal(found)
     kills = [_kill(chance, found, 0)]
-    if chance.random() < 0.2:
-        kills.append(_kill(chance, found, 1))
-    return Draw(found, tuple(kills), settled=chance.random() < 0.5)
+    if chance.random() < 0.2 and kills[0] is not None:
+        kills.append(_kill(chance, found, 1, after=kills[0].step))
+    return Draw(found, tuple(kill for kill in kills if kill is not None), settled=chance.random() < 0.5)
 
 
-def _kill(chance: random.Random, recipe: Recipe, generation: int) -> Kill:
+def _kill(chance: random.Random, recipe: Recipe, generation: int, after: int = 0) -> Kill | None:
+    """after: the step of the kill before. None if no such place follows that."""
     how = chance.choice(HOWS)
     stops = recipe["mark"].startswith("stop") and recipe["save"] != "never" and recipe["scheduler_at"] != "epoch_end"
     if how == "TERM" and not stops:  # a script that stops before the end of its epoch leaves out what is done there
         how = "KILL"
-    steps = range(5, TOTAL - 2) if chance.random() < 0.7 else range(EPOCH, TOTAL, EPOCH)  # often where epochs meet
-    return Kill(chance.choice(PLACES), chance.choice(steps), chance.randrange(2), how, generation)
+    place = chance.choice([place for place in PLACES if place != "reduced" or recipe["optimizer"] != "lbfgs"])
+    ends = _epoch_ends(recipe)
+    # Often where epochs meet.
+    steps = ends if place == "epoch_end" or chance.random() < 0.3 else list(range(5, TOTAL - 2))
+    later = [step for step in steps if step > after + 1]
+    if not later:
+        return None
+    return Kill(place, chance.choice(later), chance.randrange(2), how, generation)
+
+
+def _epoch_ends(recipe: Recipe) -> list[int]:
+    """Steps after which an epoch ends; the sampler that is replaced goes on with batches of half the size."""
+    is_replaced = recipe["sampler"] == "replaced" and recipe["data"] == "sampler"
+    return [10, 20, 23, 37] if is_replaced else [10, 20, 30]
 
 
 # ---- options that do not go together -----------------------------------------------------------------------------
@@ -140,6 +163,7 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
     (("optimizer", "zero"), {"surgery": "none", "scaler": "none", "second": "none", "mark": "stop", "save": "in_loop"}),
     (("optimizer", "zero"), {"load": "at_once", "parameters": "all", "best": "none"}),
     (("optimizer", "lookahead"), {"scaler": "none", "surgery": "none"}),
+    (("optimizer", "sharing"), {"scaler": "none", "surgery": "none"}),
     (("optimizer", "adamw_fused"), {"scaler": "none"}),
     (
         ("model", "sparse"),
@@ -164,6 +188,9 @@ RULES: tuple[tuple[tuple[str, str], dict[str, str]], ...] = (
         {"scheduler": "none", "optimizer": "adam", "load": "at_once", "second": "none"},
     ),
     (("surgery", "optimizer_replaced"), {"surgery_at": "stepped", "parameters": "all"}),
+    (("surgery", "model_replaced"), {"scheduler": "none", "optimizer": "adam", "load": "at_once", "second": "none"}),
+    (("surgery", "model_replaced"), {"parameters": "all", "hook": "none", "static_graph": "no", "buffers": "none"}),
+    (("surgery", "model_replaced"), {"surgery_at": "stepped", "average": "none", "scaler": "none"}),
     (("surgery", "noise"), {"surgery_at": "stepped"}),
     (("average", "none"), {"average_at": "stepped"}),
     (("average", "deep_copy_by_value"), {"load": "at_once"}),
@@ -245,6 +272,12 @@ def script(recipe: Recipe) -> str:
     return _Writer(normal(recipe)).text()
 
 
+def names_of(recipe: Recipe) -> set[str]:
+    """What the script saves, by its names."""
+    writer = _Writer(normal(recipe))
+    return {*writer.names(), *writer.values()}
+
+
 def _block(text: str, indent: int) -> str:
     return textwrap.indent(textwrap.dedent(text).strip("\n"), " " * indent)
 
@@ -275,6 +308,8 @@ class _Writer:
             found.append(OWN_AVERAGE)
         if self.has("optimizer", "lookahead"):
             found.append(LOOKAHEAD)
+        if self.has("optimizer", "sharing"):
+            found.append(SHARING)
         if self.has("extra", "always_another"):
             found.append(ALWAYS_ANOTHER)
         return "\n\n".join(textwrap.dedent(one).strip("\n") for one in found)
@@ -398,6 +433,7 @@ class _Writer:
             "lbfgs": f"torch.optim.LBFGS({parameters}, lr=0.1, max_iter=2, history_size=3)",
             "zero": f"__import__('torch.distributed.optim').distributed.optim.ZeroRedundancyOptimizer({parameters}, torch.optim.Adam, lr=1e-2)",
             "lookahead": f"Lookahead({parameters}, lr=0.02, momentum=0.9)",
+            "sharing": f"Sharing({parameters}, lr=0.02, momentum=0.9)",
         }[self.r["optimizer"]]
 
     def _scheduler(self) -> list[str]:
@@ -406,6 +442,7 @@ class _Writer:
             "step": "torch.optim.lr_scheduler.StepLR(optimizer, 1 if PER_EPOCH else 5, 0.8)",
             "one_cycle": "torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=TOTAL + 1, cycle_momentum=False)",
             "plateau": "torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0 if PER_EPOCH else 2, factor=0.7)",
+            "rewound": "torch.optim.lr_scheduler.StepLR(optimizer, 1 if PER_EPOCH else 5, 0.8)",
             "sequential": "torch.optim.lr_scheduler.SequentialLR(optimizer, [torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 40)], [2])",
         }.get(self.r["scheduler"])
         if its is None:
@@ -595,7 +632,7 @@ class _Writer:
             lines += [
                 "def loss_of(piece): return F.mse_loss(model(x[piece] + noise), y[piece], reduction='sum')",
                 "strike('forward', step)",
-                "loss = ddpjob.accumulate(model, part, 32, loss_of, micro_batch=5"
+                "loss = ddpjob.accumulate(model, part, 32, loss_of, micro_batch=6"
                 + (", backward=lambda loss: scaler.scale(loss).backward())" if self.has("scaler", "scaler") else ")"),
             ]
         elif self.has("accumulation", "no_sync"):
@@ -643,6 +680,10 @@ class _Writer:
                 "    for state in optimizer.state.values(): state['momentum_buffer'].mul_(0.1)",
             ],
             "state_cleared": [f"if {now}: optimizer.state.clear()"],
+            "model_replaced": [
+                "if step == 21:",
+                "    net = Net(); model = world.wrap(net); optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)",
+            ],
             "optimizer_replaced": ["if step == 21: optimizer = torch.optim.Adam(net.parameters(), lr=2e-2)"],
         }.get(self.r["surgery"], [])
 
@@ -670,6 +711,11 @@ class _Writer:
     def _scheduler_step(self) -> list[str]:
         if self.has("scheduler", "plateau"):
             return ["mean = loss.clone(); dist.all_reduce(mean); scheduler.step(float(mean))"]
+        if self.has("scheduler", "rewound"):
+            return [
+                "scheduler.step()",
+                "if step == 20: scheduler.load_state_dict(scheduler.state_dict() | {'last_epoch': 0})",
+            ]
         return ["scheduler.step()"]
 
     def _evaluation(self) -> list[str]:
@@ -792,6 +838,16 @@ class Lookahead(torch.optim.SGD):
                 if state["count"] % 5 == 0:
                     if "slow" not in state: state["slow"] = p.detach().clone()
                     state["slow"].lerp_(p.detach(), 0.5); p.data.copy_(state["slow"])
+        return loss
+"""
+SHARING = """
+class Sharing(torch.optim.SGD):
+    # Has the parameters themselves in its state.
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None: self.state[p]["shared"] = p.data
         return loss
 """
 ALWAYS_ANOTHER = """

@@ -13,15 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import refusals
 import warm
-from grammar import Draw, Kill, script
+from grammar import Draw, Kill, names_of, script
+from refusals import SAMPLES, Part
 
 SECONDS_MAX = 60
 RESUMABLE = 75
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
-# What the library says before a failure, of what a restart does not give back.
-REFUSED = re.compile(r"^ddpjob: .*\ba restart (does not|will not|would not)\b.*", re.MULTILINE)
-ERRORS = re.compile(r"^.*\b(StateError|ConfigurationError|SnapshotError): .*", re.MULTILINE)
 
 
 class Outcome(NamedTuple):
@@ -38,13 +37,10 @@ class Outcome(NamedTuple):
     def has_ended_well(self) -> bool:
         return bool(self.codes) and self.codes[-1] == 0 and len(self.results) == 2
 
-    @property
-    def before_the_first_failure(self) -> str:
-        return self.log.partition("STRUCK ")[0]
-
 
 class Verdict(NamedTuple):
-    """SAME, REFUSED and UNSTRUCK are right; INVALID is a mistake of the grammar."""
+    """SAME and REFUSED are right. SEEDED: the restart itself names ranks that were late for the save. UNSTRUCK and
+    INVALID show nothing: no kill has struck, or the script does not run without one."""
 
     kind: str
     why: str
@@ -53,6 +49,11 @@ class Verdict(NamedTuple):
     @property
     def is_wrong(self) -> bool:
         return self.kind in ("DIFFERENT", "FAILED")
+
+    @property
+    def counts(self) -> bool:
+        """Whether it shows anything."""
+        return self.kind not in ("UNSTRUCK", "INVALID")
 
 
 def undisturbed(draw: Draw) -> Outcome:
@@ -93,7 +94,7 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
         "DDPJOB_UID": "truth",
     }
     words = ["--nproc-per-node", "2", "--max-restarts", "3", "train.py"]
-    agent = warm.start("ddpjob.agent", words, cwd=folder, env=env)
+    agent = warm.start("ddpjob.agent", words, cwd=folder, env=env, ends_early=True)
     try:
         out, err = agent.communicate(timeout=SECONDS_MAX)
     except subprocess.TimeoutExpired:
@@ -127,34 +128,47 @@ def _seen(folder: Path) -> dict[int, dict[int, list[int]]]:
 
 
 def judged(draw: Draw, whole: Outcome | None = None) -> Verdict:
-    """Whether the killed run ends as the other one, or the library has refused before the kill."""
+    """Whether the killed run ends as the other one, but for what the library has refused by name before."""
     whole = undisturbed(draw) if whole is None else whole
     if not whole.has_ended_well:
-        error = ERRORS.search(whole.log)
-        return Verdict("REFUSED" if error else "INVALID", error[0] if error else _last_error(whole.log), whole.log)
+        error = refusals.ERROR.search(whole.log)
+        if error and refusals.is_named_in(error["sentence"], names_of(draw.recipe)):
+            return Verdict("REFUSED", error[0], whole.log)
+        return Verdict("INVALID", _last_error(whole.log), whole.log)
     killed = ran(draw)
     if "STRUCK " not in killed.log:
         return Verdict("UNSTRUCK", "no kill has struck", killed.log)
-    refused = REFUSED.search(killed.before_the_first_failure)
-    wrong = difference(whole, killed)
-    if not wrong:
-        return Verdict("SAME", "", killed.log)
-    if refused:
-        return Verdict("REFUSED", refused[0], killed.log)
-    return Verdict("DIFFERENT" if killed.has_ended_well else "FAILED", wrong, killed.log)
-
-
-def difference(whole: Outcome, killed: Outcome) -> str:
-    """What is not as in the undisturbed run; "" where all is."""
     if not killed.has_ended_well:
-        return f"it ended with {killed.codes}: {_last_error(killed.log)}"
+        return Verdict("FAILED", f"it ended with {killed.codes}: {_last_error(killed.log)}", killed.log)
+    differ = difference(whole, killed)
+    if not differ:
+        return Verdict("SAME", "", killed.log)
+    for kind, at_restart in (("REFUSED", False), ("SEEDED", True)):
+        excused, sentences = refusals.excused(killed.log, draw.recipe, at_restart=at_restart)
+        if not differ - excused:
+            return Verdict(kind, " | ".join(sentences), killed.log)
+    return Verdict("DIFFERENT", _in_words(differ - excused, whole, killed), killed.log)
+
+
+def difference(whole: Outcome, killed: Outcome) -> set[Part]:
+    """What is not as in the undisturbed run."""
+    found = {
+        Part(rank, name)
+        for rank, result in whole.results.items()
+        for name in result.keys() | killed.results[rank].keys()
+        if killed.results[rank].get(name) != result.get(name)
+    }
+    return found | {Part(rank, SAMPLES) for rank, steps in whole.seen.items() if killed.seen[rank] != steps}
+
+
+def _in_words(parts: set[Part], whole: Outcome, killed: Outcome) -> str:
     found = []
-    for rank, result in whole.results.items():
-        names = [name for name, digest in result.items() if killed.results[rank].get(name) != digest]
-        found += [f"rank {rank}: {', '.join(names)}"] if names else []
-    for rank, steps in whole.seen.items():
-        others = [step for step, part in steps.items() if killed.seen[rank].get(step) != part]
-        found += [f"rank {rank}: the samples of {len(others)} steps from {others[0]} on"] if others else []
+    for rank in sorted({part.rank for part in parts}):
+        found.append(f"rank {rank}: {', '.join(sorted(part.name for part in parts if part.rank == rank))}")
+        if Part(rank, SAMPLES) in parts:
+            one, other = whole.seen[rank], killed.seen[rank]
+            steps = sorted(step for step in one.keys() | other.keys() if one.get(step) != other.get(step))
+            found[-1] += f" of {len(steps)} steps from {steps[0]} on"
     return "; ".join(found)
 
 

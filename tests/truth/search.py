@@ -10,8 +10,9 @@ which has imported torch. What is wrong is made as small as it stays wrong, and 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
-import os
+import re
 import sys
 import time
 from collections import Counter
@@ -109,10 +110,13 @@ def smallest(seed: int, draw: Draw, verdict: Verdict) -> Found | None:
     return Found(seed, small, again if again.is_wrong else verdict)
 
 
-def _work(place: int, seeds: list[int], kills: int, out: multiprocessing.SimpleQueue[object]) -> None:
-    for seed, draw, verdict in searched(seeds, kills):
-        out.put((place, seed, draw, verdict))
-    out.put((place, None, None, None))
+def _work(seeds: list[int], options: argparse.Namespace, out: multiprocessing.SimpleQueue[object]) -> None:
+    until = time.monotonic() + options.seconds
+    for seed, draw, verdict in searched(seeds, options.kills):
+        out.put((seed, draw, verdict))
+        if time.monotonic() > until:
+            break
+    out.put((None, None, None))
 
 
 def main() -> int:
@@ -124,6 +128,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=WORKERS)
     parser.add_argument("--out", type=Path, default=Path("truth-found"))
     parser.add_argument("--one", type=int, help="one seed, with its log")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no draw after so long")
+    parser.add_argument("--as-found", action="store_true", help="leave wrong draws as they are, which saves their time")
     options = parser.parse_args()
     import torch._dynamo
     import torch.distributed.optim
@@ -142,44 +148,82 @@ def _one(seed: int, kills: int) -> int:
     return 0
 
 
+class _Tally:
+    """What was drawn, by kind of verdict."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.seeds: dict[str, list[int]] = {}
+        self.known = Counter[str]()
+        self._refused = Counter[str]()
+
+    def add(self, seed: int, verdict: Verdict) -> None:
+        self.seeds.setdefault(verdict.kind, []).append(seed)
+        if verdict.kind in ("REFUSED", "SEEDED"):
+            self._refused[re.sub(r"\d+", "N", verdict.why)[:150]] += 1
+        elif not verdict.counts:
+            print(f"seed {seed} is {verdict.kind}: {verdict.why}", flush=True)
+
+    @property
+    def drawn(self) -> int:
+        return sum(map(len, self.seeds.values()))
+
+    def text(self) -> str:
+        seconds = time.monotonic() - self._began
+        shown = sum(len(seeds) for kind, seeds in self.seeds.items() if Verdict(kind, "").counts)
+        counts = ", ".join(f"{len(seeds)} {kind}" for kind, seeds in sorted(self.seeds.items()))
+        return f"{counts}: {shown} draws that count in {seconds:.0f} s, {shown / seconds * 3600:.0f} an hour"
+
+    def all_of_it(self) -> str:
+        """With the seeds of what is not SAME, and why it was refused."""
+        lines = [self.text()]
+        lines += [f"  {kind}: seeds {seeds}" for kind, seeds in sorted(self.seeds.items()) if kind != "SAME"]
+        lines += [f"  {count} × refused: {why}" for why, count in self._refused.most_common()]
+        lines += [f"  {count} × of a kind that was found: {kind}" for kind, count in self.known.most_common()]
+        return "\n".join(lines)
+
+
 def _search(options: argparse.Namespace) -> int:
-    began, counts, found = time.monotonic(), Counter[str](), list[Found]()
+    tally, found = _Tally(), list[Found]()
     scripts = -(-options.draws // options.kills)
     seeds = list(range(options.seed, options.seed + scripts))
     context = multiprocessing.get_context("fork")
     queue: multiprocessing.SimpleQueue[object] = context.SimpleQueue()
     shares = [seeds[place :: options.workers] for place in range(options.workers)]
-    workers = [context.Process(target=_work, args=(k, share, options.kills, queue)) for k, share in enumerate(shares)]
+    workers = [context.Process(target=_work, args=(share, options, queue)) for share in shares]
     for worker in workers:
         worker.start()
-    left, invalid = len(workers), Counter[str]()
+    left = len(workers)
     while left:
-        _, seed, draw, verdict = queue.get()  # type: ignore[misc]
+        seed, draw, verdict = queue.get()  # type: ignore[misc]
         if seed is None:
             left -= 1
             continue
-        counts[verdict.kind] += 1
-        if verdict.kind == "INVALID":
-            invalid[verdict.why[:150]] += 1
-            print(f"seed {seed} is invalid: {verdict.why}", flush=True)
-        if verdict.is_wrong and (known := known_as(draw, [one.draw for one in found])) is not None:
-            counts[f"of a kind that is known: {' '.join(parts_of(known.recipe))}"] += 1
-        elif verdict.is_wrong and (small := smallest(seed, draw, verdict)) is not None:
-            found.append(small)
-            _written(options.out, small)
-        elif verdict.is_wrong:
-            counts["wrong once, and not again"] += 1
-            print(f"seed {seed} is not wrong again: {verdict.why}\n{verdict.log}", flush=True)
-        if sum(counts[kind] for kind in ("SAME", "REFUSED", "UNSTRUCK", "DIFFERENT", "FAILED", "INVALID")) % 50 == 0:
-            print(dict(counts), f"{time.monotonic() - began:.0f} s", flush=True)
+        tally.add(seed, verdict)
+        if verdict.is_wrong:
+            _take_in(options, seed, draw, verdict, tally, found)
+        if tally.drawn % 50 == 0:
+            print(tally.text(), flush=True)
     for worker in workers:
         worker.join()
-    seconds = time.monotonic() - began
-    cpu = os.times()
-    print(dict(counts), f"{seconds:.0f} s, {options.draws / seconds * 3600:.0f} draws an hour,", end=" ")
-    print(f"{(cpu.children_user + cpu.children_system) / options.draws:.1f} s of CPU a draw")
+    print(tally.all_of_it())
     print(f"{len(found)} kinds of wrong results" + (f", in {options.out}" if found else ""))
-    return int(bool(found))
+    return int(bool(found) or "INVALID" in tally.seeds)
+
+
+def _take_in(
+    options: argparse.Namespace, seed: int, draw: Draw, verdict: Verdict, tally: _Tally, found: list[Found]
+) -> None:
+    """A draw that is wrong."""
+    if (known := known_as(draw, [one.draw for one in found])) is not None:
+        tally.known[" ".join(parts_of(known.recipe))] += 1
+        return
+    small = Found(seed, draw, verdict) if options.as_found else smallest(seed, draw, verdict)
+    if small is None:
+        print(f"seed {seed} is not wrong again: {verdict.why}\n{verdict.log}", flush=True)
+        return
+    found.append(small)
+    _written(options.out, small)
 
 
 def _written(folder: Path, found: Found) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from grammar import CHOICES, Draw, Kill, drawn, normal, parts_of, plain, recipe, script
-from runs import judged
+from refusals import SAMPLES, Part, excused
+from runs import Outcome, difference, judged
 from search import searched, shrunk
 
 TOP = Kill("top", 22, 1, "KILL")
@@ -13,6 +14,12 @@ AFTER_SAVE = Kill("top", 20, 1, "KILL")
 SCRIPTS = {
     "the plainest": Draw(plain(), (TOP,)),
     "dropout, and the loader of docs/library.md": Draw(recipe(model="dropout", data="loader"), (TOP,)),
+    "should_stop at every second step": Draw(recipe(model="dropout", mark="stop_some"), (Kill("told", 34, 1, "KILL"),)),
+    "another model from step 21 on": Draw(recipe(surgery="model_replaced"), (Kill("marked", 21, 1, "KILL"),)),
+    "an evaluation that draws random numbers before save()": Draw(
+        recipe(model="dropout", data="loader", evaluation="rank_0", evaluation_by="loader", evaluation_at="marked"),
+        (Kill("forward", 25, 0, "KILL"),),
+    ),
     "the same, from the folder": Draw(
         recipe(model="dropout", data="loader", memory="no", every="4"), (TOP,), settled=True
     ),
@@ -42,6 +49,75 @@ def test_what_is_found_is_made_small() -> None:
     small = shrunk(large, lambda draw: wrong.items() <= draw.recipe.items())
     assert parts_of(small.recipe) == wrong
     assert len(small.kills) == 1
+
+
+HOOK = (
+    "ddpjob: model: its communication hook has a state (dict), which is in no state_dict(): a restart does not "
+    "continue it, and the gradients are others from there on"
+)
+LATE = (
+    "ddpjob: rank 1 did not save step 10: from the snapshot a restart does not continue the random numbers there "
+    "(dropout, augmentation), nor what else differs between the ranks. Call save() on every rank."
+)
+PLACES = (
+    "ddpjob: scheduler: changed between should_stop() and the next optimizer.step(). A restart within such a step does "
+    "not use the memory, and a restart goes on from the last save"
+)
+STRUCK = "STRUCK top 22 1 KILL"
+FROM_FOLDER = "ddpjob: resumed at step 20 from /ckpt"
+FROM_MEMORY = "ddpjob: resumed at step 22 from the memory on the nodes of ranks 0, 1"
+
+
+def names_excused(*lines: str, **parts: str) -> set[str]:
+    return {part.name for part in excused("\n".join(lines), recipe(**parts))[0]}
+
+
+def test_a_refusal_excuses_what_it_names_and_what_is_computed_from_that() -> None:
+    """A lost sampler would pass as right in each script with a communication hook."""
+    excuses = names_excused(HOOK, STRUCK, FROM_FOLDER)
+    assert {"model", "optimizer"} <= excuses
+    assert excuses.isdisjoint({SAMPLES, "reader", "scheduler", "torch"})
+    assert "scheduler" in names_excused(HOOK, STRUCK, FROM_FOLDER, scheduler="plateau")
+
+
+def test_random_numbers_excuse_the_model_only_if_training_draws_them() -> None:
+    """Weights that differ without dropout come from something else."""
+    assert "model" not in names_excused(LATE, STRUCK, FROM_FOLDER)
+    assert "model" not in names_excused(LATE, STRUCK, FROM_FOLDER, draws="none", evaluation="all_ranks")
+    assert "model" in names_excused(LATE, STRUCK, FROM_FOLDER, model="dropout")
+    assert {SAMPLES, "reader", "model"} <= names_excused(LATE, STRUCK, FROM_FOLDER, data="reader_of_each_rank")
+    assert Part(0, "torch") not in excused(f"{LATE}\n{STRUCK}\n{FROM_FOLDER}", recipe())[0]
+
+
+def test_what_a_file_lacks_excuses_nothing_after_a_restart_from_memory() -> None:
+    """Else one late save would hide all that the memory gives back wrong."""
+    assert names_excused(LATE, STRUCK, FROM_MEMORY, model="dropout") == set()
+    assert names_excused(STRUCK, LATE, FROM_FOLDER, model="dropout") != set()  # before the file is read
+    assert names_excused(STRUCK, FROM_FOLDER, LATE, model="dropout") == set()
+
+
+def test_a_rank_that_was_late_for_a_save_excuses_its_random_numbers_where_the_restart_says_so() -> None:
+    """It may be killed on its way to that save, which nobody could name before."""
+    said = "ddpjob: /ckpt/step-20.pt has no random state of rank 1, which did not save in time: seeded from rank 0's"
+    log = "\n".join([STRUCK, FROM_FOLDER, said])
+    assert excused(log, recipe(model="dropout"))[0] == set()
+    found = {part.name for part in excused(log, recipe(model="dropout", data="sampler"), at_restart=True)[0]}
+    assert {"torch", "model"} <= found
+    assert found.isdisjoint({SAMPLES, "sampler", "scheduler"})
+
+
+def test_a_refusal_after_the_failure_and_one_that_turns_to_the_folder_excuse_nothing() -> None:
+    """A restart from the folder is to be right, whatever the memory cannot do."""
+    assert names_excused(STRUCK, HOOK, FROM_FOLDER) == set()
+    assert names_excused(PLACES, STRUCK, FROM_FOLDER, scheduler="step") == set()
+
+
+def test_samples_of_a_step_that_only_one_of_the_runs_has_are_a_difference() -> None:
+    """A step too many trains samples twice."""
+    whole = Outcome((0,), {0: {}, 1: {}}, {0: {1: [4]}, 1: {1: [5]}}, "")
+    more = whole._replace(seen={0: {1: [4], 2: [6]}, 1: {1: [5]}})
+    assert difference(whole, more) == {Part(0, SAMPLES)}
+    assert difference(whole, whole) == set()
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

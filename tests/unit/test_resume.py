@@ -162,6 +162,18 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
     assert end == f"✔ digits Succeeded in 8s   1 restart, no step repeated   resumed at step 534 from {MEMORY}"
 
 
+def test_after_a_restart_from_the_folder_nobody_claims_that_no_step_was_repeated() -> None:
+    """A script that calls progress() every 20 steps had made 14 more, and the last line denied it."""
+    world = trains(command="ddprun").after(3)
+    world.agent = in_place(534)
+    world.settle()
+    resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": "/ckpt", "generation": 1, "saved_step": 534}
+    world.after(1).reports_step(560, **resumed).settle()
+    assert ending.succeeded("digits", world.status, 8) == (
+        "✔ digits Succeeded in 8s   1 restart   resumed at step 534 from /ckpt"
+    )
+
+
 @pytest.mark.parametrize("first", [501, 560], ids=["its first step is heard of", "a step after the last one is"])
 def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was_never_reported(first: int) -> None:
     """Steps are reported every few seconds: the 14 after the last report were made, and are made again."""

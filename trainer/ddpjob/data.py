@@ -144,6 +144,8 @@ class GlobalBatchSampler:
         batch from the training. `set_epoch` goes to the next one.
         """
         self._refuse_another_share(sys._getframe(1).f_locals)
+        if process.current.keeper is not None:
+            process.current.keeper.step_begins(self)  # the loader draws a seed next
         self._consumed = self._first_of(self._epoch)
         # From where a resume begins: with another global batch than before, the last one is of another size.
         last = (self.n - self._consumed) % self.global_batch

@@ -6,6 +6,7 @@ from ddpjob_operator.describe import figures
 from ddpjob_operator.job import api, wording
 
 _SHOWN_METRICS = ("loss", "accuracy", "params")
+_MEMORY = "the memory "  # how ranks begin the name of the pods' memory, in status.resumedFrom
 
 
 def step_parts(status: api.Status) -> list[str]:
@@ -48,12 +49,13 @@ def resumed_parts(status: api.Status) -> list[str]:
 def restart_parts(status: api.Status) -> list[str]:
     """1 restart, 20 steps repeated; nothing where there was none.
 
-    `no step repeated` is said where the ranks tell where they resumed, because without that it is not known.
+    "no step repeated" needs a resume from memory, which has the last step that was made. Of a folder nobody knows,
+    because steps are reported only as often as the script calls progress().
     """
     total = status.restarts.total if status.restarts else 0
     if not total:
         return []
     lost = status.goodput.lost_steps if status.goodput else 0
-    none = ", no step repeated" if status.resumed_from else ""
+    none = ", no step repeated" if status.resumed_from.startswith(_MEMORY) else ""
     repeated = f", {wording.count(lost, 'step')} repeated" if lost else none
     return [f"{wording.count(total, 'restart')}{repeated}"]

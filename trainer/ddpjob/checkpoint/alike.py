@@ -46,7 +46,7 @@ def _feed(hasher: Any, value: Any) -> None:
             hasher.update(repr(key).encode())
             _feed(hasher, item)
     elif isinstance(value, list | tuple):
-        hasher.update(f"[{len(value)}".encode())
+        hasher.update(f"{type(value).__name__}{len(value)}".encode())
         for item in value:
             _feed(hasher, item)
     else:

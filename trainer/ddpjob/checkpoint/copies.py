@@ -337,7 +337,7 @@ class Copies:
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """Whether nothing speaks against the boundary."""
-        is_same = self._versions_of(kept) == versions and not kept.changed_states()
+        is_same = self._versions_of(kept) == versions and not kept.changed()
         return is_same or (self._plan is not None and self._plan.changes)
 
     def _all_are_at(self, step: int) -> bool:

@@ -37,25 +37,24 @@ class SinceLastStep:
     """
 
     def __init__(self) -> None:
-        self._watched: dict[str, list[torch.Tensor]] = {}
-        self._stepped: list[tuple[Any, int]] | None = None
+        self._watched: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
+        self._stepped: dict[int, tuple[Any, int]] = {}
         self._shards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         itself = weakref.ref(self)
 
         def after_step(optimizer: Any, *_: Any) -> None:
             if (watch := itself()) is not None:
-                watch._stepped = watch._now()
+                watch._watch(optimizer)
+                watch._stepped = {id(each): _of_gradient(each) for its in watch._watched.values() for each in its}
                 if (shards := getattr(optimizer, "_all_state_dicts", None)) is not None:
                     watch._shards[optimizer] = shards
 
         register_optimizer_step_post_hook(after_step)
 
-    def watch(self, objects: Mapping[str, Any]) -> None:
-        """From now on; of models among the objects."""
-        models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
-        if models.keys() != self._watched.keys():
-            self._watched = {name: _some([p for p in m.parameters() if p.requires_grad]) for name, m in models.items()}
-            self._stepped = None
+    def _watch(self, optimizer: Any) -> None:
+        if optimizer not in self._watched:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            self._watched[optimizer] = _some([each for each in parameters if each.requires_grad])
 
     def refuse_stale_shards(self, objects: Mapping[str, Any]) -> None:
         """StateError for a ZeroRedundancyOptimizer that has stepped after consolidate_state_dict(), which makes a new
@@ -68,20 +67,28 @@ class SinceLastStep:
                     f"{name}.consolidate_state_dict(0) on every rank before each save()."
                 )
 
-    def pending(self) -> str:
-        """The name of a model whose gradients wait; "" if none does, or it is not known."""
-        if self._stepped is None:
-            return ""
-        names = [name for name, parameters in self._watched.items() for _ in parameters]
-        for name, before, now in zip(names, self._stepped, self._now(), strict=True):
-            gradient = None if now[0] is None else now[0]()
-            if gradient is not None and now != before and _waits(gradient):
+    def pending(self, objects: Mapping[str, Any]) -> str:
+        """The name of an object whose gradients wait; "" if none does."""
+        for value in objects.values():
+            if isinstance(value, torch.optim.Optimizer):
+                self._watch(value)  # which may have made no step yet
+        for parameter in (each for its in self._watched.values() for each in its):
+            now, before = _of_gradient(parameter), self._stepped.get(id(parameter), (None, 0))
+            waits = parameter.grad is not None and now != before and _waits(parameter.grad)
+            if waits and (name := _owner(parameter, objects)):
                 return name
         return ""
 
-    def _now(self) -> list[tuple[Any, int]]:
-        gradients = [parameter.grad for parameters in self._watched.values() for parameter in parameters]
-        return [(None, 0) if grad is None else (weakref.ref(grad), grad._version) for grad in gradients]
+
+def _of_gradient(parameter: torch.Tensor) -> tuple[Any, int]:
+    gradient = parameter.grad
+    return (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+
+
+def _owner(parameter: torch.Tensor, objects: Mapping[str, Any]) -> str:
+    """Name of the model that has it."""
+    models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
+    return next((name for name, model in models.items() if any(each is parameter for each in model.parameters())), "")
 
 
 def _waits(gradient: torch.Tensor) -> bool:

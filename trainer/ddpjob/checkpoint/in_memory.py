@@ -143,11 +143,6 @@ class InMemory:
         self._took(found, objects)
         if self._keeper is not None:
             self._keeper.loads(found.held.version)
-        if fetched.seeded:
-            process.log(
-                f"rank {rank}: its random states were lost with its node: seeded from another rank's, the same way at "
-                f"each resume"
-            )
         return fetched
 
     def _took(self, found: Found | None, objects: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ rates, the place of a sampler, the state of a scheduler, values that the script 
 
 import collections
 import ctypes
+import functools
 import itertools
 import operator
 import weakref
@@ -19,21 +20,23 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.of_each_rank import ignored, sends_buffers
+from ddpjob.checkpoint.of_each_rank import ignored, outermost, sends_buffers
 from ddpjob.checkpoint.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
 SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
-SAMPLES = 32  # averages that are swapped in differ everywhere, and so do replicas that are no longer averaged
+SAMPLES = 32  # parameters: averages that are swapped in differ everywhere, and so do replicas that are not averaged
+SAMPLED_BYTES = 8192  # of these together
 COMPARED_BYTES = 1 << 16  # of a buffer
-RECORD_STEPS = 16  # between two records of an optimizer's version counters: reading all takes as long as a boundary
+RECORD_STEPS = 64  # boundaries at which version counters are not all read: that takes longer than all else there
+READ_AT_EACH = 8  # version counters of an optimizer's tensors
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
 _PLAIN: frozenset[Any] = frozenset({float, bool, type(None)})  # what needs no copy: most settings of a group
 _CONSTANT = _PLAIN | {int, str}  # what never becomes another value
 _version_of, _raw_of = operator.attrgetter("_version"), operator.attrgetter("raw")
 _address_of = torch.Tensor.data_ptr
-_NOTHING: Any = (ctypes.c_char * 0)()
+PARAMETERS = "parameters"
 BUFFERS = "\0ddpjob buffers"
 """The name of buffers beside what is large."""
 
@@ -54,14 +57,20 @@ class Kept:
         self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
         self._keys: dict[str, list[str]] = {}  # of their state_dict()
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
+        # Not kept alive: if the script makes another one, this one is gone before that makes a step.
+        self._optimizers: weakref.WeakValueDictionary[str, torch.optim.Optimizer] = weakref.WeakValueDictionary()
+        self._held: list[Any] = []
         self._others: dict[str, Callable[[], Any]] = {}
         self.by_value: list[str] = []  # names of values, which are what they were when the script named them
         self.broadcast: list[str] = []
         """Names of models whose buffers DistributedDataParallel sends from rank 0 to all before each forward pass."""
+        self.called: list[torch.nn.Module] = []
+        """Models as the script calls them, in DistributedDataParallel if they are."""
         for name, value in objects.items():
             if isinstance(value, torch.nn.Module) and sends_buffers(value):
                 self.broadcast.append(name)
+            if isinstance(value, torch.nn.Module):
+                self.called.append(outermost(value))
             self._add(name, unwrapped(value))
         parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
         for optimizer in self._optimizers.values():
@@ -69,7 +78,8 @@ class Kept:
         self._parameters = list(parameters.values())
         dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
         self._samples = [dense[number * len(dense) // SAMPLES] for number in range(min(SAMPLES, len(dense)))]
-        self._firsts = _Firsts([], [], [])
+        self._first = self._all = _Views([], [], [], [])
+        self._sampled = b""  # at the last boundary
         self._parts, self._counts = self._parts_now(), self._counts_now()
         groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
         own = {id(each) for group in groups for each in group["params"]}
@@ -86,10 +96,20 @@ class Kept:
         ours = [name for name, get in self._others.items() if _is_same_on_all(get())]
         self.known = [*self._optimizers, *ours]
         """Names of what is the same on all ranks by what it is."""
-        self._states = [_States(optimizer) for optimizer in self._optimizers.values()]
+        self._counters = [_Counters(optimizer, own) for optimizer, own in self._owned(parameters)]
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
         """The last parameter of each module: in backward its gradient usually comes first."""
+
+    def _owned(self, parameters: Mapping[int, Any]) -> Iterator[tuple[Any, list[Any]]]:
+        """Each optimizer with its parameters, and None with those that have none."""
+        left = dict(parameters)
+        for optimizer in self._optimizers.values():
+            yield (
+                optimizer,
+                [p for group in optimizer.param_groups for p in group["params"] if left.pop(id(p), None) is not None],
+            )
+        yield None, list(left.values())
 
     def may_be_assumed(self) -> bool:
         """Whether objects that `load` has named are what `save` will name: each can tell by itself where training is.
@@ -115,6 +135,12 @@ class Kept:
         """Names of GlobalBatchSamplers: each moves on when it is asked for the next batch."""
         return [name for name, value in self.objects.items() if name in self._others and hasattr(value, "reads_ahead")]
 
+    def check_gone(self) -> None:
+        """Raises ReplacedError if the script has thrown an optimizer away."""
+        if len(self._optimizers) < len(self.optimizers):
+            gone = [name for name in self.optimizers if name not in self._optimizers]
+            raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
+
     def has(self, optimizer: Any) -> bool:
         """Whether it keeps this optimizer's state."""
         return any(optimizer is own for own in self._optimizers.values())
@@ -125,7 +151,8 @@ class Kept:
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def check_counts(self) -> None:
-        """Raises OutgrownError where an optimizer has more parameters than it had; cheap enough for each step."""
+        """Raises OutgrownError where an optimizer has more parameters than it had, ReplacedError where it is gone."""
+        self.check_gone()
         if self._counts_now() != self._counts:
             raise OutgrownError("an optimizer has other parameters")
 
@@ -189,28 +216,56 @@ class Kept:
 
     def settings(self) -> dict[str, Any]:
         """All of that but the buffers."""
-        groups = {name: _groups(optimizer) for name, optimizer in self._optimizers.items()}
-        others = self.objects
-        return groups | {name: copied(state_of(others[name]), name) for name in self._others}
+        return {name: self.setting(name) for name in self.names_of_settings()}
 
     def untrained(self) -> dict[str, Any]:
         """Version counters of modules that no optimizer trains, as averages of weights."""
         return {name: list(map(_version_of, tensors)) for name, tensors in self._untrained.items()}
 
-    def objects_of_settings(self) -> list[Any]:
-        """While these are the very same ones, so are the settings, if `settings_are_plain`."""
-        found: list[Any] = [len(optimizer.param_groups) for optimizer in self._optimizers.values()]
-        for optimizer in self._optimizers.values():
+    def names_of_settings(self) -> list[str]:
+        """Names of optimizers and of objects that are no model."""
+        return [*self._optimizers, *self._others]
+
+    def parts_of(self, name: str) -> list[Any] | None:
+        """While the parts of a setting are the very same objects, so is its value; None if that is not known."""
+        if (optimizer := self._optimizers.get(name)) is not None:
+            found: list[Any] = []
             for group in optimizer.param_groups:
                 found += group
                 found += group.values()
+            return found
+        value = self._others[name]()
+        if not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+            return None
+        found = [*vars(value), *vars(value).values()]
+        for each in vars(value).values():
+            if type(each) is list:
+                found += each
         return found
 
-    def settings_are_plain(self) -> bool:
-        """Whether they are optimizers' alone, and each a value that never becomes another one."""
-        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
-        items = [item for group in groups for item in group.items() if item[0] != "params"]
-        return not self._others and all(type(key) is str and _is_plain(value, _CONSTANT) for key, value in items)
+    def is_constant(self, name: str) -> bool:
+        """True if all parts of this setting are values that never become another one."""
+        if (optimizer := self._optimizers.get(name)) is not None:
+            items = [item for group in optimizer.param_groups for item in group.items() if item[0] != "params"]
+            return all(type(key) is str and _is_plain(value, _CONSTANT) for key, value in items)
+        scheduler = self._others[name]()
+        own = type(scheduler).state_dict is torch.optim.lr_scheduler.LRScheduler.state_dict
+        return own and all(
+            each is scheduler.optimizer
+            or all(_is_plain(item, _CONSTANT) for item in (each if type(each) is list else [each]))
+            for each in vars(scheduler).values()
+        )
+
+    def setting(self, name: str, *, is_constant: bool = False) -> Any:
+        """A copy of its value."""
+        if (optimizer := self._optimizers.get(name)) is not None:
+            return _groups(optimizer)
+        value = self._others[name]()
+        if value is None and type(self._objects[name]) is not _Held:
+            raise ReplacedError(f"{name}: the script has replaced what save() was given")
+        if is_constant:
+            return {key: [*each] if type(each) is list else each for key, each in value.state_dict().items()}
+        return copied(state_of(value), name)
 
     def tensors_of_buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> list[Any]:
         """Those of `buffers`, one after the other."""
@@ -259,45 +314,67 @@ class Kept:
 
     def count_step(self, optimizer: Any) -> None:
         """This optimizer is about to make a step."""
-        for states in self._states:
-            if states.optimizer is optimizer:
-                states.steps += 1
+        for own in self._counters:
+            if own.optimizer() is optimizer:
+                own.steps += 1
 
     def goes_on_from(self, other: "Kept") -> None:
-        """Take what another one with the same parts knows of the optimizers."""
-        self._states = other._states
+        """Take what another one with the same parts knows of the optimizers that both have."""
+        if [own.optimizer() for own in self._counters] == [own.optimizer() for own in other._counters]:
+            self._counters, self._sampled = other._counters, other._sampled
 
-    def record_states(self) -> None:
-        """What the state of the optimizers is at a boundary."""
-        for states in self._states:
-            states.record()
+    def record(self) -> None:
+        """Remember what parameters and the optimizers' state are at a boundary."""
+        for own in self._counters:
+            own.record()
+        self._sampled = self._sample_now()
+        self._held = list(self._optimizers.values())  # otherwise a script whose main() returns takes its state along
 
-    def changed_states(self) -> str:
-        """Name of the first optimizer whose state something else than its steps has changed since the last boundary."""
-        return next((name for name, own in zip(self._optimizers, self._states, strict=True) if own.has_changed()), "")
+    def release(self) -> None:
+        """From now on an optimizer that the script has thrown away is gone."""
+        self._held = []
+
+    def changed(self) -> str:
+        """Return what something else than the optimizers' steps has changed since `record`: PARAMETERS, the name of an
+        optimizer, or ""."""
+        found = dict(zip([*self.optimizers, PARAMETERS], [own.changed() for own in self._counters], strict=True))
+        is_sampled = self._counters[-1].is_recorded
+        if PARAMETERS in found.values() or (is_sampled and self._sample_now() != self._sampled):
+            return PARAMETERS
+        return next((name for name, what in found.items() if what), "")
 
     def count_tensors(self) -> int:
         """How many values the state of the optimizers has."""
-        return sum(len(own.optimizer.state) for own in self._states)
+        return sum(len(optimizer.state) for optimizer in self._optimizers.values())
 
     def counters(self) -> list[Any]:
         """How often each parameter was changed in place."""
         return list(map(_version_of, self._parameters))
 
     def sample(self) -> int:
-        """A checksum of the first values of some parameters, the same on each rank that holds the same."""
-        return zlib.crc32(b"".join(map(_raw_of, self._first_values().values)))
+        """A checksum of some values at the last `record`, the same on each rank that holds the same."""
+        return zlib.crc32(self._sampled)
 
     def versions(self) -> list[Any]:
-        """The counters, and of some parameters the first value, because what is written through `.data` is not counted:
-        equal lists, and nobody has changed them."""
-        return [*self.counters(), *map(_raw_of, self._first_values().values)]
+        """The counters, and of some parameters the first values, because what is written through `.data` is not
+        counted: equal lists, and nobody has changed them."""
+        return [*self.counters(), self._sample_now()]
 
-    def _first_values(self) -> "_Firsts":
-        firsts = self._firsts
-        if list(map(_address_of, self._samples)) != firsts.addresses:
-            firsts = self._firsts = _firsts(self._samples)
-        return firsts
+    def total(self) -> int:
+        """A sum of the bits of parameters and of the optimizers' state. Raises OutgrownError, StateError."""
+        self.check()
+        states = [tensor for own in self._counters for tensor in own.state_now()]
+        every = [*self._parameters, *states]
+        dense = [each for each in every if each.layout is torch.strided]  # others have no address
+        self._all = _views(self._all, dense, packed.SMALL_BYTES)
+        large = [each for each, is_whole in zip(self._all.tensors, self._all.are_whole, strict=True) if not is_whole]
+        large += [each for each in every if each.layout is not torch.strided]
+        small = functools.reduce(lambda found, view: zlib.crc32(view, found), self._all.views, 0)
+        return (packed.total(packed.tensors_of(large)) * 3 + small) % (1 << 63)
+
+    def _sample_now(self) -> bytes:
+        self._first = _views(self._first, self._samples, SAMPLED_BYTES // max(1, len(self._samples)))
+        return b"".join(map(_raw_of, self._first.views))
 
 
 class _Held:
@@ -311,8 +388,8 @@ class _Held:
 
 
 def _held(value: Any) -> Callable[[], Any]:
-    """What gives the object. An object of the script's own is not kept alive: if it is gone, it was replaced."""
-    if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+    """What gives the object. But for a model it is not kept alive: if it is gone, it was replaced."""
+    if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module):
         try:
             return weakref.ref(value)
         except TypeError:
@@ -326,47 +403,79 @@ def _is_same_on_all(value: Any) -> bool:
     return is_torchs or hasattr(value, "reads_ahead")
 
 
-class _States:
-    """The version counters of one optimizer's state.
+class _Counters:
+    """The version counters of an optimizer's parameters and state.
 
-    Each step moves a counter by as much as the step before, so the counters are read at some boundaries only, and in
-    between they are known. An optimizer whose steps differ is read at each boundary.
+    Each step moves a counter by as much as the step before. So all counters are read at some boundaries only, and at
+    the others a few, which show whether the rest is as expected.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer, self.steps = optimizer, 0
+    def __init__(self, optimizer: torch.optim.Optimizer | None, parameters: list[torch.Tensor]) -> None:
+        """optimizer: None for parameters that no optimizer trains."""
+        self.optimizer: Callable[[], Any] = _none if optimizer is None else weakref.ref(optimizer)
+        self.steps = 0
+        self._parameters, self._boundaries = parameters, 0
         self._tensors: list[torch.Tensor] = []
         self._counters: list[int] | None = None
         self._moves: list[int] | None = None
+        self._few: list[torch.Tensor] = []
+        self._few_moves: list[tuple[int, int]] = []  # counter and move of each
+
+    @property
+    def is_recorded(self) -> bool:
+        """True after the first `record`."""
+        return self._counters is not None
 
     def record(self) -> None:
-        if self._moves is not None and self.steps < RECORD_STEPS:
+        """Remember what they are."""
+        self._boundaries += 1
+        if self._moves is not None and self._boundaries < RECORD_STEPS and self._few_are_as_expected():
             return
-        tensors, before, moves, steps = self._now(), self._counters or [], self._moves, self.steps
-        is_same = self._is_of(tensors)
-        self._tensors, self._counters, self.steps = tensors, list(map(_version_of, tensors)), 0
-        if moves is not None and not (is_same and self._counters == _after(before, moves, steps)):
-            self._moves = None
-        elif moves is None and is_same and steps == 1:
-            self._moves = [now - then for now, then in zip(self._counters, before, strict=True)]
+        tensors, before, moves, steps = self._now(), self._counters, self._moves, self.steps
+        is_same, counters = before is not None and self._is_of(tensors), list(map(_version_of, tensors))
+        self._tensors, self._counters, self.steps, self._boundaries, self._moves = tensors, counters, 0, 0, None
+        if before is None or not is_same:
+            return
+        if moves is not None:
+            is_known = counters == _after(before, moves, steps)
+        else:
+            moves = [now - then for now, then in zip(counters, before, strict=True)]
+            is_known = steps == (0 if self.optimizer is _none else 1) and (steps == 1 or not any(moves))
+        if is_known:
+            self._moves, stride = moves, max(1, len(tensors) // READ_AT_EACH)
+            self._few, self._few_moves = tensors[::stride], list(zip(counters, moves, strict=True))[::stride]
 
-    def has_changed(self) -> bool:
+    def _few_are_as_expected(self) -> bool:
+        steps = self.steps
+        return list(map(_version_of, self._few)) == [counter + steps * move for counter, move in self._few_moves]
+
+    def changed(self) -> str:
+        """Return PARAMETERS or "state" if something else than steps has changed them since `record`, else ""."""
         if self._counters is None:
-            return False
+            return ""
         tensors = self._now()
-        if not self._is_of(tensors):
-            return True
         expected = self._counters if self._moves is None else _after(self._counters, self._moves, self.steps)
-        return list(map(_version_of, tensors)) != expected
+        counters, own = list(map(_version_of, tensors)), len(self._parameters)
+        if counters == expected and self._is_of(tensors):
+            return ""
+        return "state" if counters[:own] == expected[:own] else PARAMETERS
 
     def _is_of(self, tensors: list[torch.Tensor]) -> bool:
         return len(tensors) == len(self._tensors) and all(map(operator.is_, tensors, self._tensors))
 
     def _now(self) -> list[torch.Tensor]:
-        values = itertools.chain.from_iterable(
-            state.values() for state in list(self.optimizer.state.values()) if isinstance(state, dict)
-        )
+        return [*self._parameters, *self.state_now()]
+
+    def state_now(self) -> list[torch.Tensor]:
+        """The tensors of the optimizer's state."""
+        optimizer = self.optimizer()
+        states = [] if optimizer is None else list(optimizer.state.values())
+        values = itertools.chain.from_iterable(state.values() for state in states if isinstance(state, dict))
         return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _none() -> None:
+    """Stands for the optimizer of parameters that none trains."""
 
 
 def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:
@@ -383,25 +492,31 @@ def _content(tensor: Any) -> Any:
     return (zlib.crc32(raw), size) if size <= COMPARED_BYTES else (zlib.crc32(raw), tensor._version, id(tensor))
 
 
-class _Firsts(NamedTuple):
-    """Where the first values of some parameters are."""
+class _Views(NamedTuple):
+    """The first bytes of tensors, where they are."""
 
     addresses: list[int]
-    values: list[Any]
-    held: list[torch.Tensor]
+    tensors: list[torch.Tensor]
     """What holds that memory, where another thread puts another one in its place."""
+    are_whole: list[bool]
+    """Which of them are seen with all their bytes."""
+    views: list[Any]
 
 
-def _firsts(parameters: Sequence[torch.Tensor]) -> _Firsts:
-    firsts = _Firsts([], [], [])
-    for tensor in (parameter.detach() for parameter in parameters):
-        address, value = tensor.data_ptr(), _NOTHING
-        if tensor.is_cpu and tensor.numel() and address:
-            value = (ctypes.c_char * tensor.element_size()).from_address(address)
-            firsts.held.append(tensor)
-        firsts.addresses.append(address)
-        firsts.values.append(value)
-    return firsts
+def _views(before: _Views, tensors: Sequence[torch.Tensor], most: int) -> _Views:
+    """Those of these tensors, of each at most so many bytes; the same as before where nothing has moved."""
+    addresses = list(map(_address_of, tensors))
+    if addresses == before.addresses:
+        return before
+    found = _Views(addresses, [], [], [])
+    for address, tensor in zip(addresses, (each.detach() for each in tensors), strict=True):
+        size = tensor.numel() * tensor.element_size()
+        is_seen = tensor.is_cpu and size > 0 and packed.is_one_run(tensor)
+        found.tensors.append(tensor)
+        found.are_whole.append(is_seen and size <= most)
+        if is_seen:
+            found.views.append((ctypes.c_char * min(size, most)).from_address(address))
+    return found
 
 
 def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:

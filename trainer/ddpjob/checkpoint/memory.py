@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
@@ -31,11 +32,19 @@ from ddpjob.checkpoint.slots import PLACE, Slots
 from ddpjob.checkpoint.streams import Streams
 from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
 from ddpjob.core import memory
-from ddpjob.core.memory import CLOCK, COPIES, EARLY, MISCOUNTED, PID, PROVEN, RESERVED, Version
+from ddpjob.core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, RESERVED, Version
 from ddpjob.errors import StateError
 
 PROOF_STEPS = 3
+RANDOM = "random numbers"
+"""The name of a rank's generators among what is compared between a boundary and the next step."""
 LOOSE_STEPS = 2  # in a row: it is not the end of an epoch then
+
+
+def _forward_begins(module: torch.nn.Module, _: Any) -> None:
+    """A hook of models that are trained; a copy or a pickle of the model names it."""
+    if not torch.compiler.is_compiling() and module.training and (keeper := process.current.keeper) is not None:
+        keeper.step_begins()
 
 
 class _Steps:
@@ -146,7 +155,10 @@ class Keeper(Survivor):
         self._has_mixed = False  # a backward pass followed one of them
         self._said_mixed = False
         self._early: dict[str, Any] | None = None  # the random states before the last step
+        self._begun: int | None = None  # a mark of the random states when the next step began
+        self._notices_begin = False  # that a step begins
         self._has_early = True
+        self._has_hooked = False  # a backward pass was noticed since the last optimizer step
         self._proofs_left = self._proofs_needed
         self._turn: int | None = None  # the slot of the next boundary
         self._noted = 0  # the step of the last one
@@ -209,6 +221,7 @@ class Keeper(Survivor):
             last.register_post_accumulate_grad_hook(self._before_reduce)  # type: ignore[no-untyped-call]
             for last in kept.first_gradients
         ]
+        self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in kept.called]
         if kept.by_value and self._has_folder and not self._told and self._rank == 0:
             self._told = True
             process.log(
@@ -341,12 +354,16 @@ class Keeper(Survivor):
 
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool) -> None:
         self._thread = threading.get_ident()
+        kept.check_gone()
         self._check_makers()
-        self._learn(kept, step, named=named)
+        rng, settings = random_states.compact(), self._slots.settings(kept)
+        self._learn(kept, step, self._watched_with(kept, random_states.mark(rng), settings), named=named)
         if not self._copies_instead and (self._stepped or named):
-            self._note(kept, step)
-        elif self._stepped and self._on_device:
-            self._is_proven(kept, step)
+            self._note(kept, step, rng, settings)
+        elif self._stepped:
+            kept.record()
+            if self._on_device:
+                self._is_proven(kept, step)
         own = self._copies
         if own is not None and self._places.moved:
             own.renew(self._at(kept, step, named))  # what was copied at should_stop is not what a folder has
@@ -388,24 +405,48 @@ class Keeper(Survivor):
 
     def _watched(self, kept: Kept) -> dict[str, Any]:
         """What is compared between a boundary and the next step."""
-        settings, untrained = self._slots.settings(kept), kept.untrained()
-        if not untrained and not kept.by_value:
-            return settings
-        return {name: value for name, value in settings.items() if name not in kept.by_value} | untrained
+        return self._watched_with(kept, self._marked_now())
 
-    def _learn(self, kept: Kept, step: int, *, named: bool) -> None:
+    def _watched_with(self, kept: Kept, mark: int, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """settings: as they are now, if they are known."""
+        settings = self._slots.settings(kept) if settings is None else settings
+        named = {name: value for name, value in settings.items() if name not in kept.by_value}
+        return named | kept.untrained() | {RANDOM: mark}
+
+    def _marked_now(self) -> int:
+        """A mark of the random states when the next step began; if it has not begun, of the present ones."""
+        if self._begun is not None:
+            return self._begun
+        is_known = self._notices_begin and not self._has_begun
+        return random_states.mark(random_states.compact()) if is_known else self._places.marked.get(RANDOM, 0)
+
+    def step_begins(self, sampler: Any = None) -> None:
+        """What is drawn from here on belongs to the next step. sampler: that is iterated; only one that is kept counts,
+        because an evaluation may have another one."""
+        kept = self._kept
+        if kept is None or self._begun is not None or not self._places.is_open or os.getpid() != self._pid:
+            return
+        if sampler is not None and not any(kept.objects[name] is sampler for name in kept.samplers()):
+            return
+        self._notices_begin, self._begun = True, random_states.mark(random_states.compact())
+        is_loose = self._begun != self._places.marked.get(RANDOM) and not self._places.trusts(RANDOM)
+        self._shared.cells[LOOSE] = self._noted if is_loose else 0
+
+    def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool) -> None:
         """Where in its loop the script changes what is small, and which buffers its forward pass changes."""
-        values, places = self._watched(kept), self._places
+        places = self._places
         if places.is_open and not named:
             return
+        self._begun = None
         if places.is_open:
-            large = "parameters" if kept.versions() != self._versions and self._versions else kept.changed_states()
-            if new := places.named(values, {large} - {""}):
+            if new := places.named(values, {kept.changed()} - {""}):
                 self._tell_of_places(new, f"between should_stop({step}) and save({step})")
+            self._shared.cells[LOOSE] = 0
             return
         places.after_save(kept.samplers())
         self._check_samplers(kept, values)
         places.boundary(values, named=named)
+        self._shared.cells[LOOSE] = 0 if named or not places.suspects(RANDOM) else step
         if not self._on_device and self._forwarded:
             content = kept.buffers_as_they_are()
             if any(content.get(key) != was for key, was in self._forwarded.items()):  # the script has changed it too
@@ -433,7 +474,8 @@ class Keeper(Survivor):
         """The optimizer's step begins: what has changed since the boundary?"""
         if not self._places.is_open:
             return
-        new = self._places.step(self._watched(kept), kept.optimizers)
+        mark = self._places.marked.get(RANDOM, 0) if self._begun is None else self._begun
+        new = self._places.step(self._watched_with(kept, mark), [*kept.optimizers, RANDOM])
         if self._places.is_loose and self._copies is not None:
             self._copies.give_up_last()
         self._loose_steps = self._loose_steps + 1 if self._places.is_loose else 0
@@ -494,9 +536,8 @@ class Keeper(Survivor):
         found.loaded = self._loaded
         return found
 
-    def _note(self, kept: Kept, step: int) -> None:
+    def _note(self, kept: Kept, step: int, rng: dict[str, Any], settings: Mapping[str, Any]) -> None:
         shared = self._shared
-        rng = random_states.compact()
         if "cuda" in rng:
             raise StateError("the script uses a GPU, and its group was made for CPUs")
         if self._has_early and self._early is not None and rng != self._early:
@@ -504,18 +545,20 @@ class Keeper(Survivor):
             shared.forget_slot(EARLY)
         self._early = None
         self._content, self._forwarded, self._has_begun = kept.buffers_as_they_are(), {}, False
-        self._slots.write(self._slot_to_write(step), step, kept, rng, settings=True, more=self._place(kept))
+        with self._lock:
+            kept.record()
+        more = {**settings, **self._place(kept)}
+        self._slots.write(self._slot_to_write(step), step, kept, rng, more=more)
         with self._lock:
             if self._dirty_since:
                 self._dirty_seconds = max(self._dirty_seconds, time.monotonic() - self._dirty_since)
-            self._versions, self._stepped, self._state = kept.versions(), False, None
+            self._stepped, self._state = False, None
             self._names_each_step = step <= memory.step_of(shared.cells[CLOCK]) + 1
-            kept.record_states()
             shared.cells[CLOCK] = 2 * step
         if not self._is_armed or not self._has_room_for(kept):
             self._arm(kept, step)
         elif memory.proves_again(step, shared.node[RESERVED]):
-            self._sum = step, packed.total(packed.tensors_of(kept.large()))
+            self._sum = step, kept.total()
 
     def _slot_to_write(self, step: int) -> int:
         """That of the older boundary: the two are written in turns; that of this step where it is named once more."""
@@ -534,8 +577,7 @@ class Keeper(Survivor):
             self._copy_because_of_changes(copies.CHANGES)
             return False
         if self._proofs_left:  # also where another rank has proved it: the sum of each shows that ranks are replicas
-            self._versions = kept.versions()  # on a device nothing else needs them
-            self._sum = step, packed.total(packed.tensors_of(kept.large()))
+            self._sum = step, kept.total()
         return not self._proofs_left
 
     def _has_room_for(self, kept: Kept) -> bool:
@@ -589,6 +631,8 @@ class Keeper(Survivor):
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Called before each step of each optimizer of this process."""
+        if self._kept is not None:
+            self._kept.release()
         self._count_step(optimizer)
         if self._assumed and self._kept is not None and not self._kept.has(optimizer):
             self.forget_assumed()
@@ -596,7 +640,7 @@ class Keeper(Survivor):
         if kept is None or self._off or self._stepped or os.getpid() != self._pid:
             if not self._off and os.getpid() == self._pid:
                 self._other_step(optimizer)
-            self._stepped = True
+            self._stepped, self._has_hooked = True, False
             if kept is None and optimizer is not None:
                 self._seen.add(optimizer)
             if kept is not None:
@@ -606,7 +650,7 @@ class Keeper(Survivor):
             self._end_boundary(kept, optimizer)
         except Exception as error:
             self._give_up(error)
-        self._stepper, self._has_begun = id(optimizer), False
+        self._stepper, self._has_begun, self._has_hooked = id(optimizer), False, False
         kept.count_step(optimizer)
         with self._lock:
             self._stepped, self._dirty_since = True, time.monotonic()
@@ -623,7 +667,7 @@ class Keeper(Survivor):
             self._compare(kept)
         if self._kept is kept and self._copies is not None:
             self._copies.before_step(kept)
-        if self._kept is kept and not self._copies_instead:
+        if self._kept is kept and not (self._copies_instead or self._has_begun):
             self._write_early(kept)
 
     def _other_step(self, optimizer: Any) -> None:
@@ -631,9 +675,9 @@ class Keeper(Survivor):
         if self._copies is not None:
             with self._guarded():
                 self._copies.before_other_step()
-        if self._stepper == id(optimizer):
-            self._stepper = None
-            self._shared.forget_slot(EARLY)  # its buffers are those before the first of these steps
+        if self._stepper == id(optimizer) and not self._has_hooked:
+            self._stepper, self._has_early = None, False
+            self._shared.forget_slot(EARLY)  # it is of before the first of these steps, and no backward pass renews it
 
     def _count_step(self, optimizer: Any) -> None:
         """Where boundaries are far from each other no slot tells that steps follow a state that was loaded."""
@@ -656,8 +700,8 @@ class Keeper(Survivor):
     def _compare(self, kept: Kept) -> None:
         step, before = self._sum or (0, 0)
         self._sum = None
-        counted = kept.versions() == self._versions or step == self._resumed[0]
-        if packed.total(packed.tensors_of(kept.large())) != before or not counted:
+        counted = not kept.changed() or step == self._resumed[0]
+        if kept.total() != before or not counted:
             self._shared.node[PROVEN] = 0
             self._copy_because_of_changes(
                 f"parameters or optimizer state changed between step {step} and the next optimizer.step()"
@@ -675,10 +719,11 @@ class Keeper(Survivor):
         if kept is None or self._off or os.getpid() != self._pid:
             return
         self._numbers.has_worked = True
+        self._has_hooked = True
         if self._stepped:
             self._has_mixed |= bool(self._made)
-            return
-        self._has_begun = True
+        else:
+            self._has_begun = True
         if not self._copies_instead:
             with self._guarded():
                 self._write_early(kept, in_backward=True)
@@ -694,4 +739,4 @@ class Keeper(Survivor):
         # An average that is updated after the step is one step older here than what the other ranks come to.
         self._forwarded = {key: what for key, what in content.items() if what != self._content.get(key)}
         unchanged = content.keys() - self._forwarded.keys()
-        self._slots.write(EARLY, step, kept, rng, settings=False, leaves_out=unchanged)
+        self._slots.write(EARLY, step, kept, rng, leaves_out=unchanged)

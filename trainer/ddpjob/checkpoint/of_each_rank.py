@@ -8,20 +8,26 @@ that DistributedDataParallel leaves to each rank are compared.
 import gc
 import io
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.alike import digest
 from ddpjob.checkpoint.state_dicts import copied, state_of, unwrapped
 from ddpjob.errors import StateError
 
 OWN_BYTES_MAX = 4 << 20  # of one object of one rank, which passes through the store of the group
+SAMPLES, SAMPLED_VALUES = 32, 8  # parameters of a model, and of each: replicas that are out of step differ everywhere
 
 WHOLE, KEYS, MOMENTS, LARGE = "whole", "keys", "moments", "large"
 _wrappers: "weakref.WeakKeyDictionary[torch.nn.Module, Any]" = weakref.WeakKeyDictionary()
+
+
+class LateError(StateError):
+    """A file lacks what a rank had of its own, because that rank was too late for it."""
 
 
 def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -42,11 +48,40 @@ def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
     return _bounded(name, WHOLE, state_of(value))
 
 
+def samples(objects: Mapping[str, Any]) -> dict[str, list[str]]:
+    """By name of a model: the first values of some parameters that all ranks are to have the same."""
+    models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
+    found = {}
+    for name, model in models.items():
+        own = set(ignored(model))
+        kept = [p.detach() for key, p in model.named_parameters() if key not in own and p.layout is torch.strided]
+        found[name] = [_first_values(each) for each in kept[:: max(1, len(kept) // SAMPLES)]]
+    return found
+
+
+def _first_values(tensor: torch.Tensor) -> str:
+    values = tensor.reshape(-1)[:SAMPLED_VALUES].cpu().resolve_conj().resolve_neg().contiguous()
+    return values.view(torch.uint8).numpy().tobytes().hex()
+
+
+def out_of_step(of_0: Mapping[str, Any], others: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Names of models of which a rank has other parameters than rank 0."""
+    return sorted({name for other in others for name in of_0 if other.get(name, of_0[name]) != of_0[name]})
+
+
 def sends_buffers(value: torch.nn.Module) -> bool:
     """True if DistributedDataParallel sends rank 0's buffers of this model to all ranks before each forward pass."""
     inside = [each for each in value.modules() if isinstance(each, DistributedDataParallel)]
     wrappers = inside or [each for each in [_wrapper_of(_uncompiled(value))] if each is not None]
     return bool(wrappers) and all(each.broadcast_buffers for each in wrappers)
+
+
+def outermost(value: torch.nn.Module) -> torch.nn.Module:
+    """The wrapper of a model that is in DistributedDataParallel, else the model."""
+    if isinstance(value, DistributedDataParallel):
+        return value
+    wrapper: torch.nn.Module | None = _wrapper_of(_uncompiled(value))
+    return value if wrapper is None else wrapper
 
 
 def _wrapper_of(module: torch.nn.Module) -> Any:
@@ -99,36 +134,38 @@ def _bounded(name: str, kind: str, value: Any) -> dict[str, Any]:
 # ---- the writer ------------------------------------------------------------------------------------------------
 
 
-def as_bytes(random: Mapping[str, Any], parts: Mapping[str, Any]) -> bytes:
+class Handed(NamedTuple):
     """What a rank hands to rank 0."""
-    buffer = io.BytesIO()
-    torch.save({"rng": random, "own": parts}, buffer)
-    return buffer.getvalue()
+
+    rng: Any
+    own: Any
+    samples: Mapping[str, list[str]]
+
+    def as_bytes(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self._asdict(), buffer)
+        return buffer.getvalue()
 
 
-def from_bytes(data: bytes) -> tuple[Any, Any]:
-    """A rank's random states, and its own parts."""
-    value = torch.load(io.BytesIO(data), weights_only=True)
-    return value["rng"], value["own"]
+def from_bytes(data: bytes) -> Handed:
+    """What a rank has handed over."""
+    return Handed(**torch.load(io.BytesIO(data), weights_only=True))
 
 
-def differing(of_0: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """By rank: its parts of each name of which not all ranks have the same."""
-    names = {name for parts in others.values() for name in of_0 if not _same(of_0[name], parts.get(name))}
+def differing(
+    of_0: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]], known: Collection[str] = ()
+) -> dict[int, dict[str, Any]]:
+    """By rank: its parts of each name of which not all ranks have the same. known: names that differ whatever these
+    have, because a rank is missing."""
+    names = {name for parts in others.values() for name in of_0 if digest(of_0[name]) != digest(parts.get(name))}
+    names |= of_0.keys() & set(known)
     ranks = {0: of_0, **others} if names else {}
     return {rank: {name: parts[name] for name in sorted(names) if name in parts} for rank, parts in ranks.items()}
 
 
-def _same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and packed.total([one]) == packed.total([other])
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other) or (one != one and other != other)
+def names_in(ranks: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    """Names of which each rank has its own."""
+    return {name for parts in ranks.values() for name in parts}
 
 
 def too_large(ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
@@ -142,15 +179,21 @@ def too_large(ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
 def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Sequence[str]) -> dict[str, Any]:
     """The document's state with this rank's own parts. named: what is to be restored into objects.
 
-    Raises StateError where a rank's own part of these is not in the document; of others rank 0's is given.
+    Raises StateError where a rank's own part of these is not in the document, LateError if the rank did not save in
+    time; of others rank 0's is given.
     """
     state: dict[str, Any] = dict(document["state"])
     ranks: Mapping[int, Mapping[str, Any]] = document.get("ranks", {})
     if not ranks:
         return state
-    names = {name for parts in ranks.values() for name in parts}
-    if problem := _lost(sorted(names & set(named)), document, world_size):
+    names = sorted(names_in(ranks) & set(named))
+    if problem := _lost(names, document, world_size):
         raise StateError(problem)
+    if names and world_size > 1 and (late := sorted(set(range(world_size)) - ranks.keys())):
+        raise LateError(
+            f"{_had_own(names, document)}, and that of rank {late[0]} is not in the snapshot, because it did not save "
+            f"in time."
+        )
     for name, part in ranks.get(rank, {}).items() if world_size == document["world_size"] else ():
         if part["kind"] != LARGE:
             state[name] = _with(state[name], part)
@@ -159,17 +202,18 @@ def state_for(document: Mapping[str, Any], rank: int, world_size: int, named: Se
 
 def _lost(names: Sequence[str], document: Mapping[str, Any], world_size: int) -> str:
     """Why not each rank can be given its own, the same on all ranks; "" where it can."""
-    what = f"{', '.join(names)}: each rank had its own when step {document['step']} was saved"
     if names and world_size != document["world_size"]:
         return (
-            f"{what}, by {document['world_size']} ranks, and there are {world_size} now. Start as many, or save only "
-            f"what is the same on all ranks."
+            f"{_had_own(names, document)}, by {document['world_size']} ranks, and there are {world_size} now. Start as "
+            f"many, or save only what is the same on all ranks."
         )
-    if names and (late := sorted(set(range(world_size)) - document["ranks"].keys())):
-        return f"{what}, and that of rank {late[0]} is not in the snapshot, because it did not save in time."
     if names and (large := [name for name in too_large(document["ranks"]) if name in names]):
-        return f"{what}, and {', '.join(large)} is too large to be kept of each."
+        return f"{_had_own(names, document)}, and {', '.join(large)} is too large to be kept of each."
     return ""
+
+
+def _had_own(names: Sequence[str], document: Mapping[str, Any]) -> str:
+    return f"{', '.join(names)}: each rank had its own when step {document['step']} was saved"
 
 
 def _with(whole: Any, part: Mapping[str, Any]) -> Any:

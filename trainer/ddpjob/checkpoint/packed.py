@@ -26,7 +26,7 @@ from ddpjob.errors import StateError
 
 _TENSOR = "\0ddpjob tensor"  # (this, its number) stands for a tensor
 _ALIGNED = 64
-_SMALL_BYTES = 1 << 16
+SMALL_BYTES = 1 << 16
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 _HEAD = 16  # length of the pickle, length of everything
 _BUFFERS_MAX = 512  # the kernel takes 1,024 in a call
@@ -70,6 +70,15 @@ def pack(value: Any) -> Packed:
         size = tensor.numel() * tensor.element_size()
         layouts.append(Layout(tensor.dtype, tuple(tensor.shape), tensor.stride(), end, size))
         end += size
+    return _with_head(skeleton, layouts, tensors, end)
+
+
+def pack_plain(value: Any) -> Packed:
+    """The same of a value that has no tensors, and is known to have plain parts."""
+    return _with_head(value, [], [], 0)
+
+
+def _with_head(skeleton: Any, layouts: list[Layout], tensors: list[torch.Tensor], end: int) -> Packed:
     body = pickle.dumps((skeleton, [tuple(layout) for layout in layouts]), protocol=5)
     start = -(-(_HEAD + len(body)) // _ALIGNED) * _ALIGNED
     lengths = len(body).to_bytes(8, "little"), (start + end).to_bytes(8, "little")
@@ -259,7 +268,7 @@ def total(tensors: Sequence[torch.Tensor], threads: int = 1) -> int:
     """
     small, large = 0, []
     for tensor in tensors:
-        if tensor.numel() * tensor.element_size() < _SMALL_BYTES:
+        if tensor.numel() * tensor.element_size() < SMALL_BYTES:
             on_host = tensor.cpu()  # has a name because it must live as long as its memory is read
             small = zlib.crc32(_bytes_of(on_host), small)
         else:
@@ -313,7 +322,7 @@ def _number(tensor: torch.Tensor, tensors: list[torch.Tensor], numbers: dict[Any
     if tensor.device.type not in ("cpu", "cuda"):
         raise StateError(f"a tensor on {tensor.device} cannot be kept in memory")
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or not _is_dense(tensor):
+    if not is_one_run(tensor):
         tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor.resolve_conj().resolve_neg()
         tensor = tensor.contiguous()
     key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
@@ -322,6 +331,11 @@ def _number(tensor: torch.Tensor, tensors: list[torch.Tensor], numbers: dict[Any
     numbers[key] = len(tensors)
     tensors.append(tensor)
     return numbers[key]
+
+
+def is_one_run(tensor: torch.Tensor) -> bool:
+    """True if the bits of this tensor are one run of bytes in its storage."""
+    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()) and _is_dense(tensor)
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

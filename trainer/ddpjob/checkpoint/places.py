@@ -11,9 +11,9 @@ counts if nothing has changed since, except objects that are known to change aft
 something before save(), or may do so, could have more to do at any such boundary. There it counts only once the next
 step has begun: see `is_settled`.
 
-Settings of an optimizer alone that change at two steps in a row are taken for a learning rate that is set at the top of
-the loop, until a save() shows otherwise. Without that, the commonest schedule by hand would have no memory before its
-first save.
+Settings of an optimizer, or random numbers, that change at two steps in a row are taken for a learning rate that is set
+at the top of the loop, or for augmentation there, until a save() shows otherwise. Without that, the commonest scripts
+would have no memory before their first save.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -51,7 +51,8 @@ class Places:
     def boundary(self, values: Mapping[str, Any], *, named: bool) -> None:
         """The first boundary after a step."""
         if self._started is not None:
-            self._within |= moved(self._started, values)
+            known = self._within
+            self._within |= moved(self._started, {name: each for name, each in values.items() if name not in known})
             self._started = None
         self.marked, self.is_named, self.is_open, self.moved = values, named, True, set()
 
@@ -69,7 +70,7 @@ class Places:
 
     def step(self, values: Mapping[str, Any], optimizers: Collection[str] = ()) -> set[str]:
         """Called before an optimizer's step. Return names that were not known to change after a boundary. optimizers:
-        names whose value is the settings of one."""
+        names of what scripts commonly change at the top of the loop."""
         found = moved(self.marked, values)
         self._started, self.is_open, self.loose = values, False, set()
         if self.is_named:
@@ -88,6 +89,14 @@ class Places:
         new = (self.loose | before) - self._after_save - self._before_save - self._unknown
         self._unknown |= new
         return new
+
+    def trusts(self, name: str) -> bool:
+        """True if a change of it after the last boundary is no loss: a folder would not have it either."""
+        return self.is_named or name in self._after_save - self._before_save
+
+    def suspects(self, name: str) -> bool:
+        """True if it is known to change where a folder may have it and a boundary has not."""
+        return name in self._before_save | self._unknown
 
     def after_save(self, names: Iterable[str]) -> None:
         """These are known to change at the top of the loop: a sampler that is iterated."""

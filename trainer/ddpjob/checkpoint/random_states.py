@@ -12,7 +12,6 @@ import torch
 
 from ddpjob import process
 
-_FIELDS = object.__basicsize__  # where the fields of an object of C begin, after what each object has
 _WORDS, _WORD_BYTES = 624, 4  # of the Mersenne Twister, before its position
 _Bytes = ctypes.c_char * ((_WORDS + 1) * _WORD_BYTES)
 
@@ -27,7 +26,8 @@ class _Seen(NamedTuple):
     state: Any
 
 
-_python = _numpy = _Seen(None, None, b"", None)
+_python: tuple[Any, Any] = (None, None)
+_numpy = _Seen(None, None, b"", None)
 
 
 def current() -> dict[str, Any]:
@@ -61,26 +61,14 @@ def compact() -> dict[str, Any]:
 
 
 def _compact_python() -> Any:
-    """Of Python's global generator. Its getstate makes 625 numbers, and most scripts draw none of them: it is not
-    called while the bytes are as they were at which the object's own fields begin, if they have proved to be its state.
-
-    A second value of the normal distribution that was drawn with the first is an attribute of the object.
-    """
+    """Of Python's global generator. To compare all of its 624 words takes as long as to read them: each draw moves the
+    position, and eight words are others once the generator has gone through all of them."""
     global _python
-    generator = getattr(random.getstate, "__self__", None)
-    seen, memory, raw = _python, None, b""
-    if generator is seen.generator and seen.raw:
-        memory, raw = seen.memory, seen.memory.raw
-        if raw == seen.raw and generator.gauss_next is seen.state[2]:
-            return seen.state
-    elif type(generator) is random.Random and random.Random.__basicsize__ >= _FIELDS + ctypes.sizeof(_Bytes):
-        memory = _Bytes.from_address(id(generator) + _FIELDS)
-        raw = memory.raw
     version, words, gauss = random.getstate()
-    state = version, array.array("I", words).tobytes(), gauss
-    is_as_known = raw == words[-1].to_bytes(_WORD_BYTES, sys.byteorder) + state[1][:-_WORD_BYTES]
-    _python = _Seen(generator, memory, raw if is_as_known else b"", state)
-    return state
+    mark = version, words[:8], words[-1], gauss
+    if mark != _python[0]:
+        _python = mark, (version, array.array("I", words).tobytes(), gauss)
+    return _python[1]
 
 
 def _compact_numpy(generator: Any) -> Any:
@@ -108,6 +96,11 @@ def _compact_numpy(generator: Any) -> Any:
     is_as_known = name == "MT19937" and raw == state[1] + state[2].to_bytes(_WORD_BYTES, sys.byteorder)
     _numpy = _Seen(bits, memory, raw if is_as_known else b"", state)
     return state
+
+
+def mark(state: Mapping[str, Any]) -> int:
+    """A number of what `compact` returns, another one for another state."""
+    return hash(tuple(state.values()))
 
 
 def expanded(state: Mapping[str, Any]) -> dict[str, Any]:

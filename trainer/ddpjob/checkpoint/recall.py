@@ -27,6 +27,7 @@ from ddpjob.core.memory import (
     LOADED_BY,
     LOADED_FROM,
     LOADED_STEP,
+    LOOSE,
     MISCOUNTED,
     PROVEN,
     Found,
@@ -43,6 +44,56 @@ PIECE_BYTES = 64 << 20
 _NUMBERS = int, float, bool, str, type(None)
 
 
+class _Row(NamedTuple):
+    """What one rank and its node have, as numbers that all ranks exchange; 0 where they have nothing."""
+
+    generation: int = 0
+    step: int = 0
+    loads: int = 0
+    size: int = 0
+    total: int = 0
+    assumed: int = 0
+    every: int = 0
+    proof_generation: int = 0
+    proof_step: int = 0
+    proof_total: int = 0
+    mark_generation: int = 0
+    mark_step: int = 0
+    mark_before: int = 0
+    copies: int = 0
+    proven: int = 0
+    miscounted: int = 0
+
+    def held(self, attempt: int) -> Held | None:
+        """The state of its node."""
+        version = Version(attempt, self.generation, self.step)
+        others = self.loads, self.size, self.total, bool(self.assumed), self.every
+        return Held(version, *others) if self.step else None
+
+    @property
+    def proof(self) -> Proof | None:
+        """What its parameters summed to."""
+        proof = Proof(self.proof_generation, self.proof_step, self.proof_total)
+        return proof if proof.step else None
+
+    @property
+    def mark(self) -> Mark | None:
+        """Its last boundaries."""
+        return Mark(self.mark_generation, self.mark_step, self.mark_before) if self.mark_step else None
+
+
+def _own_row(shared: Shared | None) -> _Row:
+    if shared is None:
+        return _Row()
+    held, proof, mark = shared.held(), shared.proof(), shared.mark()
+    return _Row(
+        *([0] * 7 if held is None else [*held.version[1:], *map(int, held[1:])]),
+        *(proof or [0] * 3),
+        *(mark or [0] * 3),
+        *(shared.node[cell] for cell in (COPIES, PROVEN, MISCOUNTED)),
+    )
+
+
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> Found | None:
     """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory.
 
@@ -50,36 +101,21 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     first what those of rank 0's have, because it may be the only one that calls save. A node that has not what is found
     takes what was proved from those that have it: it shall keep the state before it is the last one that could.
     """
-    held, proof = (None, None) if shared is None else (shared.held(), shared.proof())
-    own = [0] * 8 if held is None else [1, held.version.generation, held.version.step, *map(int, held[1:])]
-    own += [0] * 4 if proof is None else [1, *proof]
-    mark = None if shared is None else shared.mark()
-    own += [0] * 3 if mark is None else mark
-    own += [0, 0, 0] if shared is None else [shared.node[cell] for cell in (COPIES, PROVEN, MISCOUNTED)]
-    rows = _gathered(own, world_size)
+    rows = [_Row(*row) for row in _gathered([*_own_row(shared)], world_size)]
     if shared is not None:
-        shared.node[COPIES] = rows[0][15] or max(row[15] for row in rows)
-        shared.node[MISCOUNTED] = max(row[17] for row in rows)
-    marks = [Mark(*row[12:15]) if row[13] else None for row in rows]
-    found = memory.newest(
-        [_held(row, present.attempt) if row[0] else None for row in rows],
-        present,
-        [Proof(*row[9:12]) if row[8] else None for row in rows],
-        marks,
-    )
+        shared.node[COPIES] = rows[0].copies or max(row.copies for row in rows)
+        shared.node[MISCOUNTED] = max(row.miscounted for row in rows)
+    marks = [row.mark for row in rows]
+    found = memory.newest([row.held(present.attempt) for row in rows], present, [row.proof for row in rows], marks)
     if isinstance(found, Found):
         if shared is not None and rank not in found.ranks:
-            shared.proven_elsewhere = max(rows[holder][16] for holder in found.ranks)
+            shared.proven_elsewhere = max(rows[holder].proven for holder in found.ranks)
         return found
     if found and rank == 0:
         process.log(f"the state in memory is not used: {found}")
     elif rank == 0 and (last := memory.last_known(marks, present)):
         process.log(f"no rank has left the state of step {last} in memory")
     return None
-
-
-def _held(row: list[int], attempt: int) -> Held:
-    return Held(Version(attempt, row[1], row[2]), row[3], row[4], row[5], bool(row[6]), row[7])
 
 
 class Fetched(NamedTuple):
@@ -89,8 +125,8 @@ class Fetched(NamedTuple):
     """Under the names of `save`."""
     by_value: bool
     """Whether the script had named values, which no object knows."""
-    seeded: bool
-    """Whether this rank's random states were lost."""
+    seeded: list[int]
+    """Ranks whose random states were lost."""
 
 
 def fetch(
@@ -98,7 +134,7 @@ def fetch(
 ) -> Fetched | None:
     """The state of all ranks; None on all of them where it cannot be used.
 
-    This rank's random states are set to what they were; seeded, where its node has lost them.
+    This rank's random states are set to what they were; seeded if they are lost.
     """
     version = found.held.version
     own, early, left = _slots(shared, version, rank, world_size)
@@ -106,6 +142,10 @@ def fetch(
     trouble: list[str] = []
     if why := memory.mixed_up(_all_left(shared, left, rank, world_size, is_own=own is not None), version.step):
         trouble.append(why)
+    if shared is not None and own is not None and shared.cells[LOOSE] == version.step:
+        trouble.append(
+            f"random numbers were drawn after should_stop({version.step}), or may have been, that a save() would have"
+        )
     large = _tried(trouble, lambda: _large(shared, found, rank, world_size))
     on_device = {} if large is None else large.pop(BUFFERS, {})  # a copy of what is on a device has them there
     if own is not None:
@@ -129,7 +169,7 @@ def fetch(
             process.log(f"step {version.step} in memory is not used: rank {rank}: {trouble[0]}")
         return None
     _set_generators(own or early, first["rng"], version.step, rank)
-    return Fetched(state, first["by_value"], own is None and early is None)
+    return Fetched(state, first["by_value"], [number for number, row in enumerate(rows) if not any(row)])
 
 
 def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:

@@ -28,11 +28,10 @@ class _States(NamedTuple):
     """The generator's bytes first, then the buffers."""
 
 
-class _Settings(NamedTuple):
-    kept: Kept
-    objects: list[Any]
-    values: dict[str, Any]
-    packed: Packed | None
+class _Setting(NamedTuple):
+    parts: list[Any] | None
+    """While they are the very same, so is the value."""
+    value: Any
 
 
 class Slots:
@@ -41,7 +40,8 @@ class Slots:
     def __init__(self, shared: Shared, rank: int, world_size: int) -> None:
         self._shared, self._of = shared, (rank, world_size)
         self._states: _States | None = None
-        self._settings: _Settings | None = None
+        self._kept: Kept | None = None
+        self._settings: dict[str, _Setting] = {}
 
     def write(
         self,
@@ -50,17 +50,15 @@ class Slots:
         kept: Kept,
         rng: dict[str, Any],
         *,
-        settings: bool,
         more: Mapping[str, Any] | None = None,
         leaves_out: Collection[tuple[str, str]] = (),
     ) -> None:
-        """settings: too, and not only random states and buffers. more: to be written beside the settings. leaves_out:
-        buffers, by the name of the model and their key. Raises StateError, OSError."""
+        """more: what is written besides random states and buffers. leaves_out: buffers, by the name of the model and
+        their key. Raises StateError, OSError."""
         values = [self._packed_states(kept, rng, frozenset(leaves_out))]
-        if settings:
-            values.append(self._packed_settings(kept))
         if more is not None:
-            values.append(packed.pack(dict(more)))
+            is_plain = all(setting.parts is not None for setting in self._settings.values())
+            values.append((packed.pack_plain if is_plain else packed.pack)(dict(more)))
         self._shared.write_slot(slot, step, *values)
 
     def value(self, kept: Kept, rng: dict[str, Any], small: Any) -> dict[str, Any]:
@@ -69,12 +67,16 @@ class Slots:
 
     def settings(self, kept: Kept) -> dict[str, Any]:
         """The settings as they are now; the same values while they are of the very same objects."""
-        last, objects = self._settings, kept.objects_of_settings()
-        is_as_last = last is not None and last.kept is kept and _are_the_same(objects, last.objects)
-        if last is not None and is_as_last and kept.settings_are_plain():
-            return last.values
-        values = kept.settings()
-        self._settings = _Settings(kept, objects, values, None)
+        if self._kept is not kept:
+            self._kept, self._settings = kept, {}
+        values = {}
+        for name in kept.names_of_settings():
+            last, parts = self._settings.get(name), kept.parts_of(name)
+            if last is None or parts is None or last.parts is None or not _are_the_same(parts, last.parts):
+                is_constant = parts is not None and kept.is_constant(name)
+                value = kept.setting(name, is_constant=is_constant)
+                last = self._settings[name] = _Setting(parts if is_constant else None, value)
+            values[name] = last.value
         return values
 
     def _packed_states(self, kept: Kept, rng: dict[str, Any], leaves_out: frozenset[tuple[str, str]]) -> Packed:
@@ -93,14 +95,6 @@ class Slots:
         if len(found.tensors) == 1 + len(buffers):
             self._states = _States(kept, leaves_out, rng, found._replace(tensors=()))
         return found
-
-    def _packed_settings(self, kept: Kept) -> Packed:
-        values, last = self.settings(kept), self._settings
-        assert last is not None, "it has just been looked at"
-        if last.packed is None:
-            last = self._settings = last._replace(packed=packed.pack(values))
-        assert last.packed is not None, "it has just been packed"
-        return last.packed
 
 
 def _differ_in_torch_alone(one: dict[str, Any], other: dict[str, Any]) -> bool:

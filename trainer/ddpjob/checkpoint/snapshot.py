@@ -136,6 +136,7 @@ class Snapshot:
         self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
         self._name = str(folder)  # among the ranks; `load` makes it rank 0's, because each node may have its own path
         self._others: _OthersSaved | None = None  # of the last save
+        self._differ: set[str] = set()  # objects of which ranks were seen to have their own
         self._named_large: set[str] = set()  # objects of which the log has said that they are too large
         self._named_late = False  # whether the log has named ranks that do not save
         self._offered: list[str] = []
@@ -145,7 +146,7 @@ class Snapshot:
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
         self._since_step = half_done.SinceLastStep()
-        self._named_half: set[str] = set()  # models of which the log has said what is half done
+        self._named_half: set[str] = set()  # what the log has said of models that a restart does not give back
         _count_optimizer_steps()
         before_leaving(self.wait)
         process.at_exit(_Ending(weakref.ref(self)), 15)
@@ -221,7 +222,8 @@ class Snapshot:
         }
         unwritten = _Unwritten(document, self._repeats, self.world_size > 1, os.getpid())
         if self.world_size > 1:
-            self._others, unwritten.own = _OthersSaved(step), of_each_rank.own(state)
+            self._others = _OthersSaved(step)
+            unwritten.own, unwritten.samples = of_each_rank.own(state), of_each_rank.samples(state)
         try:
             writer = self._claim_to_save()
         except OSError as error:  # the folder is gone, or must not be written
@@ -244,13 +246,12 @@ class Snapshot:
 
     def _name_half_done(self, step: int, state: Mapping[str, Any]) -> None:
         self._name_hooks(state)
-        if name := self._since_step.pending():
+        if name := self._since_step.pending(state):
             self._name_half(
                 f"gradients of {name}",
                 f"{name}: step {step} is saved while gradients wait for optimizer.step(): a restart does not continue "
                 f"the accumulation, and these micro-batches are lost. Save right after an optimizer's step.",
             )
-        self._since_step.watch(state)
 
     def _name_half(self, what: str, why: str) -> None:
         """Once."""
@@ -366,15 +367,27 @@ class Snapshot:
         if unwritten.lacks_rng:
             unwritten.lacks_rng = False
             others = self._collected(document["step"], unwritten.repeat)
-            document["rng"] |= {rank: rng for rank, (rng, _) in others.items()}
-            document["ranks"] = of_each_rank.differing(unwritten.own, {rank: own for rank, (_, own) in others.items()})
+            document["rng"] |= {rank: its.rng for rank, its in others.items()}
+            is_lacking = len(others) < self.world_size - 1
+            known = self._differ if is_lacking else set()
+            parts = {rank: its.own for rank, its in others.items()}
+            document["ranks"] = of_each_rank.differing(unwritten.own, parts, known)
+            unwritten.lacks_own = is_lacking and bool(document["ranks"])
+            self._differ |= of_each_rank.names_in(document["ranks"])
             self._name_large(of_each_rank.too_large(document["ranks"]))
+            for name in of_each_rank.out_of_step(unwritten.samples, (its.samples for its in others.values())):
+                self._name_half(
+                    f"replicas of {name}",
+                    f"{name}: the ranks have different parameters of it: a restart does not give each rank its own, "
+                    f"all go on from rank 0's",
+                )
         self._remove_left(writer)  # first: a process that was killed may have left what fills the disk
         self._publish(writer, document)
         process.current.unsaved.discard(self)
         report_saved(document["step"])
         try:
-            self._prune(writer)
+            if not unwritten.lacks_own:  # an older one may be the last that each rank can load
+                self._prune(writer)
         except OSError as error:
             process.log(f"older snapshots in {self.folder} cannot be removed: {reason(error)}")
 
@@ -523,29 +536,25 @@ class Snapshot:
         ranks.
         """
         refuse_sharded(objects)
-        self._since_step.watch(objects)
         self._finish()
         if self.rank == 0:
             self._name_hooks(objects)
         self._memory.begin()
         found = self._memory.find(objects)
-        chosen = self._agreed(found)
-        if chosen is None and found is not None:
+        read = self._read(found, objects)
+        if read is None and found is not None:
             fetched = self._memory.fetch(found, objects)
             if fetched is not None:
                 return self._go_on_from_memory(found, objects, fetched)
-            chosen = self._agreed(None)
-        if chosen is None:
+            read = self._read(None, objects)
+        if read is None:
             self.state = self._memory.loaded(0, objects, {})
             self._log_beginning()
             return 0
         self._owe(None)
-        entry, file = chosen
-        with file:
-            document = _decoded(file, entry.path)
+        entry, document = read
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
-        document["state"] = of_each_rank.state_for(document, self.rank, self._ranks or self.world_size, list(objects))
         restore(objects, document["state"], str(entry.path))
         self.state = self._memory.loaded(int(document["step"]), objects, without_copies(objects, document["state"]))
         random_states.restore(document, self.rank, self.world_size)
@@ -553,8 +562,32 @@ class Snapshot:
         if self.rank == 0:
             self._log_origin(document, entry.path, before)
         origin: dict[str, Any] = {} if before is None else {"goesOnFrom": writers.named(before)}
-        report_resumed(document["step"], str(self.folder), **origin)
+        report_resumed(document["step"], f"{self.folder}{_seeded(self._late_in(document))}", **origin)
         return int(document["step"])
+
+    def _read(self, found: Found | None, objects: Mapping[str, Any]) -> "tuple[_Entry, dict[str, Any]] | None":
+        """The newest state in the folder that is whole, with this rank's own parts. found: what is in memory; only what
+        is newer than that counts. A file for which a rank was too late is passed over: an older one has its part."""
+        passed: set[Path] = set()
+        problem: of_each_rank.LateError | None = None
+        while (chosen := self._agreed(found, passed)) is not None:
+            entry, file = chosen
+            with file:
+                document = _decoded(file, entry.path)
+            ranks = self._ranks or self.world_size
+            try:
+                document["state"] = of_each_rank.state_for(document, self.rank, ranks, list(objects))
+            except of_each_rank.LateError as error:
+                problem = problem or error
+                passed.add(entry.path)
+                continue
+            if problem is not None and self.rank == 0:
+                process.log(f"{str(problem).rstrip('.')}; the snapshot of step {document['step']} is used")
+            self._differ = of_each_rank.names_in(document.get("ranks", {}))
+            return entry, document
+        if problem is not None and found is None:
+            raise problem
+        return None
 
     def _go_on_from_memory(self, found: Found, objects: Mapping[str, Any], fetched: Fetched) -> int:
         step = found.held.version.step
@@ -564,6 +597,7 @@ class Snapshot:
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         ranks = f"{', '.join(map(str, found.ranks[:8]))}{' …' if len(found.ranks) > 8 else ''}"
         origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
+        origin += _seeded(fetched.seeded)
         if self._folder is not None:
             before = {} if self._owed is None else self._owed.objects  # of a load() that has named another part
             self._owe(_Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value))
@@ -587,12 +621,16 @@ class Snapshot:
         if before is not None:
             whose = f", saved by {writers.named(before)}; to begin at step 0, give this job a folder of its own"
         process.log(f"resumed at step {document['step']} from {self.folder}{whose}")
-        seeded = [rank for rank in range(self.world_size) if rank not in document["rng"]]
-        if seeded and document["world_size"] == self.world_size:
+        if seeded := self._late_in(document):
             process.log(
                 f"{path} has no random state of {_ranks(seeded)}, which did not save in time: seeded from rank 0's, "
                 f"the same way at each resume."
             )
+
+    def _late_in(self, document: Mapping[str, Any]) -> list[int]:
+        """Ranks whose random states are not in the document, because they did not save in time."""
+        ranks = range(self.world_size) if document["world_size"] == self.world_size else range(0)
+        return [rank for rank in ranks if rank not in document["rng"]]
 
     def _choose(self, found: Found | None, damaged: Collection[Path]) -> "_Entry | None":
         """The newest that is not known to be damaged. found: what is in memory; only what is newer than that counts."""
@@ -624,13 +662,13 @@ class Snapshot:
             return None
         return Version(claim.attempt, claim.generation, entry.step)
 
-    def _agreed(self, found: Found | None) -> "tuple[_Entry, BinaryIO] | None":
+    def _agreed(self, found: Found | None, passed: Collection[Path]) -> "tuple[_Entry, BinaryIO] | None":
         """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; and the file, opened.
 
         All look at its bytes at once: a gigabyte takes a second, and ranks that waited for rank 0 would begin after it.
-        found: what is in memory; only what is newer than that is chosen.
+        found: what is in memory; only what is newer than that is chosen. passed: what is not to be chosen.
         """
-        damaged: set[Path] = set()
+        damaged = set(passed)
         while self._folder is not None:
             entry = self._broadcast_or_raise(lambda: self._choose(found, damaged))
             if entry is None:
@@ -704,20 +742,21 @@ class Snapshot:
         store = self._store()
         if store is None:
             return
-        value = of_each_rank.as_bytes(random_states.current(), of_each_rank.own(state))
+        handed = of_each_rank.Handed(random_states.current(), of_each_rank.own(state), of_each_rank.samples(state))
+        value = handed.as_bytes()
         self._offered.append(_offer_key(self._name, step, self._repeats, self.rank))
         with contextlib.suppress(RuntimeError):  # rank 0 serves the store and is gone: the next collective says so
             store.set(self._offered[-1], value)
             if len(self._offered) > OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
                 store.delete_key(self._offered.pop(0))
 
-    def _collected(self, step: int, repeat: int) -> dict[int, tuple[Any, Any]]:
+    def _collected(self, step: int, repeat: int) -> dict[int, of_each_rank.Handed]:
         """The random states, and what is their own, of the ranks that save too. One that came too late for the save
         before is waited for again once its state is there; one that never saves, because rank 0 saves alone, is waited
         for once."""
         store, others = self._store(), self._others
         missing = {rank: _offer_key(self._name, step, repeat, rank) for rank in range(1, self.world_size)}
-        found: dict[int, tuple[Any, Any]] = {}
+        found: dict[int, of_each_rank.Handed] = {}
         if store is None:
             return found
         deadline = time.monotonic() + RNG_WAIT_SECONDS
@@ -799,8 +838,12 @@ class _Unwritten:
     """Whether the random states of the other ranks are still to be collected."""
     pid: int
     """The process that saves it: a fork of that one does not."""
+    lacks_own: bool = False
+    """Whether a rank was late that has objects of its own."""
     own: Mapping[str, Any] = field(default_factory=dict)
     """What may differ on other ranks."""
+    samples: Mapping[str, list[str]] = field(default_factory=dict)
+    """Of what should be the same on all ranks."""
 
 
 class _Owed:
@@ -877,6 +920,11 @@ def _offer_key(name: str, step: int, repeat: int, rank: int) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     """ranks 1, 2, 3"""
     return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
+
+
+def _seeded(ranks: Sequence[int]) -> str:
+    """What follows the place of a state in which these ranks' random states are lost."""
+    return f" (random states of {_ranks(ranks)} were lost, and are seeded the same way at each resume)" if ranks else ""
 
 
 def _checked_step(step: Any) -> int:

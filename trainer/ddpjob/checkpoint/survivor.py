@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,7 +46,6 @@ class Survivor(abc.ABC):
         self._assumed = False  # the objects are those of load(): save() has named none
         self._off = False  # for good
         self._lock = threading.Lock()  # held while parameters and optimizer state must not change
-        self._versions: list[Any] = []  # of the parameters, at the last boundary
         self._resumed: tuple[int, int] = (0, 0)  # the step that was loaded from memory, and how often
         self._resumed_total = 0
         self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
@@ -79,7 +79,7 @@ class Survivor(abc.ABC):
         """The script trains with other objects."""
 
     @abc.abstractmethod
-    def _watched(self, kept: Kept) -> dict[str, Any]:
+    def _watched(self, kept: Kept) -> Mapping[str, Any]:
         """What is compared between a boundary and the next step."""
 
     @abc.abstractmethod
@@ -91,6 +91,8 @@ class Survivor(abc.ABC):
         with contextlib.suppress(OSError):
             os.read(self._shared.pipe, 1)
             self._is_asked = True
+            if self._kept is not None:
+                self._kept.release()
             self.save()
 
     def _at_exit(self) -> None:
@@ -143,6 +145,7 @@ class Survivor(abc.ABC):
             return UNABLE
         if self._copies is not None and self._copies.finish_saved():
             return SAVED
+        kept.check_gone()
         if self._places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
             if answer == UNABLE and self._copies is not None:
                 self._copies.give_up_last()
@@ -216,12 +219,10 @@ class Survivor(abc.ABC):
         if step == self._resumed[0]:
             if packed.total(packed.tensors_of(kept.large())) != self._resumed_total:
                 raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
-        elif kept.versions() != self._versions:
+        elif name := kept.changed():
             self._shared.node[COPIES] = memory.CHANGED  # from the next generation on
-            raise StateError(f"parameters changed after step {step}, and by no optimizer.step()")
-        elif name := kept.changed_states():
-            self._shared.node[COPIES] = memory.CHANGED
-            raise StateError(f"{name}: its state changed after step {step}, and by no optimizer.step()")
+            what = name if name == "parameters" else f"{name}: its state"
+            raise StateError(f"{what} changed after step {step}, and by no optimizer.step()")
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""

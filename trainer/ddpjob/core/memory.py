@@ -68,7 +68,7 @@ CHANGED, PLACED = 1, 2
 PID, CLOCK, ANSWER, PROOF_GENERATION, PROOF_STEP, PROOF_SUM, FIRST_SLOT = range(7)
 SLOT_STEP, SLOT_GENERATION, SLOT_BYTES = range(3)
 MARK_GENERATION, MARK_STEP, MARK_BEFORE = range(FIRST_SLOT + 3 * SLOTS, FIRST_SLOT + 3 * SLOTS + 3)
-LOADED_STEP, LOADED_FROM, LOADED_BY, RANK_CELLS = range(MARK_BEFORE + 1, MARK_BEFORE + 5)
+LOADED_STEP, LOADED_FROM, LOADED_BY, LOOSE, RANK_CELLS = range(MARK_BEFORE + 1, MARK_BEFORE + 6)
 """Of a rank.
 
 PID             of the process that takes part; 0: none
@@ -79,6 +79,7 @@ SLOT_STEP, SLOT_GENERATION, SLOT_BYTES  of each slot; SLOT_STEP is written last,
 MARK_GENERATION, MARK_STEP, MARK_BEFORE  its last boundary and the one before, where it writes no slot at each
 LOADED_STEP, LOADED_FROM, LOADED_BY  of a step that was loaded: the generation whose state it was, and the last one that
                 has loaded it. A rank that died while it loaded has left the slots of the first one, of the same state
+LOOSE           the step of its last boundary if the rank draws random numbers after it that a folder would have; 0: not
 """
 NONE, SAVED, UNABLE = range(3)
 
@@ -94,7 +95,7 @@ SLACK = 1.05
 """Of an area: optimizers make the state of a parameter when it first has a gradient."""
 
 
-PROVE_EVERY, PROVE_BYTES = 64, 4 << 20
+PROVE_EVERY, PROVE_BYTES = 128, 4 << 20
 """Steps between two proofs that nothing large changes between a boundary and the next step, for a state of so many
 bytes: a proof reads all of it twice. A larger state is proved more rarely, so that a step pays the same."""
 

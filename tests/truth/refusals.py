@@ -1,0 +1,146 @@
+"""What the library says that a restart does not give back, and what may differ then.
+
+A refusal excuses the parts of the end state that its sentence names, and what depends on them in that script. It must
+stand in the log before the failure, or if it is about a file, before a restart reads that. Nothing else is excused:
+where the memory is not used, the folder has all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from grammar import Recipe
+
+SAMPLES = "samples"
+GENERATORS = ("torch", "python", "numpy")
+ERROR = re.compile(r"^.*\b(?:StateError|ConfigurationError|SnapshotError): (?P<sentence>.*)", re.MULTILINE)
+_RESUMED = re.compile(r"^ddpjob: (?:resumed at step \d+ from (?P<where>.*)|begins at step 0)", re.MULTILINE)
+
+
+class Part(NamedTuple):
+    """One object of the end state of one rank; SAMPLES are those of all its steps."""
+
+    rank: int
+    name: str
+
+
+class _Sentence(NamedTuple):
+    says: str
+    excuses: Callable[[re.Match[str], Recipe], Iterator[Part]]
+    of_folder: bool = False
+    """Whether it is about the folder alone."""
+    at_restart: bool = False
+    """Whether it comes with the restart: nobody could know before which rank would be late for a save."""
+
+
+def _gradients(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
+    yield from _model(recipe)
+
+
+def _generators(found: re.Match[str], _: Recipe) -> Iterator[Part]:
+    yield from (Part(int(rank), name) for rank in re.findall(r"\d+", found["ranks"]) for name in GENERATORS)
+
+
+def _of_ranks(found: re.Match[str], recipe: Recipe) -> Iterator[Part]:
+    """What ranks that do not save have of their own."""
+    for rank in map(int, re.findall(r"\d+", found["ranks"])):
+        yield from (Part(rank, name) for name in GENERATORS)
+        yield from (Part(rank, name) for name in _differ_by_rank(recipe))
+
+
+def _large(found: re.Match[str], _: Recipe) -> Iterator[Part]:
+    yield from (Part(rank, name) for name in found["names"].split(", ") for rank in (0, 1))
+
+
+_SENTENCES = (
+    _Sentence(r"(?P<model>\w+): its communication hook has a state \(.*a restart does not continue it", _gradients),
+    _Sentence(r"(?P<model>\w+): step \d+ is saved while gradients wait .*a restart does not continue", _gradients),
+    _Sentence(
+        r"(?P<model>\w+): the ranks have different parameters of it: a restart does not give each",
+        _gradients,
+        of_folder=True,
+    ),
+    _Sentence(
+        r"ranks? (?P<ranks>[\d, ]+) did not save step \d+: from the snapshot a restart does not continue the random "
+        r"numbers there .*, nor what else differs between the ranks",
+        _of_ranks,
+        of_folder=True,
+    ),
+    _Sentence(
+        r"\S+ has no random state of ranks? (?P<ranks>[\d, ]+), which did not save in time: seeded",
+        _generators,
+        at_restart=True,
+    ),
+    _Sentence(
+        r"(?P<names>.*): the ranks have different states of it, .*a restart does not give each rank its own", _large
+    ),
+)
+
+
+def excused(log: str, recipe: Recipe, *, at_restart: bool = False) -> tuple[set[Part], list[str]]:
+    """The parts that may differ, and the sentences that say so. log: of the killed run. at_restart: also those that
+    come with the restart, and not before it."""
+    before, _, after = log.partition("STRUCK ")
+    resumed = list(_RESUMED.finditer(after))
+    is_from_folder = any(not (one["where"] or "").startswith("the memory") for one in resumed)
+    before_it_is_read = before + after[: resumed[0].start()] if resumed else before
+    parts: set[Part] = set()
+    sentences = []
+    for one in _SENTENCES:
+        where = after if one.at_restart else before_it_is_read if one.of_folder else before
+        found = re.search(rf"^ddpjob: (?:rank \d+: )?{one.says}.*", where, re.MULTILINE)
+        if found and (is_from_folder or not one.of_folder) and one.at_restart <= at_restart:
+            parts |= set(one.excuses(found, recipe))
+            sentences.append(found[0])
+    return _with_what_follows(parts, recipe), sentences
+
+
+def is_named_in(sentence: str, names: Iterable[str]) -> bool:
+    """Whether an error names an object of this script."""
+    return not set(re.findall(r"\w+", sentence)).isdisjoint(names)
+
+
+def _with_what_follows(parts: set[Part], recipe: Recipe) -> set[Part]:
+    found, left = set(parts), list(parts)
+    while left:
+        for follows in _depends_on(left.pop(), recipe):
+            if follows not in found:
+                found.add(follows)
+                left.append(follows)
+    return found
+
+
+def _depends_on(part: Part, recipe: Recipe) -> Iterator[Part]:
+    """What other parts of the end state become of this one."""
+    if part.name in GENERATORS and part.name in _drawn_from(recipe):
+        yield from _model(recipe)
+    if part.name == "reader":
+        yield Part(part.rank, SAMPLES)
+    if part.name in (SAMPLES, "model", "optimizer"):
+        yield from _model(recipe)
+
+
+def _model(recipe: Recipe) -> Iterator[Part]:
+    """All that training computes from gradients, on all ranks: they are summed."""
+    names = {"model", "optimizer", "critic", "critic_optimizer", "average", "scaler"}
+    names |= {"scheduler"} if recipe["scheduler"] == "plateau" else set()
+    names |= {"extra"} if recipe["extra"] == "history_of_each_rank" else set()
+    yield from (Part(rank, name) for rank in (0, 1) for name in sorted(names))
+
+
+def _drawn_from(recipe: Recipe) -> set[str]:
+    """The generators from which the training itself draws."""
+    return {recipe["draws"]} | ({"torch"} if recipe["model"] == "dropout" else set())
+
+
+def _differ_by_rank(recipe: Recipe) -> Iterator[str]:
+    if recipe["data"] in ("reader_of_each_rank", "stateful_loader"):
+        yield "reader"
+    if recipe["extra"] == "history_of_each_rank":
+        yield "extra"
+    if recipe["buffers"] == "of_each_rank" or recipe["parameters"] == "ignored_by_ddp":
+        yield "model"
+    if recipe["buffers"] == "of_each_rank" and recipe["average"] != "none":
+        yield "average"
