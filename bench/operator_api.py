@@ -33,8 +33,7 @@ from faulty_api import OWN_TOKEN, FaultyApi  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
 from ddpjob_operator.kube.client import Client, collection  # noqa: E402
-from ddpjob_operator.kube.executor import STRICT  # noqa: E402
-from ddpjob_operator.kube.shares import Bounds  # noqa: E402
+from ddpjob_operator.kube.executor import OF_JOB_MAX, STRICT  # noqa: E402
 from ddpjob_operator.pods import build  # noqa: E402
 
 PROBE = "probe"
@@ -57,7 +56,7 @@ def job(name: str, namespace: str, nodes: int, run_for: str) -> dict[str, Any]:
 
 async def bounded(calls: Iterable[Awaitable[Any]]) -> None:
     """At most as many at a time as the operator has for one job."""
-    slots = asyncio.Semaphore(Bounds().of_job)
+    slots = asyncio.Semaphore(OF_JOB_MAX)
 
     async def one(call: Awaitable[Any]) -> None:
         async with slots:

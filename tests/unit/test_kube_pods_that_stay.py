@@ -21,7 +21,6 @@ from ddpjob_operator.kube.job_state import UNDELETABLE_SECONDS, JobStates
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.operator import _job_of
-from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.reconcile import Reconciler
 from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
@@ -71,7 +70,7 @@ class Cluster:
         self.states = JobStates(self.caches.jobs)
         lookup = Lookup(client, self.caches, runtime)
         executor = Executor(client, self.caches, lookup, cast(Events, self), runtime)
-        reports = Reports(self.caches.jobs, self.states, runtime, 10.0, ProgressTurns())
+        reports = Reports(self.caches.jobs, self.states, runtime, 10.0)
         self.reconciler = Reconciler(self.caches, self.states, reports, lookup, executor, runtime, Settings())
 
     def _pod_changed(self, key: Any, old: Pod | None, new: Pod | None) -> None:

@@ -8,7 +8,16 @@ import pytest
 from cancelling import ends_although
 from slow_server import play
 
-from ddpjob_operator.kube.queue import BACK_OFF_SECONDS_MAX, OUTDATED_MIN, QUICK_SECONDS, Queue, RetryError, Schedule
+from ddpjob_operator.kube.queue import (
+    BACK_OFF_SECONDS_MAX,
+    OUTDATED_MIN,
+    QUICK_SECONDS,
+    TURNS,
+    Priority,
+    Queue,
+    RetryError,
+    Schedule,
+)
 from ddpjob_operator.kube.runtime import Runtime
 
 START = 10_000.25  # a clock that starts at an odd moment
@@ -143,6 +152,52 @@ def test_in_a_namespace_kinds_of_jobs_take_turns_and_those_of_one_wait_behind_ea
         jobs.add(("team", name), START + 1)
     assert jobs.next_at() == START
     assert [jobs.pop(START + 1) for _ in range(4)] == [("team", name) for name in ("0", "small", "restarts", "1")]
+
+
+def test_further_pods_wait_behind_events_and_news_behind_both_and_each_has_a_turn_in_eight() -> None:
+    """A large job would never become whole while new ones come without end."""
+    jobs: Schedule[tuple[str, str]] = Schedule()
+    for number in range(100):
+        for priority in Priority:
+            jobs.add(("team", f"{priority.name}-{number}"), START, priority)
+    names = [str(jobs.pop(START)[1]).partition("-")[0] for _ in range(3 * TURNS)]  # type: ignore[index]
+    assert all(names.count(priority.name) >= 3 for priority in Priority)
+    assert names.count("EVENT") == 3 * (TURNS - 2)
+
+
+@pytest.mark.parametrize("first", [Priority.NEWS, Priority.FURTHER_PODS])
+def test_a_failure_does_not_wait_behind_the_news_that_the_job_had_before(first: Priority) -> None:
+    jobs: Schedule[tuple[str, str]] = Schedule()
+    for number in range(TURNS):
+        jobs.add(("team", str(number)), START, first)
+    jobs.add(("team", "7"), START + 1)
+    assert jobs.pop(START + 1) == ("team", "7")
+    assert ("team", "7") not in [jobs.pop(START + 1) for _ in range(TURNS)], "it was one reconcile"
+
+
+def test_what_a_reconcile_has_seen_itself_makes_no_other_one() -> None:
+    """Each restart wrote a status more, because its old pods were gone while it was reconciled."""
+    jobs = schedule(("a", 0))
+    assert jobs.pop(START) == "a"
+    jobs.add("a", START + 1)
+    assert jobs.pop(START + 1) is None
+    jobs.add("a", START + 2)
+    jobs.observed("a", START + 2)
+    jobs.add("a", START + 9)
+    jobs.done("a", START + 3)
+    assert jobs.pop(START + 8) is None
+    assert jobs.pop(START + 9) == "a"
+
+
+def test_a_request_during_a_reconcile_is_not_put_off_by_a_later_one() -> None:
+    """A failure that came during a reconcile waited for 3 s, because news of another pod was to wait so long."""
+    jobs = schedule(("a", 0))
+    assert jobs.pop(START) == "a"
+    jobs.add("a", START)
+    assert jobs.pop(START) is None
+    jobs.add("a", START + 3)
+    jobs.done("a", START + 1)
+    assert jobs.pop(START + 1) == "a"
 
 
 def test_a_namespace_has_so_many_reconciles_at_a_time_and_its_others_wait_for_one_to_end() -> None:

@@ -17,7 +17,6 @@ from ddpjob_operator.kube.job_state import JobState, JobStates
 from ddpjob_operator.kube.lookup import Caches
 from ddpjob_operator.kube.nodes import Nodes
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.receive import Sender
 from ddpjob_operator.kube.reports import FIRST_REPORT_SECONDS, WAITING_SECONDS_MAX, Reports
 from ddpjob_operator.kube.runtime import Runtime
@@ -43,9 +42,9 @@ class Desk:
             Nodes(lambda _: None, lambda: START),
         )
         self.states = JobStates(jobs)
-        self.turns, self.seconds = ProgressTurns(), 0.0
+        self.seconds = 0.0
         runtime = Runtime(clock=lambda: self.seconds, utc=lambda: self.now)
-        self.reports = Reports(jobs, self.states, runtime, 10.0, self.turns)
+        self.reports = Reports(jobs, self.states, runtime, 10.0)
         for name in names or ("digits",):
             self.running(name)
             self.states.of(("default", name), UID)
@@ -124,18 +123,20 @@ def test_while_the_progress_of_a_job_waits_for_its_turn_its_reports_are_worth_a_
     """With 2,000 jobs the turn comes every 200 s: each was planned every 10 s in vain, a tenth of a processor."""
     desk = Desk()
     for number in range(300):
-        desk.turns.ask(("default", f"other-{number}"), START, 0.0)
+        desk.reports.wait_for_write(JobState(f"other-{number}"))
     assert desk.hears(41) == FIRST_REPORT_SECONDS, "what is new does not wait"
     assert desk.hears(42) == 10.0, "it has not asked for its turn yet"
-    assert desk.turns.ask(("default", "digits"), START + dt.timedelta(seconds=1), 0.0) == pytest.approx(30)
+    state = desk.states.of(("default", "digits"), UID)
+    assert desk.reports.wait_for_write(state) == pytest.approx(30)
     assert desk.hears(43) == pytest.approx(30)
     desk.seconds = 15.0
     assert desk.hears(44) == pytest.approx(15)
     desk.seconds = 29.0
     assert desk.hears(45) == 10.0
     for number in range(1000):
-        desk.turns.ask(("default", f"third-{number}"), START, 29.0)
-    desk.turns.ask(("default", "digits"), START + dt.timedelta(seconds=1), 29.0)
+        desk.reports.wait_for_write(JobState(f"third-{number}"))
+    state.progress_at = None
+    desk.reports.wait_for_write(state)
     assert desk.hears(46) == WAITING_SECONDS_MAX, "for the rest of what it says"
 
 

@@ -20,7 +20,6 @@ from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
-from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.reconcile import Reconciler
 from ddpjob_operator.kube.reports import Reports
@@ -58,7 +57,7 @@ class Cluster:
         caches = Caches(self.jobs, pods, services, Nodes(lambda _: None, lambda: self.now))
         runtime, client = Runtime(utc=lambda: self.now), cast(Client, self)
         self.states = states = JobStates(self.jobs)
-        lookup, reports = Lookup(client, caches, runtime), Reports(self.jobs, states, runtime, 10.0, ProgressTurns())
+        lookup, reports = Lookup(client, caches, runtime), Reports(self.jobs, states, runtime, 10.0)
         executor = Executor(client, caches, lookup, cast(Events, self), runtime)
         self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
 
@@ -83,8 +82,13 @@ class Cluster:
         """What it asks of the server meanwhile."""
         self.requests.clear()
         self.changed.clear()
-        self.again_in = asyncio.run(self.reconciler.reconcile(key))
+        self.again_in = asyncio.run(self._until_done(key))
         return list(self.requests)
+
+    async def _until_done(self, key: Key) -> float | None:
+        while (again_in := await self.reconciler.reconcile(key)) == 0.0:
+            """It has more to do, as the queue sees it: further pods."""
+        return again_in
 
     def status(self, key: Key) -> Raw:
         return dict(self.stored[key].get("status") or {})

@@ -18,7 +18,6 @@ from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
-from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.reconcile import Reconciler
 from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
@@ -64,7 +63,7 @@ class Cluster:
         self.clock = 0.0
         runtime = Runtime(utc=lambda: START, clock=lambda: self.clock)
         client, states = cast(Client, self), JobStates(caches.jobs)
-        lookup, reports = Lookup(client, caches, runtime), Reports(caches.jobs, states, runtime, 10.0, ProgressTurns())
+        lookup, reports = Lookup(client, caches, runtime), Reports(caches.jobs, states, runtime, 10.0)
         executor = Executor(client, caches, lookup, cast(Events, self), runtime)
         self.reconciler = Reconciler(caches, states, reports, lookup, executor, runtime, Settings())
 

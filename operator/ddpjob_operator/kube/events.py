@@ -22,7 +22,7 @@ REMEMBERED_MAX = 5_000
 MESSAGE_MAX = 1_024  # the API server refuses a longer one
 # A state that lasts less than this is not worth an Event: a job whose pods run at once has only the one that they run.
 PASSING_SECONDS = 3.0
-# How much later an event that is no warning comes at most where pods are being created all the time.
+# How much later an event that is no warning comes at most while requests for pods of its namespace wait all the time.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
 # The same of a state that mostly ends with the creates themselves.
 PASSING_LATER_SECONDS = 60.0
@@ -50,7 +50,7 @@ class Events:
         level: str = "All",
         busy: Callable[[str], bool] = lambda _namespace: False,
     ) -> None:
-        """level: that of the settings. busy: whether pods of this namespace are being created: good news makes way."""
+        """level: that of the settings. busy: whether requests for pods of a namespace have to wait: news waits then."""
         self._client = client
         self._clock = runtime.clock
         self._runtime = runtime
@@ -139,7 +139,7 @@ class Events:
         return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
 
     def _makes_way(self, waiting: _Waiting) -> bool:
-        """Whether pods are being created that would come later for it, and no warning of the job waits behind it."""
+        """Whether pods are to be created that would come later for it, and no warning of the job waits behind it."""
         later = PASSING_LATER_SECONDS if waiting.event.reason in PASSING else LATER_SECONDS
         is_new = self._clock() < waiting.due + later
         warns = any(w.event.type == "Warning" for w in self._waiting[waiting.job.uid])

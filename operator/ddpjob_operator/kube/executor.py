@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import collections
 from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 
 import msgspec
 
@@ -15,11 +15,10 @@ from ddpjob_operator.job import api
 from ddpjob_operator.kube import decisions, observe
 from ddpjob_operator.kube.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.going_on import GoingOn
+from ddpjob_operator.kube.in_flight import InFlight
 from ddpjob_operator.kube.job_state import JobState
 from ddpjob_operator.kube.lookup import Caches, Lookup, is_absent
 from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.shares import Line, Shares
 from ddpjob_operator.kube.store import Key
 from ddpjob_operator.plan import redacted
 from ddpjob_operator.plan.actions import (
@@ -46,11 +45,12 @@ STATUS = {"fieldManager": "ddpjob-operator"}
 RECONCILE_SECONDS = 5.0
 # Once so many pods of a job are gone the others are not looked for: mostly all of them are.
 GONE_MAX = 8
-# After this time it makes way for other jobs of the namespace that wait until they may make their further pods.
-GOING_ON_SECONDS = 1.0
-
-Outcome = Literal["complete", "out of time", "makes way"]
-"""How far a plan was carried out. It makes way for other jobs: the job is enqueued when it may go on."""
+# Requests of a job at a time: a job of eight nodes starts in one round trip, and leaves half of its namespace's places
+# to others.
+OF_JOB_MAX = 8
+# Pods of a new job in its second reconcile, after the first pod; each further reconcile creates twice as many. With 2
+# most jobs of a storm would have a part of their pods and few would have all (docs/decisions.md, "What others pay").
+SECOND_BATCH = 8
 
 
 class ConflictError(Exception):
@@ -74,12 +74,11 @@ class Executor:
     recorded: Callable[[api.DDPJob, Plan, JobState], None] = lambda _job, _todo, _state: None
     """Called with the job as it was, once the status of a plan is written and before the rest is carried out."""
     # Apart, so that slow creates hold up no delete.
-    creates: Shares = field(default_factory=Shares)
-    deletes: Shares = field(default_factory=Shares)
-    going_on: GoingOn = field(default_factory=lambda: GoingOn(lambda _key: None))
+    creates: InFlight = field(default_factory=InFlight)
+    deletes: InFlight = field(default_factory=InFlight)
 
-    async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> Outcome:
-        """As much of a plan as RECONCILE_SECONDS and the other jobs allow.
+    async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
+        """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow; True: all of it.
 
         Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now. What the
         server refuses to create is no error: it is in `state` then, for the next round to report.
@@ -94,8 +93,9 @@ class Executor:
         self.events.send(job.metadata, todo.events, self.runtime.now())
         deletes = [partial(self._delete, job, a, state) for a in todo.actions if isinstance(a, DeletePod)]
         deletes += [partial(self._end, job, a, state) for a in todo.actions if isinstance(a, EndPod)]
-        all_deleted = await self._in_turn(self.deletes, job, deletes)
-        created = await self._create_all(job, todo.actions, state)
+        place = partial(self.deletes.place, job.metadata.namespace)
+        is_complete = await self._some_at_a_time(place, job, deletes)
+        is_complete &= await self._create_all(job, todo.actions, state)
         for action in todo.actions:
             if isinstance(action, DeleteGroup):
                 await self._delete_group(job, action)
@@ -104,7 +104,7 @@ class Executor:
         for action in todo.actions:
             if isinstance(action, DeleteJob):
                 await self._delete_job(job, action)
-        return created if all_deleted else "out of time"
+        return is_complete
 
     async def take_back(self, job: api.DDPJob, names: Set[str], state: JobState) -> bool:
         """Look for pods that no list shows, and give those that are there the job's label back; False: the time of a
@@ -119,7 +119,8 @@ class Executor:
                 gone.add(name)
 
         looks = [partial(look_for, name) for name in sorted(names)]
-        done = await self._in_turn(self.deletes, job, looks, lambda: len(gone) >= GONE_MAX)
+        place = partial(self.deletes.place, job.metadata.namespace)
+        done = await self._some_at_a_time(place, job, looks, lambda: len(gone) >= GONE_MAX)
         state.confirmed_gone |= names - back if done else gone
         return done
 
@@ -280,10 +281,14 @@ class Executor:
                 raise
         await self.lookup.reread(metadata)
 
-    async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> Outcome:
-        """The Service and the group, then one pod, then the others at a time.
+    async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> bool:
+        """Create the Service, the group, and pods by slow start; False: there are more pods to create.
 
-        What the server refuses for one pod it mostly refuses for all: the others are not tried, which is complete.
+        What the server refuses for one pod it mostly refuses for all, so the others are not tried, which is complete.
+        A new job gets 1, 8, 16, 32 … pods, each batch in a reconcile of its own and the job at the back of the queue
+        between them: otherwise a large job would hold up all others. Kubernetes creates the pods of a batch/v1 Job in
+        such batches too (slowStartBatch in pkg/controller/job/job_controller.go). A restart gets all of its pods in one
+        reconcile, because its ranks stand still until the last is there, and the server has accepted such pods before.
         """
         service = (
             [partial(self._create, "Service", build.service(job), job, state)] if CreateService() in actions else []
@@ -292,35 +297,27 @@ class Executor:
         to_make = [a for a in actions if isinstance(a, CreatePod)]
         pods = [partial(self._create_pod, job, a, state) for a in to_make]
         if pods and not await self._read_flavors(job, to_make[0], state):
-            return "complete"
-        known = state.unfinished
-        state.unfinished = False
-        again = job.status.attempt > 1 or any(action.replacement for action in to_make)
+            return True
+        known, state.unfinished = state.unfinished, False
         first = [*service, *groups, *([] if known else pods[:1])]
-        if not await self._one_by_one(job, first, Line.AGAIN if again else Line.FIRST, len(pods)):
-            return "complete"
-        left, line = pods if known else pods[1:], Line.AGAIN if again else Line.MORE
-        key = (job.metadata.namespace, job.metadata.name)
-        if left and not self.going_on.may(key, line, len(left)):
-            state.unfinished = True
-            return "makes way"
+        if not await self._one_by_one(job, first):
+            return True
+        left = pods if known else pods[1:]
+        again = job.status.attempt > 1 or any(action.replacement for action in to_make)
+        batch = len(left) if again else state.next_batch if known else 0
         before = state.refused_in_a_row
+        place = partial(self.creates.place, job.metadata.namespace, further=not again)
+        done = await self._some_at_a_time(place, job, left[:batch], lambda: state.refused_in_a_row > before)
+        refused = state.refused_in_a_row > before
+        state.next_batch = 2 * batch if known and not refused else SECOND_BATCH
+        state.unfinished = not refused and (not done or len(left) > batch)
+        return not state.unfinished
 
-        def seconds() -> float:
-            return GOING_ON_SECONDS if self.going_on.others_wait(key) else RECONCILE_SECONDS
-
-        state.unfinished = not await self._in_turn(
-            self.creates, job, left, lambda: state.refused_in_a_row > before, seconds, line
-        )
-        return "out of time" if state.unfinished else "complete"
-
-    async def _one_by_one(
-        self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]], line: Line, pods: int
-    ) -> bool:
-        """Whether all of them are there now. pods: how many are to be made in all."""
+    async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]]) -> bool:
+        """Whether all of them are there now."""
         key = (job.metadata.namespace, job.metadata.name)
         for create in creates:
-            async with self.creates.turn(key, line, pods):
+            async with self.creates.place(key[0]):
                 self.progressed(key)
                 there = await create()
             self.progressed(key)
@@ -328,31 +325,30 @@ class Executor:
                 return False
         return True
 
-    async def _in_turn(
+    async def _some_at_a_time(
         self,
-        shares: Shares,
+        place: Callable[[], AbstractAsyncContextManager[None]],
         job: api.DDPJob,
         calls: Sequence[Callable[[], Awaitable[object]]],
         given_up: Callable[[], bool] = lambda: False,
-        seconds: Callable[[], float] = lambda: RECONCILE_SECONDS,
-        line: Line = Line.MORE,
     ) -> bool:
-        """The calls in the job's share of requests; False: the seconds were over before all of them had begun."""
+        """Make the calls, OF_JOB_MAX at a time; False: RECONCILE_SECONDS were over before all of them had begun."""
         key = (job.metadata.namespace, job.metadata.name)
-        began = self.runtime.clock()
+        ends = self.runtime.clock() + RECONCILE_SECONDS
         left = collections.deque(calls)
 
         async def work() -> None:
-            # A call that has waited for its turn is made however long that was, else a long line never gets shorter.
-            while left and self.runtime.clock() < began + seconds() and not given_up():
+            # A call that has waited for its place is made however long that took: otherwise a long line would never get
+            # shorter.
+            while left and self.runtime.clock() < ends and not given_up():
                 call = left.popleft()
-                async with shares.turn(key, line):
+                async with place():
                     self.progressed(key)
                     if not given_up():
                         await call()
                 self.progressed(key)
 
-        workers = (work() for _ in range(min(len(calls), shares.bounds.of_job)))
+        workers = (work() for _ in range(min(len(calls), OF_JOB_MAX)))
         # All of them to their end, then the first error, so that none goes on unnoticed.
         for error in await asyncio.gather(*workers, return_exceptions=True):
             if error is not None:

@@ -55,8 +55,12 @@ class JobState:
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
     unfinished: bool = False
-    """Whether the last reconcile left pods to be made though the server creates them: it was out of time, or it made
-    way for other jobs."""
+    """True if the last reconcile left pods to be created though the server creates them: slow start, or its time was
+    over."""
+    next_batch: int = 0
+    """How many pods the next reconcile of an unfinished job creates."""
+    progress_at: float | None = None
+    """When (of the clock that nobody sets) progress alone may be written; None: nothing is waiting to be written."""
     conflicts: dict[tuple[str, str], Conflict] = field(default_factory=dict)
     """By kind and name."""
     agent: Report | None = None

@@ -22,17 +22,15 @@ from ddpjob_operator.kube.events import Events
 from ddpjob_operator.kube.executor import Executor
 from ddpjob_operator.kube.forward import Forwarder
 from ddpjob_operator.kube.gangs import Gang, waits_for
-from ddpjob_operator.kube.going_on import GoingOn
-from ddpjob_operator.kube.good_news import GoodNews
 from ddpjob_operator.kube.health import Health
+from ddpjob_operator.kube.in_flight import InFlight
 from ddpjob_operator.kube.job_state import JobStates
 from ddpjob_operator.kube.journal import Journal
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.lookup import Caches, Lookup
 from ddpjob_operator.kube.nodes import Nodes
-from ddpjob_operator.kube.progress_turns import ProgressTurns
-from ddpjob_operator.kube.queue import Queue
+from ddpjob_operator.kube.queue import Priority, Queue
 from ddpjob_operator.kube.receive import Receiver, Sender
 from ddpjob_operator.kube.reconcile import Reconciler
 from ddpjob_operator.kube.reflector import Reflector
@@ -40,7 +38,6 @@ from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.second_look import SecondLook, Watched
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.shares import Shares
 from ddpjob_operator.kube.store import Jobs, Key, Store
 from ddpjob_operator.kube.tokens import BoundPod, Verifier
 from ddpjob_operator.metrics import names
@@ -137,16 +134,14 @@ class Operator:
         self.states = states = JobStates(self.caches.jobs)
         lookup = Lookup(self._client, self.caches, runtime)
         watchers = [measuring.OfQueue(self.meter, n, controller=n == measuring.CONTROLLER) for n in names.QUEUES]
-        creates, going_on = Shares(), GoingOn(lambda key: self._good_news.goes_on(key))
-        creates.more_to_come = going_on.any_waits
-        self._good_news = GoodNews(self._enqueue, creates, runtime.clock)
+        creates = InFlight()
         events = Events(
             self._client,
             runtime,
             instance=settings.host_name,
             watcher=watchers[1],
             level=settings.events,
-            busy=creates.busy,
+            busy=creates.is_full,
         )
         reporting = build.Reporting(settings.status_url) if settings.status_url else None
         executor = Executor(
@@ -161,16 +156,14 @@ class Operator:
             mount_api_token=settings.mount_api_token,
             recorded=Journal(runtime, self.meter).recorded,
             creates=creates,
-            going_on=going_on,
         )
-        turns, every = ProgressTurns(), settings.rules.progress_write_seconds
-        self.reports = Reports(self.caches.jobs, states, runtime, every, turns)
+        self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
         self._second_look = SecondLook(
             self._client, partial(self._watched, lookup), runtime.log, measuring.changes_missed(self.meter)
         )
         self.reconciler = Reconciler(
-            self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in, turns
+            self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in, self._observed
         )
         job = self.caches.jobs.get
         told: dict[str, Any] = {"watcher": watchers[0], "kind": lambda key: triggers.kind(job(key))}
@@ -298,7 +291,7 @@ class Operator:
         """A trainer's report."""
         key = (sender.namespace, sender.job)
         if (in_seconds := self.reports.take(key, report)) is not None:
-            self._enqueue(key, in_seconds)
+            self._enqueue(key, in_seconds, Priority.NEWS)
 
     def unhealthy(self) -> str:
         """Why a restart would help, or nothing. An API server that is away is no such reason."""
@@ -397,10 +390,10 @@ class Operator:
         self._runtime.log.info("%d pods and %d services are known", pods, services)
         self._runtime.freeze_heap()
 
-    def _enqueue(self, key: Key, in_seconds: float = 0.0) -> None:
+    def _enqueue(self, key: Key, in_seconds: float = 0.0, priority: Priority = Priority.EVENT) -> None:
         # While another operator leads a queue would only grow, by the names of all jobs that ever were.
         if self.leads:
-            self.queue.add(key, in_seconds)
+            self.queue.add(key, in_seconds, priority)
         elif (raw := self.caches.jobs.get(key)) is None or storage.is_cut(raw):
             self.states.forget([key])  # of whose pods it has passed reports on
 
@@ -419,6 +412,9 @@ class Operator:
             self._events.gone(old["metadata"]["uid"])
         if new is not None:
             self.meter.spends(exposition.job(new), now)
+
+    def _observed(self, key: Key) -> None:
+        self.queue.observed(key)
 
     def _enqueue_all(self) -> None:
         for key in self.caches.jobs:
@@ -460,12 +456,9 @@ class Operator:
             self.states.pod_deleted(key, old)
         nodes = ((self.caches.jobs.get(key) or {}).get("spec") or {}).get("nodes", 1)
         in_seconds = triggers.pod_changed(old, new, self.caches.pods.each(key), nodes)
-        if in_seconds is None or not self.leads:
-            return
-        if new is not None and triggers.is_good_news(new, in_seconds):
-            self._good_news.add(key, in_seconds, all_run=in_seconds == triggers.ALL_RUN_SECONDS)
-        else:
-            self._enqueue(key, in_seconds)
+        if in_seconds is not None and self.leads:
+            is_news = new is not None and triggers.is_good_news(new, in_seconds)
+            self._enqueue(key, in_seconds, Priority.NEWS if is_news else Priority.EVENT)
 
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
         job = self.caches.jobs.get(key)

@@ -1,9 +1,18 @@
 """Which job is reconciled next. One reconcile at a time per job; many requests become one; failures back off.
 
-Namespaces take turns, and in each of them kinds of jobs; a reconcile that takes long leaves its place to others, so
-that no job waits for another.
+A request is a time and a priority. When the time has come the key is due, and waits for its turn:
 
-`Schedule` decides and has no clock; `Queue` runs it with one. A request is a time: the earlier of two wins.
+- Namespaces take turns, so that the 500 jobs of one hold up none of another.
+- In a namespace kinds of keys take turns (`kind`): jobs that have begun, and new jobs by their size. So a restart waits
+  for no new jobs, and a job of one pod for none of a thousand.
+- Behind all of these come jobs that go on to create their pods, and behind them what only says that all goes well
+  (`Priority`). Each of the two has one turn in TURNS at least, so that a large job becomes whole however many new ones
+  there are.
+
+A reconcile that takes long leaves its place to others, up to a limit for each namespace.
+
+`Schedule` decides and has no clock; `Queue` runs it with one. Of two requests for a key the earlier one wins, and of
+those that are due the one with the higher priority.
 """
 
 from __future__ import annotations
@@ -13,22 +22,40 @@ import collections
 import heapq
 import itertools
 from collections.abc import Awaitable, Callable, Hashable, Mapping
+from enum import IntEnum
 from typing import Generic, TypeVar
 
+from ddpjob_operator.kube.in_flight import Turn
 from ddpjob_operator.kube.limit import at_most
 from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.shares import Turn
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# At a time, slow ones too. Each may wait for its turn to create a pod (shares.py): with 16 such requests under way,
-# each of 30 s at most, every fourth of which is for the job of its line that has waited longest, that turn comes within
-# STUCK_SECONDS (operator.py). At most 32 of them make further pods (going_on.py).
-OF_NAMESPACE_MAX = 72
+# At a time, slow ones too: twice as many as may have a create in flight (in_flight.py), because others write a status
+# meanwhile. With more of them an event would wait behind too many others.
+OF_NAMESPACE_MAX = 32
 # A reconcile that takes longer waits for one request, and the others need not wait with it.
 QUICK_SECONDS = 0.1
+# Of so many turns of a namespace each priority has one, however many keys of the higher ones are due. With fewer the
+# further pods of others would delay a job's first one.
+TURNS = 8
 # Of so many times that no longer hold none is dropped before its own time.
 OUTDATED_MIN = 64
+
+
+class Priority(IntEnum):
+    """What a reconcile is for; the lower number goes first."""
+
+    EVENT = 0
+    """A new job, a failure, an edit: whatever is not one of the others."""
+    FURTHER_PODS = 1
+    """The job has more pods to create, or more to do."""
+    NEWS = 2
+    """Pods run, or training makes progress: a status is written, which costs the API server as much as two pods."""
+
+
+_Request = tuple[float, int, K, Priority]
+"""When, a number that breaks ties, the key, and what for."""
 
 
 class Watcher:
@@ -44,43 +71,76 @@ class Watcher:
         """The work on a key is over: success, requeue (at once), requeue_after (a time) or error."""
 
 
+class _Due(Generic[K]):
+    """What is due in one namespace."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[int, list[_Request[K]]] = {}
+        """A heap of each kind; the kind that was served last is at the end. Priorities other than EVENT have one kind
+        each, their negative number."""
+        self._turns = 0
+
+    def push(self, kind: int, request: _Request[K]) -> None:
+        heapq.heappush(self.kinds.setdefault(kind, []), request)
+
+    def in_turn(self) -> list[int]:
+        """The kinds, that whose turn it is first."""
+        kinds = [kind for kind in self.kinds if kind >= 0]
+        kinds += [kind for kind in (-Priority.FURTHER_PODS, -Priority.NEWS) if kind in self.kinds]
+        turn = -(self._turns % TURNS)
+        return sorted(kinds, key=lambda kind: kind != turn) if turn < 0 else kinds
+
+    def served(self, kind: int) -> None:
+        """Move a kind to the end."""
+        self.kinds[kind] = self.kinds.pop(kind)
+        self._turns += 1
+
+
 class Schedule(Generic[K]):
     """Times in seconds of any one clock."""
 
     def __init__(self, *, of_namespace: int = OF_NAMESPACE_MAX, kind: Callable[[K], int] = lambda _key: 0) -> None:
+        """kind: not negative."""
         self._of_namespace = of_namespace
         self._kind = kind
-        self._due: dict[K, float] = {}
-        self._later: list[tuple[float, int, K]] = []
+        self._requests: dict[Priority, dict[K, float]] = {priority: {} for priority in Priority}
+        """When a key was requested for. A request is dropped if one of a higher or equal priority is as early."""
+        self._later: list[_Request[K]] = []
         """A heap of what is not due, some of it out of date: an earlier request has taken its place."""
-        self._heaps: dict[Hashable, dict[int, list[tuple[float, int, K]]]] = {}
-        """What is due, by namespace and by kind; in both the one that was served last is at the end."""
+        self._due: dict[Hashable, _Due[K]] = {}
+        """By namespace; the one that was served last is at the end."""
         self._order = itertools.count()
         self._busy: dict[K, float] = {}
         self._busy_in: collections.Counter[Hashable] = collections.Counter()
+        self._again: dict[K, Priority] = {}
+        """The keys that have become due while they were busy."""
         self._failures: dict[K, int] = {}
         self._not_before: dict[K, float] = {}
         self.waited = 0.0
         """How long the key that was popped last has been due."""
 
-    def add(self, key: K, at: float) -> None:
+    def add(self, key: K, at: float, priority: Priority = Priority.EVENT) -> None:
         """Reconcile `key` at `at`, or earlier if that was requested before; never before its back-off ends."""
         at = max(at, self._not_before.get(key, at))
-        if at < self._due.get(key, float("inf")):
-            self._due[key] = at
-            heapq.heappush(self._later, (at, next(self._order), key))
-            if len(self._later) > 2 * len(self._due) + OUTDATED_MIN:
-                # A job whose deadline is in a week leaves one behind at each reconcile, of which it has 8,000 a day.
-                self._later = [entry for entry in self._later if self._due.get(entry[2]) == entry[0]]
-                heapq.heapify(self._later)
+        for other, requests in self._requests.items():
+            known = requests.get(key)
+            if known is not None and other <= priority and known <= at:
+                return
+            if known is not None and other >= priority and known >= at:
+                del requests[key]
+        self._requests[priority][key] = at
+        heapq.heappush(self._later, (at, next(self._order), key, priority))
+        if len(self._later) > 2 * len(self) + OUTDATED_MIN:
+            # A job whose deadline is in a week leaves one behind at each reconcile, of which it has 8,000 a day.
+            self._later = [request for request in self._later if self._holds(request)]
+            heapq.heapify(self._later)
 
     def pop(self, now: float) -> K | None:
-        """The key of the next namespace and kind that has been due longest, which is busy from now on; None: nothing is
-        due."""
+        """The key whose turn it is, which is busy from now on; None: no key may be reconciled now."""
         self._take_due(now)
-        for namespace in list(self._heaps):
+        for namespace in list(self._due):
             if self._busy_in[namespace] < self._of_namespace:
-                for kind in list(self._heaps[namespace]):
+                for kind in self._due[namespace].in_turn():
                     if (key := self._pop_of(namespace, kind, now)) is not None:
                         return key
         return None
@@ -89,31 +149,30 @@ class Schedule(Generic[K]):
         """Only namespaces in which something is due are looked at in turn: there may be a thousand others."""
         while (top := self._top(self._later)) is not None and top[0] <= now:
             heapq.heappop(self._later)
-            key = top[2]
-            heap = self._heaps.setdefault(_namespace(key), {}).setdefault(self._kind(key), [])
-            heapq.heappush(heap, top)
+            _, _, key, priority = top
+            due = self._due.setdefault(_namespace(key), _Due())
+            due.push(-priority or self._kind(key), top)
 
     def _pop_of(self, namespace: Hashable, kind: int, now: float) -> K | None:
-        kinds = self._heaps[namespace]
-        heap = kinds[kind]
-        while heap and heap[0][0] <= now:
-            at, _, key = heapq.heappop(heap)
-            if self._due.get(key) != at:
-                continue  # an earlier request has taken its place
+        due = self._due[namespace]
+        heap = due.kinds[kind]
+        while (top := self._top(heap)) is not None:
+            heapq.heappop(heap)
+            at, _, key, priority = top
+            for requests in self._requests.values():
+                requests.pop(key, None)
             if key in self._busy:
-                self._due[key] = float("inf")  # requested again by `done`
+                self._again[key] = min(priority, self._again.get(key, priority))
                 continue
-            del self._due[key]
             self.waited = now - at
             self._busy[key] = now
             self._busy_in[namespace] += 1
-            kinds[kind] = kinds.pop(kind)
-            self._heaps[namespace] = self._heaps.pop(namespace)
+            due.served(kind)
+            self._due[namespace] = self._due.pop(namespace)
             return key
-        if not heap:
-            del kinds[kind]
-        if not kinds:
-            del self._heaps[namespace]
+        del due.kinds[kind]
+        if not due.kinds:
+            del self._due[namespace]
         return None
 
     def progressed(self, key: K, now: float) -> None:
@@ -121,8 +180,16 @@ class Schedule(Generic[K]):
         if key in self._busy:
             self._busy[key] = now
 
+    def observed(self, key: K, now: float) -> None:
+        """The reconcile of `key` reads the state of now: what was requested until now needs no other one."""
+        self._again.pop(key, None)
+        for requests in self._requests.values():
+            if requests.get(key, float("inf")) <= now:
+                del requests[key]
+
     def done(self, key: K, now: float, again_at: float | None = None) -> None:
-        """The reconcile has succeeded. What was requested meanwhile is due now."""
+        """The reconcile has succeeded. What was requested meanwhile is due now. again_at: not later than now: it has
+        more to do, with the priority FURTHER_PODS."""
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
         self._release(key, now, again_at)
@@ -142,8 +209,8 @@ class Schedule(Generic[K]):
 
     def next_at(self) -> float | None:
         """When the next key that may be reconciled is due; None: none is waiting."""
-        free = (kinds for name, kinds in self._heaps.items() if self._busy_in[name] < self._of_namespace)
-        heaps = (self._later, *(heap for kinds in free for heap in kinds.values()))
+        free = (due for name, due in self._due.items() if self._busy_in[name] < self._of_namespace)
+        heaps = (self._later, *(heap for due in free for heap in due.kinds.values()))
         tops = [top for heap in heaps if (top := self._top(heap))]
         return min(tops)[0] if tops else None
 
@@ -157,8 +224,8 @@ class Schedule(Generic[K]):
 
     def due(self, now: float) -> tuple[int, float]:
         """How many keys are due and wait for their turn, and for how long the oldest of them has been due."""
-        times = [at for at in self._due.values() if at <= now]
-        return len(times), max((now - at for at in times), default=0.0)
+        times = {key: at for requests in self._requests.values() for key, at in requests.items() if at <= now}
+        return len(times), max((now - at for at in times.values()), default=0.0)
 
     @property
     def working(self) -> int:
@@ -166,10 +233,15 @@ class Schedule(Generic[K]):
         return len(self._busy)
 
     def __len__(self) -> int:
-        return len(self._due)
+        return sum(map(len, self._requests.values()))
 
-    def _top(self, heap: list[tuple[float, int, K]]) -> tuple[float, int, K] | None:
-        while heap and self._due.get(heap[0][2]) != heap[0][0]:
+    def _holds(self, request: _Request[K]) -> bool:
+        """False: an earlier request has taken its place, or the key has had its turn."""
+        at, _, key, priority = request
+        return self._requests[priority].get(key) == at
+
+    def _top(self, heap: list[_Request[K]]) -> _Request[K] | None:
+        while heap and not self._holds(heap[0]):
             heapq.heappop(heap)
         return heap[0] if heap else None
 
@@ -179,11 +251,10 @@ class Schedule(Generic[K]):
             self._busy_in[namespace] -= 1
             if not self._busy_in[namespace]:
                 del self._busy_in[namespace]
-        if self._due.get(key) == float("inf"):
-            del self._due[key]
-            self.add(key, now)
+        if (priority := self._again.pop(key, None)) is not None:
+            self.add(key, now, priority)
         if again_at is not None:
-            self.add(key, again_at)
+            self.add(key, again_at, Priority.FURTHER_PODS if again_at <= now else Priority.EVENT)
 
 
 def back_off(times: int) -> float:
@@ -229,11 +300,11 @@ class Queue(Generic[K]):
         self._tasks: set[asyncio.Task[None]] = set()
         self._logged: dict[K, str] = {}
 
-    def add(self, key: K, in_seconds: float = 0.0) -> None:
+    def add(self, key: K, in_seconds: float = 0.0, priority: Priority = Priority.EVENT) -> None:
         """Reconcile `key` after `in_seconds`, or earlier if that was requested before."""
         self._watcher.added()
         at = self._clock() + in_seconds
-        self.schedule.add(key, at)
+        self.schedule.add(key, at, priority)
         if at < self._sleeps_until:  # a storm of pods requests the same jobs again and again
             self._wake.set()
 
@@ -257,6 +328,10 @@ class Queue(Generic[K]):
     def progressed(self, key: K) -> None:
         """The reconcile of `key` has got an answer."""
         self.schedule.progressed(key, self._clock())
+
+    def observed(self, key: K) -> None:
+        """The reconcile of `key` reads the state of now: what was requested until now needs no other one."""
+        self.schedule.observed(key, self._clock())
 
     async def run(self) -> None:
         """Until cancelled; then those under way are cancelled too."""

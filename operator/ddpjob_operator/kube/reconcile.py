@@ -15,13 +15,12 @@ from ddpjob_operator.job.status import apart_from_progress
 from ddpjob_operator.kube import decisions
 from ddpjob_operator.kube.client import ApiError
 from ddpjob_operator.kube.executor import RECONCILE_SECONDS, ConflictError, Executor
+from ddpjob_operator.kube.in_flight import InFlight
 from ddpjob_operator.kube.job_state import JobState, JobStates
 from ddpjob_operator.kube.lookup import Caches, Lookup
-from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.queue import RetryError
 from ddpjob_operator.kube.reports import Reports
 from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.shares import Bounds, Shares
 from ddpjob_operator.kube.store import Key, Store
 from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
 from ddpjob_operator.plan import unreadable
@@ -44,11 +43,8 @@ ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
 # Nodes, or pods, of a job that is planned on the event loop; more of them are planned in a thread.
 PLANNED_AT_ONCE = 256
-# A job that waits until it may go on is enqueued then, so it need not look by itself. Until then its status need not
-# tell how many of its pods run.
-WAITS_SECONDS = 60.0
-# Of the jobs of which our copy has a part so many are held whole at a time, each of some MiB at most.
-READS = Bounds(total=8, of_namespace=2, of_job=1, quick_seconds=600.0)
+# While a job's pods are being created, its status says how many of them run this often.
+UNFINISHED_SECONDS = 60.0
 
 
 @dataclass(eq=False)
@@ -64,10 +60,9 @@ class Reconciler:
     settings: Settings
     ready_in: Callable[[Key], float | None] = lambda _key: 0.0
     """Seconds until a job may be reconciled, 0: now; None: not before it is enqueued again."""
-    progress_turns: ProgressTurns = field(default_factory=ProgressTurns)
-    reads: Shares = field(
-        default_factory=lambda: Shares(Bounds(total=16, of_namespace=4, of_job=1, quick_seconds=600.0))
-    )
+    observed: Callable[[Key], None] = lambda _key: None
+    """Called before the state of a job is read: what was requested for it until then needs no other reconcile."""
+    reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
     """Of those jobs of which our copy has a part so many are held whole at a time, of 4 MiB at most."""
 
     async def reconcile(self, key: Key) -> float | None:
@@ -75,7 +70,6 @@ class Reconciler:
         try:
             return await self._reconcile(key)
         finally:
-            self.executor.going_on.over(key)
             if (raw := self.caches.jobs.get(key)) is not None and storage.is_cut(raw):
                 self.states.forget_spec(key)
 
@@ -88,7 +82,7 @@ class Reconciler:
                 return await self._rounds(key)
         if (until := self._rests_until(key, raw)) is not None:
             return self._seconds_until(until)
-        async with self.reads.turn(key):
+        async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
                 await self._read(key)
                 # Whether it waits for a gang is known only now.
@@ -132,6 +126,7 @@ class Reconciler:
 
     async def _round(self, key: Key, ends: float) -> float | Literal["another round"] | None:
         """The seconds until the next reconcile, None: nothing is to come; or another round comes at once."""
+        self.observed(key)
         readable = await self._readable(key)
         if not isinstance(readable, tuple):
             return readable
@@ -145,7 +140,7 @@ class Reconciler:
             return self._requeue_in(todo, state)
         if await self._has_read_job(key, todo, state) or await self._has_listed_pods(key, job, todo, state):
             return "another round"
-        if (wait := self._wait_for_turn(key, job, todo)) > 0:
+        if (wait := self._wait_for_turn(job, todo, state)) > 0:
             return min(wait, self._requeue_in(todo, state) or wait)
         again_in = await self._execute(job, todo, state, ends)
         if again_in is not None:
@@ -165,17 +160,15 @@ class Reconciler:
         """The seconds until the next reconcile; None: another round comes at once."""
         if self._tells_later(job.status, todo, state):
             todo = Plan(todo.actions, requeue_at=todo.requeue_at)
-        outcome = await self.executor.execute(job, todo, state)
+        is_complete = await self.executor.execute(job, todo, state)
         if todo.status is not None:
             state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
-        if outcome == "complete" and todo.actions and only_creates and not state.refusals and not state.conflicts:
+        if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
             # The status that was just written describes it, and the new pods' own changes come soon enough. Also where
             # it took long: in a storm of jobs each would write that all of its pods run but the one just made.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
-        if outcome == "makes way":
-            return min(WAITS_SECONDS, self._requeue_in(todo, state) or WAITS_SECONDS)
-        if outcome == "out of time" or self.runtime.clock() > ends:
+        if not is_complete or self.runtime.clock() > ends:
             return 0.0  # the other jobs that are due come first
         return None
 
@@ -183,7 +176,7 @@ class Reconciler:
         """Whether a plan goes on to make pods, and its status would only tell that some of the others run. Each time
         that a job goes on it would be written once more, and cost the API server as much as two pods."""
         new = todo.status
-        if new is None or not state.unfinished or self.runtime.clock() - state.written_at > WAITS_SECONDS:
+        if new is None or not state.unfinished or self.runtime.clock() - state.written_at > UNFINISHED_SECONDS:
             return False
         told = {c.type: c.status for c in old.conditions} == {c.type: c.status for c in new.conditions}
         same = {name: getattr(old, name) for name in ("nodes", "started_nodes", "display", "message", "conditions")}
@@ -198,7 +191,6 @@ class Reconciler:
             await self.lookup.read_job(key, quietly=True)
             raw = self.caches.jobs.get(key)
         if raw is None:
-            self.progress_turns.forget(key)
             self.states.forget([key])
             return None
         version = str(raw["metadata"].get("resourceVersion") or "")
@@ -338,12 +330,12 @@ class Reconciler:
         state.listed_for, state.listed_to_free = max(newest, state.listed_for), freed
         return True
 
-    def _wait_for_turn(self, key: Key, job: api.DDPJob, todo: Plan) -> float:
+    def _wait_for_turn(self, job: api.DDPJob, todo: Plan, state: JobState) -> float:
         """Seconds that a write of progress alone has to wait for those of other jobs."""
-        progress = job.status.progress
-        if progress is not None and _is_only_progress(job.status, todo):
-            return self.progress_turns.ask(key, progress.updated, self.runtime.clock())
-        self.progress_turns.forget(key)
+        only_progress = job.status.progress is not None and _is_only_progress(job.status, todo)
+        if only_progress and (wait := self.reports.wait_for_write(state)) > 0:
+            return wait
+        state.progress_at = None
         return 0.0
 
     def _requeue_in(self, todo: Plan, state: JobState) -> float | None:

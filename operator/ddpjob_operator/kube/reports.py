@@ -10,7 +10,6 @@ import msgspec
 
 from ddpjob_operator.job import topology
 from ddpjob_operator.kube.job_state import JobState, JobStates
-from ddpjob_operator.kube.progress_turns import ProgressTurns
 from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.store import Jobs, Key
 from ddpjob_operator.observed import stall
@@ -22,20 +21,20 @@ FIRST_REPORT_SECONDS = 0.1
 # A job whose progress waits for its turn is not planned for each report meanwhile, but as often as this, for the rest
 # of what its ranks say: thousands of jobs would be planned every ten seconds in vain.
 WAITING_SECONDS_MAX = 60.0
+# Writes of nothing but progress, of all jobs together. Thousands of jobs that train would otherwise take all of the API
+# server's time for their step numbers.
+PROGRESS_WRITES_PER_SECOND = 10
 
 
 class Reports:
     """Of all jobs, while this operator leads."""
 
-    def __init__(
-        self, jobs: Jobs, states: JobStates, runtime: Runtime, progress_write_seconds: float, turns: ProgressTurns
-    ) -> None:
-        """turns: of the writes of progress."""
+    def __init__(self, jobs: Jobs, states: JobStates, runtime: Runtime, progress_write_seconds: float) -> None:
         self._jobs = jobs
         self._states = states
         self._runtime = runtime
         self._progress_write_seconds = progress_write_seconds
-        self._turns = turns
+        self._next_write_at = float("-inf")
         self._silence: stall.Silence | None = None
         self._receiving_since: dt.datetime | None = None
         """After a silence of most jobs; None: there was none."""
@@ -61,9 +60,9 @@ class Reports:
             # The status shows rank 0's metrics; of the other ranks only their steps count.
             report = msgspec.structs.replace(report, metrics={})
         state.make_room(report, None if topology.ranks_follow_nodes(spec) else topology.nproc_per_node(spec))
-        return self._take_from_rank(key, state, report)
+        return self._take_from_rank(state, report)
 
-    def _take_from_rank(self, key: Key, state: JobState, report: Report) -> float | None:
+    def _take_from_rank(self, state: JobState, report: Report) -> float | None:
         known = state.reports.get(report.rank)
         if known is not None and report.attempt < known.attempt:
             return None
@@ -79,8 +78,17 @@ class Reports:
         # it shows no step, and just after a restart people look.
         if (begins or is_alarm) and report.rank == 0:
             return FIRST_REPORT_SECONDS
-        turn = self._turns.comes_in(key, self._runtime.clock())
+        turn = 0.0 if state.progress_at is None else state.progress_at - self._runtime.clock()
         return max(self._progress_write_seconds, min(turn, WAITING_SECONDS_MAX))
+
+    def wait_for_write(self, state: JobState) -> float:
+        """Seconds until the progress of a job may be written, in the order in which jobs asked first. A job that does
+        not come back leaves its time unused, which holds up the others for 0.1 s."""
+        now = self._runtime.clock()
+        if state.progress_at is None:
+            state.progress_at = max(now, self._next_write_at)
+            self._next_write_at = state.progress_at + 1.0 / PROGRESS_WRITES_PER_SECOND
+        return max(0.0, state.progress_at - now)
 
     def _track(self, state: JobState, report: Report) -> bool:
         """Whether the time until the rank counts as stalled starts again."""
