@@ -261,7 +261,7 @@ def train(turn: int, done: int, *, memory_is_on: bool) -> None:
             mark()
         os.write(done, struct.pack("d", (time.thread_time() - began) / STEPS_AT_ONCE))
     if keeper is not None:
-        del watch
+        assert watch is not None, "its hook ends with it"
         assert keeper.is_on, "it was turned off"
         for name, seconds in clock.spent.items():
             its = seconds[STEPS_AT_ONCE:]  # proven, and with an area
