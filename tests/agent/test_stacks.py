@@ -7,7 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -17,6 +20,9 @@ from shell import eventually
 from ddpjob.agent import processes
 from ddpjob.agent.core import folded_stacks, idle
 from ddpjob.agent.core.folded_stacks import RankStack
+from ddpjob.agent.core.stall_monitor import Heartbeat
+from ddpjob.agent.options import parse
+from ddpjob.agent.watch_ranks import Watching
 
 # Rank 1 hangs in load_batch, the others wait in wait_for_others, until a file lets all of them end.
 TRAIN = """
@@ -155,6 +161,38 @@ def test_64_ranks_in_two_places_are_two_stacks() -> None:
 def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object]) -> None:
     """Scripts can write into that memory; the agent must not end for it."""
     assert "rank 0" in folded_stacks.text([RankStack(0, 1, 0, answer)])
+
+
+@pytest.mark.parametrize(
+    ("beat", "lines"),
+    [
+        (Heartbeat(0, "", 0, 0), 1),
+        (Heartbeat(0, "train", 7, 0), 1),
+        (Heartbeat(0, "save", 7, 0), 0),
+        (Heartbeat(0, "evaluate", 7, 0), 0),
+    ],
+    ids=["without the library", "in a step", "in a pause to save", "in a pause to evaluate"],
+)
+@pytest.mark.parametrize(("nodes", "name", "how"), [(1, "digits", "ddpjob stacks digits"), (2, "", "kill -QUIT ")])
+def test_an_agent_mentions_its_idle_ranks_in_one_line(
+    capsys: pytest.CaptureFixture[str], beat: Heartbeat, lines: int, nodes: int, name: str, how: str
+) -> None:
+    """A script without the library would otherwise hang for hours without a word."""
+    agent: Any = types.SimpleNamespace(
+        options=parse([f"--nnodes={nodes}", "--node-rank=0", "train.py"], {}),
+        node=types.SimpleNamespace(running_ranks={0}, pid=lambda _: -1),
+        environ={"DDPJOB_NAME": name},
+        watch=lambda *_: None,
+    )
+    watching = Watching(agent)
+    watching.begin(cast(Any, types.SimpleNamespace(of=lambda _: beat, notify_read=-1)))
+    begun = time.monotonic()
+    for seconds in range(1, 300, 5):
+        watching.tick(begun + seconds)
+    told = capsys.readouterr().err
+    assert told.count("\n") == lines, told
+    whose = " of node 0" if nodes > 1 else ""
+    assert told.startswith(f"ddprun: all ranks{whose} have been idle for 60s; stacks: {how}" if lines else "")
 
 
 def looks(clock: idle.IdleClock, times: range, cpu: float = 0.0, mark: object = None) -> list[str]:

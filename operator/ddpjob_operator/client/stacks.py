@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from ddpjob.agent.core import folded_stacks
 from ddpjob.core.heartbeat import STACKS_SIGNAL
-from ddpjob_operator.client import jobs, watch
+from ddpjob_operator.client import jobs, several, watch
 from ddpjob_operator.client.connection import Cluster, Raw
 from ddpjob_operator.client.errors import ClusterError, NoAnswerError
 from ddpjob_operator.job import launcher
@@ -53,7 +53,11 @@ def of_job(cluster: Cluster, stored: jobs.Stored, chosen: Sequence[str], node: i
         raise InputError(f"{name}: no pod is running, so it has no stacks")
     command = [*_kubectl(stored, pods[0], chosen), "exec", *chosen, "-c", stored.trainer]
     with ThreadPoolExecutor(TOGETHER_MAX) as threads:
-        return list(threads.map(lambda pod: _of_pod(cluster, stored, pod, command), pods))
+        asked = [threads.submit(_of_pod, cluster, stored, pod, command) for pod in pods]
+        found, wrong = several.of_each(asked, lambda future: future.result())
+    if not found:
+        several.refuse(wrong)
+    return [*found, *map(str, wrong)]  # a pod that cannot be asked does not hide what the others show
 
 
 def _kubectl(stored: jobs.Stored, pod: Raw, chosen: Sequence[str]) -> list[str]:
@@ -76,17 +80,18 @@ def _of_pod(cluster: Cluster, stored: jobs.Stored, pod: Raw, command: Sequence[s
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=EXEC_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"no stacks of pod {name}: kubectl exec: {error}"
+        raise ClusterError(f"no stacks of pod {name}: kubectl exec: {error}") from None
     if done.returncode:
         why = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         is_without = done.returncode == NO_AGENT
-        return f"no stacks of pod {name}: " + ("no ddprun runs in it now" if is_without else f"kubectl exec: {why[0]}")
+        text = "no ddprun runs in it now" if is_without else f"kubectl exec: {why[0]}"
+        raise ClusterError(f"no stacks of pod {name}: {text}")
     while time.monotonic() - began < ANSWER_SECONDS:
         found = _printed(cluster, stored, pod, BEFORE_SECONDS + math.ceil(time.monotonic() - began))
         if len(found) > before:
             return found[-1]
         time.sleep(POLL_SECONDS)
-    return f"no stacks of pod {name}: its ddprun did not answer within {ANSWER_SECONDS:.0f} s"
+    raise ClusterError(f"no stacks of pod {name}: its ddprun did not answer within {ANSWER_SECONDS:.0f} s")
 
 
 def _printed(cluster: Cluster, stored: jobs.Stored, pod: Raw, seconds: int) -> list[str]:

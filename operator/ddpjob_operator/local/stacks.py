@@ -12,7 +12,7 @@ from ddpjob.agent import processes
 from ddpjob.agent.core import folded_stacks
 from ddpjob.core.heartbeat import STACKS_SIGNAL
 from ddpjob_operator.job.wording import count
-from ddpjob_operator.local import runs
+from ddpjob_operator.local import run_folder, runs
 from ddpjob_operator.manifest.yamlfile import InputError
 
 ANSWER_SECONDS = 40.0  # py-spy has 5 s for each of the ranks that do not answer
@@ -74,7 +74,7 @@ def of_run(run: runs.Run) -> list[str]:
         found = [text for log in logs for text in folded_stacks.printed(log)]
         if len(found) >= len(asked.agents):
             return found
-        if time.monotonic() > end or not runs.run_folder.is_running(run.folder):
+        if time.monotonic() > end or not run_folder.is_running(run.folder):
             late = count(len(asked.agents) - len(found), "ddprun")
             raise InputError("\n".join([*found, f"{name}: {late} did not answer; is it stopped (Ctrl-Z)?"]))
         time.sleep(POLL_SECONDS)
