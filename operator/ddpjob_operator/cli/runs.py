@@ -111,7 +111,55 @@ def report(job: str | None, folder: Path | None) -> int:
     return answer(reports.page(run, run.history(), dt.datetime.now(dt.timezone.utc)))
 
 
-COMMANDS = (list_runs, logs, report)
+@click.command(short_help="Show where the ranks of a job are.", epilog="Example: ddpjob stacks digits --rank 1")
+@click.argument("job", type=JobName(), required=False)
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of this rank.")
+@click.option("--cluster", "in_cluster", is_flag=True, help="Of a job in a cluster, as -n and --context say, too.")
+@FOLDER
+@cluster_options
+def stacks(connect: Connect, job: str | None, rank: int | None, folder: Path | None, in_cluster: bool) -> int:
+    """Show the stacks of JOB's ranks, each once with the ranks that share it; without JOB, of the last run here.
+
+    The ranks go on. ddprun must have started them; in a cluster kubectl must be there, with the right to exec.
+    """
+    from ddpjob.agent.core import folded_stacks
+    from ddpjob_operator.cli.output import answer
+    from ddpjob_operator.manifest.yamlfile import InputError
+
+    if in_cluster or connect.is_chosen or _is_plugin():
+        source = _logs_in_cluster(connect, job)
+    else:
+        source = _logs_here(connect, job, folder)
+    node = None if rank is None else source.node_of_rank(rank)
+    found = _stacks_of(source, connect, node)
+    if rank is not None:
+        parts = [part for text in found if (part := folded_stacks.of_rank(text, rank))]
+        if not parts:
+            raise InputError(f"{source.name}: no stack of rank {rank}; " + "; ".join(t.splitlines()[0] for t in found))
+        found = parts
+    return answer("".join(f"{text}\n" for text in found))
+
+
+COMMANDS = (list_runs, logs, stacks, report)
+
+
+def _stacks_of(source: LogSource, connect: Connect, node: int | None) -> list[str]:
+    from ddpjob_operator.local import run_logs
+
+    if isinstance(source, run_logs.LocalLogs):
+        from ddpjob_operator.local import stacks as local
+
+        return local.of_run(source.run)
+    from ddpjob_operator.client import stacks as client
+    from ddpjob_operator.client.logs import ClusterLogs
+
+    assert isinstance(source, ClusterLogs), "there are two sources"
+    cluster = source.cluster
+    chosen = ["--namespace", cluster.namespace]
+    chosen += [
+        word for name in ("context", "kubeconfig") if (given := getattr(connect, name)) for word in (f"--{name}", given)
+    ]
+    return client.of_job(cluster, source.stored, chosen, node)
 
 
 def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> LogSource:

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 SECTIONS = (
-    ("On this machine", "run init check list logs report".split()),
+    ("On this machine", "run init check list logs stacks report".split()),
     ("In a cluster", "submit get describe logs events top wait suspend resume restart scale delete".split()),
 )
 OTHERS = "More"

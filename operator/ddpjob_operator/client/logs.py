@@ -61,7 +61,7 @@ class ClusterLogs:
         self.name = stored.job.metadata.name
         self.stored = stored
         """The job at the last look."""
-        self._cluster, self._say, self._part, self._on_look = cluster, say, part, on_look
+        self.cluster, self._say, self._part, self._on_look = cluster, say, part, on_look
         self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
 
     def attempts(self) -> list[int]:
@@ -134,7 +134,7 @@ class ClusterLogs:
         """The log of a pod as it is now, with the end of its last line."""
         end = b"\n"
         try:
-            for piece in self._cluster.pieces(_log_path(pod), container=self.stored.trainer, **self._part.params()):
+            for piece in self.cluster.pieces(_log_path(pod), container=self.stored.trainer, **self._part.params()):
                 yield piece
                 end = piece[-1:]
         except NoAnswerError as error:
@@ -147,8 +147,8 @@ class ClusterLogs:
         Raises JobGoneError where the job is deleted meanwhile.
         """
         uids = [pod["metadata"]["uid"] for pod in self._pods]
-        streams = _Streams(self._cluster, self.stored.trainer, self._part, uids, self._say)
-        seen = watch.Watch(self._cluster, self.stored, self._say)
+        streams = _Streams(self.cluster, self.stored.trainer, self._part, uids, self._say)
+        seen = watch.Watch(self.cluster, self.stored, self._say)
         was_over = watch.ended(self.stored)
 
         def add(pod: Raw) -> None:
@@ -189,14 +189,14 @@ class ClusterLogs:
 
     def _look_for_pods(self, add: Callable[[Raw], None]) -> None:
         with contextlib.suppress(NoAnswerError):  # the look at the job says so
-            for pod in jobs.pods(self._cluster, self.name):
+            for pod in jobs.pods(self.cluster, self.name):
                 add(pod)
 
     def _watch_pods(self, add: Callable[[Raw], None], is_closed: Callable[[], bool]) -> None:
         """Pods as they change, where the user may watch them; each second is looked anyway."""
         while not is_closed():
             try:
-                for pod in jobs.changing_pods(self._cluster, self.name):
+                for pod in jobs.changing_pods(self.cluster, self.name):
                     add(pod)
             except NoAnswerError:
                 pass

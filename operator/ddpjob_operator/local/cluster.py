@@ -161,6 +161,11 @@ class LocalCluster:
             if pod.place == place and pod.live and pod.attempt == dated.attempt:
                 pod.step, pod.step_at = report.step or None, now
 
+    def is_paused(self) -> bool:
+        """Whether a rank of the present attempt saves or evaluates, as it has declared."""
+        newest = max(self._ports, default=0)
+        return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
+
     def initialized(self) -> dt.datetime | None:
         """Since when the ranks that train now report without having made a step; None while none reports so."""
         newest = max(self._ports, default=0)

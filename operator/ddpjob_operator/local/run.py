@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from msgspec.structs import replace
 
-from ddpjob.agent import processes
+from ddpjob.agent import processes, watch_ranks
+from ddpjob.agent.core import idle
 from ddpjob_operator.describe import ending
 from ddpjob_operator.job import api, launcher, podspec, reasons, topology, wording
 from ddpjob_operator.job.status import TERMINAL, ranks_since
@@ -39,6 +40,7 @@ from ddpjob_operator.local import (
     runs,
     screen,
     script,
+    stacks,
     table,
     threads,
     told,
@@ -224,12 +226,13 @@ class Runner:
         self.screen = screen.screen(self.job, options.plain, options.process_group, options.defaults)
         if options.pdb is not None:
             self.screen = screen.DebuggerScreen(self.job, options.defaults)
-        self._started_at = time.monotonic()
+        self._started_at = self._idle_at = time.monotonic()
+        self._idle = idle.IdleClock()
         self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
         self._stop_reasons: list[str] = []
         self._stopped: dict[str, Container] = {}  # by pod: how the trainers ended that were told to stop
-        self._pause_asked = False
+        self._pause_asked = self._stacks_asked = False
         self._noted: set[str] = set()
         self._total_steps: int | None = None
         self._metrics = None if options.metrics is None else _metrics_file(options.metrics, self.job)
@@ -252,6 +255,7 @@ class Runner:
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         stops = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
         self._signals = {number: signal.signal(number, self._on_signal) for number in stops}
+        self._signals[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, self._on_quit_key)
         self._signals[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop_key)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self.screen.start()
@@ -288,6 +292,8 @@ class Runner:
             if ended and all(not pod.live and not pod.open for pod in self.cluster.pods.values()):
                 return
             self._pause()
+            self._ask_stacks()
+            self._look_for_idle()
             self.teller.tick()
             self.screen.draw(self._moment(), list(self.cluster.pods.values()))
             self._wait(wait)
@@ -325,7 +331,13 @@ class Runner:
 
     def _wait(self, seconds: float | None) -> None:
         """Until a node prints, reports or ends, a rank reports progress, or a signal comes."""
-        waits = (seconds, self.screen.due_in(self.job.status), self._next_fault(), self.teller.due_in())
+        waits = (
+            seconds,
+            self.screen.due_in(self.job.status),
+            self._next_fault(),
+            self.teller.due_in(),
+            self._idle_in(),
+        )
         limits = [s for s in waits if s is not None]
         for key, _ in self.cluster.selector.select(min([WAIT_SECONDS_MAX, *limits])):
             if key.data is None:
@@ -337,6 +349,10 @@ class Runner:
                         self.cluster.take(report, topology.members(self.job.spec).place(report.node_rank))
             elif key.fd in key.data.open:
                 self.cluster.handle(key)
+
+    def _idle_in(self) -> float | None:
+        is_watched = self.job.status.state == "Running" and not launcher.restarts_in_place(self.job.spec)
+        return max(0.0, self._idle_at - time.monotonic()) if is_watched else None
 
     def _record(self, status: api.Status) -> None:
         """Remember the status, and write it for others; a full disk costs the file, never the job."""
@@ -410,6 +426,29 @@ class Runner:
 
     def _on_stop_key(self, _number: int, _frame: Any) -> None:
         self._pause_asked = True
+
+    def _on_quit_key(self, _number: int, _frame: Any) -> None:
+        self._stacks_asked = True
+
+    def _ask_stacks(self) -> None:
+        """Pass Ctrl-\\ on: the agents print where their ranks are."""
+        if self._stacks_asked:
+            self._stacks_asked = False
+            if sentence := stacks.ask(self.folder.uid).sentence():
+                self.screen.note(sentence)
+
+    def _look_for_idle(self) -> None:
+        """Mention idle ranks once; under ddprun the agents do, which know more."""
+        now = time.monotonic()
+        if now < self._idle_at or launcher.restarts_in_place(self.job.spec):
+            return
+        self._idle_at = now + idle.LOOK_SECONDS
+        is_on = self.job.status.state == "Running" and not self.cluster.is_paused() and self.options.pdb is None
+        pods = [pod for pod in self.cluster.pods.values() if pod.live and pod.pid is not None] if is_on else []
+        parent_of = processes.parents() if pods else {}
+        cpu = {pod.place: watch_ranks.cpu_seconds(pod.pid or 0, parent_of) for pod in pods}
+        if found := self._idle.look(now, cpu):
+            self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         """Note it only, because the interpreter may be in the middle of a print; a second signal kills at once."""

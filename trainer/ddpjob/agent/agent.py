@@ -26,6 +26,7 @@ from ddpjob.agent.preload import ForkServer
 from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob.core.failures import Failure
 from ddpjob.core.findings import Finding
+from ddpjob.core.heartbeat import STACKS_SIGNAL
 
 if TYPE_CHECKING:
     from ddpjob.agent.core.stall_monitor import StallReport
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from ddpjob.agent.heartbeats import Heartbeats
 
 # They end a process that does not handle them.
-_FATAL = "SIGHUP SIGINT SIGQUIT SIGTERM SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGIO SIGPWR SIGXCPU".split()
+_FATAL = "SIGHUP SIGINT SIGTERM SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGIO SIGPWR SIGXCPU".split()
 WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
 MESSAGE_BEGINS = b'{"ddpjob"'
 
@@ -68,6 +69,7 @@ class Watchdog(Protocol):
     def tick(self, now: float, /) -> None: ...
     def ask(self, now: float, /, *, quiet: bool = False) -> None: ...
     def others_have_ended(self) -> None: ...
+    def ask_stacks(self, now: float, /) -> None: ...
     def end(self) -> None: ...
 
 
@@ -85,7 +87,9 @@ class Agent:
         self.termination_signal = 0  # 0: no termination is requested
         self._numbers = [getattr(signal, name) for name in options.signals if not _is_nohup(name)]
         self._fatal = _fatal() - set(self._numbers)
-        self._signals = processes.listen_to_signals([*self._numbers, *self._fatal])
+        # Whoever asks for stacks needs a signal that ends nothing, also where the user lets SIGQUIT end the job.
+        self._for_stacks = {signal.SIGQUIT, STACKS_SIGNAL} - set(self._numbers)
+        self._signals = processes.listen_to_signals([*self._numbers, *self._fatal, *self._for_stacks])
         self._poller = select.poll()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._server = server
@@ -170,6 +174,8 @@ class Agent:
         for number in os.read(self._signals, 4096):
             if number in self._numbers:
                 self._terminate(number)
+            elif number in self._for_stacks:
+                self.watching.ask_stacks(time.monotonic())
             elif number in self._fatal:
                 # As it ends torchrun, but the kernel would leave our folder.
                 handled = ",".join(self.options.signals)

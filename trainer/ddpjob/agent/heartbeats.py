@@ -23,13 +23,14 @@ from ddpjob.core.heartbeat import (
     CELLS_BYTES,
     COLLECTIVES,
     COMPLETED,
+    KIND,
     LENGTH,
+    LOUD,
     NOTICE,
     OVER,
     PAGE_BYTES,
     PHASES,
     PID,
-    QUIET,
     SAVED,
     WAITED_IN,
 )
@@ -92,12 +93,18 @@ class Heartbeats:
         """The collective in which a rank that has ended waited until its timeout; 0: none, or it is not known."""
         return max(0, self._cells[local_rank][WAITED_IN])
 
-    def ask(self, *, quiet: bool = False) -> None:
-        """Ask every rank where it is; it answers within half a second. quiet: only what it waits in."""
+    def ask(self, *, kind: int = LOUD) -> int:
+        """Ask every rank where it is; it answers within half a second. The number of the question."""
         self._asked += 1
         for cells in self._cells:
-            cells[QUIET] = int(quiet)
+            cells[KIND] = kind
             cells[ASKED] = self._asked
+        return self._asked
+
+    @property
+    def asked(self) -> int:
+        """The number of the last question."""
+        return self._asked
 
     def begun_by(self, local_rank: int) -> int:
         """The operations of the default group that a rank had begun when it left it; -1: it has not left it."""

@@ -93,6 +93,10 @@ class LocalRanks:
         """The local ranks that run."""
         return set(self._pids)
 
+    def pid(self, local_rank: int) -> int:
+        """The process of a local rank that runs; 0 if it has ended."""
+        return self._pids.get(local_rank, 0)
+
     def rank(self, local_rank: int) -> int:
         """The rank of a local rank, in this generation."""
         return self._ranks[local_rank]

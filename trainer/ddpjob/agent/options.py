@@ -203,7 +203,7 @@ def _add_restarts(group: _Group) -> None:
     group.value(
         "max-restarts", "N", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too ({BACKOFF_LIMIT})"
     )
-    group.value("signals-to-handle", "NAMES", "signals that end the job", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    group.value("signals-to-handle", "NAMES", "signals that end the job", "SIGTERM,SIGINT,SIGHUP")
     group.value("shutdown-timeout", "SECONDS", "time between SIGTERM and SIGKILL (30)")
 
 

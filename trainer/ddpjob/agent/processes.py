@@ -216,6 +216,22 @@ def parents() -> dict[int, int]:
     return parent_of
 
 
+def catches(pid: int, number: int) -> bool:
+    """True if this process has a handler for the signal: one without it would perhaps be ended by it."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        lines = _read(f"/proc/{pid}/status").decode(errors="replace").splitlines()
+        caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+        return bool(caught >> (number - 1) & 1)
+    return False
+
+
+def is_python(pid: int) -> bool:
+    """True if this process runs a Python interpreter."""
+    with contextlib.suppress(OSError):  # another user's, or it has ended
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
+    return False
+
+
 def is_running(pid: int) -> bool:
     """Whether this process has not ended; one that is a zombie has."""
     with contextlib.suppress(OSError):

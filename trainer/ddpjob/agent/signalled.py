@@ -48,7 +48,7 @@ class Signalled:
         for rank in ranks:
             below = trainers(rank, announced, parent_of)
             self._trainers |= below
-            if below and rank not in announced and _is_python(rank) and _would_end(rank, number):
+            if below and rank not in announced and processes.is_python(rank) and _would_end(rank, number):
                 self._held[rank] = number
             else:
                 processes.send([rank], number)
@@ -97,20 +97,14 @@ def trainers(rank: int, announced: Collection[int], parent_of: Mapping[int, int]
     found = below.intersection(announced)
     listening: set[str] | None = None
     for pid in below - found:
-        if _is_python(pid) and _text(f"/proc/{pid}/comm").strip() != _DATA_LOADER:
+        if processes.is_python(pid) and _text(f"/proc/{pid}/comm").strip() != _DATA_LOADER:
             listening = _listening(pid) if listening is None else listening
             if _has_own_group(pid, parent_of[pid], listening):
                 found.add(pid)
-    if not below or _is_python(rank):
+    if not below or processes.is_python(rank):
         return found
     pythons = set(_first_pythons(rank, below, parent_of))
     return found | (pythons and _between(rank, pythons, parent_of)) if pythons else below
-
-
-def _is_python(pid: int) -> bool:
-    with contextlib.suppress(OSError):  # another user's, or it has ended
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
-    return False
 
 
 def _would_end(rank: int, number: int) -> bool:
@@ -125,7 +119,7 @@ def _would_end(rank: int, number: int) -> bool:
 
 def _first_pythons(rank: int, below: set[int], parent_of: Mapping[int, int]) -> Iterator[int]:
     """The Python processes above which, up to the rank, is no other."""
-    pythons = {pid for pid in below if _is_python(pid)}
+    pythons = {pid for pid in below if processes.is_python(pid)}
     for pid in pythons:
         if pythons.isdisjoint(_above(pid, rank, parent_of)):
             yield pid

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ddpjob import threads
 from ddpjob.agent import processes
-from ddpjob.agent.core import deadlock, stall_monitor
+from ddpjob.agent.core import deadlock, idle, stall_monitor
 from ddpjob.agent.core.stall_monitor import Heartbeat, HeartbeatTracker, StallReport
 from ddpjob.agent.core.stall_rules import Position
 from ddpjob.agent.heartbeats import Heartbeats
-from ddpjob.core.heartbeat import STACKS_SIGNAL
+from ddpjob.agent.node import say
+from ddpjob.agent.stacks import StacksQuestion, write_stacks
+from ddpjob.core.heartbeat import LOUD, QUIET
 
 if TYPE_CHECKING:
     from ddpjob.agent.agent import Agent
@@ -47,24 +49,30 @@ class Watching:
         self._signals: list[int] = []  # ranks that are asked by a signal unless they answer
         self._signal_at: float | None = None
         self._answer_at: float | None = None
+        self._stacks = StacksQuestion(agent)
+        self._idle = idle.IdleClock()
+        self._idle_at: float | None = None
 
     @property
     def deadline(self) -> float | None:
         """When `tick` has something to do."""
-        times = [at for at in (self._look_at, self._signal_at, self._answer_at) if at is not None]
-        return min(times) if times else None
+        times = (self._look_at, self._signal_at, self._answer_at, self._idle_at, self._stacks.deadline)
+        return min((at for at in times if at is not None), default=None)
 
     def begin(self, beats: Heartbeats) -> None:
         """A generation starts."""
         self._beats = beats
         self._paces, self._reported, self._over, self._cpu, self._still = {}, None, False, {}, {}
+        self._idle = idle.IdleClock()
+        self._idle_at = None if self.timeout == 0 else time.monotonic()
         self._agent.watch(beats.notify_read, self._read_notification)
 
     def end(self) -> None:
         """No rank runs any more, or all shall end."""
         if self._beats is not None:
             self._agent.unwatch(self._beats.notify_read)
-        self._beats = self._look_at = self._signal_at = self._answer_at = None
+        self._stacks.end()
+        self._beats = self._look_at = self._signal_at = self._answer_at = self._idle_at = None
 
     def tick(self, now: float) -> None:
         if self._look_at is not None and now >= self._look_at:
@@ -73,6 +81,36 @@ class Watching:
             self._signal_next(now)
         if self._answer_at is not None and now >= self._answer_at:
             self._answer(now)
+        if self._idle_at is not None and now >= self._idle_at:
+            self._look_for_idle(now)
+        self._stacks.tick(now, is_free=self._answer_at is None)
+
+    def ask_stacks(self, now: float) -> None:
+        """Print the stacks of the ranks of this node, folded."""
+        self._stacks.ask(self._beats, now)
+
+    def _look_for_idle(self, now: float) -> None:
+        assert self._beats is not None, "only beats are looked at"
+        node, options = self._agent.node, self._agent.options
+        self._idle_at = now + idle.LOOK_SECONDS
+        beats = {rank: self._beats.of(rank) for rank in node.running_ranks}
+        is_paused = any(beat.phase in ("save", "evaluate") for beat in beats.values())
+        parent_of = processes.parents() if beats and not is_paused else {}
+        cpu = {rank: cpu_seconds(node.pid(rank), parent_of) for rank in beats if not is_paused}
+        found = self._idle.look(now, cpu, self._mark(beats))
+        if found:
+            name = self._agent.environ.get("DDPJOB_NAME")
+            whose = f" of node {options.place}" if options.nodes > 1 else ""
+            how = f"ddpjob stacks {name}" if name else f"kill -QUIT {os.getpid()}"
+            say(idle.sentence(found, self._idle.seconds, whose, how))
+
+    def _mark(self, beats: Mapping[int, Heartbeat]) -> tuple[tuple[int, int], ...] | None:
+        """How far the ranks are, if they train and have been seen to get on several times; else a step may be long."""
+        paces = self._paces.values()
+        enough = all(pace.phase == "train" and pace.moves >= stall_monitor.LOOKS_UNTIL_TRAINING for pace in paces)
+        if not paces or not enough or any(beat.over for beat in beats.values()):
+            return None
+        return tuple((beat.step, beat.collectives) for _, beat in sorted(beats.items()))
 
     def others_have_ended(self) -> None:
         """All ranks of a node have ended well: those of this one wait for nobody any more."""
@@ -83,7 +121,7 @@ class Watching:
         writes nothing, and says what it waits in."""
         if self._beats is None:
             return
-        self._beats.ask(quiet=quiet)
+        self._beats.ask(kind=QUIET if quiet else LOUD)
         self._quiet, self._signal_at, self._answer_at = quiet, None, now + QUIET_SECONDS
         if not quiet:
             self._signals = sorted(self._agent.node.running_ranks)
@@ -148,7 +186,7 @@ class Watching:
         self._signal_at = None
         while self._signals:
             rank = self._signals.pop(0)
-            if self._beats.answer(rank) is None and _write_stacks(self._beats.of(rank).pid):
+            if self._beats.answer(rank) is None and write_stacks(self._beats.of(rank).pid):
                 self._signal_at = now + SIGNAL_PAUSE_SECONDS
                 return
 
@@ -204,9 +242,9 @@ def waiting(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
     return Position(rank, step, where=str((answer or {}).get("where", ""))[:120], waits=waits)
 
 
-def cpu_seconds(pid: int) -> float:
-    """Of a process and of all below it, those that have ended too; 0 where it has."""
-    return sum(_own_cpu_seconds(one) for one in {pid, *processes.descendants(pid)})
+def cpu_seconds(pid: int, parent_of: Mapping[int, int] | None = None) -> float:
+    """Of a process and of all below it, those that have ended too; 0 where it has. parent_of: of all processes."""
+    return sum(_own_cpu_seconds(one) for one in {pid, *processes.descendants(pid, parent_of)})
 
 
 def _own_cpu_seconds(pid: int) -> float:
@@ -230,16 +268,3 @@ def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bo
 def _lives(pid: int) -> bool:
     """A rank that is a shell script outlives the training in it."""
     return pid > 0 and os.path.exists(f"/proc/{pid}")
-
-
-def _write_stacks(pid: int) -> bool:
-    """faulthandler writes them, in the process itself; whether this one has it, for to another the signal is fatal."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as status:
-            caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt:"))
-        if pid > 0 and caught >> (STACKS_SIGNAL - 1) & 1:
-            os.kill(pid, STACKS_SIGNAL)
-            return True
-    except (OSError, StopIteration, ValueError):  # it has ended
-        return False
-    return False

@@ -11,14 +11,15 @@ One page for each rank. It begins with cells of 8 bytes, an answer to the agent'
     SAVED       the step of the newest checkpoint that `Snapshot` has saved or loaded; 0: none
     LENGTH      of the answer: {"step": 41, "where": "train.py:41 in load", "sequence": 7, "op": "…", "done": true}
     COMPLETED   1: a collective of the default group has completed
-    QUIET       1: the question is what the rank waits in, and nothing is written to its stderr
+    KIND        of the question: LOUD: also writes its stacks to its stderr; QUIET: what it waits in; STACK: its stack
     WAITED_IN   the last collective of the default group, of a rank that ends by the timeout of one; 0: it does not
 """
 
 from typing import Literal
 
 PHASES: tuple[Literal["", "start", "train", "save", "evaluate"], ...] = ("", "start", "train", "save", "evaluate")
-PID, PHASE, STEP, COLLECTIVES, ASKED, ANSWERED, LENGTH, OVER, SAVED, WAITED_IN, QUIET, COMPLETED = range(12)
+PID, PHASE, STEP, COLLECTIVES, ASKED, ANSWERED, LENGTH, OVER, SAVED, WAITED_IN, KIND, COMPLETED = range(12)
+LOUD, QUIET, STACK = range(3)
 CELLS_BYTES = 96
 PAGE_BYTES = 4096
 NOTICE = "=q"  # what a process writes into the notify pipe when it begins to train: its number

@@ -32,12 +32,14 @@ from ddpjob.core.heartbeat import (
     CELLS_BYTES,
     COLLECTIVES,
     COMPLETED,
+    KIND,
     OVER,
     PAGE_BYTES,
     PHASE,
     PID,
     QUIET,
     SAVED,
+    STACK,
     STEP,
     WAITED_IN,
 )
@@ -49,6 +51,7 @@ TEXT_CHARACTERS_MAX = 120
 POLL_SECONDS = 0.25
 END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it writes
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
+FOLDED_MAX, FOLDED_BYTES_MAX = 20, 3000  # in an answer of a page
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _FORK_SERVER = os.path.join(_LIBRARY, "agent", "forkserver.py")
 
@@ -178,12 +181,15 @@ def _answer(page: memoryview, cells: memoryview) -> None:
     frames = sys._current_frames()
     main = threading.main_thread().ident
     answer: dict[str, Any] = {"step": cells[STEP], "where": innermost(frames.get(main or 0))}
-    if cells[QUIET]:
+    if cells[KIND] == QUIET:
         answer["waits"] = _waits(frames)
         _write_answer(page, cells, answer)
         return
     recorded = _of_torch(_recorded) or []
     answer |= {**last_collective(recorded), "apart": waits_apart(recorded, _of_torch(collectives_begun))}
+    if cells[KIND] == STACK:
+        _write_answer(page, cells, answer | {"stack": folded(frames.get(main or 0))})
+        return
     _write_answer(page, cells, answer)
     os.write(2, _stacks(cells, frames, recorded).encode("utf-8", "replace"))
 
@@ -231,14 +237,37 @@ def stack(frame: FrameType | None) -> list[str]:
 def innermost(frame: FrameType | None) -> str:
     """train.py:41 in load_batch: the innermost call of the user's own code, else the innermost."""
     first = frame
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith((os.path.dirname(os.__file__), _LIBRARY, "<frozen")) and "-packages" not in name:
-            break
+    while frame is not None and not _is_of_script(frame):
         frame = frame.f_back
     frame = frame or first
-    if frame is None:
-        return ""
+    return "" if frame is None else _place(frame)
+
+
+def folded(frame: FrameType | None) -> list[str]:
+    """The frames of the user's own code, innermost first, and one line for all others; short enough for an answer."""
+    own: list[str] = []
+    others: list[FrameType] = []
+    while frame is not None and frame.f_code.co_filename != _FORK_SERVER:
+        if _is_of_script(frame):
+            own.append(_place(frame))
+        else:
+            others.append(frame)
+        frame = frame.f_back
+    count = f"{len(others)} frame{'s' * (len(others) > 1)} of libraries"
+    lines = [f"(above it {count}, innermost {_place(others[0])})"] if others and own else []
+    lines = lines or ([f"({count}, innermost {_place(others[0])})"] if others else [])
+    shown = own[:FOLDED_MAX] + ([f"… {len(own) - FOLDED_MAX} more"] if len(own) > FOLDED_MAX else [])
+    while len(json.dumps(shown + lines)) > FOLDED_BYTES_MAX:  # names that are not ASCII take six bytes a letter
+        shown.pop()
+    return shown + lines
+
+
+def _is_of_script(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    return not name.startswith((os.path.dirname(os.__file__), _LIBRARY, "<frozen")) and "-packages" not in name
+
+
+def _place(frame: FrameType) -> str:
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"[:TEXT_CHARACTERS_MAX]
 

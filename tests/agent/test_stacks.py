@@ -1,0 +1,228 @@
+"""SIGQUIT to ddprun shows where the ranks are, in one text, and ends nothing; idle ranks are mentioned once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any, cast
+
+import psutil
+import pytest
+from agents import Launcher, finish
+from shell import eventually
+
+from ddpjob.agent import processes
+from ddpjob.agent.core import folded_stacks, idle
+from ddpjob.agent.core.folded_stacks import RankStack
+from ddpjob.agent.core.stall_monitor import Heartbeat
+from ddpjob.agent.options import parse
+from ddpjob.agent.watch_ranks import Watching
+
+# Rank 1 hangs in load_batch, the others wait in wait_for_others, until a file lets all of them end.
+TRAIN = """
+import os, re, signal, sys, time
+import ddpjob
+rank = int(os.environ["RANK"])
+def until_go():
+    while not os.path.exists("go"): time.sleep(0.01)
+def load_batch(): until_go()
+def wait_for_others(): until_go()
+ddpjob.progress(1)
+ddpjob.progress(2 if rank == 1 else 3)
+open(f"up-{rank}", "w").write(str(os.getpid()))
+load_batch() if rank == 1 else wait_for_others()
+"""
+
+
+class Waiting:
+    """A `ddprun` whose ranks wait for the file `go`, and what it has printed on stderr."""
+
+    def __init__(self, launcher: Launcher, text: str, *words: object, ranks: int, **env: str) -> None:
+        self.folder, self.ranks = launcher.folder, ranks
+        self.errors = launcher.folder / "stderr"
+        with open(self.errors, "wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "ddpjob.agent", "--no-preload", f"--nproc-per-node={ranks}", *map(str, words),
+                 launcher.script(text)],
+                cwd=launcher.folder, env=launcher.env | env, stdout=errors, stderr=errors,
+            )  # fmt: skip
+        eventually(lambda: all(self.pid(rank) for rank in range(ranks)))
+
+    def pid(self, rank: int) -> int:
+        path = self.folder / f"up-{rank}"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    def text(self) -> str:
+        return self.errors.read_text(errors="replace")
+
+    def asked(self, number: int = signal.SIGQUIT, times: int = 1) -> str:
+        """The text that follows the signal."""
+        before = self.text().count(folded_stacks.END)
+        for _ in range(times):
+            self.process.send_signal(number)
+        eventually(lambda: self.text().count(folded_stacks.END) > before)
+        return self.text().rpartition("ddprun: " + folded_stacks.BEGIN)[2]
+
+    def ends_well(self) -> None:
+        (self.folder / "go").touch()
+        assert self.process.wait(60) == 0, self.text()
+
+
+def test_sigquit_prints_each_distinct_stack_with_the_ranks_that_share_it_and_ends_nothing(launcher: Launcher) -> None:
+    """Without it a hang without a timeout tells nothing until the limit, and Ctrl-\\ would end the training."""
+    run = Waiting(launcher, TRAIN, ranks=4)
+    printed = run.asked(times=3)
+    assert printed.startswith("ranks 0-3, innermost call first:"), printed
+    assert re.search(
+        r"  ranks 0, 2-3: step 3\n    train.py:6 in until_go\n    train.py:8 in wait_for_others\n"
+        r"    train.py:12 in <module>\n  rank 1: step 2\n    train.py:6 in until_go\n    train.py:7 in load_batch\n",
+        printed,
+    ), printed
+    assert "ddpjob: rank" not in run.text(), "the ranks themselves write nothing to the log"
+    assert "train.py:7 in load_batch" in run.asked(), "it can be asked again"
+    run.ends_well()
+
+
+def test_a_stopped_rank_and_one_in_c_code_are_named_with_what_they_are_doing(launcher: Launcher) -> None:
+    """They cannot answer; without a reason the user would not know where to look next."""
+    held = TRAIN.replace("load_batch() if", "re.match('(a+)+b', 'a' * 40) if rank == 2 else load_batch() if")
+    run = Waiting(launcher, held, ranks=3)
+    os.kill(run.pid(0), signal.SIGSTOP)
+    eventually(lambda: psutil.Process(run.pid(0)).status() == psutil.STATUS_STOPPED)
+    printed = run.asked()
+    assert f"rank 0 (process {run.pid(0)}): stopped by SIGSTOP or SIGTSTP; kill -CONT lets it go on" in printed
+    in_c = f"rank 2 (process {run.pid(2)}): does not answer: it has been running C code that holds the interpreter"
+    assert in_c in printed, printed
+    assert "  rank 1: step 2\n" in printed
+    os.kill(run.pid(0), signal.SIGCONT)
+    run.process.send_signal(signal.SIGINT)
+    run.process.send_signal(signal.SIGINT)
+    run.process.wait(60)
+
+
+def test_py_spy_shows_a_rank_that_cannot_answer_where_it_is_installed(launcher: Launcher, tmp_path: Path) -> None:
+    """A rank without a process group and without the library has nothing in it that could answer."""
+    program = tmp_path / "bin" / "py-spy"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\necho "Thread of $4"\necho "    silent (train.py:3)"\n')
+    program.chmod(0o755)
+    silent = "import os, time\nopen(f'up-{os.environ[\"RANK\"]}', 'w').write(str(os.getpid()))\n"
+    silent += "while not os.path.exists('go'): time.sleep(0.01)\n"
+    run = Waiting(launcher, silent, ranks=2, PATH=f"{program.parent}:{os.environ['PATH']}")
+    printed = run.asked()
+    assert f"rank 0 (process {run.pid(0)}): cannot be asked" in printed, printed
+    assert f"    Thread of {run.pid(1)}\n        silent (train.py:3)\n" in printed
+    run.ends_well()
+
+
+def test_whoever_lets_sigquit_end_the_job_is_obeyed_and_still_gets_stacks_by_the_other_signal(
+    launcher: Launcher,
+) -> None:
+    """`ddpjob stacks` uses that one, so it never ends a job."""
+    run = Waiting(launcher, TRAIN, "--signals-to-handle=SIGTERM,SIGQUIT", ranks=1)
+    assert "rank 0: step 3" in run.asked(45)
+    run.process.send_signal(signal.SIGQUIT)
+    assert run.process.wait(60) != 0
+    assert folded_stacks.END in run.text()
+
+
+def test_without_a_running_rank_one_sentence_says_so(launcher: Launcher) -> None:
+    agent = launcher.ddprun("--nnodes=2", "--node-rank=1", "--master-port=1", launcher.script("pass"))
+    eventually(lambda: processes.catches(agent.pid, signal.SIGQUIT))
+    agent.send_signal(signal.SIGQUIT)
+    agent.send_signal(signal.SIGQUIT)
+    assert agent.stderr is not None
+    assert "no stacks: no rank runs on this node now" in agent.stderr.readline()
+    agent.send_signal(signal.SIGTERM)
+    finish(agent)
+
+
+def test_64_ranks_in_two_places_are_two_stacks() -> None:
+    """Sixty-four stacks would push the one that counts off the screen."""
+    here = {"stack": ["train.py:9 in backward"], "sequence": 25, "op": "all_reduce", "done": False}
+    there = {"stack": ["train.py:4 in load"], "sequence": 24, "op": "all_reduce", "done": True}
+    ranks = [RankStack(rank, 1000 + rank, 7, there if rank == 40 else here) for rank in range(64)]
+    assert folded_stacks.text(ranks).splitlines() == [
+        "stacks of ranks 0-63, innermost call first:",
+        "  ranks 0-39, 41-63: step 7, in collective 25 (all_reduce)",
+        "    train.py:9 in backward",
+        "  rank 40: step 7, has ended collective 24 (all_reduce)",
+        "    train.py:4 in load",
+    ]
+
+
+@pytest.mark.parametrize("answer", [{}, {"stack": 3}, {"stack": [1], "sequence": "x"}, {"sequence": -1, "op": None}])
+def test_a_nonsensical_answer_is_shown_without_an_error(answer: dict[str, object]) -> None:
+    """Scripts can write into that memory; the agent must not end for it."""
+    assert "rank 0" in folded_stacks.text([RankStack(0, 1, 0, answer)])
+
+
+@pytest.mark.parametrize(
+    ("beat", "lines"),
+    [
+        (Heartbeat(0, "", 0, 0), 1),
+        (Heartbeat(0, "train", 7, 0), 1),
+        (Heartbeat(0, "save", 7, 0), 0),
+        (Heartbeat(0, "evaluate", 7, 0), 0),
+    ],
+    ids=["without the library", "in a step", "in a pause to save", "in a pause to evaluate"],
+)
+@pytest.mark.parametrize(("nodes", "name", "how"), [(1, "digits", "ddpjob stacks digits"), (2, "", "kill -QUIT ")])
+def test_an_agent_mentions_its_idle_ranks_in_one_line(
+    capsys: pytest.CaptureFixture[str], beat: Heartbeat, lines: int, nodes: int, name: str, how: str
+) -> None:
+    """A script without the library would otherwise hang for hours without a word."""
+    agent: Any = types.SimpleNamespace(
+        options=parse([f"--nnodes={nodes}", "--node-rank=0", "train.py"], {}),
+        node=types.SimpleNamespace(running_ranks={0}, pid=lambda _: -1),
+        environ={"DDPJOB_NAME": name},
+        watch=lambda *_: None,
+    )
+    watching = Watching(agent)
+    watching.begin(cast(Any, types.SimpleNamespace(of=lambda _: beat, notify_read=-1)))
+    begun = time.monotonic()
+    for seconds in range(1, 300, 5):
+        watching.tick(begun + seconds)
+    told = capsys.readouterr().err
+    assert told.count("\n") == lines, told
+    whose = " of node 0" if nodes > 1 else ""
+    assert told.startswith(f"ddprun: all ranks{whose} have been idle for 60s; stacks: {how}" if lines else "")
+
+
+def looks(clock: idle.IdleClock, times: range, cpu: float = 0.0, mark: object = None) -> list[str]:
+    """What two ranks that use this share of a CPU make the clock say."""
+    said = (clock.look(float(now), {0: cpu * now, 1: 0.001 * now}, mark) for now in times)  # type: ignore[arg-type]
+    return [text for text in said if text]
+
+
+def test_idle_ranks_are_mentioned_once_per_idle_period() -> None:
+    clock = idle.IdleClock(60)
+    assert looks(clock, range(0, 600, 5)) == [idle.IDLE]
+    clock.look(600.0, {0: 100.0, 1: 1.0})
+    assert clock.look(655.0, {0: 100.0, 1: 1.0}) == ""
+    assert clock.look(661.0, {0: 100.0, 1: 1.0}) == idle.IDLE
+
+
+def test_one_rank_that_computes_is_no_idle_group() -> None:
+    assert looks(idle.IdleClock(60), range(0, 600, 5), cpu=0.1) == []
+
+
+def test_ranks_that_spin_in_one_collective_are_mentioned_though_they_use_the_cpu() -> None:
+    """NCCL waits with a busy processor."""
+    assert looks(idle.IdleClock(60), range(0, 600, 5), cpu=1.0, mark=((7, 7), (7, 7))) == [idle.NO_PROGRESS]
+    moving = idle.IdleClock(60)
+    assert not any(moving.look(float(now), {0: float(now)}, now // 30) for now in range(0, 600, 5))
+
+
+def test_a_pause_is_never_idle_and_its_end_starts_the_clock_again() -> None:
+    clock = idle.IdleClock(60)
+    looks(clock, range(0, 55, 5))
+    assert clock.look(55.0, {}) == ""
+    assert looks(clock, range(60, 120, 5)) == []
+    assert looks(clock, range(120, 130, 5)) == [idle.IDLE]

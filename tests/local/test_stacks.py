@@ -1,0 +1,115 @@
+"""Ctrl-\\ in `ddpjob run`, and `ddpjob stacks`: where the ranks of a run on this machine are. No torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from shell import Cli, eventually
+
+DDPRUN = {"command": [str(Path(sys.executable).parent / "ddprun"), "--no-preload", "train.py"]}
+# Two nodes of two ranks; rank 1 hangs in load_batch until there is a file.
+HANGS = """
+import os, signal, sys, time
+import ddpjob
+rank = int(os.environ.get("RANK", "0"))
+def until_go():
+    while not os.path.exists("go"): time.sleep(0.01)
+def load_batch(): until_go()
+ddpjob.progress(1)
+open(f"up-{rank}", "w").write(str(os.getpid()))
+load_batch() if rank == 1 else until_go()
+"""
+
+
+class Run:
+    """`ddpjob run` of ranks that wait for the file `go`."""
+
+    def __init__(self, cli: Cli, file: Path, ranks: int) -> None:
+        self.cli, self.errors = cli, cli.folder / "stderr"
+        with open(self.errors, "w") as errors, open(cli.folder / "stdout", "w") as out:
+            self.process = cli.start("run", file, stdout=out, stderr=errors, stdin=subprocess.DEVNULL)
+        eventually(lambda: all(self.pid(rank) for rank in range(ranks)), 60)
+
+    def pid(self, rank: int) -> int:
+        path = self.cli.folder / f"up-{rank}"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    def shown(self) -> str:
+        return (self.cli.folder / "stdout").read_text() + self.errors.read_text()
+
+    def ends_well(self) -> None:
+        (self.cli.folder / "go").touch()
+        assert self.process.wait(60) == 0, self.shown()
+
+
+@pytest.fixture
+def run(cli: Cli) -> Iterator[Run]:
+    """Two nodes of two ranks under ddprun."""
+    started = Run(cli, cli.file(HANGS, container=DDPRUN, nprocPerNode=2), ranks=4)
+    yield started
+    started.process.send_signal(signal.SIGINT)
+    started.process.send_signal(signal.SIGINT)
+    started.process.wait(60)
+
+
+def test_stacks_shows_each_place_once_with_its_ranks_and_a_rank_alone(run: Run) -> None:
+    """The first question in a hang is where; the answer must not need a second terminal with py-spy."""
+    done = run.cli.run("stacks", "job")
+    assert done.returncode == 0, done.stderr
+    assert "stacks of ranks 0-1, innermost call first:\n  rank 0: step 1\n    train.py:6 in until_go\n" in done.stdout
+    assert "  rank 1: step 1\n    train.py:6 in until_go\n    train.py:7 in load_batch\n" in done.stdout
+    assert "  ranks 2-3: step 1\n" in done.stdout
+    alone = run.cli.run("stacks", "--rank", 1)
+    assert alone.stdout.startswith("  rank 1: step 1\n"), alone.stdout
+    assert "rank 0" not in alone.stdout
+    beyond = run.cli.run("stacks", "--rank", 9)
+    assert (beyond.returncode, beyond.stdout) == (2, "")
+    run.ends_well()
+
+
+def test_ctrl_backslash_in_a_run_prints_the_stacks_and_ends_nothing(run: Run) -> None:
+    run.process.send_signal(signal.SIGQUIT)
+    run.process.send_signal(signal.SIGQUIT)
+    eventually(lambda: run.shown().count("end of the stacks") >= 2)
+    assert "[0]     train.py:7 in load_batch" in run.shown(), run.shown()
+    run.ends_well()
+
+
+def test_a_run_that_has_ended_or_never_was_is_one_sentence(cli: Cli) -> None:
+    done = cli.run("run", cli.file("pass", container=DDPRUN))
+    assert done.returncode == 0, done.stderr
+    ended = cli.run("stacks")
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert "is not running (Succeeded), so it has no stacks" in ended.stderr
+    never = cli.run("stacks", "other")
+    assert (never.returncode, never.stdout, never.stderr.count("\n")) == (2, "", 1)
+
+
+@pytest.mark.parametrize("handles", [False, True])
+def test_ranks_of_another_launcher_are_never_ended_by_the_question(cli: Cli, handles: bool) -> None:
+    """SIGQUIT ends a Python process that has no handler for it; torchrun would end the whole job."""
+    handler = "signal.signal(signal.SIGQUIT, lambda *_: open('asked', 'w').close())\n" if handles else ""
+    script = HANGS.replace("rank = int", f"{handler}rank = int")
+    starter = 'TORCHELASTIC_RUN_ID=1 "$0" -u train.py; exit $?'  # as torchrun starts it
+    file = cli.file(script, container={"command": ["sh", "-c", starter, sys.executable]}, nodes=1)
+    started = Run(cli, file, ranks=1)
+    rank = psutil.Process(started.pid(0))
+    asked = cli.run("stacks", "job")
+    assert (asked.returncode, asked.stdout, asked.stderr.count("\n")) == (2, "", 1), asked.stderr
+    if handles:
+        assert "SIGQUIT was sent to 1 rank, which the script handles" in asked.stderr
+        eventually(lambda: os.path.exists(cli.folder / "asked"))
+    else:
+        sentence = f"no stacks of process {rank.pid}: not started by ddprun. py-spy dump --pid {rank.pid} shows one"
+        assert sentence in asked.stderr, asked.stderr
+        started.process.send_signal(signal.SIGQUIT)
+        eventually(lambda: sentence in started.errors.read_text())
+    assert rank.is_running()
+    started.ends_well()

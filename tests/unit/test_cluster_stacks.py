@@ -1,0 +1,168 @@
+"""`ddpjob stacks` in a cluster: kubectl asks the agent in each pod, the log has the answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_cluster import FakeCluster, fake_cluster, pod
+from shell import eventually
+from worlds import manifest
+
+from ddpjob.agent import processes
+from ddpjob_operator.cli.main import main
+from ddpjob_operator.client import stacks
+
+DDPRUN = {"command": ["ddprun", "train.py"]}
+Ddpjob = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+    with fake_cluster(tmp_path) as (made, config):
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        monkeypatch.setattr(shutil, "which", lambda _: "/bin/kubectl")
+        yield made
+
+
+@pytest.fixture
+def ddpjob(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ddpjob:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["ddpjob", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main("ddpjob")
+        return int(ended.value.code or 0), *capfd.readouterr()
+
+    return run
+
+
+def add(cluster: FakeCluster, state: str = "Running", container: dict[str, Any] = DDPRUN) -> None:
+    body = manifest(container=container)
+    del body["metadata"]["uid"], body["metadata"]["namespace"]
+    status = {"state": state, "reason": "AllNodesRun", "message": "2 of 2 nodes are running", "attempt": 1}
+    cluster.add("ddpjobs", {**body, "status": status})
+    for place in (0, 1):
+        cluster.add("pods", pod("digits", 1, place))
+        cluster.logs[f"digits-1-{place}"] = ["epoch 1", *text(place, "old")]
+
+
+def text(rank: int, function: str) -> list[str]:
+    return [
+        f"ddprun: stacks of rank {rank}, innermost call first:",
+        f"  rank {rank}: step 7",
+        "a line of the rank",
+        f"    train.py:4 in {function}",
+        "ddprun: end of the stacks",
+    ]
+
+
+def answered_by(
+    cluster: FakeCluster, monkeypatch: pytest.MonkeyPatch, code: int = 0, error: str = ""
+) -> list[list[str]]:
+    """What kubectl is called with; it does what the agents do."""
+    called: list[list[str]] = []
+
+    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        called.append(words)
+        name = words[words.index("--") - 1]
+        if code == 0:
+            cluster.logs[name] += text(int(name[-1]), "load_batch")
+        return subprocess.CompletedProcess(words, code, "", error)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return called
+
+
+def test_the_agents_of_all_pods_are_asked_and_their_new_texts_shown(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text of an earlier question would show where the ranks were, not where they are."""
+    add(cluster)
+    called = answered_by(cluster, monkeypatch)
+    code, out, _ = ddpjob("stacks", "digits", "-n", "default")
+    assert code == 0
+    assert out == "".join(
+        f"stacks of rank {r}, innermost call first:\n  rank {r}: step 7\n    train.py:4 in load_batch\n" for r in (0, 1)
+    )
+    assert sorted(words[: words.index("--")] for words in called) == [
+        ["/bin/kubectl", "exec", "--namespace", "default", "-c", "trainer", f"digits-1-{place}"] for place in (0, 1)
+    ]
+    called.clear()
+    assert ddpjob("stacks", "digits", "--cluster", "--rank", 1)[1] == "  rank 1: step 7\n    train.py:4 in load_batch\n"
+    assert len(called) == 1, "the other pod is left alone"
+
+
+@pytest.mark.parametrize(
+    ("code", "error", "sentence"),
+    [
+        (3, "", "no stacks of pod digits-1-0: no ddprun runs in it now"),
+        (
+            1,
+            "\nError: pods/exec is forbidden",
+            "pod digits-1-0: kubectl exec: Error: pods/exec is forbidden",
+        ),
+    ],
+)
+def test_a_pod_that_cannot_be_asked_is_named(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch, code: int, error: str, sentence: str
+) -> None:
+    add(cluster)
+    answered_by(cluster, monkeypatch, code, error)
+    ended, out, err = ddpjob("stacks", "digits", "--cluster")
+    assert (ended, out) == (1, "")
+    assert sentence in err
+
+
+def test_a_job_that_has_nothing_to_show_is_one_sentence(
+    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = answered_by(cluster, monkeypatch)
+    code, out, err = ddpjob("stacks", "gone", "--cluster")
+    assert (code, out) == (2, "")
+    assert "no DDPJob gone" in err
+    add(cluster, "Failed")
+    assert ddpjob("stacks", "digits", "--cluster")[0::2] == (2, "digits: has ended (Failed), so it has no stacks\n")
+    add(cluster, container={})
+    assert "its command does not start ddprun" in ddpjob("stacks", "digits", "--cluster")[2]
+    assert called == []
+    add(cluster)
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    code, _, err = ddpjob("stacks", "digits", "--cluster")
+    assert code == 1
+    assert "kubectl exec --namespace default digits-1-0 -c trainer -- kill -QUIT 1" in err
+
+
+def test_what_is_run_in_a_pod_signals_agents_and_no_other_process(tmp_path: Path) -> None:
+    """The signal would end a shell or a rank without a handler for it, and with PID 1 the pod."""
+    script = tmp_path / "train.py"
+    script.write_text("import time; print('up', flush=True); time.sleep(600)")
+    agent = subprocess.Popen(
+        [sys.executable, "-m", "ddpjob.agent", "--no-preload", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "ddprun"])
+    assert agent.stdout is not None
+    assert agent.stderr is not None
+    try:
+        assert agent.stdout.readline() == b"up\n"
+        proc = tmp_path / "proc"
+        proc.mkdir()
+        for pid in (other.pid, os.getpid(), *processes.descendants(agent.pid)):
+            (proc / str(pid)).symlink_to(f"/proc/{pid}")
+        in_pod = ["sh", "-c", stacks.ASK.replace("/proc", str(proc))]
+        assert subprocess.run(in_pod, check=False).returncode == stacks.NO_AGENT
+        (proc / str(agent.pid)).symlink_to(f"/proc/{agent.pid}")
+        assert subprocess.run(in_pod, check=False).returncode == 0
+        assert agent.stderr.readline().startswith(b"ddprun: stacks of rank 0")
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+        agent.terminate()
+        agent.communicate()
+    eventually(lambda: agent.poll() is not None)

@@ -1,0 +1,112 @@
+"""The stacks of the ranks of one node as one text: ranks that stand at the same place share it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+PROGRAM = "ddprun: "
+BEGIN, END, NONE = "stacks of ", "end of the stacks", "no stacks: "
+PIDS_MAX = 8
+LINES_MAX = 60
+
+
+class RankStack(NamedTuple):
+    """What one rank answered, or why it did not."""
+
+    rank: int
+    pid: int
+    step: int = 0
+    answer: Mapping[str, Any] | None = None
+    state: str = ""
+    """What it is doing, if it does not answer."""
+    more: str = ""
+    """Its stacks as another program sees them."""
+
+
+def text(ranks: Sequence[RankStack]) -> str:
+    """The whole text, without an end of line."""
+    lines = [f"{BEGIN}{_named([r.rank for r in ranks])}, innermost call first:"]
+    groups: dict[object, list[RankStack]] = {}
+    for one in sorted(ranks):
+        groups.setdefault(_key(one), []).append(one)
+    for group in groups.values():
+        first, name = group[0], _named([r.rank for r in group])
+        if first.answer is None:
+            pids = ", ".join(str(r.pid) for r in group[:PIDS_MAX]) + (", …" if len(group) > PIDS_MAX else "")
+            lines.append(f"  {name} (process{'es' * (len(group) > 1)} {pids}): {first.state}")
+            lines += [f"    {line}" for line in first.more.splitlines()[:LINES_MAX]]
+            continue
+        at = ", ".join(filter(None, (_steps(group), _collective(first.answer))))
+        lines.append(f"  {name}{': ' + at if at else ':'}")
+        lines += [f"    {line}" for line in _stack(first.answer)] or ["    no Python frame"]
+    return "\n".join(lines)
+
+
+def _key(one: RankStack) -> object:
+    if one.answer is None:
+        return one.state, one.more
+    return (*_stack(one.answer), _collective(one.answer))
+
+
+def _stack(answer: Mapping[str, Any]) -> list[str]:
+    stack = answer.get("stack")
+    return [str(line)[:200] for line in stack[:LINES_MAX]] if isinstance(stack, list) else []
+
+
+def _steps(group: Sequence[RankStack]) -> str:
+    steps = sorted({r.step for r in group if r.step > 0})
+    if not steps:
+        return ""
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _collective(answer: Mapping[str, Any]) -> str:
+    """in collective 25 (all_reduce)"""
+    number, op = answer.get("sequence"), answer.get("op")
+    if not isinstance(number, int) or number <= 0:
+        return ""
+    return f"{'has ended' if answer.get('done') is True else 'in'} collective {number} ({str(op)[:40]})"
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """rank 3; ranks 0-2, 5"""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    several = sum(high - low + 1 for low, high in spans) != 1
+    return f"rank{'s' * several} " + ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def printed(log: str) -> list[str]:
+    """Return the complete texts in a log, without the program's name; lines of the ranks between them are left out."""
+    found: list[str] = []
+    lines: list[str] | None = None
+    for line in log.splitlines():
+        said = line.removeprefix(PROGRAM) if line.startswith(PROGRAM) else None
+        if said is not None and said.startswith(BEGIN):
+            lines = [said]
+        elif said is not None and said.startswith(NONE):
+            found.append(said)
+        elif said == END and lines is not None:
+            found.append("\n".join(lines))
+            lines = None
+        elif lines is not None and line.startswith("  "):
+            lines.append(line)
+    return found
+
+
+def of_rank(text: str, rank: int) -> str:
+    """Return the part of a text about one rank; "" if it has none."""
+    parts = re.split(r"\n(?=  ranks? )", text)[1:]
+    return next((part for part in parts if rank in _ranks(part)), "")
+
+
+def _ranks(part: str) -> set[int]:
+    match = re.match(r"  ranks? ([\d, -]+)", part)
+    spans = match[1].strip().split(", ") if match else []
+    return {rank for span in spans for rank in range(int(span.partition("-")[0]), int(span.rpartition("-")[2]) + 1)}
