@@ -46,7 +46,7 @@ def spec_of(seed: int) -> bytes:
     def word(length: int) -> str:
         return "".join(draw.choices(string.ascii_letters, k=length))
 
-    pod = {"zz": [{word(36): word(40)} for _ in range(3_250)], "containers": [{"name": "t", "image": "i"}]}
+    pod = {"zz": {word(36): word(40) for _ in range(3_250)}, "containers": [{"name": "t", "image": "i"}]}
     return orjson.dumps({"nodes": 1, "suspend": True, "template": {"spec": pod}})
 
 

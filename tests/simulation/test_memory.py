@@ -249,7 +249,7 @@ SEEDS: dict[Mutant, int] = {
     a_copy_over_the_newer_area: 8,
     the_folder_beats_a_newer_copy: 0,
     a_copy_over_its_random_states: 110,
-    copies_that_are_not_made: 60,
+    copies_that_are_not_made: 8,
     saves_expected_at_the_pace_of_copies: 21,
     a_part_that_is_called_ready_before_it_is: 92,
     a_copy_that_counts_without_the_other_ranks: 286,

@@ -34,7 +34,7 @@ LARGE = 120_000
 def stored(name: str = "digits", namespace: str = "default", text: int = LARGE, **spec: Any) -> Raw:
     """A job as a user has just created it."""
     raw = manifest(**spec)
-    env = [{"name": f"V{number}", "value": "x" * 100} for number in range(text // 120)]
+    env = [{"name": f"V{number}", "value": "x" * 1_000} for number in range(text // 1_020)]
     raw["spec"]["template"]["spec"]["containers"][0]["env"] = env
     raw["metadata"] |= {"name": name, "namespace": namespace, "uid": f"uid of {name}", "generation": 1}
     raw["metadata"] |= {"resourceVersion": "1", "annotations": {"note": "y" * 5_000}}
