@@ -372,7 +372,7 @@ OF_THE_OPERATOR: dict[Any, set[str]] = {
     stands_by: {"DDPJobNoLeader"},
     cannot_write: {"DDPJobReconcileErrors", "DDPJobAPIErrors", "DDPJobsUnseen"},
     hangs: {"DDPJobReconcileStuck"},
-    is_overrun: {"DDPJobQueueSlow", "DDPJobReconcileStuck", "DDPJobsUnseen"},
+    is_overrun: {"DDPJobQueueSlow", "DDPJobsUnseen"},
     loses_its_watch: {"DDPJobWatchBroken"},
 }
 
