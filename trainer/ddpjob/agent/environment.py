@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ddpjob.agent.options import Options
+from ddpjob.agent.options import SIGNALS, Options
 from ddpjob.core.members import Members
 
 PREFLIGHT = "ddpjob.preflight"
@@ -32,7 +32,9 @@ class Life(NamedTuple):
 
 def prepare(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of everything that is started here, as torchrun changes it for all ranks alike."""
-    changed = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(options.signals)}
+    # torchrun's default has SIGQUIT as well, which ends nothing here but shows stacks.
+    signals = options.signals if options.signals != SIGNALS else (*SIGNALS, "SIGQUIT")
+    changed = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals)}
     if options.nproc > 1:
         # torchrun's own default: n ranks with all cores each are slower than n ranks with one.
         changed.setdefault("OMP_NUM_THREADS", "1")

@@ -27,6 +27,7 @@ BROKEN_GRACE_SECONDS = 0.1
 JOIN_SECONDS = 600.0  # torchrun's own, for static rendezvous
 # What the first DistributedDataParallel of a process imports beside torch (docs/dev/ddprun-internals.md).
 PRELOAD = ("torch", "torch._dynamo")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
 _SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # not to be handled; SIGCHLD reports a rank's end
 STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 
@@ -203,7 +204,7 @@ def _add_restarts(group: _Group) -> None:
     group.value(
         "max-restarts", "N", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too ({BACKOFF_LIMIT})"
     )
-    group.value("signals-to-handle", "NAMES", "signals that end the job", "SIGTERM,SIGINT,SIGHUP")
+    group.value("signals-to-handle", "NAMES", "signals that end the job", ",".join(SIGNALS))
     group.value("shutdown-timeout", "SECONDS", "time between SIGTERM and SIGKILL (30)")
 
 
