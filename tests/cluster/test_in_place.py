@@ -234,8 +234,10 @@ def test_a_pod_beyond_its_memory_costs_no_step_because_the_other_pod_has_the_sta
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     failure = status["lastFailure"]
     assert (failure["exitCode"], failure["class"]) == (137, "outOfMemory"), failure
-    assert status["resumedStep"] == 30, status
-    assert status["resumedFrom"].startswith("the memory on the node of rank 0 (random states of rank 1 were lost")
+    # The kernel may kill the rank alone; then its agent lives, and has its random state.
+    is_replaced = failure["reason"] == "OOMKilled"
+    lost = " (random states of rank 1 were lost, and are seeded the same way at each resume)" if is_replaced else ""
+    assert (status["resumedStep"], status["resumedFrom"]) == (30, f"the memory on the node of rank 0{lost}"), status
     assert status["goodput"].get("lostSteps", 0) == 0, status
-    second = "hungry-1-1-r1" if failure["reason"] == "OOMKilled" else "hungry-1-1"
+    second = "hungry-1-1-r1" if is_replaced else "hungry-1-1"
     jobs.keeps("hungry", "hungry-1-0", second)
