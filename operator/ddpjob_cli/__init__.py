@@ -13,5 +13,5 @@ Out:  text, exit codes (2: the user's mistake), processes of this machine, objec
     describe/   a status as text for people
 
 Called by: the console scripts `ddpjob` and `kubectl-ddp`, and nobody else.
-Must not know: kopf, the operator's room `kube`, torch. `kubernetes` is imported when a command needs a cluster.
+Must not know: kopf, the operator's room `kube`, torch, `kubernetes`; urllib3 only once a command needs a cluster.
 """

@@ -224,16 +224,6 @@ def test_a_broken_kubeconfig_is_one_line(
     assert done.err.count("\n") == 1
 
 
-def test_without_the_kubernetes_client_the_command_that_installs_it_is_named(
-    cluster: FakeCluster, ddpjob: Ddpjob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The command line alone is installed without it."""
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
-    done = ddpjob("get")
-    assert done.code == 2
-    assert "pip install 'ddpjob[client]'" in done.err
-
-
 def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: Ddpjob) -> None:
     """A script has to tell a failed job from a wrong name, and only those that wait for its end do."""
     for command in "submit get describe logs events top wait suspend resume restart scale delete".split():
@@ -308,7 +298,7 @@ def test_other_refusals_are_one_line(cluster: FakeCluster, ddpjob: Ddpjob, code:
 
 
 def test_what_needs_no_cluster_does_not_import_its_client() -> None:
-    """`ddpjob --help` and the local run start at once, also where the Kubernetes client is not installed."""
+    """`ddpjob --help` and the local run start at once."""
     slow = "{'kubernetes', 'urllib3', 'pathspec', 'torch', 'yaml', 'rich'}"
     look = f"import sys; print({slow} & set(sys.modules))"
     text = f"import ddpjob_cli.commands.main, ddpjob_cli.client.errors; {look}"
