@@ -25,7 +25,7 @@ from fake_cluster import FakeCluster, fake_cluster, kubeconfig, pod
 from worlds import manifest
 
 from ddpjob_cli.client import jobs, read_ahead, watch
-from ddpjob_cli.client.connection import Target, connect
+from ddpjob_cli.client.connection import connect
 from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.logs import ClusterLogs
 from ddpjob_cli.commands.main import main
@@ -232,24 +232,6 @@ def test_each_command_for_a_cluster_tells_its_exit_codes_and_an_example(ddpjob: 
         assert f"Exit codes: 0 done, 1 {failed}the cluster refused or did not answer" in " ".join(text.split())
         assert f"Example: ddpjob {command}" in text
         assert len(text.splitlines()) <= 45, "one screen"
-
-
-def test_credentials_of_a_plugin_are_used(cluster: FakeCluster, ddpjob: Ddpjob, tmp_path: Path) -> None:
-    """Managed clusters give no other ones: the kubeconfig names a program that prints a token."""
-    answer = {"apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": "fresh"}}
-    (tmp_path / "token").write_text(json.dumps(answer))
-    config = json.loads((tmp_path / "kubeconfig").read_text())
-    config["users"][0]["user"] = {
-        "exec": {
-            "apiVersion": "client.authentication.k8s.io/v1",
-            "command": "cat",
-            "args": [str(tmp_path / "token")],
-            "interactiveMode": "Never",
-        }
-    }
-    (tmp_path / "kubeconfig").write_text(json.dumps(config))
-    assert ddpjob("get").code == 0
-    assert cluster.tokens == {"Bearer fresh"}
 
 
 @pytest.mark.parametrize(
@@ -988,7 +970,7 @@ def test_a_connection_that_was_dropped_without_a_word_costs_no_line_of_a_followe
     cluster.add("ddpjobs", stored(state="Succeeded"))
     cluster.add("pods", pod("digits", exit_code=0))
     cluster.logs["digits-1-0"] = ["one", "two"]
-    api_server = connect(Target(silent_seconds=0.3))
+    api_server = connect(silent=0.3)
     source = ClusterLogs(api_server, jobs.find(api_server, "digits"), print)
     assert list(source.follow(1, None, later=True)) == [(0, b"one\n"), (0, b"two\n")]
 

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ddpjob_cli.client import kubeconfig
-from ddpjob_cli.client.connection import Target, connect
+from ddpjob_cli.client.connection import connect
 from ddpjob_cli.client.errors import NoAnswerError
 from ddpjob_cli.manifest.yamlfile import InputError
 
@@ -130,7 +130,7 @@ def plugin(path: Path, status: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def ask(config: str, context: str | None = None) -> None:
-    connect(Target(context, kubeconfig=config)).get("/version")
+    connect(context, file=config).get("/version")
 
 
 def test_who_asks_is_shown_by_all_that_a_kubeconfig_can_hold(
@@ -185,7 +185,7 @@ def test_a_token_of_a_plugin_is_asked_for_again_when_it_has_expired_and_not_befo
     for expires, calls in (("2999-01-01T00:00:00Z", "x"), ("2020-01-01T00:00:00Z", "xxxx")):
         status = {"token": "fresh", "expirationTimestamp": expires}
         (tmp_path / "login.calls").unlink(missing_ok=True)
-        connected = connect(Target(kubeconfig=write(tmp_path / "config", cluster, plugin(tmp_path / "login", status))))
+        connected = connect(file=write(tmp_path / "config", cluster, plugin(tmp_path / "login", status)))
         connected.get("/version")
         connected.get("/version")
         assert (tmp_path / "login.calls").read_text() == calls
@@ -210,7 +210,7 @@ def test_several_files_are_one_kubeconfig_in_which_the_first_word_counts(
     again = write(tmp_path / "c", cluster, {"token": "c"}, "one")
     monkeypatch.setenv("KUBECONFIG", f"{tmp_path / 'none'}:{first}:{other}:{again}")
     for context in (None, "two", "one"):
-        connect(Target(context)).get("/version")
+        connect(context).get("/version")
     assert server.users == ["Bearer a", "Bearer b", "Bearer a"]
 
 
@@ -226,11 +226,11 @@ def test_a_pod_asks_as_its_service_account(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "::1")
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "443")
-    connected = connect(Target())
+    connected = connect()
     assert (connected.namespace, connected.context) == ("team-a", "this pod's cluster (https://[::1]:443)")
     (tmp_path / "token").unlink()
     with pytest.raises(InputError, match="ddpjob run"):
-        connect(Target())
+        connect()
 
 
 @pytest.mark.parametrize(

@@ -62,11 +62,6 @@ def into(job: Raw, archive: Archive) -> Raw:
     return job
 
 
-def owned(body: Raw, owner: Raw) -> Raw:
-    """A copy of an object that is deleted with its owner."""
-    return {**body, "metadata": {**body["metadata"], "ownerReferences": [reference(owner)]}}
-
-
 def reference(owner: Raw) -> Raw:
     """An ownerReference to an object that is there."""
     metadata = owner["metadata"]

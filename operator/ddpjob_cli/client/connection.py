@@ -9,7 +9,6 @@ import re
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import urllib3
@@ -29,19 +28,6 @@ _OF_NETWORK = (urllib3.exceptions.HTTPError, OSError)
 MERGE = "application/merge-patch+json"
 
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
-
-
-@dataclass(frozen=True)
-class Target:
-    """Which cluster and namespace, as the options say; None: what the kubeconfig says."""
-
-    context: str | None = None
-    namespace: str | None = None
-    request_seconds: float = REQUEST_SECONDS
-    kubeconfig: str | None = None
-    """A file in place of those that KUBECONFIG names."""
-    silent_seconds: float = SILENT_SECONDS
-    """Without a byte for so long, the connection of an answer without an end is taken for a dead one."""
 
 
 class Cluster:
@@ -136,17 +122,26 @@ class Cluster:
         return answer
 
 
-def connect(target: Target) -> Cluster:
-    """The cluster that the options and the kubeconfig name, or that of the pod. Raises InputError, ClusterError."""
-    if target.context is None and target.kubeconfig is None and not has_kubeconfig():
+def connect(
+    context: str | None = None,
+    namespace: str | None = None,
+    seconds: float = REQUEST_SECONDS,
+    file: str | None = None,
+    silent: float = SILENT_SECONDS,
+) -> Cluster:
+    """The cluster that the options and the kubeconfig name, or that of the pod. Raises InputError, ClusterError.
+
+    file: a kubeconfig in place of those that KUBECONFIG names. silent: without a byte for so many seconds, the
+    connection of an answer without an end is taken for a dead one.
+    """
+    if context is None and file is None and not has_kubeconfig():
         access = kubeconfig.of_pod()
     else:
-        named = target.kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
-        access = kubeconfig.of_files(named, target.context)
-    namespace = target.namespace or access.namespace
+        access = kubeconfig.of_files(file or os.environ.get("KUBECONFIG") or "~/.kube/config", context)
+    namespace = namespace or access.namespace
     if not _NAMESPACE.fullmatch(namespace):  # it would be another path of the API
         raise InputError(f"{namespace!r} is not the name of a namespace: lower-case letters, digits and -")
-    return Cluster(access, namespace, target.request_seconds, target.silent_seconds)
+    return Cluster(access, namespace, seconds, silent)
 
 
 def has_kubeconfig() -> bool:

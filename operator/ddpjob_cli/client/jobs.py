@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, NotFoundError
 from ddpjob_cli.describe.job import EventLine, PodLine
-from ddpjob_cli.describe.table import parse_time
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, launcher, validation
+from ddpjob_operator.job import api, bounds, launcher, validation
 from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.pods import naming
 
@@ -32,7 +31,7 @@ class Stored:
     @property
     def created(self) -> dt.datetime | None:
         """When it was created."""
-        return parse_time(self.raw["metadata"].get("creationTimestamp"))
+        return bounds.time(self.raw["metadata"].get("creationTimestamp"))
 
     @property
     def trainer(self) -> str:
@@ -173,6 +172,12 @@ def place_of(pod: Raw) -> int:
     return _number(pod, naming.LABEL_RANK)
 
 
+def log_path(pod: Raw) -> str:
+    """The path of a pod's log."""
+    metadata = pod["metadata"]
+    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
+
+
 def check_name(name: str) -> None:
     """Raises InputError for what cannot be a job's name: it would be another path of the API."""
     if not re.fullmatch(api.NAME_PATTERN, name):
@@ -200,4 +205,4 @@ def _event(raw: Raw) -> EventLine:
     about = raw["involvedObject"]
     told = "" if about.get("kind") == api.KIND else f"{str(about.get('kind')).lower()}/{about.get('name')}"
     text = str(raw.get("message") or "")
-    return EventLine(parse_time(time), str(raw.get("type") or ""), str(raw.get("reason") or ""), text, told)
+    return EventLine(bounds.time(time), str(raw.get("type") or ""), str(raw.get("reason") or ""), text, told)

@@ -134,7 +134,7 @@ class ClusterLogs:
         """The log of a pod as it is now, with the end of its last line."""
         end = b"\n"
         try:
-            for piece in self.cluster.pieces(_log_path(pod), container=self.stored.trainer, **self._part.params()):
+            for piece in self.cluster.pieces(jobs.log_path(pod), container=self.stored.trainer, **self._part.params()):
                 yield piece
                 end = piece[-1:]
         except NoAnswerError as error:
@@ -270,7 +270,7 @@ class _Streams:
         while not self._closed.is_set():
             try:
                 self._read_once(pod)
-                path = _log_path(pod).removesuffix("/log")
+                path = jobs.log_path(pod).removesuffix("/log")
                 now = self._cluster.get(path)
                 if now["metadata"]["uid"] != pod["metadata"]["uid"] or not _runs(now, self._container):
                     return
@@ -294,7 +294,7 @@ class _Streams:
         if before:
             # Whole seconds: what was read comes again. With its zone: it is the node's, and not always UTC.
             params["sinceTime"] = re.sub(r"\.\d+", "", before)
-        for line in self._cluster.lines(_log_path(pod), **params):
+        for line in self._cluster.lines(jobs.log_path(pod), **params):
             at, _, text = line.partition(" ")
             if not _TIME.match(at):
                 self._tell(f"the log of {pod['metadata']['name']}: {line}")
@@ -327,11 +327,6 @@ class _Streams:
             with contextlib.suppress(queue.Full):
                 self._lines.put((place, line), timeout=1)
                 break
-
-
-def _log_path(pod: Raw) -> str:
-    metadata = pod["metadata"]
-    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
 
 
 def _not_shown(pod: Raw, error: ClusterError) -> str:

@@ -12,8 +12,9 @@ from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.watch import Say
 from ddpjob_cli.describe import job as describe
 from ddpjob_cli.describe import table
+from ddpjob_cli.manifest import yamlfile
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, yamlvalues
+from ddpjob_operator.job import api
 
 
 def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> str:
@@ -63,17 +64,7 @@ def documents(bodies: Sequence[Raw]) -> str:
 def _document(body: Raw, form: str) -> str:
     if form == "json":
         return json.dumps(body, indent=2, ensure_ascii=False) + "\n"
-    import yaml
-
-    class Dumper(yaml.SafeDumper):
-        """Without anchors: kubectl reads them, people do not."""
-
-        def ignore_aliases(self, data: object) -> bool:  # noqa: ARG002
-            return True
-
-    Dumper.add_representer(str, yamlvalues.represent)
-    text: str = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
-    return text
+    return yamlfile.text_of(body)
 
 
 def _text(lines: Sequence[str]) -> str:

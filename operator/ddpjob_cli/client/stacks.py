@@ -96,10 +96,8 @@ def _of_pod(cluster: Cluster, stored: jobs.Stored, pod: Raw, command: Sequence[s
 
 def _printed(cluster: Cluster, stored: jobs.Stored, pod: Raw, seconds: int) -> list[str]:
     """The texts in the last seconds of a pod's log."""
-    metadata = pod["metadata"]
-    path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
     try:
-        pieces = b"".join(cluster.pieces(path, container=stored.trainer, sinceSeconds=str(seconds)))
+        pieces = b"".join(cluster.pieces(jobs.log_path(pod), container=stored.trainer, sinceSeconds=str(seconds)))
     except NoAnswerError:
         return []
     return folded_stacks.printed(pieces.decode(errors="replace"))

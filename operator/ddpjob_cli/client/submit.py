@@ -63,10 +63,11 @@ def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
 
     Again where the one that is there is removed meanwhile: with the last job that had the same code.
     """
-    name = wanted["metadata"]["name"]
+    name, reference = wanted["metadata"]["name"], code.reference(owner)
+    owned = {**wanted, "metadata": {**wanted["metadata"], "ownerReferences": [reference]}}
     for _ in range(_TRIES):
         try:
-            cluster.create(_config_maps(cluster), code.owned(wanted, owner))
+            cluster.create(_config_maps(cluster), owned)
             return
         except ExistsError:
             pass
@@ -74,7 +75,7 @@ def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
             there = cluster.get(f"{_config_maps(cluster)}/{name}")
             if there.get("binaryData") != wanted["binaryData"] or not there["metadata"].get("ownerReferences"):
                 raise ClusterError(f"ConfigMap {name} is there, and has not this code: delete it")
-            add = {"op": "add", "path": "/metadata/ownerReferences/-", "value": code.reference(owner)}
+            add = {"op": "add", "path": "/metadata/ownerReferences/-", "value": reference}
             cluster.patch(f"{_config_maps(cluster)}/{name}", [add], JSON_PATCH)
             return
         except NotFoundError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import time
-from typing import Any
 
 from ddpjob_cli.client import jobs
 from ddpjob_cli.client.connection import Cluster, Raw
@@ -18,13 +17,14 @@ SECONDS = 2.0
 _ORDER = ("Running", "Restarting", "Failing", "Starting", "Pending", None, "Suspended", "Failed", "Succeeded")
 
 
-def text(cluster: Cluster, *, all_namespaces: bool) -> str:
-    """The table once."""
-    return "".join(f"{line}\n" for line in lines(_jobs(cluster, all_namespaces), all_namespaces=all_namespaces))
-
-
-def lines(found: list[Raw], *, all_namespaces: bool) -> list[str]:
+def lines(cluster: Cluster, *, all_namespaces: bool) -> list[str]:
     """How many jobs are in which state, then the table."""
+
+    def rank(raw: Raw) -> int:
+        state = (raw.get("status") or {}).get("state")
+        return _ORDER.index(state) if state in _ORDER else len(_ORDER)
+
+    found = sorted(jobs.items(cluster, all_namespaces=all_namespaces), key=rank)
     states = [(raw.get("status") or {}).get("state") for raw in found]
     counts = ", ".join(f"{states.count(s)} {s or 'new'}" for s in _ORDER if s in states)
     head = f"{len(found)} DDPJobs: {counts}" if found else "no DDPJobs"
@@ -39,22 +39,13 @@ def show(cluster: Cluster, *, all_namespaces: bool) -> None:
     from rich.text import Text
 
     console = Console()
-    shown = lines(_jobs(cluster, all_namespaces), all_namespaces=all_namespaces)
+    shown = lines(cluster, all_namespaces=all_namespaces)
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            rows: Any = Text("\n".join(shown[: max(2, console.height - 1)]), no_wrap=True, overflow="ellipsis")
+            rows = Text("\n".join(shown[: max(2, console.height - 1)]), no_wrap=True, overflow="ellipsis")
             live.update(rows, refresh=True)
             time.sleep(SECONDS)
             try:
-                shown = lines(_jobs(cluster, all_namespaces), all_namespaces=all_namespaces)
+                shown = lines(cluster, all_namespaces=all_namespaces)
             except NoAnswerError as error:
                 shown = [clean(str(error)), *shown[1:]]
-
-
-def _jobs(cluster: Cluster, all_namespaces: bool) -> list[Raw]:
-    found = jobs.items(cluster, all_namespaces=all_namespaces)
-    return sorted(found, key=lambda raw: _rank((raw.get("status") or {}).get("state")))
-
-
-def _rank(state: str | None) -> int:
-    return _ORDER.index(state) if state in _ORDER else len(_ORDER)

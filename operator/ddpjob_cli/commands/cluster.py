@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ddpjob_cli.client.connection import Cluster
     from ddpjob_cli.client.jobs import Stored
+    from ddpjob_cli.client.watch import Say
 
     FloatParam = click.ParamType[float]
     NameParam = click.ParamType[str]
@@ -65,9 +66,9 @@ class Connect:
 
     def __call__(self, namespace: str | None = None) -> Cluster:
         """The cluster, in the given namespace, else that of the options. Raises InputError, ClusterError."""
-        from ddpjob_cli.client.connection import Target, connect
+        from ddpjob_cli.client.connection import connect
 
-        return connect(Target(self.context, namespace or self.namespace, self.seconds, self.kubeconfig))
+        return connect(self.context, namespace or self.namespace, self.seconds, self.kubeconfig)
 
 
 def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,12 +232,9 @@ def wait_for(connect: Connect, names: tuple[str, ...], wanted: str, timeout: flo
 @cluster_options
 def suspend(connect: Connect, names: tuple[str, ...]) -> int:
     """Stop all pods of each JOB, with their grace period to save; `ddpjob resume` goes on."""
-    from ddpjob_cli.client import actions, several
+    from ddpjob_cli.client import actions
 
-    cluster = connect()
-    _, wrong = several.of_each(names, lambda name: actions.suspend(cluster, name, say))
-    several.refuse(wrong)
-    return 0
+    return _do_each(connect(), names, actions.suspend)
 
 
 @click.command(short_help="Go on with suspended jobs.", epilog="Example: ddpjob resume digits")
@@ -244,22 +242,22 @@ def suspend(connect: Connect, names: tuple[str, ...]) -> int:
 @cluster_options
 def resume(connect: Connect, names: tuple[str, ...]) -> int:
     """Start the pods of each suspended JOB again, as a new attempt."""
-    from ddpjob_cli.client import actions, several
+    from ddpjob_cli.client import actions
 
-    cluster = connect()
-    _, wrong = several.of_each(names, lambda name: actions.resume(cluster, name, say))
-    several.refuse(wrong)
+    return _do_each(connect(), names, actions.resume)
+
+
+def _do_each(cluster: Cluster, names: tuple[str, ...], act: Callable[[Cluster, str, Say], None]) -> int:
+    from ddpjob_cli.client import several
+
+    several.refuse(several.of_each(names, lambda name: act(cluster, name, say))[1])
     return 0
 
 
 STOP_TIMEOUT = click.option(
-    "--timeout",
-    type=Seconds(),
-    metavar="TIME",
-    default="10m",
-    show_default=True,
+    "--timeout", type=Seconds(), metavar="TIME", default="10m", show_default=True,
     help="How long its pods may take to end.",
-)
+)  # fmt: skip
 
 
 @click.command(short_help="Stop a job's pods, and start new ones.", epilog="Example: ddpjob restart digits")
@@ -322,7 +320,7 @@ def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
 
     cluster = connect()
     if once or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        return answer(live.text(cluster, all_namespaces=all_namespaces))
+        return answer("".join(f"{line}\n" for line in live.lines(cluster, all_namespaces=all_namespaces)))
     live.show(cluster, all_namespaces=all_namespaces)
     return 0
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
-from typing import Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.commands.cluster import say
@@ -14,48 +14,11 @@ from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import ranges
 from ddpjob_operator.job.wording import count
 
+if TYPE_CHECKING:
+    from ddpjob_cli.client.logs import ClusterLogs
+    from ddpjob_cli.local.kept.run_logs import LocalLogs
 
-class LogSource(Protocol):
-    """Where the logs of one job are: on this machine, or in a cluster. Nodes are numbered as in the job, from 0."""
-
-    name: str
-    """The job, as a message names it."""
-
-    def attempts(self) -> list[int]:
-        """The attempts that have logs, in order."""
-        ...
-
-    def nodes(self, attempt: int) -> list[int]:
-        """The nodes that have a log in an attempt, in order."""
-        ...
-
-    def gone(self, attempt: int) -> list[int]:
-        """The nodes that ran in an attempt and have no log any more, in order."""
-        ...
-
-    def why_none(self) -> str:
-        """The sentence where no attempt has a log."""
-        ...
-
-    def node_of_rank(self, rank: int) -> int:
-        """The node on which a rank runs. Raises InputError where there is no such rank, or where it is not known."""
-        ...
-
-    def prefix(self, node: int) -> str:
-        """What stands before a line where several nodes are shown: `[1:1] `."""
-        ...
-
-    def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
-        """What nodes have printed up to now, one after the other, as (node, piece of any size). Raises ClusterError
-        after the last for those whose log could not be read."""
-        ...
-
-    def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
-        """What nodes print from the beginning of an attempt until the job ends, as (node, piece); None is all nodes.
-
-        later: with the attempts that follow it.
-        """
-        ...
+    LogSource = LocalLogs | ClusterLogs  # nodes are numbered as in the job, from 0
 
 
 class LogLines:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -209,11 +209,15 @@ def check(
     To suppress a finding: `# ddpjob: ignore[rule]` on its line or on the line above.
     Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
     """
-    from ddpjob_cli.commands import check_files, check_folder
+    from ddpjob_cli.commands import check_files, check_folder, sources
 
     alone = check_files.context(nodes, nproc)
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
-    found = check_folder.targets(paths, job, lambda path, name: load(path, name, nodes, settings, ()))
+
+    def load(path: str, name: str | None) -> tuple[Document, api.DDPJob]:
+        return sources.load(sources.Source(path, job=name, nodes=nodes, settings=settings))
+
+    found = check_folder.targets(paths, job, load)
     size = check_files.parameters(parameters)
     result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart, parameters=size)
     code = answer(result.to_json() if form == "json" else result.to_text())
@@ -232,15 +236,6 @@ def crd() -> int:
 
 for command in (submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shell.COMMANDS, convert.convert):
     cli.add_command(command)
-
-
-def load(
-    file: str, job: str | None, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
-) -> tuple[Document, api.DDPJob]:
-    """The job of a file with the options applied. Raises InputError."""
-    from ddpjob_cli.commands import sources
-
-    return sources.load(sources.Source(file, None, job, nodes, None, settings, variables))
 
 
 def start(
@@ -265,22 +260,12 @@ def start(
 
 def print_objects(job: api.DDPJob, cpu: bool) -> int:
     """The objects as YAML documents on stdout, each as soon as it is built."""
-    import yaml
-
     from ddpjob_cli.local.run import dry_run
-    from ddpjob_operator.job import yamlvalues
+    from ddpjob_cli.manifest import yamlfile
 
-    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
-        """Without anchors: kubectl reads them, people do not."""
-
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
-    Dumper.add_representer(str, yamlvalues.represent)
     code = 0
     for i, body in enumerate(dry_run(job, cpu)):
-        text = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
-        code = code or answer(f"---\n{text}" if i else text)
+        code = code or answer("---\n" * (i > 0) + yamlfile.text_of(body))
     return code
 
 

@@ -31,16 +31,18 @@ def list_runs(output: str, folder: Path | None) -> int:
     import json
 
     from ddpjob_cli.commands.output import answer
+    from ddpjob_cli.describe import job
     from ddpjob_cli.local.kept import runs
 
     now = dt.datetime.now(dt.timezone.utc)
-    found = runs.find_all(folder)
+    found = [as_json(run, now) for run in runs.find_all(folder)]
     if output == "json":
-        return answer(json.dumps([as_json(run, now) for run in found], indent=2) + "\n")
+        return answer(json.dumps(found, indent=2) + "\n")
     if not found:
         click.echo("no run is kept here; start one with ddpjob run", err=True)
         return 0
-    return answer(columns([row(run, now, wide=output == "wide") for run in found]))
+    rows = [row(run, wide=output == "wide") for run in found]
+    return answer("".join(f"{line}\n" for line in job.columns([tuple(rows[0]), *(tuple(r.values()) for r in rows)])))
 
 
 @click.command(
@@ -151,15 +153,12 @@ def _stacks_of(source: LogSource, connect: Connect, node: int | None) -> list[st
 
         return local.of_run(source.run)
     from ddpjob_cli.client import stacks as client
-    from ddpjob_cli.client.logs import ClusterLogs
 
-    assert isinstance(source, ClusterLogs), "there are two sources"
-    cluster = source.cluster
-    chosen = ["--namespace", cluster.namespace]
-    chosen += [
-        word for name in ("context", "kubeconfig") if (given := getattr(connect, name)) for word in (f"--{name}", given)
-    ]
-    return client.of_job(cluster, source.stored, chosen, node)
+    chosen = ["--namespace", source.cluster.namespace]
+    for name in ("context", "kubeconfig"):
+        if given := getattr(connect, name):
+            chosen += [f"--{name}", given]
+    return client.of_job(source.cluster, source.stored, chosen, node)
 
 
 def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> LogSource:
@@ -193,26 +192,25 @@ def _is_plugin() -> bool:
     return click.get_current_context().find_root().info_name == "kubectl ddp"
 
 
-def row(run: Run, now: dt.datetime, *, wide: bool) -> dict[str, str]:
-    """A run by its columns."""
-    from ddpjob_cli.local.kept.runs import age, took
+def row(told: dict[str, Any], *, wide: bool) -> dict[str, str]:
+    """A run as `-o json` has it, by its columns."""
+    from pathlib import Path
+
     from ddpjob_operator.job.wording import duration
 
-    status, progress = run.status, run.status.progress
-    total = f"/{progress.total_steps}" if progress and progress.total_steps else ""
-    took_seconds = took(run, now)
+    total = f"/{told['totalSteps']}" if told["totalSteps"] else ""
     cells = {
-        "JOB": run.facts.job,
-        "STATE": run.state,
-        "AGE": duration(age(run, now)),
-        "ATTEMPTS": str(status.attempt),
-        "RESTARTS": str(status.restarts.total if status.restarts else 0),
-        "STEP": f"{progress.step}{total}" if progress else "",
+        "JOB": told["job"],
+        "STATE": told["state"],
+        "AGE": duration(told["ageSeconds"]),
+        "ATTEMPTS": str(told["attempts"]),
+        "RESTARTS": str(told["restarts"]),
+        "STEP": "" if told["step"] is None else f"{told['step']}{total}",
     }
     if wide:
-        cells["NODES"] = f"{run.facts.nodes} x {run.facts.nproc_per_node}"
-        cells["TOOK"] = "" if took_seconds is None else duration(took_seconds)
-    return {**cells, "FOLDER": short(run.folder)}
+        cells["NODES"] = f"{told['nodes']} x {told['nprocPerNode']}"
+        cells["TOOK"] = "" if told["tookSeconds"] is None else duration(told["tookSeconds"])
+    return {**cells, "FOLDER": short(Path(told["folder"]))}
 
 
 def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
@@ -237,13 +235,6 @@ def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
         "message": status.message,
         "folder": str(run.folder),
     }
-
-
-def columns(rows: list[dict[str, str]]) -> str:
-    """Rows under their headings."""
-    from ddpjob_cli.describe import job
-
-    return "".join(f"{line}\n" for line in job.columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)]))
 
 
 def short(path: Path) -> str:

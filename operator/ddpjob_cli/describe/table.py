@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpjob_cli.describe.job import columns
-from ddpjob_operator.job import wording
+from ddpjob_operator.job import bounds, wording
 from ddpjob_operator.job.crd import COLUMNS
 
 Raw = Mapping[str, Any]
@@ -25,19 +25,11 @@ def table(jobs: Sequence[Raw], now: dt.datetime, *, wide: bool = False, namespac
     return columns(rows)
 
 
-def parse_time(text: str | None) -> dt.datetime | None:
-    """A time of the API server; None for none, and for what is no time."""
-    try:
-        return dt.datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None
-    except ValueError:
-        return None
-
-
 def _cell(raw: Raw, kind: str, path: str, now: dt.datetime) -> str:
     value: Any = raw
     for part in path.strip(".").split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     if kind == "date":
-        time = parse_time(value)
+        time = bounds.time(value)
         return wording.duration((now - time).total_seconds()) if time else ""
     return "" if value is None else str(value).replace("\n", " ")

@@ -59,6 +59,21 @@ for _name in ("binary", "omap", "pairs", "set"):
     _Loader.add_constructor(f"{_TAG}{_name}", _Loader.construct_undefined)
 
 
+class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+    """Without anchors: kubectl reads them, people do not."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - the signature is PyYAML's
+        return True
+
+
+_Dumper.add_representer(str, yamlvalues.represent)
+
+
+def text_of(body: Any) -> str:
+    """An object as YAML, in which kubectl reads the same values."""
+    return str(yaml.dump(body, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10_000))
+
+
 class InputError(Exception):
     """The user's input is wrong; each line of the text names the place and the fix. The command line exits with 2."""
 
