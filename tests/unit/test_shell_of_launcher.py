@@ -145,6 +145,7 @@ def test_only_what_hands_the_exit_code_over_makes_0_a_proof() -> None:
     assert exit_codes.is_handed_over(["torchrun", "t.py"])
     assert exit_codes.is_handed_over(["bash", "-c", "torchrun a.py || torchrun b.py"])
     assert not exit_codes.is_handed_over(["bash", "-c", "torchrun t.py | tee log"])
+    assert not exit_codes.is_handed_over(["bash", "-c", "timeout 1h torchrun t.py || [ $? -eq 124 ]"])
     assert not exit_codes.is_handed_over(["bash", "run.sh"])
     assert not exit_codes.is_handed_over(["python", "launch.py"])
 
