@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ddpjob_operator.gangs import choice
 from ddpjob_operator.gangs.adapter import Adapter
-from ddpjob_operator.job import api, bounds, ranges, reasons, wording
+from ddpjob_operator.job import api, bounds, reasons, wording
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.observed.cluster import Refusal
 from ddpjob_operator.observed.groups import ObservedGroup, Tell
@@ -323,4 +323,4 @@ def _has_pods(view: View, status: api.Status) -> bool:
     """Whether pods of this attempt were made already."""
     if _upcoming(status) != status.attempt:
         return False
-    return bool(view.pods or view.deleted_pods or ranges.parse(status.started_nodes))
+    return bool(view.pods or view.deleted_pods or status.started)
