@@ -866,7 +866,7 @@ def test_what_starts_the_ranks_of_all_nodes_is_refused_with_what_a_job_runs_inst
 
 def test_a_file_after_the_dashes_is_said_to_be_one() -> None:
     assert "job.yaml is a file: give it without the dashes" in str(run("--", "job.yaml").exception)
-    assert "a quote is not closed" in str(run("--", "bash", "-c", "python 'x.py").exception)
+    assert "' is not closed" in str(run("--", "bash", "-c", "python 'x.py").exception)
 
 
 @pytest.mark.parametrize(("nnodes", "least"), [("1:4", 1), ("3:4", 3), ("4:4", None), ("4", None)])

@@ -109,12 +109,16 @@ def _without_shell(words: list[str]) -> list[str]:
     script = launcher.shell_script(words)
     if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
         return words
-    try:
-        inner = launcher.shell_words(script)
-    except ValueError:
-        raise ConvertError(("command",), f"{script}: a quote is not closed") from None
+    inner = _words_of(script)
     inner = inner[1:] if inner[:1] == ["exec"] else inner
     return inner if inner and not _ASSIGNMENT.fullmatch(inner[0]) else words
+
+
+def _words_of(script: str) -> list[str]:
+    try:
+        return launcher.shell_words(script)
+    except ValueError as error:
+        raise ConvertError(("command",), f"{script}: cannot be read as a script of a shell: {error}") from None
 
 
 def _program(words: list[str]) -> int:
@@ -165,10 +169,7 @@ def _shell_file(words: list[str]) -> str:
 def _of_shell(words: list[str], result: Converted) -> list[str]:
     """The words of a shell that starts a launcher, with nodes and nprocPerNode of the latter."""
     text = launcher.shell_script(words) or ""
-    try:
-        inner = launcher.shell_words(text)
-    except ValueError:
-        raise ConvertError(("command",), f"{text}: a quote is not closed") from None
+    inner = _words_of(text)
     if other := next((one for one in launcher.shell_commands(text) if _other_launcher(one)), None):
         raise _refusal(other)
     if (found := launcher.find(words)) is not None:
