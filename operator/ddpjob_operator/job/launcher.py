@@ -160,7 +160,7 @@ def _found(words: list[str]) -> Launcher | None:
         return None
     # What follows the script belongs to the script.
     name = words[begin - 1] if words[begin - 1] in MODULES else words[begin - 1].rsplit("/", 1)[-1]
-    return Launcher("ddprun" if name == "ddpjob.agent" else name, read_options(words[begin:])[0])
+    return Launcher(name, read_options(words[begin:])[0])
 
 
 def options_begin(words: list[str]) -> int | None:
@@ -187,7 +187,7 @@ def _is_program(word: str) -> bool:
 
 
 def _is_module(word: str) -> bool:
-    return word in MODULES or word == "ddpjob.agent"
+    return word in MODULES or word == "ddprun"
 
 
 def command_of(template: dict[str, Any]) -> list[str]:
