@@ -66,10 +66,9 @@ class Gang:
         self._restarted = restarted
         self._is_known = False
         self._errors = 0
-        tells = adapter.queue.places if adapter.queue is not None else None
         self.places: QueuePlaces | None = (
-            QueuePlaces(client, tells, self._waiting, lambda key: changed(key, 0.0), runtime)
-            if asks_places and tells is not None
+            QueuePlaces(client, self._waiting, lambda key: changed(key, 0.0), runtime)
+            if asks_places and adapter.admits_first
             else None
         )
 
