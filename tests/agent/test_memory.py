@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from agents import Launcher, finish
 
-from ddpjob.core import memory
+from ddpjob_core import memory
 
 # Dropout draws random numbers, BatchNorm has buffers, AdamW has a state, the scheduler another one.
 TRAIN = """
@@ -186,7 +186,7 @@ import hashlib, json, os, signal, time
 import torch
 import ddpjob
 from ddpjob.checkpoint import packed
-from ddpjob.core import memory
+from ddpjob_core import memory
 
 memory.PART_BYTES = 1 << 18
 generation, rank = int(os.environ["DDPJOB_GENERATION"]), int(os.environ["RANK"])
@@ -246,7 +246,7 @@ def test_survivors_write_the_state_in_parts_and_others_write_those_of_one_that_d
 
 SILENT = """
 import mmap, os, sys, time
-from ddpjob.core import memory
+from ddpjob_core import memory
 if os.environ["DDPJOB_GENERATION"] == "1":
     sys.exit(0)
 agent, file, _, ranks, local_rank = map(int, os.environ["DDPJOB_MEMORY"].split(":"))

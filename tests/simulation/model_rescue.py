@@ -1,6 +1,6 @@
 """A model of what survivors do after a failure: the ranks of a node write the state that they hold, each some parts.
 
-Which part is whose, who waits for whom, and what is there already is decided by the real rules (`ddpjob.core.memory`).
+Which part is whose, who waits for whom, and what is there already is decided by the real rules (`ddpjob_core.memory`).
 A rank of a node that is killed leaves the others of that node, which write on; its agent ends them when all have
 answered, or their time is over.
 """
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from model_area import NOTHING, PARTS, TORN, Place, State
 from model_copies import Copying
 
-from ddpjob.core import copies, memory
-from ddpjob.core.memory import CHANGED, DONE, FREE, Held, Version
+from ddpjob_core import copies, memory
+from ddpjob_core.memory import CHANGED, DONE, FREE, Held, Version
 
 if TYPE_CHECKING:
     from model_agents import Agent, Life

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import crew, packed
 from ddpjob.checkpoint.shared import Shared, State
-from ddpjob.core.memory import PART_BYTES, Version
+from ddpjob_core.memory import PART_BYTES, Version
+from ddprun.memory import Memory
 
 MIB = 1 << 20
 

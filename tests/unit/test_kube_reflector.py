@@ -12,13 +12,14 @@ import pytest
 from slow_server import play
 from virtual_time import VirtualLoop
 
-from ddpjob_operator.kube import measuring, observe
-from ddpjob_operator.kube.api_error import bad_answer
-from ddpjob_operator.kube.client import ApiError, Page
-from ddpjob_operator.kube.listing import take
-from ddpjob_operator.kube.reflector import STALE_LISTS_MAX, Reflector
-from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.store import ObjectKey, Store
+from ddpjob_operator.kube.api.api_error import bad_answer
+from ddpjob_operator.kube.api.client import ApiError, Page
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.listing import take
+from ddpjob_operator.kube.watch.reflector import STALE_LISTS_MAX, Reflector
+from ddpjob_operator.kube.watch.store import ObjectKey, Store
+from ddpjob_operator.kube.work import measuring
 from ddpjob_operator.metrics.meter import Meter
 
 

@@ -1,4 +1,4 @@
-"""The memory of this rank's node, as the rank sees it: cells, slots and the area (`core/memory.py` has the layout)."""
+"""The memory of this rank's node, as the rank sees it: cells, slots and the area (layout: `ddpjob_core/memory.py`)."""
 
 import contextlib
 import fcntl
@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ddpjob.checkpoint import crew, packed
-from ddpjob.core import copies, memory
-from ddpjob.core.memory import (
+from ddpjob.errors import StateError
+from ddpjob_core import copies, memory
+from ddpjob_core.memory import (
     AREA_ASSUMED,
     AREA_BEGUN,
     AREA_BYTES,
@@ -37,7 +38,6 @@ from ddpjob.core.memory import (
     Proof,
     Version,
 )
-from ddpjob.errors import StateError
 
 MAPPED_SLOTS = memory.EARLY + 1  # those that are written at each step
 TOUCHED_BYTES = 1 << 20  # in a call, which the interpreter does not wait for
