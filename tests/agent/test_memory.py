@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from agents import Launcher, finish
 
-from ddpjob.core import memory
+from ddpjob_core import memory
 
 # Dropout draws random numbers, BatchNorm has buffers, AdamW has a state, the scheduler another one.
 TRAIN = """
@@ -239,7 +239,7 @@ def test_another_survivor_writes_the_state_of_one_that_dies_and_one_that_stands_
 
 SILENT = """
 import mmap, os, sys, time
-from ddpjob.core import memory
+from ddpjob_core import memory
 if os.environ["DDPJOB_GENERATION"] == "1":
     sys.exit(0)
 agent, file, _, ranks, local_rank = map(int, os.environ["DDPJOB_MEMORY"].split(":"))

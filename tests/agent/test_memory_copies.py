@@ -15,7 +15,7 @@ import hashlib, json, os, signal
 import torch
 import ddpjob
 from ddpjob.checkpoint import packed
-from ddpjob.core import copies
+from ddpjob_core import copies
 
 copies.COST_MAX = 1e9  # a copy costs nothing: each step is copied
 generation, kill = int(os.environ["DDPJOB_GENERATION"]), json.loads(os.environ.get("KILL", "{}"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from agents import Launcher, finish
 
-from ddpjob.agent.leader import clock_of
+from ddprun.leader import clock_of
 
 # One parameter: with several, DistributedDataParallel lays its bucket out anew after the first step of each start, and
 # of more than two ranks the gradients are then added in another order.
@@ -129,7 +129,7 @@ CLOSURE = """
 import mmap, os, signal, time
 import torch
 import ddpjob
-from ddpjob.core import memory
+from ddpjob_core import memory
 
 generation = int(os.environ["DDPJOB_GENERATION"])
 agent, file, _, ranks, local_rank = map(int, os.environ["DDPJOB_MEMORY"].split(":"))

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob import threads
-from ddpjob.agent.memory import Memory
-from ddpjob.core import memory
+from ddpjob_core import memory
+from ddprun.memory import Memory
 
 LIMIT = memory.limit_seconds(0)
 LATE, TOO_LATE = 4 * LIMIT, memory.longest_seconds(0)

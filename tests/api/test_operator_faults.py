@@ -14,7 +14,7 @@ import pytest
 from clusters import MERGE, Namespace, Operator, job, kubectl, until
 from faulty_api import FaultyApi, Seen
 
-from ddpjob_operator.kube.access import RIGHTS
+from ddpjob_operator.kube.api.access import RIGHTS
 
 PODS = ["digits-1-0", "digits-1-1"]
 # No fault here may cost more requests than this: a loop without a wait makes hundreds in the same time. What looks once

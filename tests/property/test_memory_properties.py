@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob.core import memory
-from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Mark, Proof, Version, newest
+from ddpjob_core import memory
+from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Mark, Proof, Version, newest
 
 VERSIONS = st.builds(Version, st.integers(1, 3), st.integers(0, 4), st.integers(1, 9))
 HELD = st.builds(Held, VERSIONS, st.integers(0, LOADS_MAX + 1), st.integers(1, 3), st.integers(0, 2), st.booleans())

@@ -1,6 +1,6 @@
 """Random walks of ranks, their nodes' memory and the folder: kills between any two things that any rank does.
 
-The rules are the real ones (`ddpjob.core.memory`); the model has what surrounds them: ranks that step together, agents
+The rules are the real ones (`ddpjob_core.memory`); the model has what surrounds them: ranks that step together, agents
 that order the rescue, areas that are written part by part. It knows what no rank does: of which history each state is.
 """
 
@@ -12,8 +12,8 @@ from typing import Literal
 
 import pytest
 
-from ddpjob.core import memory
-from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Version, newest
+from ddpjob_core import memory
+from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Version, newest
 
 PARTS = 3
 """Of an area; a writer may die between any two."""

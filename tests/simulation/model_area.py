@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddpjob.core.memory import AREAS, Held, Mark, Version
+from ddpjob_core.memory import AREAS, Held, Mark, Version
 
 if TYPE_CHECKING:
     from model_agents import Life

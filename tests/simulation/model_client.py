@@ -12,9 +12,9 @@ from model_api import ModelApi, Raw, event_of, matching, parse
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api as types
-from ddpjob_operator.kube.api_error import NO_ANSWER, ApiError, of_status
-from ddpjob_operator.kube.client import Page, RequestLimits
-from ddpjob_operator.kube.reach import Reach
+from ddpjob_operator.kube.api.api_error import NO_ANSWER, ApiError, of_status
+from ddpjob_operator.kube.api.client import Page, RequestLimits
+from ddpjob_operator.kube.api.reach import Reach
 
 LATENCY_SECONDS = (0.002, 0.03)
 TIME_OUT_SECONDS = 30.0

@@ -1,7 +1,7 @@
 """A model of what survivors do after a failure: one rank of a node writes the state that it holds, part by
 part.
 
-Who waits for whom, and what is there already, is decided by the real rules (`ddpjob.core.memory`).
+Who waits for whom, and what is there already, is decided by the real rules (`ddpjob_core.memory`).
 A rank of a node that is killed leaves the others of that node, which write on; its agent ends them when all have
 answered, or their time is over.
 """
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from model_area import NOTHING, PARTS, TORN, Place, State
 from model_copies import Copying
 
-from ddpjob.core import copies, memory
-from ddpjob.core.memory import CHANGED, Held, Version
+from ddpjob_core import copies, memory
+from ddpjob_core.memory import CHANGED, Held, Version
 
 if TYPE_CHECKING:
     from model_agents import Agent, Life

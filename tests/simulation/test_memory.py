@@ -17,8 +17,8 @@ from scenario import memory_scenario
 from simulate import failing, report, shrink
 from simulation import simulate
 
-from ddpjob.core import copies, memory
-from ddpjob.core.memory import Found, Held, Version
+from ddpjob_core import copies, memory
+from ddpjob_core.memory import Found, Held, Version
 from ddpjob_operator.plan import transitions
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer

@@ -30,7 +30,7 @@ from patient import answered
 from shared import made_once
 
 from ddpjob_operator.job import api as types
-from ddpjob_operator.kube.login import login
+from ddpjob_operator.kube.api.login import login
 
 CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"
@@ -40,7 +40,7 @@ ANSWERS_WITHIN_SECONDS = 30.0
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-IMPORTS = "from ddpjob_operator.kube.main import main; import ddpjob_operator.kube.second_look as look"
+IMPORTS = "from ddpjob_operator.kube.main import main; import ddpjob_operator.kube.watch.second_look as look"
 T = TypeVar("T")
 
 

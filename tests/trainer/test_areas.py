@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import packed
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.core import memory
-from ddpjob.core.memory import Held, Version
+from ddpjob_core import memory
+from ddpjob_core.memory import Held, Version
+from ddprun.memory import Memory
 
 BYTES = 1 << 12
 

@@ -18,7 +18,7 @@ from memory_node import Node, parts, rescue, settle, steps
 import ddpjob
 from ddpjob import process
 from ddpjob.checkpoint import packed
-from ddpjob.core import copies
+from ddpjob_core import copies
 
 
 @pytest.fixture

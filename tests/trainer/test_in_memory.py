@@ -18,11 +18,11 @@ from memory_node import Node, parts, rescue, settle, steps
 
 import ddpjob
 from ddpjob import process
-from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import packed, recall, writers
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.core import memory
-from ddpjob.core.memory import Held, Version
+from ddpjob_core import memory
+from ddpjob_core.memory import Held, Version
+from ddprun.memory import Memory
 
 
 @pytest.fixture

@@ -11,12 +11,12 @@ import numpy
 import pytest
 import torch
 
-from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import random_states
 from ddpjob.checkpoint.kept import Kept
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.slots import Slots
-from ddpjob.core.memory import EARLY
+from ddpjob_core.memory import EARLY
+from ddprun.memory import Memory
 
 
 class Rank:

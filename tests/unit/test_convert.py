@@ -11,13 +11,13 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from ddpjob_operator import convert as room
-from ddpjob_operator.cli.main import cli
-from ddpjob_operator.convert import command
-from ddpjob_operator.convert.fields import ConvertError
-from ddpjob_operator.convert.result import Converted
+import ddpjob_convert as room
+from ddpjob_cli.commands.main import cli
+from ddpjob_cli.manifest import yamlfile
+from ddpjob_convert import command
+from ddpjob_convert.fields import ConvertError
+from ddpjob_convert.result import Converted
 from ddpjob_operator.job import validation
-from ddpjob_operator.manifest import yamlfile
 
 PYTORCHJOB = """\
 apiVersion: kubeflow.org/v1

@@ -11,8 +11,8 @@ import kopf
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.kube.client import ApiError, Client, Page, RequestLimits
-from ddpjob_operator.kube.login import LoginError, login
+from ddpjob_operator.kube.api.client import ApiError, Client, Page, RequestLimits
+from ddpjob_operator.kube.api.login import LoginError, login
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PATIENT = RequestLimits(request_seconds=30, silence_seconds=30, retry_after_seconds_max=0.5)

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
-from ddpjob_operator.kube.store import Jobs
+from ddpjob_operator.kube.watch.store import Jobs
 
 KEY = ("team", "digits")
 

@@ -16,13 +16,13 @@ from worlds import UID, job, manifest
 from ddpjob_operator.gangs import kueue, native
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.client import ApiError, Client, Page
-from ddpjob_operator.kube.gangs import ERROR_SECONDS, ERRORS_MAX, NO_ANSWER_SECONDS, Gang, waits_for
+from ddpjob_operator.kube.api.client import ApiError, Client, Page
+from ddpjob_operator.kube.api.reach import Reach
+from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.operator import UNSYNCED_SECONDS, Operator
-from ddpjob_operator.kube.reach import Reach
-from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.store import Key
+from ddpjob_operator.kube.watch.gangs import ERROR_SECONDS, ERRORS_MAX, NO_ANSWER_SECONDS, Gang, waits_for
+from ddpjob_operator.kube.watch.store import Key
 from ddpjob_operator.observed.groups import Admission, GangApi
 
 GROUP = "/apis/scheduling.k8s.io"

@@ -17,13 +17,13 @@ from virtual_time import VirtualLoop
 from worlds import World, job
 
 from ddpjob_operator.gangs import kueue
-from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.reach import Reach
+from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.queue_places import ASK_SECONDS, QueuePlaces
-from ddpjob_operator.kube.reach import Reach
-from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.store import Key
+from ddpjob_operator.kube.watch.queue_places import ASK_SECONDS, QueuePlaces
+from ddpjob_operator.kube.watch.store import Key
 
 API = "/apis/visibility.kueue.x-k8s.io"
 MAIN = f"{API}/v1beta1/namespaces/team/localqueues/main/pendingworkloads"

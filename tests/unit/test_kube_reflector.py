@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.kube.api_error import bad_answer
-from ddpjob_operator.kube.client import ApiError, Page
-from ddpjob_operator.kube.listing import take
-from ddpjob_operator.kube.reflector import STALE_LISTS_MAX, Reflector
-from ddpjob_operator.kube.store import ObjectKey
+from ddpjob_operator.kube.api.api_error import bad_answer
+from ddpjob_operator.kube.api.client import ApiError, Page
+from ddpjob_operator.kube.watch.listing import take
+from ddpjob_operator.kube.watch.reflector import STALE_LISTS_MAX, Reflector
+from ddpjob_operator.kube.watch.store import ObjectKey
 
 
 def event(kind: str, name: str, version: int) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from slow_server import play
 
-from ddpjob_operator.kube import measuring, observe
-from ddpjob_operator.kube.client import ApiError, Page
-from ddpjob_operator.kube.second_look import LOOK_SECONDS, SecondLook, Watched
-from ddpjob_operator.kube.store import Key, Store
+from ddpjob_operator.kube.api.client import ApiError, Page
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.second_look import LOOK_SECONDS, SecondLook, Watched
+from ddpjob_operator.kube.watch.store import Key, Store
+from ddpjob_operator.kube.work import measuring
 from ddpjob_operator.metrics.meter import Meter
 
 JOB = {"training.ddpjob.io/job": "digits"}

@@ -10,9 +10,9 @@ import pytest
 from lists import taken
 
 from ddpjob_operator.job.bounds import UnreadableError
-from ddpjob_operator.kube.client import Page
-from ddpjob_operator.kube.listing import take
-from ddpjob_operator.kube.store import Jobs, Key, Store
+from ddpjob_operator.kube.api.client import Page
+from ddpjob_operator.kube.watch.listing import take
+from ddpjob_operator.kube.watch.store import Jobs, Key, Store
 
 KEY = ("team", "digits")
 

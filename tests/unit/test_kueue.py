@@ -14,7 +14,8 @@ from worlds import START, World, job, manifest
 
 from ddpjob_operator.gangs import choice, kueue
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube import observe, reading
+from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.observed.cluster import Pod, Refusal
 from ddpjob_operator.observed.groups import Admission, GangApi, ObservedGroup, Placement
 from ddpjob_operator.plan.actions import CreatePod, DeleteGroup, DeletePod, TellGroup

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from ddpjob.core import budget, failure_policy
+from ddpjob_core import budget, failure_policy
 from ddpjob_operator.job import bounds
 
 GROUP = "training.ddpjob.io"

@@ -162,7 +162,7 @@ def _found(words: list[str]) -> Launcher | None:
         return None
     # What follows the script belongs to the script.
     name = words[begin - 1] if words[begin - 1] in MODULES else words[begin - 1].rsplit("/", 1)[-1]
-    return Launcher("ddprun" if name == "ddpjob.agent" else name, read_options(words[begin:])[0])
+    return Launcher(name, read_options(words[begin:])[0])
 
 
 def options_begin(words: list[str]) -> int | None:
@@ -172,7 +172,7 @@ def options_begin(words: list[str]) -> int | None:
         begin = 0
         if programs.name(word) in LAUNCHERS or LAUNCHER_FILE.search(word):
             begin = i + 1
-        elif word == "-m" and (following in MODULES or following == "ddpjob.agent"):
+        elif word == "-m" and (following in MODULES or following == "ddprun"):
             begin = i + 2
         if begin and not programs.tells_of_itself(words[begin : begin + 1]):
             return begin

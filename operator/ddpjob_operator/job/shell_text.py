@@ -94,7 +94,7 @@ def _starts_ranks(word: str) -> bool:
         name in launcher.LAUNCHERS
         or name in programs.FRAMEWORKS
         or word in launcher.MODULES
-        or word == "ddpjob.agent"
+        or word == "ddprun"
         or launcher.LAUNCHER_FILE.search(word) is not None
     )
 

@@ -14,32 +14,35 @@ from typing import Any
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, storage, topology, validation
-from ddpjob_operator.kube import access, decisions, exposition, measuring, observe, reading, served_crd, triggers
-from ddpjob_operator.kube.bounded_server import BoundedServer
+from ddpjob_operator.kube.api import access, reading, served_crd
+from ddpjob_operator.kube.api.client import Client, collection
+from ddpjob_operator.kube.api.in_flight import InFlight
+from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
+from ddpjob_operator.kube.api.tokens import BoundPod, Verifier
 from ddpjob_operator.kube.claims import Claims
-from ddpjob_operator.kube.client import Client, collection
-from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.executor import Executor
-from ddpjob_operator.kube.forward import Forwarder
-from ddpjob_operator.kube.gangs import Gang, waits_for
-from ddpjob_operator.kube.health import Health
-from ddpjob_operator.kube.in_flight import InFlight
-from ddpjob_operator.kube.job_state import JobStates
-from ddpjob_operator.kube.journal import Journal
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
 from ddpjob_operator.kube.lease import Leader
-from ddpjob_operator.kube.lookup import Caches, Lookup
-from ddpjob_operator.kube.nodes import Nodes
-from ddpjob_operator.kube.queue import Priority, Queue
-from ddpjob_operator.kube.receive import Receiver, Sender
-from ddpjob_operator.kube.reconcile import Reconciler
-from ddpjob_operator.kube.reflector import Reflector
-from ddpjob_operator.kube.reports import Reports
-from ddpjob_operator.kube.runtime import SYSTEM, Runtime
-from ddpjob_operator.kube.second_look import SecondLook, Watched
+from ddpjob_operator.kube.ports import exposition
+from ddpjob_operator.kube.ports.bounded_server import BoundedServer
+from ddpjob_operator.kube.ports.forward import Forwarder
+from ddpjob_operator.kube.ports.health import Health
+from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.store import Jobs, Key, Store
-from ddpjob_operator.kube.tokens import BoundPod, Verifier
+from ddpjob_operator.kube.watch import observe, triggers
+from ddpjob_operator.kube.watch.gangs import Gang, waits_for
+from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.reflector import Reflector
+from ddpjob_operator.kube.watch.second_look import SecondLook, Watched
+from ddpjob_operator.kube.watch.store import Jobs, Key, Store
+from ddpjob_operator.kube.work import decisions, measuring
+from ddpjob_operator.kube.work.events import Events
+from ddpjob_operator.kube.work.executor import Executor
+from ddpjob_operator.kube.work.job_state import JobStates
+from ddpjob_operator.kube.work.journal import Journal
+from ddpjob_operator.kube.work.lookup import Caches, Lookup
+from ddpjob_operator.kube.work.queue import Priority, Queue
+from ddpjob_operator.kube.work.reconcile import Reconciler
+from ddpjob_operator.kube.work.reports import Reports
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter, Moment
 from ddpjob_operator.observed import facts

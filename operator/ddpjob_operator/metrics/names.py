@@ -11,7 +11,7 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpjob.core import budget
+from ddpjob_core import budget
 from ddpjob_operator.job import api, reasons
 
 Kind = Literal["counter", "gauge", "histogram", "info", "stateset"]

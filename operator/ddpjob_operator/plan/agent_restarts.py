@@ -1,5 +1,5 @@
 """Restarts without new pods: what the leader's agent reports of them becomes part of the status, by the ledger in
-`ddpjob.core.budget`."""
+`ddpjob_core.budget`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import datetime as dt
 
 from msgspec.structs import replace
 
-from ddpjob.core.budget import Spent, newly_spent, with_newly_spent
-from ddpjob.core.failures import Failure
+from ddpjob_core.budget import Spent, newly_spent, with_newly_spent
+from ddpjob_core.failures import Failure
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, ranges, topology

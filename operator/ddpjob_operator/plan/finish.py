@@ -9,9 +9,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from ddpjob_operator.check import shells
 from ddpjob_operator.failures import sentences
-from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, variables
+from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, shells, variables
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
 from ddpjob_operator.job.times import earliest, is_past

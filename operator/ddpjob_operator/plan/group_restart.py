@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from ddpjob.core import budget, rules
-from ddpjob.core.failures import abridged
+from ddpjob_core import budget, rules
+from ddpjob_core.failures import abridged
 from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, topology, wording

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Sequence, Set
 
-from ddpjob.core.failures import Precedence
+from ddpjob_core.failures import Precedence
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, ranges
 from ddpjob_operator.job.status import is_broken

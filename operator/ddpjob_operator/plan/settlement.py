@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob.core import budget, rules
-from ddpjob.core.failures import abridged
+from ddpjob_core import budget, rules
+from ddpjob_core.failures import abridged
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, topology

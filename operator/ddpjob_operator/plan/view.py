@@ -9,9 +9,8 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from ddpjob.core.members import Members
-from ddpjob_operator.check import exit_codes
-from ddpjob_operator.job import api, launcher, podspec, ranges, times, topology
+from ddpjob_core.members import Members
+from ddpjob_operator.job import api, exit_codes, launcher, podspec, ranges, times, topology
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall

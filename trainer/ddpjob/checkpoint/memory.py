@@ -31,9 +31,9 @@ from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.slots import PLACE, Slots
 from ddpjob.checkpoint.streams import Streams
 from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
-from ddpjob.core import memory
-from ddpjob.core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Version
 from ddpjob.errors import StateError
+from ddpjob_core import memory
+from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Version
 
 PROOF_STEPS = 3
 RANDOM = "random numbers"

@@ -19,8 +19,10 @@ from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.slots import PLACE
 from ddpjob.checkpoint.state_dicts import misfit, unwrapped
-from ddpjob.core import memory
-from ddpjob.core.memory import (
+from ddpjob.errors import StateError
+from ddpjob.group import gather
+from ddpjob_core import memory
+from ddpjob_core.memory import (
     COPIES,
     COPY_SLOTS,
     EARLY,
@@ -36,8 +38,6 @@ from ddpjob.core.memory import (
     Proof,
     Version,
 )
-from ddpjob.errors import StateError
-from ddpjob.group import gather
 
 PIECE_BYTES = 64 << 20
 

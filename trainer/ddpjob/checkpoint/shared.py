@@ -1,4 +1,4 @@
-"""The memory of this rank's node, as the rank sees it: cells, slots and the area (`core/memory.py` has the layout)."""
+"""The memory of this rank's node, as the rank sees it: cells, slots and the area (layout: `ddpjob_core/memory.py`)."""
 
 import contextlib
 import fcntl
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from ddpjob.checkpoint import packed
-from ddpjob.core import copies, memory
-from ddpjob.core.memory import (
+from ddpjob.errors import StateError
+from ddpjob_core import copies, memory
+from ddpjob_core.memory import (
     AREA_ASSUMED,
     AREA_BYTES,
     AREA_EVERY,
@@ -29,7 +30,6 @@ from ddpjob.core.memory import (
     Proof,
     Version,
 )
-from ddpjob.errors import StateError
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: give the process all pages at once; one by one that takes ten times as long
 _OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY

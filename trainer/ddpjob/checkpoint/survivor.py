@@ -23,11 +23,11 @@ from ddpjob.checkpoint.copies import Boundary, Copies
 from ddpjob.checkpoint.kept import Kept, OutgrownError, ReplacedError
 from ddpjob.checkpoint.places import Places
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.core import memory
-from ddpjob.core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE, Held, Version
-from ddpjob.core.rules import RESUMABLE_EXIT_CODE
 from ddpjob.errors import StateError
 from ddpjob.reporting import termination
+from ddpjob_core import memory
+from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE, Held, Version
+from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _FORWARD, _BACKWARD = DistributedDataParallel.forward.__code__, torch.autograd.backward.__code__
 AGAIN_SECONDS = 0.001

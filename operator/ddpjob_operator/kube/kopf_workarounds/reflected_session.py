@@ -20,7 +20,7 @@ import kopf
 import orjson
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.store import Jobs, Key, ObjectKey
+from ddpjob_operator.kube.watch.store import Jobs, Key, ObjectKey
 
 Raw = dict[str, Any]
 _VERSION = {"groupVersion": f"{api.GROUP}/{api.VERSION}", "version": api.VERSION}

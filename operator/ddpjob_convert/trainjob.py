@@ -1,0 +1,258 @@
+"""A TrainJob (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer v2) with its runtime as a DDPJob."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ddpjob_convert import address, common
+from ddpjob_convert.fields import ConvertError, Fields
+from ddpjob_convert.result import Converted, Path
+from ddpjob_convert.strategic import merge
+from ddpjob_operator.job import launcher, podspec
+from ddpjob_operator.job.wording import count, say
+
+_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+_CONTAINER = "node"
+_OWN_CONTROLLER = "trainer.kubeflow.org/trainjob-controller"
+_PATCHES = ("podTemplateOverrides", "podSpecOverrides")
+
+_JOB_FIELDS = {
+    "parallelism": "the number of nodes is spec.nodes",
+    "completions": "the number of nodes is spec.nodes",
+    "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
+    "activeDeadlineSeconds": "is for one attempt there; spec.activeDeadlineSeconds is for all of them together",
+}
+_REPLICATED = {
+    "dependsOn": "a DDPJob waits for no other Job: an init container can wait, or do its work",
+    "replicas": "the number of nodes is spec.nodes",
+}
+_SET_IT = "set it in metadata of the job, or of its template"
+_PATCHED = {"metadata": f"is not that of the pods: {_SET_IT}"}
+_JOB_SPEC = {
+    "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
+    "labels": "set them in metadata.labels of the template",
+    "annotations": "set them in metadata.annotations of the template",
+}
+
+
+def convert(document: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Converted:
+    """The DDPJob. Raises ConvertError. A path that begins with `runtime` is one of the runtime."""
+    result, spec = common.begin(document)
+    runtime = result.runtime = _runtime(spec, runtimes, result)
+    try:
+        return _convert(spec, runtime, result)
+    except ConvertError as error:
+        raise ConvertError(error.path, str(error), runtime) from None
+
+
+def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Converted:
+    own = Fields(runtime.get("spec") or {}, ("runtime", "spec"))
+    policy = own.fields("mlPolicy")
+    torch, trainer = policy.fields("torch"), spec.fields("trainer")
+    for other in policy.given.keys() - {"numNodes", "torch"}:
+        raise ConvertError((*policy.path, other), f"mlPolicy.{other} is not PyTorch DDP: a DDPJob runs DDP alone")
+    template, nnodes = _template(own, spec, trainer, result)
+    nodes = trainer.number("numNodes", 1) or policy.number("numNodes", 1) or 1
+    result.set("nodes", nodes, "numNodes")
+    nproc, path = trainer.take("numProcPerNode"), (*trainer.path, "numProcPerNode")
+    of_runtime = torch.take("numProcPerNode")
+    if nproc is None:
+        nproc, path = of_runtime, (*torch.path, "numProcPerNode")
+    common.set_processes(nproc, path, template, result, _cpus(template))
+    _elastic(torch, nnodes, launcher.command_of(template), result)
+    if (seconds := spec.number("activeDeadlineSeconds", 1)) is not None:
+        result.set("activeDeadlineSeconds", seconds)
+    common.set_suspend(spec, result)
+    manager = spec.text("managedBy")
+    if manager and manager != _OWN_CONTROLLER:
+        result.set("managedBy", manager)
+    _gang(own, result)
+    for fields in (trainer, spec, torch, own):
+        fields.rest(result, _JOB_SPEC)
+    result.set("template", template)
+    return result
+
+
+def _runtime(spec: Fields, runtimes: Sequence[Mapping[str, Any]], result: Converted) -> Mapping[str, Any]:
+    reference = spec.fields("runtimeRef")
+    name, kind = reference.text("name"), reference.text("kind") or "ClusterTrainingRuntime"
+    for runtime in runtimes:
+        if runtime.get("kind") == kind and podspec.mapping(runtime, "metadata").get("name") == name:
+            result.title = f"{result.title[:-1]}, with the {kind} {name}."
+            return runtime
+    raise ConvertError(
+        (*reference.path, "name"),
+        f"the {kind} {name} has the pod template, and is not among the files. "
+        f"kubectl get {kind.lower()} {name} -o yaml > runtime.yaml, and give runtime.yaml too.",
+    )
+
+
+def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> tuple[dict[str, Any], str]:
+    """The pod template of the runtime's trainer, with the TrainJob's own values, and the --nnodes of its command."""
+    of_job_set = own.fields("template")
+    job_set = of_job_set.fields("spec")
+    job = _trainer_job(job_set, result)
+    of_job = job.fields("template")
+    job_spec = of_job.fields("spec")
+    _job_policies(job_set, job_spec, result)
+    _say_around(of_job_set, job, of_job, result)
+    path = (*job_spec.path, "template")
+    template = copy.deepcopy(dict(job_spec.fields("template").given))
+    for patch in _patches(spec, job.text("name"), result):
+        template = merge(template, patch)
+    if (restart := podspec.mapping(template, "spec").get("restartPolicy")) not in (None, "Never"):
+        text = f"{say(restart)} restarts one container in its pod; a DDPJob restarts all nodes: set spec.backoffLimit"
+        result.remark((*path, "spec", "restartPolicy"), text)
+    container = common.name_trainer(template, _CONTAINER, path)
+    for name in ("image", "command", "args"):
+        if (value := trainer.take(name)) is not None:
+            container[name] = copy.deepcopy(value)
+    if (resources := trainer.take("resourcesPerNode")) is not None:
+        container["resources"] = copy.deepcopy(resources)
+    if (env := trainer.take("env")) is not None:
+        container["env"] = merge({"env": container.get("env") or []}, {"env": env})["env"]
+    own_command = "command" in trainer.given or "args" in trainer.given
+    where = (*trainer.path, "command" if "command" in trainer.given else "args")
+    nnodes = common.strip_launcher(container, where if own_command else (*path, "spec", "containers"), result)
+    _address(template, trainer, job.text("name"), path, result)
+    job_spec.rest(result, _JOB_FIELDS)
+    return template, nnodes
+
+
+def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, result: Converted) -> None:
+    """The JobSet calls the first pod gpt-node-0-0.gpt. path: the runtime's template."""
+    name = str(result.metadata.get("name", ""))
+    any_of = rf"{re.escape(name)}-{re.escape(job)}-0-\d+(?:\.{re.escape(name)})?"
+    names = address.Names(f"{name}-{job}-0-0.{name}", any_of, str(result.metadata.get("namespace", "")))
+    before = len(result.remarks)
+    own = (*path, *podspec.trainer_path(template)[2:])
+    address.move(template, names, path, result)
+    for i, remark in enumerate(result.remarks[before:], before):
+        part = remark.path[len(own)] if len(remark.path) > len(own) and remark.path[: len(own)] == own else ""
+        if part in ("command", "args", "env") and part in trainer.given:
+            result.remarks[i] = replace(remark, path=(*trainer.path, part))
+
+
+def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Converted) -> None:
+    """What the runtime says of the JobSet and of the trainer's Job beside their specs."""
+    for fields in (of_job_set, of_job):
+        metadata = fields.fields("metadata")
+        for name in ("labels", "annotations"):
+            given = metadata.fields(name)
+            if own := ", ".join(key for key in given.given if key != _STEP):
+                result.remark(given.path, f"{own}: not on the pods there: {_SET_IT}")
+        metadata.rest(result, _PATCHED)
+        fields.rest(result)
+    for name in ("name", "groupName", *(("replicas",) if job.given.get("replicas") == 1 else ())):
+        job.take(name)  # the API server writes the last two into each runtime
+    job.rest(result, _REPLICATED)
+
+
+def _cpus(template: Mapping[str, Any]) -> int:
+    """CPUs of a pod as Kubeflow Trainer counts processes by them: those requested, else the limit, rounded up."""
+    resources = podspec.mapping(podspec.trainer_container(template) or {}, "resources")
+    requested, limit = (podspec.mapping(resources, name).get("cpu") for name in ("requests", "limits"))
+    return math.ceil(podspec.quantity(requested) or podspec.quantity(limit))
+
+
+def _trainer_job(job_set: Fields, result: Converted) -> Fields:
+    """The replicated job whose pods train."""
+    jobs = list(job_set.mappings("replicatedJobs"))
+
+    def step(job: Fields) -> Any:
+        metadata = podspec.mapping(podspec.mapping(job.given, "template"), "metadata")
+        return podspec.mapping(metadata, "labels").get(_STEP)
+
+    found = next((j for j in jobs if step(j) == "trainer"), None) or next(
+        (j for j in jobs if j.given.get("name") == "node"), None
+    )
+    if found is None:
+        raise ConvertError((*job_set.path, "replicatedJobs"), f"none has the label {_STEP}: trainer")
+    for job in jobs:
+        if job is not found:
+            reason = f"the Job {job.given.get('name')} is not made: download in an init container, or mount a volume"
+            result.remark(job.path, reason)
+    return found
+
+
+def _job_policies(job_set: Fields, job_spec: Fields, result: Converted) -> None:
+    failure = job_set.fields("failurePolicy")
+    if (restarts := failure.number("maxRestarts")) is not None:
+        result.set("backoffLimit", restarts, "the JobSet's failurePolicy.maxRestarts")
+    if (seconds := job_set.number("ttlSecondsAfterFinished")) is not None:
+        result.set("ttlSecondsAfterFinished", seconds)
+    rules = [r for rule in job_spec.fields("podFailurePolicy").mappings("rules") if (r := _rule(rule, result))]
+    if rules:
+        result.set("failurePolicy", {"rules": rules}, "podFailurePolicy of the Job")
+    failure.rest(result)
+    job_set.rest(result)
+
+
+def _rule(rule: Fields, result: Converted) -> dict[str, Any] | None:
+    codes = rule.take("onExitCodes")
+    action = rule.text("action")
+    if not isinstance(codes, dict) or action not in ("FailJob", "Ignore", "Count"):
+        result.remark(rule.path, "a rule of a DDPJob's failurePolicy is for exit codes: FailJob, Ignore or Count")
+        return None
+    return {"action": action, "onExitCodes": {k: codes[k] for k in ("operator", "values") if k in codes}}
+
+
+def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
+    """What the TrainJob changes in the runtime's pod template, by any version of the field."""
+    for patch in spec.mappings("runtimePatches"):
+        own = patch.fields("trainingRuntimeSpec")
+        template = own.fields("template")
+        job_set = template.fields("spec")
+        for replicated in job_set.mappings("replicatedJobs"):
+            if replicated.text("name") == job:
+                of_job = replicated.fields("template")
+                yield of_job.fields("spec").fields("template").given
+                of_job.rest(result, _PATCHED)
+            else:
+                result.remark(replicated.path, f"is for another Job than {job}")
+        for fields in (own, template, job_set):
+            fields.rest(result, _PATCHED)
+    for name in _PATCHES:
+        for override in spec.mappings(name):
+            targets = [target.text("name") for target in override.mappings("targetJobs")]
+            if job in targets:
+                given = {k: v for k, v in override.given.items() if k in ("metadata", "spec")}
+                # podSpecOverrides has the pod's fields beside targetJobs, without a spec around them.
+                yield (
+                    given
+                    if name == _PATCHES[0]
+                    else {"spec": {k: v for k, v in override.given.items() if k != "targetJobs"}}
+                )
+            else:
+                result.remark(override.path, f"is for another Job than {job}")
+
+
+def _elastic(torch: Fields, nnodes: str, command: list[str], result: Converted) -> None:
+    """nnodes: an option of the command, which counts before the elasticPolicy."""
+    elastic = torch.fields("elasticPolicy")
+    if (restarts := elastic.number("maxRestarts")) is not None:
+        if "backoffLimit" in result.spec:
+            path: Path = ("runtime", "spec", "template", "spec", "failurePolicy", "maxRestarts")
+            restarts_of_set = count(result.spec["backoffLimit"], "restart")
+            result.remark(path, f"{restarts_of_set} of the JobSet: elasticPolicy.maxRestarts counts before it")
+        result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
+    least, most = elastic.number("minNodes", 1), elastic.number("maxNodes", 1)
+    least, most = common.range_of(nnodes) or (least, most)
+    if (least is not None or most is not None) and not common.is_fixed(nnodes, elastic, result):
+        path = (*elastic.path, "maxNodes" if least is None else "minNodes")
+        common.set_range(least, most, path, command, result)
+    elastic.rest(result, {"metrics": common.NO_SCALER})
+
+
+def _gang(own: Fields, result: Converted) -> None:
+    group = own.fields("podGroupPolicy")
+    seconds = group.fields("coscheduling").number("scheduleTimeoutSeconds")
+    if seconds:
+        result.set("startDeadlineSeconds", seconds, "scheduleTimeoutSeconds: all nodes run by then, or are released")
+    for name in group.given:
+        result.remark((*group.path, name), common.GANG)
