@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_operator.check import exit_codes, shells
-from ddpjob_operator.job import shell
+from ddpjob_operator.job import exit_codes, shell, shells
 
 FIXTURES = Path(__file__).parent / "check/fixtures"
 
