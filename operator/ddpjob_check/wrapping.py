@@ -137,8 +137,9 @@ def _wrapper(script: Script, call: ast.Call, inner: ast.expr) -> str:
     for ddp in script.calls_to(DDP) if is_known else ():
         kept = script.parent(ddp)
         is_before = script.function(ddp) is script.function(call) and ddp.lineno < call.lineno
-        is_certain = is_before and isinstance(kept, ast.Assign) and not any(script.enclosing_tests(ddp))
-        if is_certain and script.origins(script.argument(ddp, "module", 0)) == made:
+        if not is_before or not isinstance(kept, ast.Assign) or any(script.enclosing_tests(ddp)):
+            continue
+        if script.origins(script.argument(ddp, "module", 0)) == made:
             return script.text_of(kept.targets[0])
     return ""
 
