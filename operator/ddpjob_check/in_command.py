@@ -70,7 +70,7 @@ def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[s
     own = {entry.get("name"): str(entry.get("value", "")) for entry in mappings(trainer, "env")}
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
     named = {name for name, _ in launcher.of_ranks(job.spec)}  # variable-of-ranks
-    has_ranks = topology.nproc_per_node(job.spec) == 1 and launcher.min_nodes(job.spec) is None
+    has_ranks = topology.nproc_per_node(job.spec) == 1 and launcher.facts(job.spec).min_nodes is None
     for name in () if has_ranks else _OF_RANKS:
         if name in own or name in named:
             continue

@@ -136,7 +136,7 @@ def known(job: api.DDPJob) -> Job:
     by, started = launcher.find(words), command.read(words)
     return Job(
         nodes=job.spec.nodes,
-        min_nodes=launcher.min_nodes(job.spec),
+        min_nodes=launcher.facts(job.spec).min_nodes,
         nproc=topology.nproc_per_node(job.spec),
         gpus=_gpus(template),
         backend=topology.backend(job.spec),
@@ -213,7 +213,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
     # A pod with one process has them, as that of a script without a launcher.
-    if topology.nproc_per_node(job.spec) > 1 or launcher.min_nodes(job.spec) is not None:
+    if topology.nproc_per_node(job.spec) > 1 or launcher.facts(job.spec).min_nodes is not None:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
             yield command_path(template), "variable-of-ranks", said

@@ -7,7 +7,7 @@ import datetime as dt
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api, ranges, reasons, topology
+from ddpjob_operator.job import api, ranges, reasons
 from ddpjob_operator.observed import stall
 from ddpjob_operator.plan import agent_restarts, findings, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
@@ -73,7 +73,7 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
     """The places that have started, when some have completed."""
     known = status.started | completed
-    if view.is_elastic and topology.is_enough(view.spec, known):
+    if view.is_elastic and view.is_enough(known):
         # The first nodes that complete make room for pods that waited: those find no group to join any more.
         return started & known
     if status.reason not in _ALL_PODS_WERE_MADE:
