@@ -132,8 +132,8 @@ CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "w
 def known(job: api.DDPJob) -> Job:
     """The context in which the job's script is checked."""
     template = job.spec.template
-    words = launcher.command_of(template)
-    by, started = launcher.find(words), command.read(words)
+    words, by = launcher.facts(job.spec).command, launcher.facts(job.spec).launcher
+    started = command.read(words)
     return Job(
         nodes=job.spec.nodes,
         min_nodes=launcher.facts(job.spec).min_nodes,
@@ -201,7 +201,7 @@ def mistakes(
 def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, str]]:
     """What keeps the nodes apart, and what the job has Events of."""
     template = job.spec.template
-    words = launcher.command_of(template)
+    words = launcher.facts(job.spec).command
     if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
         said = "the command ends after the launcher and its options, and names no script to start; add it"
         yield command_path(template), "script-missing", said

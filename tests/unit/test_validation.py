@@ -10,6 +10,7 @@ from worlds import job, manifest
 
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_operator.job import launcher, topology, validation
+from ddpjob_operator.job.command import script_of
 
 
 def problems(**spec: Any) -> list[str]:
@@ -292,7 +293,7 @@ def test_as_many_processes_as_gpus_are_no_contradiction_where_the_job_has_gpus()
     ],
 )
 def test_the_script_is_known_only_where_it_is_plain_to_see(words: str, expected: str | None) -> None:
-    assert launcher.script(words.split()) == expected
+    assert script_of(words.split()) == expected
 
 
 def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() -> None:

@@ -269,20 +269,6 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
             yield name, meant
 
 
-def script(words: list[str]) -> str | None:
-    """The Python file that a command starts, where that is plain to see: `python -u x.py`, `torchrun --tee 3 x.py`."""
-    program = words[0].rsplit("/", 1)[-1] if words else ""
-    if program in LAUNCHERS:
-        rest = _after_options(words[1:])
-    elif re.fullmatch(r"python[\d.]*", program):
-        rest = after_python_options(words[1:])
-        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in MODULES:
-            rest = _after_options(rest[2:])
-    else:
-        return None
-    return rest[0] if rest and rest[0].endswith(".py") else None
-
-
 def contradictions(spec: api.Spec) -> Found:
     """Where the launcher's own options contradict the job: the field's path, and a sentence with the fix.
 
@@ -431,12 +417,6 @@ def shell_commands(script: str) -> Iterator[list[str]]:
     with contextlib.suppress(shell.ShellSyntaxError):
         for words in shell.commands(script):
             yield list(dropwhile(lambda word: word in _STARTS_OTHERS or "=" in word, words))
-
-
-def _after_options(words: list[str]) -> list[str]:
-    """What the launcher starts; nothing that could be a file after -m or --no-python."""
-    options, rest = read_options(words)
-    return [] if {"module", "no_python"} & set(options) else rest
 
 
 def after_python_options(words: list[str]) -> list[str]:
