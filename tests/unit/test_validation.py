@@ -266,7 +266,7 @@ def test_a_name_that_is_none_is_named_also_where_the_ranks_would_meet_on_its_vol
     command = ["python", "x.py", "--dist_url=file:///meet/here"]
     body = manifest(container={"command": command, "volumeMounts": [{"name": ["meet"], "mountPath": "/meet"}]})
     body["spec"]["template"]["spec"]["volumes"] = [{"name": ["meet"], "emptyDir": {}}]
-    assert any("needs a name" in str(problem) for problem in validation.parse(body)[1])
+    assert any("name: must be text, is a list" in str(problem) for problem in validation.parse(body)[1])
 
 
 def test_an_endpoint_for_torchrun_may_come_from_a_variable() -> None:
