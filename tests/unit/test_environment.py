@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from worlds import job
 
-from ddpjob_operator.job import launcher, topology, variables
+from ddpjob_operator.job import command, launcher, topology, variables
 from ddpjob_operator.pods import build, environment, naming
 
 GPU_8 = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
@@ -132,7 +132,7 @@ def test_ddprun_keeps_each_node_in_its_place_and_its_restarts_are_no_danger() ->
     ours = job(container={"command": ["ddprun", *options, "train.py"]}).spec
     assert topology.ranks_follow_nodes(ours)
     assert launcher.warnings(ours) == []
-    assert launcher.script(["ddprun", *options, "train.py"]) == "train.py"
+    assert command.script_of(["ddprun", *options, "train.py"]) == "train.py"
     theirs = job(container={"command": ["torchrun", *options[3:], "train.py"]}).spec
     assert not topology.ranks_follow_nodes(theirs)
     assert len(launcher.warnings(theirs)) == 2

@@ -16,7 +16,7 @@ TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
     """The variables of a place's pod in `attempt`. rendezvous: the address of rank 0. The user's own come on top."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
-    least = launcher.min_nodes(job.spec)
+    least = launcher.facts(job.spec).min_nodes
     return {
         **_rendezvous(job, node_rank, nproc, rendezvous),
         **(_single_process(job, node_rank) if nproc == 1 and least is None else {}),
