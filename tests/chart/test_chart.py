@@ -19,6 +19,7 @@ import yaml
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.access import GANG_RIGHTS, PLACES_RIGHT, RIGHTS, Right
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM
+from ddpjob_operator.kube.leader_label import LABEL
 from ddpjob_operator.kube.ports.receive import PATH
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.pods import naming
@@ -32,6 +33,7 @@ OLDEST = "1.29.0"
 # In the operator's own namespace alone, get and update for its one Lease. Not asked for at the start: the task that
 # keeps the Lease logs what is missing.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "to elect the operator that acts")
+LABEL_RIGHT = Right("", "pods", ("patch",), "to label its own pod that leads")
 # In each watched namespace, or in one of them all, for one name; list, where all namespaces are watched, for the other.
 CLAIM_RIGHT = Right(
     "coordination.k8s.io", "leases", ("get", "create", "update", "list"), "to decide which of several releases acts"
@@ -286,7 +288,8 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     place = {lease["metadata"]["namespace"], role["metadata"]["namespace"], binding["metadata"]["namespace"]}
     assert place == {told["DDPJOB_LEASE_NAMESPACE"]} == {"ddpjob"}
     assert told["DDPJOB_LEASE_NAME"] == lease["metadata"]["name"]
-    named, unnamed, tested = role["rules"]
+    named, unnamed, labels, tested = role["rules"]
+    assert (labels["resources"], labels["verbs"]) == ([LABEL_RIGHT.resource], [*LABEL_RIGHT.verbs])
     assert (tested["resources"], tested["resourceNames"], tested["verbs"]) == (
         ["deployments"],
         [lease["metadata"]["name"]],
@@ -339,11 +342,10 @@ def test_the_lease_comes_without_a_holder_so_that_an_upgrade_takes_it_from_nobod
     assert lease.keys() == {"apiVersion", "kind", "metadata"}
 
 
-def test_the_operator_learns_its_name_its_address_and_its_memory_from_its_pod() -> None:
+def test_the_operator_learns_its_name_and_its_memory_from_its_pod() -> None:
     told = {entry["name"]: entry["valueFrom"] for entry in container()["env"] if "valueFrom" in entry}
     assert told == {
         "DDPJOB_POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
-        "DDPJOB_POD_IP": {"fieldRef": {"fieldPath": "status.podIP"}},
         "DDPJOB_MEMORY_MIB": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}},
     }
 
@@ -376,7 +378,9 @@ def test_trainers_are_told_the_service_that_leads_to_the_receiver() -> None:
     name, told = service["metadata"]["name"], variables(*settings)
     assert told["DDPJOB_STATUS_URL"] == f"http://{name}.ddpjob.svc:{port['port']}{PATH}"
     assert ports(*settings)[port["targetPort"]] == int(told["DDPJOB_STATUS_PORT"]) == 9001
-    assert service["spec"]["selector"].items() <= pod(*settings)["metadata"]["labels"].items()
+    selector = service["spec"]["selector"]
+    assert selector.pop(LABEL) == "true", "the pod that leads alone"
+    assert selector.items() <= pod(*settings)["metadata"]["labels"].items()
 
 
 def test_the_health_port_is_on_no_service_and_answers_every_probe() -> None:
@@ -399,9 +403,7 @@ def test_a_network_policy_lets_only_trainers_of_the_watched_namespaces_report() 
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     ((rule,),) = [policy["spec"]["ingress"]]
     assert rule["ports"] == [{"port": "status"}]
-    peer, standby = rule["from"]
-    assert standby["podSelector"]["matchLabels"].items() <= pod(NAMESPACED)["metadata"]["labels"].items()
-    assert standby.keys() == {"podSelector"}, "in the operator's own namespace"
+    (peer,) = rule["from"]
     assert peer["podSelector"]["matchExpressions"] == [{"key": naming.LABEL_JOB, "operator": "Exists"}]
     assert peer["namespaceSelector"]["matchExpressions"][0]["values"] == ["team-a", "team-b"]
     (everywhere,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true")
@@ -901,7 +903,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
 def test_the_documents_list_every_right_with_its_reason() -> None:
     table = (ROOT / "docs" / "security.md").read_text()
     gangs = (right for rights in GANG_RIGHTS.values() for right in rights)
-    for right in (*RIGHTS, *gangs, PLACES_RIGHT, LEASE_RIGHT, CLAIM_RIGHT):
+    for right in (*RIGHTS, *gangs, PLACES_RIGHT, LEASE_RIGHT, CLAIM_RIGHT, LABEL_RIGHT):
         row = f"| `{right}` | {', '.join(right.verbs)} | {right.why} |"
         assert row in table, f"docs/security.md wants the row\n{row}"
 

@@ -12,14 +12,11 @@ import datetime as dt
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw
 from ddpjob_operator.kube.api.limit import at_most
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 
 API_VERSION = "coordination.k8s.io/v1"
-ADDRESS = f"{api.GROUP}/progress-address"
-"""Annotation of the Lease: where its holder takes reports of progress, as host:port."""
 NEVER = float("-inf")
 _ABSENT = ""
 """The version of a Lease that is not there any more."""
@@ -52,8 +49,6 @@ class Lease:
     """Empty: none."""
     seconds: float
     """What its holder has promised the others to wait; 0: nothing was promised."""
-    address: str = ""
-    """Where the holder takes reports of progress."""
 
 
 class Candidate:
@@ -141,17 +136,18 @@ class Holder:
         name: str,
         identity: str,
         durations: Durations,
-        address: str = "",
         *,
         runtime: Runtime = SYSTEM,
     ) -> None:
         self.what = f"the Lease {namespace}/{name}"
-        self._client, self._name, self._address = client, name, address
+        self.client, self._name = client, name
         self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
         self._durations, self._runtime, self._clock = durations, runtime, runtime.clock
         self._candidate = Candidate(identity, durations)
         self._seen: Raw | None = None
         """As it was read or written last; None: it did not exist."""
+        self._former = ""
+        """Who held it when it was taken."""
         self._renewed = asyncio.Event()
         self._logged = ""
 
@@ -179,11 +175,14 @@ class Holder:
     async def _take(self) -> None:
         """Write our name into what was seen last."""
         identity = self._candidate.identity
-        body = claim(self._seen, self._name, identity, self._durations, self._address, self._runtime.utc())
+        holder = "" if self._seen is None else read(self._seen).holder
+        body = claim(self._seen, self._name, identity, self._durations, self._runtime.utc())
         asked_at = self._clock()
         async with at_most(self._durations.try_seconds):
             written = self._seen = await self._write(self._seen, body)
         self._candidate.took(read(written), asked_at, self._clock())
+        if holder != identity:
+            self._former = holder
 
     def _may_take(self, raw: Raw | None) -> bool:  # noqa: ARG002
         return self._candidate.may_take(self._clock())
@@ -199,7 +198,7 @@ class Holder:
     async def _read(self) -> Raw | None:
         """As it is; None: it does not exist. Raises ApiError."""
         try:
-            return await self._client.get(f"{self._collection}/{self._name}")
+            return await self.client.get(f"{self._collection}/{self._name}")
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -208,8 +207,8 @@ class Holder:
     async def _write(self, seen: Raw | None, body: Raw) -> Raw:
         """Create it, or replace the one that was seen. Raises ApiError."""
         if seen is None:
-            return await self._client.create(self._collection, body)
-        return await self._client.replace(f"{self._collection}/{self._name}", body)
+            return await self.client.create(self._collection, body)
+        return await self.client.replace(f"{self._collection}/{self._name}", body)
 
 
 class Leader(Holder):
@@ -224,19 +223,13 @@ class Leader(Holder):
         """Whether we may write at this moment."""
         return self._clock() < self._candidate.held_until
 
-    def leader_address(self) -> str | None:
-        """Where the operator that leads takes reports; empty: none is known. None: this one leads."""
-        if self.holds():
-            return None
-        leader = self._candidate.leader(self._clock())
-        return "" if leader is None else leader.address
-
-    async def gained(self) -> None:
-        """Returns once the Lease is ours."""
+    async def gained(self) -> str:
+        """Returns once the Lease is ours, with the identity that held it before; empty: nobody did, or it let go."""
         while not self.holds():
             self._renewed.clear()
             await self._renewed.wait()
         self._runtime.log.info("%s is ours: this operator leads", self.what)
+        return self._former
 
     async def lost(self) -> None:
         """Returns once it is not ours any more, at the moment when the last renewal expires."""
@@ -247,7 +240,7 @@ class Leader(Holder):
                     await self._renewed.wait()
             except asyncio.TimeoutError:
                 continue
-        self._runtime.log.warning("%s is lost: this operator stands by", self.what)
+        self._runtime.log.warning("%s is lost, so this operator ends: another one may lead", self.what)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -287,7 +280,7 @@ class Leader(Holder):
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.close()
+        await self.client.close()
 
     def _may_take(self, raw: Raw | None) -> bool:
         leader = self._candidate.leader(self._clock())
@@ -305,14 +298,12 @@ def read(raw: Raw) -> Lease:
         version=str(metadata.get("resourceVersion", "")),
         holder=str(spec.get("holderIdentity") or ""),
         seconds=float(spec.get("leaseDurationSeconds") or 0),
-        address=str((metadata.get("annotations") or {}).get(ADDRESS) or ""),
     )
 
 
-def claim(raw: Raw | None, name: str, identity: str, durations: Durations, address: str, now: dt.datetime) -> Raw:
+def claim(raw: Raw | None, name: str, identity: str, durations: Durations, now: dt.datetime) -> Raw:
     """The Lease with our name in it, on top of what was seen: its resourceVersion lets one of two writers win."""
     metadata, spec = _parts(raw, name)
-    metadata["annotations"] = {**(metadata.get("annotations") or {}), ADDRESS: address}
     ours = spec.get("holderIdentity") == identity
     spec |= {
         "holderIdentity": identity,
@@ -327,7 +318,6 @@ def claim(raw: Raw | None, name: str, identity: str, durations: Durations, addre
 def freed(raw: Raw, now: dt.datetime) -> Raw:
     """The Lease without a holder."""
     metadata, spec = _parts(raw, raw["metadata"]["name"])
-    metadata["annotations"] = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != ADDRESS}
     return _lease(metadata, {**spec, "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _text(now)})
 
 

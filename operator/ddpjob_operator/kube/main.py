@@ -95,10 +95,10 @@ def _may_write(leader: Leader, claims: Claims, path: str) -> bool:
 
 
 def _leader(settings: OperatorSettings, client: Client) -> Leader:
-    # A new identity for each process: after a restart it does not know which writes of the last one are under way.
-    identity = f"{settings.pod_name or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    # The name of a pod is unique, and its container, restarted after an outage, need not wait for itself.
+    identity = settings.pod_name or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     place = settings.lease_namespace, settings.lease_name
-    return Leader(client, *place, identity, settings.lease, settings.status_address)
+    return Leader(client, *place, identity, settings.lease)
 
 
 def _claims(settings: OperatorSettings, client: Client, leader: Leader) -> Claims:

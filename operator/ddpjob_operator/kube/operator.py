@@ -21,10 +21,10 @@ from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.api.tokens import BoundPod, Verifier
 from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
+from ddpjob_operator.kube.leader_label import LeaderLabel
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.ports import exposition
 from ddpjob_operator.kube.ports.bounded_server import BoundedServer
-from ddpjob_operator.kube.ports.forward import Forwarder
 from ddpjob_operator.kube.ports.health import Health
 from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -88,8 +88,6 @@ class Operator:
         self.meter = meter or Meter()
         self._exposition = exposition.Exposition(self.meter, self.snapshot)
         self._watcher = measuring.OfWatches(self.meter)
-        self._leadership_lost_at: float | None = None
-        """Since when the tasks of the last leadership are being cancelled."""
         self.caches = Caches(
             Jobs(self._enqueue, reading.job, self._count_job, settings.room),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
@@ -97,7 +95,7 @@ class Operator:
             Nodes(self._nodes_changed, runtime.now),
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
-        self._prepare_to_lead()
+        self._set_up_work()
         told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "watcher": self._watcher}
         told["away"] = lambda: client.reach.lost
         self.reflectors = [
@@ -114,13 +112,11 @@ class Operator:
             for namespace, feed in zip(settings.watched, self.feeds.values(), strict=True)
         ]
         self._tasks: list[asyncio.Task[None]] = []
-        self._leading: list[asyncio.Task[None]] = []
         self._first_lists: asyncio.Task[None] | None = None
         self._health = Health(self.unhealthy, self.standing_by)
-        self._forwarder = Forwarder(leader.leader_address if leader else lambda: None)
         verifier = Verifier(client.get, partial(runtime.log.warning, "progress is off: %s"), clock=runtime.clock)
-        forward = self._forwarder.forward
-        self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, forward=forward)
+        leads = leader.holds if leader else lambda: True
+        self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, leads=leads)
 
     def _gang(self, adapter: Adapter) -> Gang:
         where = self.settings.watched
@@ -129,10 +125,9 @@ class Operator:
         about = (self._runtime, self._watcher)
         return Gang(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
 
-    def _prepare_to_lead(self) -> None:
-        """New at each leadership: refusals, reports and back-offs of the last one are no longer true."""
+    def _set_up_work(self) -> None:
+        """The queue, and all that works on its jobs."""
         settings, runtime = self.settings, self._runtime
-        self.caches.jobs.begun.nobody_waits()
         self.states = states = JobStates(self.caches.jobs)
         lookup = Lookup(self._client, self.caches, runtime)
         watchers = [measuring.OfQueue(self.meter, n, controller=n == measuring.CONTROLLER) for n in names.QUEUES]
@@ -194,7 +189,7 @@ class Operator:
             if self._claims is not None:
                 self.run("claims", self._claims.run(self._claims_changed))
             self.run("lease", self._leader.run())
-            self.run("leadership", self._lead_while_held(self._leader))
+            self.run("leadership", self._lead_until_lost(self._leader))
 
     def _ports(self) -> list[tuple[int, BoundedServer]]:
         settings = self.settings
@@ -222,19 +217,19 @@ class Operator:
 
     async def stop(self) -> None:
         """Nothing is written after this."""
-        tasks = [*self._tasks, *self._leading, *([self._first_lists] if self._first_lists else [])]
+        tasks = [*self._tasks, *([self._first_lists] if self._first_lists else [])]
         for task in tasks:
             task.remove_done_callback(self._task_ended)
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._leader is not None:
-            await self._leader.release()
+            if self._leader.holds():
+                await self._leader.release()
             await self._leader.close()
         if self._claims is not None:
             await self._claims.close()
         for _, server in reversed(self._ports()):
             await server.stop()
-        await self._forwarder.close()
         await self._client.close()
 
     def job_seen(self, kind: str | None, raw: dict[str, Any]) -> None:
@@ -281,9 +276,7 @@ class Operator:
             return self._broken_by
         if (stuck := self.queue.stuck_seconds()) > STUCK_SECONDS:
             return f"the reconcile of a job has got no answer for {stuck:.0f} s"
-        now, lost_at = self._runtime.clock(), self._leadership_lost_at
-        if lost_at is not None and now - lost_at > STUCK_SECONDS:
-            return f"it stopped leading {now - lost_at:.0f} s ago, and its tasks have not ended"
+        now = self._runtime.clock()
         for reflector in self.watches():
             silent = now - reflector.tried_at
             if silent > (IDLE_SECONDS if reflector.waits else STUCK_SECONDS):
@@ -327,20 +320,9 @@ class Operator:
         self.meter.leads(self._runtime.now())
         parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
         parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
-        self._leading = [self.run(name, work) for name, work in parts.items()]
+        for name, work in parts.items():
+            self.run(name, work)
         self._enqueue_all()
-
-    async def stand_by(self) -> None:
-        """Returns once no write is under way: requests are cancelled, not waited for."""
-        self.leads = False
-        self._leadership_lost_at = self._runtime.clock()
-        self._tasks = [task for task in self._tasks if task not in self._leading]
-        for task in self._leading:
-            task.remove_done_callback(self._task_ended)
-            task.cancel()
-        await asyncio.gather(*self._leading, return_exceptions=True)
-        self._leadership_lost_at = None
-        self._prepare_to_lead()
 
     def run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task without which the operator cannot work."""
@@ -357,12 +339,16 @@ class Operator:
         name = task.get_name().partition(" of <")[0]  # kopf names some of its tasks by an address
         self.end(f"{name} has ended", None if task.cancelled() else task.exception())
 
-    async def _lead_while_held(self, leader: Leader) -> None:
-        while True:
-            await leader.gained()
-            self.lead()
-            await leader.lost()
-            await self.stand_by()
+    async def _lead_until_lost(self, leader: Leader) -> None:
+        label = LeaderLabel(leader.client, self.settings.lease_namespace, self.settings.pod_name, self._runtime)
+        self.run("label", label.run())
+        former = await leader.gained()
+        self.lead()
+        label.take_from(former.partition("_")[0])
+        await leader.lost()
+        self.leads = False
+        self.end()  # told to, so the exit code is 0: Kubernetes starts it again, and it is no crash
+        await asyncio.Event().wait()
 
     async def _after_first_lists(self) -> None:
         for reflector in self.reflectors:

@@ -76,10 +76,8 @@ class OperatorSettings:
     lease: Durations = dataclasses.field(default_factory=Durations)
     """DDPJOB_LEASE_SECONDS, DDPJOB_LEASE_RENEW_SECONDS, DDPJOB_LEASE_RETRY_SECONDS: see Durations."""
     pod_name: str = ""
-    """DDPJOB_POD_NAME: what the Lease calls its holder. Empty, the default: the name of the host."""
-    pod_ip: str = ""
-    """DDPJOB_POD_IP: where other operators forward reports to while this one leads. Empty, the default: they refuse
-    reports then."""
+    """DDPJOB_POD_NAME: what the Lease calls its holder, and the pod that is labelled as the leader. Empty, the default:
+    the name of the host, and no pod is labelled."""
     host_name: str = ""
     """HOSTNAME: what Events call the operator that has sent them."""
 
@@ -112,7 +110,6 @@ class OperatorSettings:
             claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
             lease=_durations(environment),
             pod_name=environment.get("DDPJOB_POD_NAME", ""),
-            pod_ip=environment.get("DDPJOB_POD_IP", ""),
             host_name=environment.get("HOSTNAME", ""),
         )
 
@@ -149,12 +146,6 @@ class OperatorSettings:
             f"metrics: {f'port {self.metrics_port}' if self.metrics_port else 'off'}; "
             f"settings other than the defaults: {changed or 'none'}"
         )
-
-    @property
-    def status_address(self) -> str:
-        """Where other operators reach our receiver of reports; empty: nowhere."""
-        host = f"[{self.pod_ip}]" if ":" in self.pod_ip else self.pod_ip
-        return f"{host}:{self.status_port}" if host and self.status_port else ""
 
 
 def _as_text(value: object) -> str:
