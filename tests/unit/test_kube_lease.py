@@ -95,21 +95,6 @@ def test_an_absent_lease_that_was_not_looked_at_for_a_while_may_have_been_made_a
     assert one.may_take(START + 67)
 
 
-def test_a_claim_that_is_missed_twice_may_have_been_made_and_deleted_between_the_two_looks() -> None:
-    """A release for all namespaces that was cut off meanwhile would act beside the one that has made it."""
-    one, other = candidate(), Candidate(THEIRS, DURATIONS)
-    one.saw(lease(1), START)
-    one.missed(START + 2)
-    other.took(lease(2), START + 30, START + 30)
-    one.missed(START + 31)
-    assert one.leader(START + 31) is not None
-    for look in range(33, 46, 2):
-        one.missed(START + look)
-        assert one.leader(START + look) is not None
-    assert other.held_until < START + 46
-    assert one.leader(START + 46) is None
-
-
 def test_an_absent_lease_is_taken_when_it_was_looked_at_all_the_time() -> None:
     """A new cluster: with each look the wait would begin anew, and no operator would ever lead."""
     one = candidate()
@@ -144,18 +129,6 @@ def test_a_change_in_our_name_counts_from_when_we_asked_for_what_was_there_befor
     assert one.held_until < START
     one.saw(lease(4, OURS), START + 31, asked_at=START + 30)
     assert one.held_until < START + 31, "long ago"
-    assert not one.is_silent(START + 33.9, 3)
-
-
-def test_what_is_held_again_only_when_the_answer_arrives_has_a_gap_although_it_was_asked_for_before() -> None:
-    one = candidate()
-    one.took(lease(1, OURS), START, START + 1)
-    one.took(lease(2, OURS), START + 8, START + 10)
-    assert (one.held_since, one.held_until) == (START + 10, START + 18)
-    one.took(lease(3, OURS), START + 16, START + 17)
-    assert (one.held_since, one.held_until) == (START + 10, START + 26)
-    one.saw(lease(4, OURS), START + 30, asked_at=START + 29)
-    assert one.held_since == START + 30
 
 
 def test_who_leads_is_known_until_it_has_been_silent_for_too_long() -> None:

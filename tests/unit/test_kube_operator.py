@@ -15,9 +15,8 @@ from ddpjob_operator.kube.api.client import ApiError, Client
 from ddpjob_operator.kube.api.login import LoginError
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.api.tokens import BoundPod
-from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.lease import Durations, Leader
-from ddpjob_operator.kube.operator import BROKEN_END_SECONDS, LAPSED_SECONDS, Operator
+from ddpjob_operator.kube.operator import BROKEN_END_SECONDS, Operator
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.work.executor import is_refusal
 from ddpjob_operator.kube.work.job_state import REFUSED_SECONDS, JobState
@@ -286,28 +285,6 @@ def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_o
         assert found.node_rank == 1
         made.job_seen("DELETED", after)
         assert made.states._parsed == {}
-
-    asyncio.run(run())
-
-
-def test_a_job_is_left_to_another_release_only_where_there_is_one() -> None:
-    """Else it was never looked at again: no event comes when a claim that had lapsed is renewed a second later."""
-
-    class Lapsed(Claims):
-        other = False
-
-        def hold(self, _namespace: str) -> bool:
-            return False
-
-        def another_acts(self, _namespace: str) -> bool:
-            return self.other
-
-    async def run() -> None:
-        claims = Lapsed(Client(), (), "kube-system", "ddpjob/ddpjob", Durations())
-        made = Operator(OperatorSettings(), Client(), claims=claims)
-        assert await made.reconciler.reconcile(("default", "digits")) == LAPSED_SECONDS
-        claims.other = True
-        assert await made.reconciler.reconcile(("default", "digits")) is None
 
     asyncio.run(run())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw
@@ -18,8 +18,6 @@ from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 
 API_VERSION = "coordination.k8s.io/v1"
 NEVER = float("-inf")
-_ABSENT = ""
-"""The version of a Lease that is not there any more."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +56,6 @@ class Candidate:
         self.identity = identity
         self.held_until = NEVER
         """Until when we may act."""
-        self.held_since = NEVER
-        """Since when without a gap."""
-        self.was_there = False
-        """Whether it has ever been seen to exist."""
         self._durations = durations
         self._lease: Lease | None = None
         self._changed_at: float | None = None
@@ -75,40 +69,30 @@ class Candidate:
         arrived; None: it does not exist."""
         # One that is absent looks like itself, also where another made and held it between two looks. Who has looked
         # within renew_seconds would have seen it, or its holder has stopped.
-        unseen = (lease is None or lease.version == _ABSENT) and now - self._saw_at > self._durations.renew_seconds
+        unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
         changed = self._changed_at is None or lease != self._lease or unseen
         if changed:
             self._lease, self._changed_at = lease, now
-        self.was_there = self.was_there or lease is not None
         if lease is None or lease.holder != self.identity:
             self.held_until = NEVER
         elif changed:
             # Written in our name, by another one that has it or by our own request whose answer was lost, and after
             # we had asked for what we saw before. As others wait from this change on, it is as good as our own write.
-            self._hold(self._asked_at, now)
+            self._hold(self._asked_at)
         self._asked_at, self._saw_at = asked_at, now
 
     def took(self, lease: Lease, asked_at: float, now: float) -> None:
         """Our own write, sent at `asked_at`, was carried out: at some moment between that and `now`."""
-        self._lease, self._changed_at, self.was_there = lease, asked_at, True
-        self._hold(asked_at, now)
+        self._lease, self._changed_at = lease, asked_at
+        self._hold(asked_at)
         self._asked_at, self._saw_at = asked_at, now
-
-    def missed(self, now: float) -> None:
-        """It is not there `now`. Whoever held it may not know that yet, so this counts as its last change."""
-        if self._lease is not None:
-            self.saw(replace(self._lease, version=_ABSENT), now)
-
-    def is_silent(self, now: float, seconds: float) -> bool:
-        """Whether nobody has changed it for so long, as far as we know."""
-        return self._changed_at is not None and now - self._changed_at >= seconds
 
     def may_take(self, now: float) -> bool:
         """Whether to write our name into it: it is ours or free, or its holder has not renewed it for long enough."""
         if self._lease is not None and self._lease.holder in ("", self.identity):
             return True
         # A missing Lease was deleted, because the chart creates it, and its holder may not know that yet.
-        return self.is_silent(now, self._wait_seconds())
+        return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
 
     def leader(self, now: float) -> Lease | None:
         """The Lease of another operator that acts, as far as we know."""
@@ -117,17 +101,18 @@ class Candidate:
             return None
         return lease if now - changed_at < self._wait_seconds() else None
 
-    def _hold(self, changed_after: float, now: float) -> None:
-        if self.held_until <= now:
-            self.held_since = now
+    def _hold(self, changed_after: float) -> None:
         self.held_until = max(self.held_until, changed_after + self._durations.renew_seconds)
 
     def _wait_seconds(self) -> float:
         return (self._lease.seconds if self._lease is not None else 0.0) or self._durations.lease_seconds
 
 
-class Holder:
-    """Takes a Lease on the API server, and renews it."""
+class Leader:
+    """Takes the Lease, and renews it from a task of its own. Others ask `holds` right before they write.
+
+    Its client is for the Lease and the label of the leader, as the other may not write while we do not hold it.
+    """
 
     def __init__(
         self,
@@ -149,7 +134,7 @@ class Holder:
         self._former = ""
         """Who held it when it was taken."""
         self._renewed = asyncio.Event()
-        self._logged = ""
+        self._logged = self._logged_leader = ""
 
     async def renew(self) -> None:
         """One try to take it or to go on holding it; a failure is logged, and the next try comes soon."""
@@ -160,7 +145,7 @@ class Holder:
         except ApiError as error:
             # 409: another one was quicker, and the next read shows which.
             if error.status != 409:
-                self._refused(error)
+                self._report(str(error))
         else:
             self._report("")
 
@@ -169,7 +154,8 @@ class Holder:
         async with at_most(self._durations.try_seconds):
             raw = self._seen = await self._read()
         self._candidate.saw(None if raw is None else read(raw), self._clock(), asked_at)
-        if self._may_take(raw):
+        self._log_leader()
+        if self._candidate.may_take(self._clock()):
             await self._take()
 
     async def _take(self) -> None:
@@ -183,12 +169,6 @@ class Holder:
         self._candidate.took(read(written), asked_at, self._clock())
         if holder != identity:
             self._former = holder
-
-    def _may_take(self, raw: Raw | None) -> bool:  # noqa: ARG002
-        return self._candidate.may_take(self._clock())
-
-    def _refused(self, error: ApiError) -> None:
-        self._report(str(error))
 
     def _report(self, trouble: str) -> None:
         if trouble and trouble != self._logged:
@@ -209,15 +189,6 @@ class Holder:
         if seen is None:
             return await self.client.create(self._collection, body)
         return await self.client.replace(f"{self._collection}/{self._name}", body)
-
-
-class Leader(Holder):
-    """Renews the Lease from a task of its own. Others ask `holds` right before they write.
-
-    Its client is for the Lease alone, as the other may not write while we do not hold it.
-    """
-
-    _logged_leader = ""
 
     def holds(self) -> bool:
         """Whether we may write at this moment."""
@@ -282,13 +253,12 @@ class Leader(Holder):
         """Close all connections."""
         await self.client.close()
 
-    def _may_take(self, raw: Raw | None) -> bool:
+    def _log_leader(self) -> None:
         leader = self._candidate.leader(self._clock())
         holder = "" if leader is None else leader.holder
         if holder and holder != self._logged_leader:
             self._runtime.log.info("%s is held by %s: this operator stands by", self.what, holder)
         self._logged_leader = holder
-        return super()._may_take(raw)
 
 
 def read(raw: Raw) -> Lease:

@@ -19,10 +19,10 @@ from ddpjob_operator.kube.api.client import Client, collection
 from ddpjob_operator.kube.api.in_flight import InFlight
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.api.tokens import BoundPod, Verifier
-from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
 from ddpjob_operator.kube.leader_label import LeaderLabel
 from ddpjob_operator.kube.lease import Leader
+from ddpjob_operator.kube.other_releases import OtherReleases
 from ddpjob_operator.kube.ports import exposition
 from ddpjob_operator.kube.ports.bounded_server import BoundedServer
 from ddpjob_operator.kube.ports.health import Health
@@ -50,7 +50,6 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
-LAPSED_SECONDS = 2.0  # as often as a claim that has lapsed is tried again
 # Longer than any bounded request, with its retries, could take.
 STUCK_SECONDS = 600.0
 # Longer than a watch waits for its next try.
@@ -67,14 +66,14 @@ class Operator:
         settings: OperatorSettings,
         client: Client,
         leader: Leader | None = None,
-        claims: Claims | None = None,
+        others: OtherReleases | None = None,
         runtime: Runtime = SYSTEM,
         meter: Meter | None = None,
         end_within: Callable[[float], object] = lambda _seconds: None,
     ) -> None:
-        """`client` writes only while `leader` holds its Lease, and where `claims` hold; without them this operator is
-        the only one. meter: what `client` counts its requests with; None: a new one. end_within: ends the process after
-        so many seconds if it has not ended by itself."""
+        """`client` writes only while `leader` holds its Lease; without one this operator is the only one. others: whose
+        namespaces are left alone. meter: what `client` counts its requests with; None: a new one. end_within: ends the
+        process after so many seconds if it has not ended by itself."""
         self.settings = settings
         self._ending = False
         self._broken_by = ""
@@ -83,7 +82,7 @@ class Operator:
         self.leads = leader is None
         self._client = client
         self._leader = leader
-        self._claims = claims
+        self._others = others
         self._runtime = runtime
         self.meter = meter or Meter()
         self._exposition = exposition.Exposition(self.meter, self.snapshot)
@@ -186,8 +185,8 @@ class Operator:
         await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
             # Not earlier: an operator that may not even see the jobs must not keep the Lease from one that may.
-            if self._claims is not None:
-                self.run("claims", self._claims.run(self._claims_changed))
+            if self._others is not None:
+                self.run("other releases", self._others.run(self._others_changed))
             self.run("lease", self._leader.run())
             self.run("leadership", self._lead_until_lost(self._leader))
 
@@ -226,8 +225,6 @@ class Operator:
             if self._leader.holds():
                 await self._leader.release()
             await self._leader.close()
-        if self._claims is not None:
-            await self._claims.close()
         for _, server in reversed(self._ports()):
             await server.stop()
         await self._client.close()
@@ -289,12 +286,12 @@ class Operator:
 
     def standing_by(self) -> str:
         """Which jobs another release has; that is no reason for a restart."""
-        return "; ".join(self._claims.standing_by()) if self._claims is not None else ""
+        return "; ".join(self._others.sentences()) if self._others is not None else ""
 
     def snapshot(self) -> exposition.Snapshot:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
-        there = [(self._may_act(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
-        jobs, away = [raw for acts, raw in there if acts], [raw["metadata"] for acts, raw in there if not acts]
+        there = [(self._left_to(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
+        jobs = [raw for other, raw in there if not other]
         caches = self.caches
         copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods}
         copies |= {"services": caches.services, "nodes": caches.nodes}
@@ -309,8 +306,7 @@ class Operator:
             queues=[measuring.now_in(queue, name) for queue, name in queues],
             cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
-            away=[job["uid"] for job in away],
-            others=[job["uid"] for job in away if self._another_acts(job.get("namespace", ""))],
+            away=[raw["metadata"]["uid"] for other, raw in there if other],
         )
         return exposition.Snapshot(moment, jobs if self.leads else None)
 
@@ -368,10 +364,8 @@ class Operator:
         raw = new or old
         if not self.leads or raw is None:
             return
-        namespace = raw["metadata"].get("namespace", "")
-        if self._another_acts(namespace):
+        if self._left_to(raw["metadata"].get("namespace", "")):
             self.meter.left_to_others(raw["metadata"]["uid"])
-        if not self._may_act(namespace):
             return
         now = self._runtime.now()
         if old is not None and (new is None or new["metadata"]["uid"] != old["metadata"]["uid"]):
@@ -388,9 +382,11 @@ class Operator:
             self._enqueue(key)
 
     def _ready_in(self, key: Key) -> float | None:
-        """Seconds until the job may be reconciled, 0: now; None: another release has it until claims change."""
-        if not self._may_act(key[0]):
-            return None if self._another_acts(key[0]) else LAPSED_SECONDS
+        """Seconds until the job may be reconciled, 0: now; None: another release has it."""
+        if self._left_to(key[0]):
+            return None
+        if self._others is not None and not self._others.are_known:
+            return UNSYNCED_SECONDS
         # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
         lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
         return 0.0 if all(lists) and not self._waits_for_gang(key) else UNSYNCED_SECONDS
@@ -405,18 +401,13 @@ class Operator:
         except validation.UnreadableJobError:
             return False  # the reconcile reports it
 
-    def _may_act(self, namespace: str) -> bool:
-        return self._claims is None or self._claims.hold(namespace)
+    def _left_to(self, namespace: str) -> str:
+        return self._others.of(namespace) if self._others is not None else ""
 
-    def _another_acts(self, namespace: str) -> bool:
-        return self._claims is not None and self._claims.another_acts(namespace)
-
-    def _claims_changed(self) -> None:
+    def _others_changed(self) -> None:
         # What was reported until then would look like a stall once this release has the job again.
-        self.states.forget([key for key, _ in self.states if not self._may_act(key[0])])
-        for key in self.caches.jobs:
-            if self._may_act(key[0]):
-                self._enqueue(key)
+        self.states.forget([key for key, _ in self.states if self._left_to(key[0])])
+        self._enqueue_all()
 
     def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
         if new is None and old is not None:

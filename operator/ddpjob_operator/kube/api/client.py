@@ -102,11 +102,11 @@ class Client:
         self,
         log_in: Callable[[], kopf.ConnectionInfo] = login,
         limits: RequestLimits = RequestLimits(),
-        may_write: Callable[[str], bool] = lambda _path: True,
+        may_write: Callable[[], bool] = lambda: True,
         answered: Callable[..., None] = lambda *_, **__: None,
         reach: Reach | None = None,
     ) -> None:
-        """may_write: asked with the path right before each try of a write, which is not sent where it returns False.
+        """may_write: asked right before each try of a write, which is not sent where it returns False.
         answered: told of each answer (measuring.Requests). reach: where several clients share it."""
         self.reach = reach or Reach()
         self.limits = limits
@@ -276,7 +276,7 @@ class Client:
     ) -> bytes:
         # Reviews are questions, though they are asked by POST.
         changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
-        if changes_something and not self._may_write(path):
+        if changes_something and not self._may_write():
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         url = info.server.rstrip("/") + path
         data = None if body is None else _dumps(method, path, body)
