@@ -81,7 +81,7 @@ def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[s
 
 
 def _of_other_launchers(own: set[Any], words: list[str], scripts: list[str]) -> Iterator[tuple[str, str]]:
-    found = [ref.name for text in scripts for ref in shell_text.references(text) if ref.by_shell]
+    found = [ref.name for text in scripts for ref in shell_text.references(text)]
     names = dict.fromkeys(n for n in found if variables.OF_OTHER_LAUNCHERS.fullmatch(n) and n not in own)
     for name in names:
         if how := _how_read(name, words, scripts, default_counts=True):
@@ -119,11 +119,11 @@ def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts
         return f"$({name})"
     for text in scripts:
         is_asked = re.search(rf"-[nzv]\s+[\"']?\$?\{{?{name}\b", text)
-        if shell_text.set_at(text, name) is not None or is_asked:
+        if shell_text.sets(text, name) or is_asked:
             continue
         for ref in shell_text.references(text):
             has_value = ref.operator and (default_counts or not ref.operator.endswith("-"))
-            if ref.name == name and ref.by_shell and not has_value:
+            if ref.name == name and not has_value:
                 return f"${{{name}{ref.operator}…}}" if ref.operator else f"${name}"
     return ""
 

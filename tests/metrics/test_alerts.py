@@ -348,9 +348,9 @@ class Closing:
 
 async def _watches(operated: Operated, after: float) -> None:
     loop = asyncio.get_running_loop()
-    runtime, told = Runtime(clock=loop.time), measuring.watch_restarted(operated.meter)
+    runtime, told = Runtime(clock=loop.time), measuring.OfWatches(operated.meter)
     closing: Any = Closing(after)
-    reflector = Reflector(closing, "pods", "", "", operated.town.operator.caches.pods, runtime=runtime, restarted=told)
+    reflector = Reflector(closing, "pods", "", "", operated.town.operator.caches.pods, runtime=runtime, watcher=told)
     task = loop.create_task(reflector.run())
     await operated.wait(30)
     task.cancel()

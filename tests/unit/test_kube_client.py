@@ -214,20 +214,6 @@ def test_a_server_that_answers_a_create_with_the_whole_object_is_understood_too(
     assert talk(Script(lambda: web.json_response(whole)), lambda c: c.create("/pods", {})) == whole
 
 
-def test_of_versions_no_more_than_what_names_an_object_is_kept() -> None:
-    metadata = {"name": "a", "uid": "u", "resourceVersion": "7", "labels": {"x": "y"}}
-    more = {"annotations": {"a": "b"}, "managedFields": []}
-    listed = {"metadata": {"resourceVersion": "9"}, "items": [{"metadata": metadata | more}]}
-    script = Script(lambda: web.json_response(listed))
-
-    async def versions(client: Client) -> list[Page]:
-        return [page async for page in client.versions("/pods", "a=b")]
-
-    assert talk(script, versions) == [([{"metadata": metadata}], "9")]
-    assert "as=PartialObjectMetadataList;" in script.asked[0].headers["Accept"]
-    assert script.asked[0].headers["Accept-Encoding"] == "identity", "the API server's CPU is scarcer than its network"
-
-
 WRITES: dict[str, Callable[[Client], Awaitable[Any]]] = {
     "create": lambda c: c.create("/pods", {}),
     "replace": lambda c: c.replace("/jobs/a/status", {}),

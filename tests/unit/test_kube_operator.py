@@ -258,9 +258,8 @@ def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() ->
 
     async def run() -> Operator:
         made = Operator(OperatorSettings(), Client(), end_within=limits.append)
-        made.run("first", asyncio.sleep(0))
-        made.run("second", asyncio.sleep(0))
-        await asyncio.sleep(0.01)
+        tasks = [made.run("first", asyncio.sleep(0)), made.run("second", asyncio.sleep(0))]
+        await asyncio.gather(*tasks)  # it learns of both ends first: its callbacks were added before those of gather
         made.end()
         return made
 

@@ -15,7 +15,7 @@ from ddpjob_cli.client import jobs, read_ahead, several, watch
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, launcher, ranges, topology
+from ddpjob_operator.job import api, launcher, topology
 
 DRAIN_SECONDS = 10.0  # after the job's end, from one line of a log to the next
 _RETRY_SECONDS = 1.0
@@ -79,7 +79,7 @@ class ClusterLogs:
         """The nodes that ran in an attempt and have no log any more, in order."""
         status, spec = self.stored.job.status, self.stored.job.spec
         is_static = launcher.min_nodes(spec) is None
-        ran = ranges.parse(status.started_nodes) if attempt == status.attempt else set(range(spec.nodes * is_static))
+        ran = status.started if attempt == status.attempt else set(range(spec.nodes * is_static))
         return sorted(set(ran) - set(self.nodes(attempt)))
 
     def why_none(self) -> str:
