@@ -55,6 +55,8 @@ _OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-
 _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
 # Where DeepSpeed looks for its hostfile without an option.
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
+_PYTHON = re.compile(r"python[\d.]*")
+_VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 SCRIPT_READ_MAX = 20_480
 """Characters of a command that are searched, and of a shell's script that is split into words: the operator's event
 loop does it, at 2 µs for each."""
@@ -125,6 +127,19 @@ class JobFacts:
     def launcher(self) -> Launcher | None:
         """The launcher that the trainer's command starts."""
         return _found(self.words)
+
+    @cached_property
+    def is_launcher_alone(self) -> bool:
+        """True if the container's program is torchrun or ddprun, without a shell or an image's ENTRYPOINT before it."""
+        words = (self.command if self.trainer.get("command") else []) or [""]
+        program, rest = programs.name(words[0]), after_python_options(words[1:])
+        is_module = rest[:1] == ["-m"] and (rest[1:2] == ["ddprun"] or MODULES.issuperset(rest[1:2] or [""]))
+        return program in LAUNCHERS or (_PYTHON.fullmatch(program) is not None and is_module)
+
+    @cached_property
+    def mentioned(self) -> frozenset[str]:
+        """Words of the trainer's container in capitals, such as RANK in `$(RANK)`: it may read these variables."""
+        return frozenset(_VARIABLE.findall(repr(self.trainer)))
 
     @cached_property
     def gpus(self) -> int:
