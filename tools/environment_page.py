@@ -107,6 +107,7 @@ MEANINGS = {
     "KUBEFLOW_TRAINER_SERVER_TOKEN": "the token file for these",
     "DDPJOB_GENERATION": "0, 1, …: how often the ranks were started again in their pods; equal on all nodes",
     "DDPJOB_BEATS": "the memory of the heartbeats",
+    "DDPJOB_END": "the file for checksums of DDP modules, where the rank is a new process",
     "DDPJOB_MEMORY": "the memory in which the state outlives the ranks",
     "DDPJOB_STATUS_CA_FILE": "the certificate authority of an `https` receiver",
     "DDPJOB_AGENT_KEY": "the secret of `ddprun`'s agents, from a Secret; else the run id and the uid are their key",
@@ -127,7 +128,7 @@ def to_markdown() -> str:
     """docs/environment.md."""
     head = ("Variable", "Value", "Set", "Meaning")
     own = ("Variable", "Meaning")
-    ranks = ("DDPJOB_GENERATION", "DDPJOB_BEATS", "DDPJOB_MEMORY")
+    ranks = ("DDPJOB_GENERATION", "DDPJOB_BEATS", "DDPJOB_END", "DDPJOB_MEMORY")
     others = ("DDPJOB_AGENT_KEY", "DDPJOB_FAULTS", "DDPJOB_FAULTS_HAPPENED")
     agents = _of_agents()
     reports = report_token.environment("http://ddpjob-operator-status.ddpjob.svc:8081/v1/progress")

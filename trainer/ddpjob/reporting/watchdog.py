@@ -6,8 +6,8 @@ collective runs no Python handler: where each thread is, and the last collective
 stderr, and a summary to the agent. While something holds the interpreter this thread cannot run, so faulthandler writes
 the stacks on a signal of its own.
 
-DDPJOB_BEATS names the memory (`ddpjob_core/heartbeat.py` has its layout); without it the cells are this process's own, and
-no agent reads them.
+DDPJOB_BEATS names the memory (layout: `ddpjob_core/heartbeat.py`); without it the cells are this process's own, and no
+agent reads them.
 """
 
 import atexit
