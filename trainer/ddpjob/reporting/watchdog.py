@@ -53,7 +53,8 @@ END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it wri
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
 FOLDED_MAX, FOLDED_BYTES_MAX = 20, 3000  # in an answer of a page
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_FORK_SERVER = os.path.join(_LIBRARY, "agent", "forkserver.py")
+_AGENT = os.path.join(os.path.dirname(_LIBRARY), "ddprun")
+_FORK_SERVER = os.path.join(_AGENT, "forkserver.py")
 
 
 def begin() -> None:
@@ -264,7 +265,8 @@ def folded(frame: FrameType | None) -> list[str]:
 
 def _is_of_script(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return not name.startswith((os.path.dirname(os.__file__), _LIBRARY, "<frozen")) and "-packages" not in name
+    own = (os.path.dirname(os.__file__), _LIBRARY, _AGENT, "<frozen")
+    return not name.startswith(own) and "-packages" not in name
 
 
 def _place(frame: FrameType) -> str:
