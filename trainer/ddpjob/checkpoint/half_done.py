@@ -59,7 +59,9 @@ class SinceLastStep:
         settled = self._settled  # not self, which a parameter would keep
         for parameter in self._watched[optimizer]:
             self._all.add(id(parameter))
-            parameter.register_post_accumulate_grad_hook(lambda own: settled.discard(id(own)))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda own: settled.discard(id(own))
+            )
 
     def refuse_stale_shards(self, objects: Mapping[str, Any]) -> None:
         """StateError for a ZeroRedundancyOptimizer that has stepped after consolidate_state_dict(), which makes a new
