@@ -209,7 +209,7 @@ def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
         agent = agent_restarts.newest(view)
         step = 0 if agent is None else agent.step_in_memory
-        text += f", from step {step} in memory" if step else group_restart.from_step(new, kept=True)
+        text += f"; step {step} is in memory" if step else group_restart.from_step(new, kept=True)
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 
 
