@@ -119,7 +119,7 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
     for step in (8, 11, 17, 21):
         assert f"resumed at step {step} from the memory on the nodes of ranks 0, 1" in done[0].stderr
-        assert f", from step {step} in memory" in done[0].stderr, "and the agent says so when it restarts"
+        assert f"; step {step} is in memory" in done[0].stderr, "and the agent says so when it restarts"
 
 
 def test_a_rank_that_is_killed_within_the_optimizers_step_leaves_its_random_states_to_the_step_that_others_made(

@@ -301,7 +301,7 @@ async def is_gone(operated: Operated) -> None:
 async def stands_by(operated: Operated) -> None:
     """Its Lease is lost and nobody takes it."""
     await operated.wait(10)
-    await operated.town.operator.stand_by()
+    operated.town.operator.leads = False
     await operated.wait(10)
 
 

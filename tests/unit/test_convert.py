@@ -541,7 +541,7 @@ def test_a_variable_that_the_job_sets_is_left_out_and_one_with_the_masters_name_
 
 def test_a_variable_whose_name_is_a_list_is_refused_without_a_traceback() -> None:
     body = pytorchjob(pytorchReplicaSpecs=replicas(env=[{"name": ["a"], "value": "1"}]))
-    assert "env[0]: needs a name" in str(run("-", stdin=yaml.safe_dump(body)).exception)
+    assert "env[0].name: must be text, is a list" in str(run("-", stdin=yaml.safe_dump(body)).exception)
     assert "not converted: its kind is 3" in run("-", stdin=f"kind: 3\n---\n{PYTORCHJOB}").stderr
 
 

@@ -78,7 +78,7 @@ class ClusterLogs:
     def gone(self, attempt: int) -> list[int]:
         """The nodes that ran in an attempt and have no log any more, in order."""
         status, spec = self.stored.job.status, self.stored.job.spec
-        is_static = launcher.min_nodes(spec) is None
+        is_static = launcher.facts(spec).min_nodes is None
         ran = status.started if attempt == status.attempt else set(range(spec.nodes * is_static))
         return sorted(set(ran) - set(self.nodes(attempt)))
 

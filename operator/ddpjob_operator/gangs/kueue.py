@@ -43,7 +43,7 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
     """The Workload of a job: as many pods as it has nodes. An elastic job may be admitted with as few as minNodes."""
     template = job.spec.template
     podset: Body = {"name": PODSET, "count": job.spec.nodes, "template": {"spec": _what_pods_ask_for(template)}}
-    least = launcher.min_nodes(job.spec)
+    least = launcher.facts(job.spec).min_nodes
     if least is not None and least < job.spec.nodes:
         podset["minCount"] = least
     if topology := _topology_request(job):

@@ -34,7 +34,6 @@ _COMPARED = {
     "=": "==", "==": "==", "!=": "!=", "-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<=",
     "<": "<", ">": ">", "<=": "<=", ">=": ">=",
 }  # fmt: skip
-_SIGNALS = frozenset("TERM SIGTERM 15 INT SIGINT 2".split())
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ _OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-
 _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
 # Where DeepSpeed looks for its hostfile without an option.
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
+_PYTHON = re.compile(r"python[\d.]*")
+_VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 SCRIPT_READ_MAX = 20_480
 """Characters of a command that are searched, and of a shell's script that is split into words: the operator's event
 loop does it, at 2 µs for each."""
@@ -93,8 +95,8 @@ class JobFacts:
     A plan asks dozens of times, some of them for each node, and each report of each node four times.
     """
 
-    def __init__(self, template: dict[str, Any]) -> None:
-        self._template = template
+    def __init__(self, template: dict[str, Any], min_nodes: int | None) -> None:
+        self._template, self._min_nodes = template, min_nodes
 
     @cached_property
     def trainer(self) -> dict[str, Any]:
@@ -127,16 +129,55 @@ class JobFacts:
         return _found(self.words)
 
     @cached_property
+    def is_launcher_alone(self) -> bool:
+        """True if the container's program is torchrun or ddprun, without a shell or an image's ENTRYPOINT before it."""
+        words = (self.command if self.trainer.get("command") else []) or [""]
+        program, rest = programs.name(words[0]), after_python_options(words[1:])
+        is_module = rest[:1] == ["-m"] and (rest[1:2] == ["ddprun"] or MODULES.issuperset(rest[1:2] or [""]))
+        return program in LAUNCHERS or (_PYTHON.fullmatch(program) is not None and is_module)
+
+    @cached_property
+    def mentioned(self) -> frozenset[str]:
+        """Words of the trainer's container in capitals, such as RANK in `$(RANK)`: it may read these variables."""
+        return frozenset(_VARIABLE.findall(repr(self.trainer)))
+
+    @cached_property
     def gpus(self) -> int:
         """GPUs in the trainer's limits."""
         return gpus(self._template)
+
+    @cached_property
+    def restarts_in_place(self) -> bool:
+        """True if ddprun starts the ranks, so that they can restart without new pods."""
+        return self.launcher is not None and self.launcher.name == "ddprun"
+
+    @cached_property
+    def min_nodes(self) -> int | None:
+        """The least nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if it needs all."""
+        if self._min_nodes is not None or self.launcher is None or self.restarts_in_place:
+            return self._min_nodes
+        least, most = _range(self.launcher)
+        return least if 0 < least < most else None
+
+    @cached_property
+    def nproc_per_node(self) -> int | None:
+        """--nproc-per-node of the command if it is a number."""
+        value = self.launcher.options.get("nproc_per_node", "") if self.launcher else ""
+        return _number(value) if _number(value) > 0 else None
+
+    @cached_property
+    def max_restarts(self) -> int | None:
+        """How often torchrun may restart its ranks in their pods, if the user's template sets it and not the job."""
+        given = self.launcher.options.get("max_restarts") if self.launcher else None
+        number = _number(given or self.env.get("PET_MAX_RESTARTS") or "")
+        return None if number < 0 else number
 
 
 def facts(spec: api.Spec) -> JobFacts:
     """Return what the command of this spec says. A changed copy of the spec has facts of its own."""
     kept = spec.__dict__
     if "facts" not in kept:
-        kept["facts"] = JobFacts(spec.template)
+        kept["facts"] = JobFacts(spec.template, spec.min_nodes)
     return kept["facts"]  # type: ignore[no-any-return]
 
 
@@ -197,39 +238,6 @@ def command_of(template: dict[str, Any]) -> list[str]:
     return [part for part in parts if isinstance(part, str)]
 
 
-def restarts_in_place(spec: api.Spec) -> bool:
-    """Whether ddprun starts the ranks, so that they can restart without new pods."""
-    launcher = facts(spec).launcher
-    return launcher is not None and launcher.name == "ddprun"
-
-
-def min_nodes(spec: api.Spec) -> int | None:
-    """The least nodes with which an elastic job trains: minNodes, or MIN of the command's --nnodes=MIN:MAX. None: it
-    trains with all."""
-    if spec.min_nodes is not None:
-        return spec.min_nodes
-    launcher = facts(spec).launcher
-    if launcher is None or launcher.name == "ddprun":
-        return None
-    least, most = _range(launcher)
-    return least if 0 < least < most else None
-
-
-def nproc_per_node(spec: api.Spec) -> int | None:
-    """--nproc-per-node of the command where it is a number."""
-    launcher = facts(spec).launcher
-    value = launcher.options.get("nproc_per_node", "") if launcher else ""
-    return _number(value) if _number(value) > 0 else None
-
-
-def max_restarts(spec: api.Spec) -> int | None:
-    """How often torchrun may start its ranks again in their pods, where the user's template says it and not the job."""
-    launcher = facts(spec).launcher
-    given = launcher.options.get("max_restarts") if launcher else None
-    number = _number(given or facts(spec).env.get("PET_MAX_RESTARTS") or "")
-    return None if number < 0 else number
-
-
 def warnings(spec: api.Spec) -> list[str]:
     """Launchers and options of theirs that are allowed, but have a drawback."""
     launcher = facts(spec).launcher
@@ -238,7 +246,7 @@ def warnings(spec: api.Spec) -> list[str]:
     options, notes = (launcher.options, []) if launcher else ({}, _alone(spec))
     if spec.preflight == "Always":
         notes.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
-    if min_nodes(spec) is not None:
+    if facts(spec).min_nodes is not None:
         return [*notes, *_elastic_notes(options, spec)]
     if options.get("max_restarts", "0") != "0":
         notes.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
@@ -276,20 +284,6 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
             yield name, meant
 
 
-def script(words: list[str]) -> str | None:
-    """The Python file that a command starts, where that is plain to see: `python -u x.py`, `torchrun --tee 3 x.py`."""
-    program = words[0].rsplit("/", 1)[-1] if words else ""
-    if program in LAUNCHERS:
-        rest = _after_options(words[1:])
-    elif re.fullmatch(r"python[\d.]*", program):
-        rest = after_python_options(words[1:])
-        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in MODULES:
-            rest = _after_options(rest[2:])
-    else:
-        return None
-    return rest[0] if rest and rest[0].endswith(".py") else None
-
-
 def contradictions(spec: api.Spec) -> Found:
     """Where the launcher's own options contradict the job: the field's path, and a sentence with the fix.
 
@@ -316,7 +310,7 @@ def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     elif least >= 0 and not (least == spec.nodes if least == most else 0 < least <= spec.nodes <= most):
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
     backend = launcher.options.get("rdzv_backend", "c10d")
-    if min_nodes(spec) is not None and backend != "c10d":
+    if facts(spec).min_nodes is not None and backend != "c10d":
         yield f"--rdzv_backend={backend}: the nodes of an elastic job meet by c10d. Remove it: the job sets it."
     rank = launcher.options.get("node_rank", "")
     if spec.nodes == 1 and _number(rank) > 0:
@@ -344,7 +338,7 @@ def _elastic_notes(options: dict[str, str], spec: api.Spec) -> Iterator[str]:
 
 
 def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
-    is_elastic = min_nodes(spec) is not None
+    is_elastic = facts(spec).min_nodes is not None
     if spec.nodes == 1 and not is_elastic:
         return
     options = launcher.options
@@ -438,12 +432,6 @@ def shell_commands(script: str) -> Iterator[list[str]]:
     with contextlib.suppress(shell.ShellSyntaxError):
         for words in shell.commands(script):
             yield list(dropwhile(lambda word: word in _STARTS_OTHERS or "=" in word, words))
-
-
-def _after_options(words: list[str]) -> list[str]:
-    """What the launcher starts; nothing that could be a file after -m or --no-python."""
-    options, rest = read_options(words)
-    return [] if {"module", "no_python"} & set(options) else rest
 
 
 def after_python_options(words: list[str]) -> list[str]:

@@ -11,7 +11,7 @@ import datetime as dt
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import root_cause, termination_message
-from ddpjob_operator.job import api, launcher, ranges, reasons, wording
+from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.status import unsettled_failure
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, group_restart
@@ -46,7 +46,7 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     are to stop once the failure is settled."""
     all_stop = view.spec.suspend or gang.is_to_stop(view, status)
     all_start = first.reason in _OF_ALL_PODS or status.completed_nodes
-    if all_stop or all_start or not launcher.restarts_in_place(view.spec):
+    if all_stop or all_start or not view.facts.restarts_in_place:
         return []
     waiting = {p.place for p in view.active if p.deletion_requested_at is None}
     known = set(view.pods) | status.started

@@ -12,7 +12,7 @@ from ddpjob_core import budget, rules
 from ddpjob_core.failures import abridged
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, budgets, launcher, podspec, topology
+from ddpjob_operator.job import api, budgets, podspec, topology
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.transitions import with_failure
@@ -61,7 +61,7 @@ def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
     policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
     if failure_class == "application" and _torchrun_gave_up(view, cause):
-        given = launcher.max_restarts(view.spec)
+        given = view.facts.max_restarts
         history = budget.with_application_spent(history, budgets.limits(view.spec), view.now, given)
     verdict = rules.judge(failure_class, history, attempt, budgets.limits(view.spec), view.now)
     if verdict.restart and not attempt.made_a_new_step and _is_repeated(view, cause, failure_class):
@@ -275,7 +275,7 @@ def failure_of(view: View, status: api.Status, place: int, reason: str) -> api.J
 def context(view: View, status: api.Status) -> root_cause.Context:
     """What is known of the attempt beside its pods."""
     port = status.master_addr.rpartition(":")[2]
-    found = launcher.facts(view.spec).launcher
+    found = view.facts.launcher
     return root_cause.Context(
         attempt=status.attempt,
         members=view.members,

@@ -76,37 +76,42 @@ class View:
     unreachable: tuple[Unreachable, ...]
     """Its active pods on nodes that are not ready and not given up, by place."""
 
-    @property
+    @cached_property
     def spec(self) -> api.Spec:
         """The job's spec."""
         return self.job.spec
+
+    @cached_property
+    def facts(self) -> launcher.JobFacts:
+        """What follows from the job's template."""
+        return launcher.facts(self.spec)
 
     @cached_property
     def members(self) -> Members:
         """The places of the job's nodes, by node rank."""
         return topology.members(self.spec)
 
-    @property
+    @cached_property
     def recorded(self) -> api.Status:
         """The status as the API server has it, in times of this clock: a pod is deleted only for what is in here."""
         return self.job.status
 
-    @property
+    @cached_property
     def known_pods(self) -> dict[int, Pod]:
         """The pods of the present attempt by place, those that are gone included."""
         return {**self.deleted_pods, **self.pods}
 
-    @property
+    @cached_property
     def active(self) -> list[Pod]:
         """The pods of the present attempt in which something may still run, those on lost nodes excepted."""
         return [p for p in self.pods.values() if p.live and p.uid not in self.lost]
 
-    @property
+    @cached_property
     def active_of_all_attempts(self) -> list[Pod]:
         """All pods in which something may still run, also on lost nodes."""
         return [p for p in (*self.pods.values(), *self.older) if p.live]
 
-    @property
+    @cached_property
     def stall_finding(self) -> stall.StallFinding | None:
         """What the reports prove of a job that makes no step."""
         return stall.find(self.trackers, self.spec.stall, self.now)
@@ -121,16 +126,21 @@ class View:
     @cached_property
     def hands_over_exit_code(self) -> bool:
         """Whether exit code 0 proves that the last launcher of the command has ended with 0."""
-        return exit_codes.is_handed_over(launcher.facts(self.spec).command)
+        return exit_codes.is_handed_over(self.facts.command)
 
     @cached_property
     def is_elastic(self) -> bool:
         """Whether the group trains with fewer nodes than all."""
-        return launcher.min_nodes(self.spec) is not None
+        return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
-        """Whether the group trains with these places."""
-        return topology.is_enough(self.spec, places)
+        """True if the group trains with these places: all of them, or those that an elastic job wants at least.
+
+        Node 0 is always one of them, because its torchrun holds the store at which the others meet.
+        """
+        least, present = self.facts.min_nodes, places & set(self.members)
+        is_all = len(present) == len(self.members)
+        return is_all if least is None else len(present) >= least and self.members.leader in present
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """Whether an elastic job has enough nodes: it waits for no other, and no other that ends breaks it."""
@@ -194,7 +204,7 @@ def _as_it_began(job: api.DDPJob, status: api.Status, wanted_nodes: int) -> api.
 
 def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
     """spec.nodes; of an elastic job that a queue has admitted in part, as many as it has admitted."""
-    if launcher.min_nodes(job.spec) is None:
+    if launcher.facts(job.spec).min_nodes is None:
         return job.spec.nodes
     own = (g for g in seen.groups if g.owner_uid == job.metadata.uid and g.admission.state == "admitted")
     return min((job.spec.nodes, *(g.placement.count for g in own if g.placement.count)))

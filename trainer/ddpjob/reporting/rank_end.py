@@ -72,10 +72,11 @@ class RankEnd:
             json.dump({"alone": alone, "modules": modules}, file)
 
 
-def begin(path: str) -> None:
+def begin(path: str) -> RankEnd:
     """In a rank, before its script."""
-    process.current.end = RankEnd(path)
-    atexit.register(_write, process.current.end)  # before what the script registers, so that it runs after that
+    end = process.current.end = RankEnd(path)
+    atexit.register(_write, end)  # before what the script registers, so that it runs after that
+    return end
 
 
 def begin_in_new_process(path: str) -> None:
@@ -83,8 +84,7 @@ def begin_in_new_process(path: str) -> None:
     torchs = sys.modules.get("torch.nn.parallel.distributed")
     if torchs is None or process.current.end is not None:
         return
-    begin(path)
-    process.current.end.group_size = 2  # a group may have been formed before: this process has not trained alone
+    begin(path).group_size = 2  # a group may have been formed before: this process has not trained alone
     watch_ddp(torchs.DistributedDataParallel)
 
 

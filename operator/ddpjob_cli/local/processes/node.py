@@ -25,7 +25,8 @@ from ddprun import processes
 
 # Isolated and without site-packages, because that starts in a fraction of the time; so both packages are pointed to.
 SUPERVISOR = "from ddpjob_cli.local.processes.supervisor import main; main()"
-PACKAGES = [str(Path(package.__path__[0]).parent) for package in (ddpjob_cli, ddprun)]
+# The folders that hold the two packages of which the supervisor is made.
+PACKAGES = [str(Path(package.__file__ or "").parents[1]) for package in (ddpjob_cli, ddprun)]
 CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor needs to end its tree
 
 

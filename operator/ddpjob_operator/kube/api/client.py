@@ -26,7 +26,6 @@ from ddpjob_operator.kube.api.api_error import ApiError as ApiError
 from ddpjob_operator.kube.api.api_error import TooLargeError, bad_answer, no_answer, of_answer, of_status
 from ddpjob_operator.kube.api.login import LoginError, login
 from ddpjob_operator.kube.api.reach import Reach
-from ddpjob_operator.kube.api.write_guard import GuardedBody, WriteGuard
 
 T = TypeVar("T")
 Raw = dict[str, Any]
@@ -103,11 +102,11 @@ class Client:
         self,
         log_in: Callable[[], kopf.ConnectionInfo] = login,
         limits: RequestLimits = RequestLimits(),
-        may_write: Callable[[str], bool] = lambda _path: True,
+        may_write: Callable[[], bool] = lambda: True,
         answered: Callable[..., None] = lambda *_, **__: None,
         reach: Reach | None = None,
     ) -> None:
-        """may_write: asked with the path right before each try of a write, which is not sent where it returns False.
+        """may_write: asked right before each try of a write, which is not sent where it returns False.
         answered: told of each answer (measuring.Requests). reach: where several clients share it."""
         self.reach = reach or Reach()
         self.limits = limits
@@ -277,12 +276,10 @@ class Client:
     ) -> bytes:
         # Reviews are questions, though they are asked by POST.
         changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
-        guard = WriteGuard(f"{method} {path}", partial(self._may_write, path)) if changes_something else None
-        if guard is not None:
-            guard.check()
+        if changes_something and not self._may_write():
+            raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         url = info.server.rstrip("/") + path
-        content = None if body is None else _dumps(method, path, body)
-        data = content if content is None or guard is None else GuardedBody(content, guard)
+        data = None if body is None else _dumps(method, path, body)
         began, code = time.monotonic(), NO_ANSWER
         try:
             headers = self._headers | _headers(method, path)
@@ -293,8 +290,6 @@ class Client:
                     raise of_answer(response.status, content, response.headers)
                 return content
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            if guard is not None and guard.refused is not None:
-                raise guard.refused from None
             raise no_answer(method, path, error) from None
         finally:
             self._answered(method, path, code, began)
