@@ -15,7 +15,7 @@ from ddpjob_cli.client import jobs, read_ahead, several, watch
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, launcher, ranges, topology
+from ddpjob_operator.job import api, launcher, topology
 
 DRAIN_SECONDS = 10.0  # after the job's end, from one line of a log to the next
 _RETRY_SECONDS = 1.0
@@ -78,8 +78,8 @@ class ClusterLogs:
     def gone(self, attempt: int) -> list[int]:
         """The nodes that ran in an attempt and have no log any more, in order."""
         status, spec = self.stored.job.status, self.stored.job.spec
-        is_static = launcher.min_nodes(spec) is None
-        ran = ranges.parse(status.started_nodes) if attempt == status.attempt else set(range(spec.nodes * is_static))
+        is_static = launcher.facts(spec).min_nodes is None
+        ran = status.started if attempt == status.attempt else set(range(spec.nodes * is_static))
         return sorted(set(ran) - set(self.nodes(attempt)))
 
     def why_none(self) -> str:
@@ -134,7 +134,7 @@ class ClusterLogs:
         """The log of a pod as it is now, with the end of its last line."""
         end = b"\n"
         try:
-            for piece in self.cluster.pieces(_log_path(pod), container=self.stored.trainer, **self._part.params()):
+            for piece in self.cluster.pieces(log_path(pod), container=self.stored.trainer, **self._part.params()):
                 yield piece
                 end = piece[-1:]
         except NoAnswerError as error:
@@ -270,7 +270,7 @@ class _Streams:
         while not self._closed.is_set():
             try:
                 self._read_once(pod)
-                path = _log_path(pod).removesuffix("/log")
+                path = log_path(pod).removesuffix("/log")
                 now = self._cluster.get(path)
                 if now["metadata"]["uid"] != pod["metadata"]["uid"] or not _runs(now, self._container):
                     return
@@ -294,7 +294,7 @@ class _Streams:
         if before:
             # Whole seconds: what was read comes again. With its zone: it is the node's, and not always UTC.
             params["sinceTime"] = re.sub(r"\.\d+", "", before)
-        for line in self._cluster.lines(_log_path(pod), **params):
+        for line in self._cluster.lines(log_path(pod), **params):
             at, _, text = line.partition(" ")
             if not _TIME.match(at):
                 self._tell(f"the log of {pod['metadata']['name']}: {line}")
@@ -329,7 +329,8 @@ class _Streams:
                 break
 
 
-def _log_path(pod: Raw) -> str:
+def log_path(pod: Raw) -> str:
+    """Where the API server has the log of a pod."""
     metadata = pod["metadata"]
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
 
@@ -341,14 +342,15 @@ def _not_shown(pod: Raw, error: ClusterError) -> str:
 
 def _has_log(pod: Raw, container: str) -> bool:
     """Whether the trainer runs, or has run."""
-    state = _state(pod, container)
+    state = state_of(pod, container)
     return "running" in state or "terminated" in state
 
 
 def _runs(pod: Raw, container: str) -> bool:
-    return "running" in _state(pod, container)
+    return "running" in state_of(pod, container)
 
 
-def _state(pod: Raw, container: str) -> Raw:
+def state_of(pod: Raw, container: str) -> Raw:
+    """The state of a container: running, terminated or waiting, with what is known of it."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     return next((s.get("state") or {} for s in statuses if s.get("name") == container), {})
