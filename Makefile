@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: install demo quick test-processes test test-long test-versions test-frameworks docs pictures simulate truth test-kind check format generate pins clean help
+.PHONY: dist install demo quick test-processes test test-long test-versions test-frameworks docs pictures simulate truth test-kind check format generate pins clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -73,6 +73,11 @@ test-frameworks: install ## The examples with Hugging Face, Accelerate and Light
 docs: install ## The documents as a site in site/, whose pages load nothing from elsewhere.
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	$(BIN)/mkdocs build --quiet --strict --site-dir site
+
+dist: install ## Wheel, sdist, chart and lists of the images' packages (CycloneDX) in dist/; two builds of a commit are equal.
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dist]'
+	rm -rf dist
+	$(BIN)/python tools/dist.py dist
 
 pictures: install ## The terminal pictures of README, from a real run; needs tmux.
 	$(BIN)/python tools/pictures.py

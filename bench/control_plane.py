@@ -3,9 +3,10 @@
     KUBECONFIG=… python bench/control_plane.py --jobs 50 --nodes 8 --rounds 2
 
 Runs on the machine of a control plane that has its nodes played (kwok), since the CPU is read from /proc, by the names
-of the processes. A round is bare pods, jobs with one operator, jobs with two, and bare pods again; nothing of the one
-is left when the next begins, and the processes have come to rest. What they take then is taken off. Prints one JSON
-document.
+of the processes. A round takes each way of --ways in turn: minimal pods, the operator's pods without and with their
+variables, jobs with one operator, jobs with two. Nothing of one way is left when the next begins, and the processes
+have come to rest. What they take then is taken off. The difference between two ways is the cost of what the second
+adds. Prints one JSON document.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ from ddpjob_operator.pods import build  # noqa: E402
 
 PROCESSES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "etcd")
 OF_THE_GOAL = PROCESSES[:3]
-WAYS = {"bare": 0, "one operator": 1, "two operators": 2}
-ORDER = ("bare", "one operator", "two operators", "bare")
+OPERATORS = {"one operator": 1, "two operators": 2}
+MINIMAL, NO_VARIABLES, BARE = "minimal", "no variables", "bare"
+WAYS = (MINIMAL, NO_VARIABLES, BARE, *OPERATORS)
 REST_SECONDS, SETTLE_SECONDS, RUN_SECONDS_MAX = 5.0, 4.0, 300.0
 REST_SECONDS_MAX, AT_REST = 300.0, 0.4
 Cpu = dict[str, float]
@@ -79,8 +81,8 @@ def rest() -> Cpu:
     sys.exit(f"not within {REST_SECONDS_MAX:.0f} s: the control plane takes less than {AT_REST} of a core")
 
 
-async def bare_pods(namespace: str, groups: int, nodes: int) -> None:
-    """As many pods as jobs have, as the operator makes them, by a loop of creates."""
+async def bare_pods(namespace: str, groups: int, nodes: int, way: str) -> None:
+    """As many pods as jobs have, as the operator makes them or less, by a loop of creates."""
     async with client() as api:
         calls: list[Awaitable[Any]] = []
         for number in range(groups):
@@ -91,6 +93,12 @@ async def bare_pods(namespace: str, groups: int, nodes: int) -> None:
             for rank in range(nodes):
                 body = build.pod(parsed, 1, rank)
                 del body["metadata"]["ownerReferences"]  # the garbage collector would delete them at once
+                if way != BARE:
+                    del body["spec"]["containers"][0]["env"]
+                if way == MINIMAL:
+                    trainer = {"name": "trainer", "image": "trainer", "command": ["torchrun", "train.py"]}
+                    body["metadata"] = {name: body["metadata"][name] for name in ("name", "namespace")}
+                    body["spec"] = {"containers": [trainer]}
                 calls.append(api.create(f"/api/v1/namespaces/{namespace}/pods", body, STRICT))
         await bounded(calls)
 
@@ -139,11 +147,11 @@ def measure(api: FaultyApi, way: str, jobs: int, nodes: int) -> dict[str, float]
     """CPU in ms for each pod, in one namespace that is gone afterwards."""
     space, pods = Namespace(api).make(), jobs * nodes
     try:
-        with operators(api, space.name, WAYS[way]) as running:
+        with operators(api, space.name, OPERATORS.get(way, 0)) as running:
             at_rest = rest()
             before, began = cpu_seconds(), time.monotonic()
             ours = sum(one.cpu_seconds for one in running)
-            making = create_jobs(space.name, jobs, nodes, "") if running else bare_pods(space.name, jobs, nodes)
+            making = create_jobs(space.name, jobs, nodes, "") if running else bare_pods(space.name, jobs, nodes, way)
             asyncio.run(until_all_run(space.name, pods, making))
             seconds = time.monotonic() - began
             time.sleep(SETTLE_SECONDS)  # the last statuses, Events and endpoints
@@ -164,19 +172,20 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=50)
     parser.add_argument("--nodes", type=int, default=8, help="pods per job")
     parser.add_argument("--rounds", type=int, default=2, help="medians are printed (%(default)s)")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, metavar="WAY", help=", ".join(WAYS))
     options = parser.parse_args()
-    runs: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    runs: dict[str, list[dict[str, float]]] = {way: [] for way in options.ways}
     load = os.getloadavg()
     with FaultyApi() as api, installed_crd():
         for _ in range(options.rounds):
-            for way in ORDER:
+            for way in options.ways:
                 found = measure(api, way, options.jobs, options.nodes)
                 runs[way].append(found)
                 print(json.dumps({way: {name: round(value, 2) for name, value in found.items()}}), file=sys.stderr)
     medians = {
         way: {name: statistics.median(one[name] for one in found) for name in found[0]} for way, found in runs.items()
     }
-    bare = medians["bare"]["all but etcd"]
+    first = medians[options.ways[0]]["all but etcd"]
     print(
         json.dumps(
             {
@@ -185,7 +194,7 @@ def main() -> None:
                 "jobs": options.jobs,
                 "podsPerJob": options.nodes,
                 "msOfCpuPerPod": {way: {n: round(v, 2) for n, v in found.items()} for way, found in medians.items()},
-                "timesBarePods": {way: round(found["all but etcd"] / bare, 2) for way, found in medians.items()},
+                "timesTheFirst": {way: round(found["all but etcd"] / first, 2) for way, found in medians.items()},
             },
             indent=2,
         )

@@ -126,9 +126,10 @@ class Watched:
         poller.poll()
         self.ordered, until = time.monotonic(), time.monotonic() + 30
         os.close(self._pipe)
-        while not self._cells[memory.AREA_STEP] and time.monotonic() < until:
+        step = memory.area_cell(0, memory.AREA_STEP)
+        while not self._cells[step] and time.monotonic() < until:
             time.sleep(0.0005)
-        self.whole = time.monotonic() if self._cells[memory.AREA_STEP] else 0.0
+        self.whole = time.monotonic() if self._cells[step] else 0.0
 
 
 def end(pid: int) -> None:

@@ -33,6 +33,13 @@ The values are those of the last node of a job with 2 nodes, attempt 1. With sev
 sets `RANK`, `WORLD_SIZE`, `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, because the job's would mislead scripts that multiply
 `WORLD_SIZE` by their GPUs. Use `NODE_RANK`, `NNODES`, `NPROC_PER_NODE` and `DDPJOB_WORLD_SIZE` in a command:
 `--nnodes=$(NNODES)`.
+
+Variables that the program in `command` does not read are left out, because each costs the cluster as much as a fiftieth
+of a pod. A variable that the container mentions anywhere, such as `$(RANK)`, is set in any case.
+
+- `command` starts torchrun or ddprun itself, without a shell: no `RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
+  `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, because the launcher sets them in the ranks; no
+  `PET_MAX_RESTARTS=0` and `PET_NPROC_PER_NODE=1`, which are the defaults.
 """
 AGENT = """\
 ## What `ddprun` finds in addition
@@ -107,6 +114,7 @@ MEANINGS = {
     "KUBEFLOW_TRAINER_SERVER_TOKEN": "the token file for these",
     "DDPJOB_GENERATION": "0, 1, …: how often the ranks were started again in their pods; equal on all nodes",
     "DDPJOB_BEATS": "the memory of the heartbeats",
+    "DDPJOB_END": "the file for checksums of DDP modules, where the rank is a new process",
     "DDPJOB_MEMORY": "the memory in which the state outlives the ranks",
     "DDPJOB_STATUS_CA_FILE": "the certificate authority of an `https` receiver",
     "DDPJOB_AGENT_KEY": "the secret of `ddprun`'s agents, from a Secret; else the run id and the uid are their key",
@@ -115,11 +123,13 @@ MEANINGS = {
 }
 """Each variable that a job sets or a trainer reads, and what it means."""
 
+# A shell may read any variable.
+_SHELL = ["sh", "-c", "torchrun train.py"]
 SHAPES = {
-    "always": {"command": ["torchrun", "train.py"], "nprocPerNode": 2},
-    "one process per node": {"command": ["python", "train.py"], "nprocPerNode": 1},
-    "elastic jobs": {"command": ["torchrun", "train.py"], "nprocPerNode": 2, "minNodes": 1},
-    "a CPU limit": {"command": ["python", "train.py"], "nprocPerNode": 1, "cpus": 8},
+    "always": {"command": _SHELL, "nprocPerNode": 2},
+    "one process per node": {"command": _SHELL, "nprocPerNode": 1},
+    "elastic jobs": {"command": _SHELL, "nprocPerNode": 2, "minNodes": 1},
+    "a CPU limit": {"command": _SHELL, "nprocPerNode": 1, "cpus": 8},
 }
 
 
@@ -127,7 +137,7 @@ def to_markdown() -> str:
     """docs/environment.md."""
     head = ("Variable", "Value", "Set", "Meaning")
     own = ("Variable", "Meaning")
-    ranks = ("DDPJOB_GENERATION", "DDPJOB_BEATS", "DDPJOB_MEMORY")
+    ranks = ("DDPJOB_GENERATION", "DDPJOB_BEATS", "DDPJOB_END", "DDPJOB_MEMORY")
     others = ("DDPJOB_AGENT_KEY", "DDPJOB_FAULTS", "DDPJOB_FAULTS_HAPPENED")
     agents = _of_agents()
     reports = report_token.environment("http://ddpjob-operator-status.ddpjob.svc:8081/v1/progress")

@@ -110,6 +110,8 @@ def set_epoch_missing(script: Script, job: Job) -> Iterator[Found]:
 
 
 def _is_loop_of_epochs(node: ast.AST) -> bool:
+    if isinstance(node, ast.While):
+        return any(isinstance(n, ast.Name) and "epoch" in words_of(n.id) for n in ast.walk(node.test))
     return (
         isinstance(node, ast.For)
         and isinstance(node.target, ast.Name)

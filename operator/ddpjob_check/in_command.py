@@ -11,7 +11,7 @@ from typing import Any
 
 from ddpjob_check.schedulers import COUNTERPARTS
 from ddpjob_operator.job import api, arguments, command, launcher, programs, shell_text, topology, variables
-from ddpjob_operator.job.podspec import mappings, trainer_container
+from ddpjob_operator.job.podspec import mappings
 
 # Set in each rank, and in the pod only if that is one rank.
 _OF_RANKS = {
@@ -42,7 +42,7 @@ _BY_SHELL = "start it with a shell: [sh, -c, …]"
 
 def taken_arguments(job: api.DDPJob) -> Iterator[str]:
     """Yield a sentence for each argument of the script that abbreviates options of torchrun."""
-    words = launcher.command_of(job.spec.template)
+    words = launcher.facts(job.spec).command
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
     commands = [one for text in scripts for one in launcher.shell_commands(text)] if scripts else [words]
     for one in commands:
@@ -62,15 +62,13 @@ def taken_arguments(job: api.DDPJob) -> Iterator[str]:
 def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (rule, sentence) for each variable that the command reads and nothing sets. given: variables from outside
     the job, such as the caller's in a local run."""
-    template = job.spec.template
-    trainer = trainer_container(template) or {}
-    if trainer.get("envFrom"):
+    facts = launcher.facts(job.spec)
+    if facts.trainer.get("envFrom"):
         return
-    words = launcher.command_of(template)
-    own = {entry.get("name"): str(entry.get("value", "")) for entry in mappings(trainer, "env")}
+    words, own = facts.command, {name: str(value or "") for name, value in facts.env.items()}
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
     named = {name for name, _ in launcher.of_ranks(job.spec)}  # variable-of-ranks
-    has_ranks = topology.nproc_per_node(job.spec) == 1 and launcher.min_nodes(job.spec) is None
+    has_ranks = topology.nproc_per_node(job.spec) == 1 and facts.min_nodes is None
     for name in () if has_ranks else _OF_RANKS:
         if name in own or name in named:
             continue
@@ -81,7 +79,7 @@ def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[s
 
 
 def _of_other_launchers(own: set[Any], words: list[str], scripts: list[str]) -> Iterator[tuple[str, str]]:
-    found = [ref.name for text in scripts for ref in shell_text.references(text) if ref.by_shell]
+    found = [ref.name for text in scripts for ref in shell_text.references(text)]
     names = dict.fromkeys(n for n in found if variables.OF_OTHER_LAUNCHERS.fullmatch(n) and n not in own)
     for name in names:
         if how := _how_read(name, words, scripts, default_counts=True):
@@ -119,11 +117,11 @@ def _how_read(name: str, words: list[str], scripts: list[str], *, default_counts
         return f"$({name})"
     for text in scripts:
         is_asked = re.search(rf"-[nzv]\s+[\"']?\$?\{{?{name}\b", text)
-        if shell_text.set_at(text, name) is not None or is_asked:
+        if shell_text.sets(text, name) or is_asked:
             continue
         for ref in shell_text.references(text):
             has_value = ref.operator and (default_counts or not ref.operator.endswith("-"))
-            if ref.name == name and ref.by_shell and not has_value:
+            if ref.name == name and not has_value:
                 return f"${{{name}{ref.operator}…}}" if ref.operator else f"${name}"
     return ""
 
@@ -132,9 +130,7 @@ def unexpanded(job: api.DDPJob, script: str) -> Iterator[tuple[tuple[str | int, 
     """Yield (path in the trainer, sentence) for each word that only a shell would expand, if no shell reads it. script:
     the text of the job's script, which may expand $NAME, ~ and * itself."""
     yield from _in_env(job, script)
-    template = job.spec.template
-    words = launcher.command_of(template)
-    env = set(launcher.facts(job.spec).env)
+    words, env = launcher.facts(job.spec).command, set(launcher.facts(job.spec).env)
     by_shell = {place for place, _ in shell_text.scripts(words)}
     for i, word in enumerate(words):
         before = words[i - 1] if i else ""

@@ -132,11 +132,11 @@ CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "w
 def known(job: api.DDPJob) -> Job:
     """The context in which the job's script is checked."""
     template = job.spec.template
-    words = launcher.command_of(template)
-    by, started = launcher.find(words), command.read(words)
+    words, by = launcher.facts(job.spec).command, launcher.facts(job.spec).launcher
+    started = command.read(words)
     return Job(
         nodes=job.spec.nodes,
-        min_nodes=launcher.min_nodes(job.spec),
+        min_nodes=launcher.facts(job.spec).min_nodes,
         nproc=topology.nproc_per_node(job.spec),
         gpus=_gpus(template),
         backend=topology.backend(job.spec),
@@ -201,7 +201,7 @@ def mistakes(
 def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, str]]:
     """What keeps the nodes apart, and what the job has Events of."""
     template = job.spec.template
-    words = launcher.command_of(template)
+    words = launcher.facts(job.spec).command
     if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
         said = "the command ends after the launcher and its options, and names no script to start; add it"
         yield command_path(template), "script-missing", said
@@ -213,7 +213,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
     # A pod with one process has them, as that of a script without a launcher.
-    if topology.nproc_per_node(job.spec) > 1 or launcher.min_nodes(job.spec) is not None:
+    if topology.nproc_per_node(job.spec) > 1 or launcher.facts(job.spec).min_nodes is not None:
         for name, meant in launcher.of_ranks(job.spec):
             said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
             yield command_path(template), "variable-of-ranks", said

@@ -34,19 +34,21 @@ COUNTERPARTS = {
     right='rank = int(os.environ["RANK"])',
 )
 def variable_of_other_launcher(script: Script, job: Job) -> Iterator[Found]:
-    """srun and mpirun set SLURM_PROCID and OMPI_COMM_WORLD_RANK. In a DDPJob nothing does, and os.environ[…] raises a
-    KeyError at the start. What the job sets can be given these names ([launching.md](launching.md#with-a-launcher))."""
+    """srun and mpirun set SLURM_PROCID and OMPI_COMM_WORLD_RANK. In a DDPJob nothing does: os.environ[…] raises a
+    KeyError at the start, int(os.getenv(…)) a TypeError. What the job sets can be given these names
+    ([launching.md](launching.md#with-a-launcher))."""
     if job.variables is None or not (job.by_torchrun or job.launcher in ("ddprun", "python")):
         return
     own = {name for name, _, _ in script.variables_set}
     missing = [name for name in COUNTERPARTS if name not in job.variables | own and _is_only_read(script, name)]
     for node in sorted((n for n in script.nodes if script.variable_read(n) in missing), key=_place):
-        must_be_there = isinstance(node, ast.Subscript)
-        if must_be_there and script.on_every_rank(node) and not is_conditional(script, node):
+        is_item = isinstance(node, ast.Subscript)
+        if (is_item or _is_number(script, node)) and script.on_every_rank(node) and not is_conditional(script, node):
             name = script.variable_read(node)
             yield at(
                 node,
-                f'os.environ["{name}"]: nothing sets it here, so this is a KeyError; without an edit: '
+                f"{script.text_of(node)}: nothing sets it here, so this is a {'KeyError' if is_item else 'TypeError'}; "
+                "without an edit: "
                 f'{_recipe(script, job)}; else use os.environ["{COUNTERPARTS[name]}"]',
             )
             return
@@ -56,6 +58,13 @@ def _is_only_read(script: Script, name: str) -> bool:
     """Not asked for elsewhere: `"SLURM_PROCID" in os.environ`, os.environ.setdefault("SLURM_PROCID", …)."""
     reads = sum(script.variable_read(n) == name for n in script.nodes)
     return reads == sum(isinstance(n, ast.Constant) and n.value == name for n in script.nodes)
+
+
+def _is_number(script: Script, node: ast.AST) -> bool:
+    """int(os.getenv("SLURM_PROCID")), which has no default."""
+    outer = script.parent(node)
+    has_default = not isinstance(node, ast.Call) or len(node.args) > 1 or bool(node.keywords)
+    return not has_default and isinstance(outer, ast.Call) and script.called(outer) == "int" and node in outer.args
 
 
 def _place(node: ast.AST) -> tuple[int, int]:

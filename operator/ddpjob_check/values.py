@@ -220,9 +220,24 @@ class Values:
         for keyword in call.keywords:
             if keyword.arg == name:
                 return keyword.value
+            if keyword.arg is None and (value := self._item(keyword.value, name)) is not None:
+                return value
         if position is None or any(isinstance(a, ast.Starred) for a in call.args[: position + 1]):
             return None
         return call.args[position] if position < len(call.args) else None
+
+    def _item(self, mapping: ast.expr, name: str) -> ast.expr | None:
+        """What `**mapping` gives under a name, if the file writes that dict out once and never changes it."""
+        if not self._is_complete or dotted(mapping) in self.containers_changed:
+            return None
+        origins = self.origins(mapping)
+        only = origins[0] if len(origins) == 1 else None
+        if isinstance(only, ast.Call) and self.called(only) == "dict" and not only.args:
+            return next((k.value for k in only.keywords if k.arg == name), None)
+        if isinstance(only, ast.Dict):
+            items = zip(only.keys, only.values, strict=True)
+            return next((v for k, v in items if isinstance(k, ast.Constant) and k.value == name), None)
+        return None
 
     def origins(self, expression: ast.expr | None) -> list[Origin]:
         """Everything that an expression may be, followed through names, attributes and parameters of this file.

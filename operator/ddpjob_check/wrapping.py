@@ -116,15 +116,32 @@ def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
         return
     for call in script.calls:
         inner = call.func.value if is_method(call, "forward") and isinstance(call.func, ast.Attribute) else call.func
-        if not isinstance(inner, ast.Attribute) or inner.attr != "module":
-            continue
-        if script.is_wrapped(inner.value) and not _goes_through_ddp(script, call) and _leads_to_backward(script, call):
-            name = script.text_of(inner.value)
+        name = _wrapper(script, call, inner)
+        if name and not _goes_through_ddp(script, call) and _leads_to_backward(script, call):
             yield at(
                 call,
                 f"{script.text_of(call)}: the forward pass goes around DDP, so backward() averages no gradient; call "
                 f"{name}(…)",
             )
+
+
+def _wrapper(script: Script, call: ast.Call, inner: ast.expr) -> str:
+    """The wrapper that a forward pass of this certainly goes around: model for model.module, and for the network that
+    the same function has wrapped before; "" if there is none."""
+    if isinstance(inner, ast.Attribute) and inner.attr == "module" and script.is_wrapped(inner.value):
+        return script.text_of(inner.value)
+    if not isinstance(inner, ast.Name):
+        return ""
+    made = script.origins(inner)
+    is_known = len(made) == 1 and made[0] is not inner and script.called(made[0]) != DDP
+    for ddp in script.calls_to(DDP) if is_known else ():
+        kept = script.parent(ddp)
+        is_before = script.function(ddp) is script.function(call) and ddp.lineno < call.lineno
+        if not is_before or not isinstance(kept, ast.Assign) or any(script.enclosing_tests(ddp)):
+            continue
+        if script.origins(script.argument(ddp, "module", 0)) == made:
+            return script.text_of(kept.targets[0])
+    return ""
 
 
 def _goes_through_ddp(script: Script, call: ast.Call) -> bool:

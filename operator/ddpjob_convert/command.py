@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ddpjob_convert import common, ranks, shell, started
+from ddpjob_convert import address, common
 from ddpjob_convert.address import VARIABLES
 from ddpjob_convert.fields import ConvertError
 from ddpjob_convert.result import Converted
@@ -21,48 +21,34 @@ IMAGE = "your-image"
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _PROGRAMS = re.compile(r"(.*/)?(torchrun|ddprun|accelerate|python[\d.]*)")
 
-# accelerate's options without a value (accelerate 1.15), as far as they may stand before a script for DDP.
-_ACCELERATE_FLAGS = {
-    "multi_gpu", "cpu", "use_cpu", "same_network", "module", "no_python", "debug", "quiet", "enable_cpu_affinity",
-    "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation",
-}  # fmt: skip
+_ACCELERATE_FLAGS = {"module", "no_python", "multi_gpu", "cpu", "use_cpu", "quiet", "debug"}
 # What accelerate's launcher sets for its ranks: `Accelerator()` reads these under any launcher.
 _ACCELERATE_VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "dynamo_backend": "ACCELERATE_DYNAMO_BACKEND",
-    "dynamo_mode": "ACCELERATE_DYNAMO_MODE",
     "num_cpu_threads_per_process": "OMP_NUM_THREADS",
     "cpu": "ACCELERATE_USE_CPU",
     "use_cpu": "ACCELERATE_USE_CPU",
-    "debug": "ACCELERATE_DEBUG_MODE",
-    "enable_cpu_affinity": "ACCELERATE_CPU_AFFINITY",
 }
-_ACCELERATE_IDENTITY = {
-    "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "rdzv_conf", "same_network",
+_ACCELERATE_DROPPED = {
+    "num_machines", "num_processes", "multi_gpu", "quiet", "machine_rank", "main_process_ip", "main_process_port",
+    "rdzv_backend", "rdzv_conf", "same_network",
 }  # fmt: skip
 _ACCELERATE_KEPT = {"max_restarts", "tee", "log_dir", "role", "monitor_interval", "module", "no_python"}
+_BY_HAND = "--num_machines=$(NNODES) --machine_rank=$(NODE_RANK) --main_process_ip=$(MASTER_ADDR)"
+_NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
 # They start the ranks of all nodes from one machine, or are launchers of frameworks whose options are not known here.
 _OTHER_LAUNCHERS = set(programs.FRAMEWORKS) - {"accelerate"}
 _READ = "`ddpjob convert` reads torchrun, ddprun, accelerate launch and python, also behind env, uv run or bash -c"
-_UNSET = (
-    "not set in a DDPJob, which has NODE_RANK, NNODES, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, and in each rank "
-    "RANK, LOCAL_RANK and WORLD_SIZE"
-)
 _UNKNOWN_NAME = re.compile(r"[$`]")
 _MORE_THAN_WORDS = re.compile(r"[;&|<>$`\n(){}*?~#\\]")
-_NOT_DDP = ("deepspeed", "fsdp", "megatron", "zero", "parallelism", "tpu", "tp_")
 
 
 def is_command(word: str) -> bool:
     """Whether the first word of the arguments begins a command line, and is no file with a job."""
     known = programs.WRAPPERS | _OTHER_LAUNCHERS | set(launcher.SHELLS)
     return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word)) or programs.name(word) in known
-
-
-def starts_all_ranks(program: str) -> bool:
-    """Whether a program starts the ranks of all nodes itself, as mpirun and srun do."""
-    return programs.name(program) in _OTHER_LAUNCHERS
 
 
 def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
@@ -77,18 +63,15 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
     if inner[1:3] == ["-m", "accelerate.commands.launch"]:
         inner = ["accelerate", "launch", *inner[3:]]
     if launcher.shell_script(inner) is not None:
-        inner = _by_job(inner, result)
-        _of_shell(inner, result)
+        inner = _of_shell(inner, result)
     elif programs.name(inner[0]) == "accelerate":
         inner, more = _accelerate(inner, result)
         variables |= more
     else:
         inner = _torchrun(inner, result)
-    if own := started.of_one_machine(launcher.shell_words(launcher.shell_script(inner) or "") or inner):
+    if own := address.of_one_machine(launcher.shell_words(launcher.shell_script(inner) or "") or inner):
         result.remark(("command",), own)
     command = [*_of_the_job(command[:begin], variables, result), *inner]
-    if unset := shell.of_others(" ".join(command)):
-        result.remark(("command",), f"{', '.join(unset)}: {_UNSET}")
     after = launcher.options_begin(inner)
     found = read(inner).named[-1:] or (launcher.read_options(inner[after:])[1][:1] if after is not None else ())
     named = next((text for text in found if not _UNKNOWN_NAME.search(text)), "train")
@@ -126,12 +109,16 @@ def _without_shell(words: list[str]) -> list[str]:
     script = launcher.shell_script(words)
     if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
         return words
-    try:
-        inner = launcher.shell_words(script)
-    except ValueError:
-        raise ConvertError(("command",), f"{script}: a quote is not closed") from None
+    inner = _words_of(script)
     inner = inner[1:] if inner[:1] == ["exec"] else inner
     return inner if inner and not _ASSIGNMENT.fullmatch(inner[0]) else words
+
+
+def _words_of(script: str) -> list[str]:
+    try:
+        return launcher.shell_words(script)
+    except ValueError as error:
+        raise ConvertError(("command",), f"{script}: cannot be read as a script of a shell: {error}") from None
 
 
 def _program(words: list[str]) -> int:
@@ -179,36 +166,20 @@ def _shell_file(words: list[str]) -> str:
     return first if is_shell or first.endswith((".sh", ".bash")) else ""
 
 
-def _by_job(words: list[str], result: Converted) -> list[str]:
-    """A shell's command whose script names the rendezvous by the job's variables."""
+def _of_shell(words: list[str], result: Converted) -> list[str]:
+    """The words of a shell that starts a launcher, with nodes and nprocPerNode of the latter."""
     text = launcher.shell_script(words) or ""
-    script, changed = shell.by_job(text)
-    if changed:
-        told = ", ".join(f"{' '.join(option.split())} is now {value}" for option, value in changed)
-        result.remark(("command",), f"{told}: the job sets the rendezvous of each node")
-    container: dict[str, Any] = {"command": [script if word == text else word for word in words]}
-    ranks.move(container, ("command",), result)
-    for name in shell.assigned(text):
-        result.remark(("command",), f"{name}: the job sets it, and the script gives it another value: remove that")
-    return list(container["command"])
-
-
-def _of_shell(words: list[str], result: Converted) -> None:
-    """nodes and nprocPerNode of what a shell's script starts."""
-    text = launcher.shell_script(words) or ""
-    try:
-        inner = launcher.shell_words(text)
-    except ValueError:
-        raise ConvertError(("command",), f"{text}: a quote is not closed") from None
-    found = launcher.find(words)
+    inner = _words_of(text)
     if other := next((one for one in launcher.shell_commands(text) if _other_launcher(one)), None):
         raise _refusal(other)
-    if found is not None:
+    if (found := launcher.find(words)) is not None:
         _sizes(found.options, words, result)
     elif any(_PROGRAMS.fullmatch(word) for word in inner):
         result.set("nodes", 1, "no launcher says how many")
     else:
         raise _refusal(words)
+    script = address.by_job(text, ("command",), result)
+    return [script if word == text else word for word in words]
 
 
 def _torchrun(words: list[str], result: Converted) -> list[str]:
@@ -279,38 +250,31 @@ def _accelerate(words: list[str], result: Converted) -> tuple[list[str], dict[st
             text = f"--num_processes={processes} is for all machines, and no multiple of --num_machines={machines}"
             raise ConvertError(("command",), text)
         result.set("nprocPerNode", processes // machines, f"--num_processes={processes} of all machines together")
-    variables = {_ACCELERATE_VARIABLES[name]: value for name, value in options.items() if name in _ACCELERATE_VARIABLES}
-    known = {"num_machines", "num_processes", "multi_gpu", "quiet", *_ACCELERATE_VARIABLES, *_ACCELERATE_IDENTITY}
-    _say_dropped((word for name, group in groups if name in _ACCELERATE_IDENTITY for word in group), result)
     for name, group in groups:
-        if name not in known | _ACCELERATE_KEPT:
-            result.remark(
-                ("command",), f"{' '.join(group)}: {_REASONS.get(name, 'torchrun has no such option; dropped')}"
-            )
+        if name not in _ACCELERATE_DROPPED | _ACCELERATE_KEPT and name not in _ACCELERATE_VARIABLES:
+            text = f"torchrun has no such option; dropped. Or keep `accelerate launch`, with {_BY_HAND}"
+            result.remark(("command",), f"{' '.join(group)}: {text}")
     kept = [word for name, group in groups if name in _ACCELERATE_KEPT for word in group]
+    variables = {_ACCELERATE_VARIABLES[name]: value for name, value in options.items() if name in _ACCELERATE_VARIABLES}
     return ["torchrun", *kept, *_started(rest)], variables
 
 
-_BY_HAND = "--num_machines=$(NNODES) --machine_rank=$(NODE_RANK) --main_process_ip=$(MASTER_ADDR)"
-_REASONS = {
-    "config_file": "is not read: give what it says as options, or keep `accelerate launch` with " + _BY_HAND,
-    "gpu_ids": "a pod has its own GPUs: set them in resources.limits",
-}
-
-
 def _accelerate_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Each option with its words, and the script with what follows. An option that is not known has a value if the
+    next word is neither an option nor a Python file."""
     groups: list[tuple[str, list[str]]] = []
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith("-"):
-            return groups, [word, *rest]
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
         name, has_value, _ = word.lstrip("-").partition("=")
         full = {"m": "module"}.get(name, name.replace("-", "_"))
         if any(part in full for part in _NOT_DDP):
             raise ConvertError(("command",), f"{word} is not DDP: keep `accelerate launch`, with {_BY_HAND}")
-        value = [] if full in _ACCELERATE_FLAGS or has_value else [v for v in [next(rest, None)] if v is not None]
-        groups.append((full, [word, *value]))
-    raise ConvertError(("command",), "has no script: what does it launch?")
+        takes = full not in _ACCELERATE_FLAGS and not has_value and rest and not rest[0].startswith("-")
+        groups.append((full, [word, *([rest.pop(0)] if takes and not rest[0].endswith(".py") else [])]))
+    if not rest:
+        raise ConvertError(("command",), "has no script: what does it launch?")
+    return groups, rest
 
 
 def _count(name: str, text: str) -> int:

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from ddpjob_convert import ranks
 from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job import api, bounds, launcher
@@ -34,7 +33,6 @@ _OF_THE_OBJECT = dict.fromkeys(
     "is of the object in the cluster; a new one has its own; dropped",
 )
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
-ELASTIC_RANGE = ("minReplicas", "maxReplicas", "minNodes", "maxNodes")
 # Options of torchrun that say which machine it runs on: the job sets them for each node.
 IDENTITY = {
     "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
@@ -67,13 +65,18 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
     return result, source.fields("spec")
 
 
-def set_suspend(fields: Fields, result: Converted) -> None:
-    """suspend, unless it is that of a queue."""
-    suspend = fields.take("suspend")
+def set_own(fields: Fields, controller: str, result: Converted) -> None:
+    """The fields that mean the same in a DDPJob. A queue sets suspend itself, and managedBy names the controller."""
+    suspend, manager = fields.take("suspend"), fields.text("managedBy")
     if suspend is True and _QUEUE in mapping(result.metadata, "labels"):
         result.remark((*fields.path, "suspend"), SUSPENDED_BY_KUEUE)
     elif suspend is not None:
         result.set("suspend", suspend)
+    if manager and manager != controller:
+        result.set("managedBy", manager)
+    for name, least in (("activeDeadlineSeconds", 1), ("ttlSecondsAfterFinished", 0)):
+        if (seconds := fields.number(name, least)) is not None:
+            result.set(name, seconds)
 
 
 def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, Any]:
@@ -101,32 +104,23 @@ def _rename(part: Any, name: str) -> None:
         _rename(value, name)
 
 
-def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted, world_size: str = "NNODES") -> str:
+def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:
     """Removes the options of torchrun that identify the machine from a command that is a list of words.
 
     The options may go on in `args`. Returns the command's --nnodes, "" where there is none. path: the command's.
-    world_size: the variable of a DDPJob that has the value of the source's WORLD_SIZE.
     """
-    parts = {part: trainer.get(part) or [] for part in ("command", "args")}
-    if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in parts.values()):
+    command, args = (trainer.get(part) or [] for part in ("command", "args"))
+    if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in (command, args)):
         return ""
-    ranks.move(trainer, path, result, world_size)
-    parts = {part: trainer.get(part) or [] for part in ("command", "args")}
-    words = [*parts["command"], *parts["args"]]
+    words = [*command, *args]
     found = launcher.find(words)
-    nnodes = found.options.get("nnodes", "") if found else ""
     kept, dropped = without_identity(words)
-    if not dropped:
-        return nnodes
-    in_args = len(without_identity(parts["args"])[1]) == len(dropped)
-    if in_args or not parts["args"]:
-        part = "args" if in_args else "command"
-        trainer[part] = kept[len(words) - len(parts[part]) :] if in_args else kept
-    else:
-        trainer["command"] = kept
-        trainer.pop("args")
-    result.remark(path, f"{' '.join(dropped)}: {SET_BY_THE_JOB}; removed")
-    return nnodes
+    if dropped:
+        trainer |= {"command": kept} if command else {"args": kept}
+        if command:
+            trainer.pop("args", None)
+        result.remark(path, f"{' '.join(dropped)}: {SET_BY_THE_JOB}; removed")
+    return found.options.get("nnodes", "") if found else ""
 
 
 def without_identity(words: list[str]) -> tuple[list[str], list[str]]:
@@ -143,62 +137,60 @@ def set_processes(
     value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
 ) -> None:
     """nprocPerNode from auto, cpu, gpu or a number. on_cpus: how many auto is without a GPU; None: all of the node."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if value in (None, "auto", "gpu"):
-        command = launcher.command_of(template)
-        found = launcher.find(command)
+    command = launcher.command_of(template)
+    found = launcher.find(command)
+    if value in (None, "auto"):
         # Where nothing starts several processes, the source means one process, which sees all GPUs of its pod.
-        if value != "gpu" and command and found is None and gpus(template) > 1:
+        if command and found is None and gpus(template) > 1:
             result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as before")
-        elif value != "gpu" and found and not gpus(template) and "nproc_per_node" not in found.options:
-            _set_for_cpus(on_cpus, path, result)
+        elif found and not gpus(template) and "nproc_per_node" not in found.options:
+            if on_cpus is None:
+                text = "auto without GPUs is a process for each CPU of the node there, and one here"
+                result.remark(path, f"{text}: set spec.nprocPerNode")
+            elif on_cpus > 1:
+                result.set("nprocPerNode", on_cpus, "auto without GPUs is a process for each CPU of the pod")
     elif value == "cpu":
         result.remark(path, "cpu means a process for each CPU: set spec.nprocPerNode to their number")
-    elif isinstance(value, str) and value.isdecimal() and int(value) > 0:
+    elif str(value).isdecimal() and int(value) > 0:
         result.set("nprocPerNode", int(value))
-    else:
+    elif value != "gpu":
         raise ConvertError(path, f"must be auto, cpu, gpu or a number, is {value}")
 
 
-def _set_for_cpus(on_cpus: int | None, path: Path, result: Converted) -> None:
-    if on_cpus is None:
-        text = "auto without GPUs is a process for each CPU of the node there, and one here: set spec.nprocPerNode"
-        result.remark(path, text)
-    elif on_cpus > 1:
-        result.set("nprocPerNode", on_cpus, "auto without GPUs is a process for each CPU of the pod")
+def set_elastic(
+    elastic: Fields, names: tuple[str, str], nnodes: str, command: list[str], where: Path, result: Converted
+) -> None:
+    """nodes and minNodes from an elasticPolicy, or from torchrun's --nnodes=MIN:MAX, which counts before it.
 
-
-def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> bool:
-    """nodes and minNodes from a range, one end of which may be unset, where torchrun starts the ranks; else a remark.
-
-    path: the field of `least`. Without `most` it is the number of nodes so far, without `least` the job is not elastic.
-    Returns whether torchrun starts the ranks.
+    names: the fields of the range. nnodes: the command's option. where: the source's own number of nodes.
     """
-    found = launcher.find(command)
+    least, most = (elastic.number(name, 1) for name in names)
+    path = (*elastic.path, names[0] if least is not None else names[1])
+    if (least is not None or most is not None) and bounds.number(nnodes, bounds.COUNT_MAX) > 0:
+        result.remark(path, f"--nnodes={nnodes} of the command counts before it: the job is not elastic")
+        return
+    if in_command := range_of(nnodes):
+        least, most = in_command
+        path = where
+    if least is not None or most is not None:
+        set_range(least, most, path, command, result)
+
+
+def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> None:
+    """nodes and minNodes from a range with one end or two, if torchrun starts the ranks; else a remark."""
+    found, nodes = launcher.find(command), result.spec["nodes"]
     if found is None or found.name == "ddprun":
         result.remark(path, NO_ELASTIC)
-        return False
+        return
     if most is None:
-        most = max(least or 1, result.spec["nodes"])
+        most = max(least or 1, nodes)
     if least is not None and least > most:
         raise ConvertError(path, f"must be at most {most}, the most nodes, is {least}")
-    if most != result.spec["nodes"]:
+    if most != nodes:
         result.set("nodes", most, "the most nodes of an elastic job")
+        result.remark(path, f"the job has {most} nodes, and asks for {most} pods at once; there it began with {nodes}")
     if least is not None and least < most:
         result.set("minNodes", least, "elastic: trains with this many nodes to spec.nodes")
-    return True
-
-
-def is_fixed(nnodes: str, elastic: Fields, result: Converted) -> bool:
-    """Whether one number in the command makes the ranges of an elasticPolicy moot, as torchrun takes it for the number
-    of nodes. nnodes: the command's --nnodes."""
-    given = [name for name in ELASTIC_RANGE if elastic.given.get(name) is not None]
-    if not given or bounds.number(nnodes, bounds.COUNT_MAX) < 1:
-        return False
-    text = f"--nnodes={nnodes} of the command counts before it: the job is not elastic"
-    result.remark((*elastic.path, given[0]), text)
-    return True
 
 
 def range_of(nnodes: str) -> tuple[int, int] | None:

@@ -1,12 +1,12 @@
 """A PyTorchJob (kubeflow.org/v1, Kubeflow Training Operator v1) as a DDPJob.
 
-The fields of the first pytorch-operator (v1alpha1 to v1) are read as well: those of runPolicy stood in spec, and
-v1alpha1 had a list of replicas.
+The first pytorch-operator had the fields of runPolicy in spec; they are read there as well.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,8 +15,7 @@ from ddpjob_convert import address, common
 from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job import launcher
-from ddpjob_operator.job.podspec import TRAINER, containers, mapping
-from ddpjob_operator.job.validation import dotted
+from ddpjob_operator.job.podspec import TRAINER, containers, mappings
 
 RESUMABLE = 75  # what a rank that has saved ends with: no failure, so no rule is for it
 _CONTAINER = "pytorch"
@@ -47,30 +46,26 @@ _SPEC = {
 }
 
 
-class _Replicas(Fields):
-    """One group of replicas; `kind` is Master or Worker."""
-
-    def __init__(self, value: Any, path: Path, kind: str) -> None:
-        super().__init__(value, path)
-        self.kind = kind
-
-
 def convert(document: Mapping[str, Any]) -> Converted:
     """The DDPJob. Raises ConvertError."""
     result, spec = common.begin(document)
     groups = _groups(spec)
-    _nodes(groups, result)
-    nproc = spec.take("nprocPerNode")
-    # The Training Operator multiplies WORLD_SIZE by a number of processes, and by nothing for auto, cpu and gpu.
-    counts_ranks = str(nproc).isdecimal() and int(nproc) > 1
-    template, nnodes = _template(groups, "DDPJOB_WORLD_SIZE" if counts_ranks else "NNODES", result)
+    counts = [1 if (count := group.number("replicas")) is None else count for _, group in groups]
+    if sum(counts) < 1:
+        raise ConvertError((*groups[0][1].path, "replicas"), "there is no replica: a DDPJob has at least one node")
+    names = " + ".join(f"{count} {kind}" for count, (kind, _) in zip(counts, groups, strict=True))
+    first = "the Master" if groups[0][0] == "Master" else "the first of them"
+    result.set("nodes", sum(counts), f"{names}; {first} is node 0")
+    template, nnodes = _template(groups, result)
     policy, elastic = _policy(spec), spec.fields("elasticPolicy")
-    _elastic(elastic, groups, nnodes, launcher.command_of(template), result)
-    where = (*spec.path, "nprocPerNode")
+    where = (*groups[-1][1].path, "replicas")
+    command = launcher.command_of(template)
+    common.set_elastic(elastic, ("minReplicas", "maxReplicas"), nnodes, command, where, result)
+    nproc, where = spec.take("nprocPerNode"), (*spec.path, "nprocPerNode")
     if nproc is None and (nproc := elastic.take("nProcPerNode")) is not None:
         where = (*elastic.path, "nProcPerNode")
     common.set_processes(nproc, where, template, result)
-    _restarts(groups, policy, elastic, result)
+    _restarts([group for _, group in groups], policy, elastic, result)
     _run_policy(policy, template, result)
     elastic.rest(result, _ELASTIC)
     policy.rest(result)
@@ -79,39 +74,19 @@ def convert(document: Mapping[str, Any]) -> Converted:
     return result
 
 
-def _groups(spec: Fields) -> list[_Replicas]:
-    """The groups of replicas, the Master first. Raises ConvertError."""
-    if "replicaSpecs" in spec.given:  # v1alpha1
-        listed = list(spec.mappings("replicaSpecs"))
-        found = [_Replicas(one.given, one.path, _kind_in_list(one)) for one in listed]
-    else:
-        replicas = spec.fields("pytorchReplicaSpecs")
-        given = {name: replicas.take(name) for name in replicas.given}
-        found = [
-            _Replicas(one, (*replicas.path, name), _kind(name, (*replicas.path, name)))
-            for name, one in given.items()
-            if one is not None
-        ]
+def _groups(spec: Fields) -> list[tuple[str, Fields]]:
+    """The groups of replicas by their kind, the Master first. Raises ConvertError."""
+    replicas = spec.fields("pytorchReplicaSpecs")
+    found: dict[str, Fields] = {}
+    for name in replicas.given:
+        kind, path = str(name).capitalize(), (*replicas.path, name)
+        if kind not in _KINDS or kind in found:
+            raise ConvertError(path, "a PyTorchJob has the replicas Master and Worker, each once")
+        if (one := replicas.take(name)) is not None:
+            found[kind] = Fields(one, path)
     if not found:
-        path = (*spec.path, "replicaSpecs" if "replicaSpecs" in spec.given else "pytorchReplicaSpecs")
-        raise ConvertError(path, "is empty: there is neither a Master nor a Worker")
-    for second, group in enumerate(found):
-        if group.kind in [one.kind for one in found[:second]]:
-            raise ConvertError(group.path, f"is a second group of the kind {group.kind}")
-    return sorted(found, key=lambda group: _KINDS.index(group.kind))
-
-
-def _kind_in_list(one: Fields) -> str:
-    """Of an item of v1alpha1's list, whose examples say replicaType and whose types say pytorchReplicaType."""
-    names = [name for name in one.given if str(name).lower().endswith("replicatype")]
-    return _kind(one.text(names[0]), (*one.path, names[0])) if names else "Master"
-
-
-def _kind(text: str, path: Path) -> str:
-    """Master or Worker: the first operator took the names in any case. Raises ConvertError."""
-    if (kind := str(text).capitalize()) not in _KINDS:
-        raise ConvertError(path, "a PyTorchJob has the replicas Master and Worker")
-    return kind
+        raise ConvertError(replicas.path, "is empty: there is neither a Master nor a Worker")
+    return sorted(found.items(), key=lambda group: _KINDS.index(group[0]))
 
 
 def _policy(spec: Fields) -> Fields:
@@ -121,106 +96,57 @@ def _policy(spec: Fields) -> Fields:
     return Fields({**flat, **policy.given}, policy.path) if policy.given or not flat else Fields(flat, spec.path)
 
 
-def _nodes(groups: list[_Replicas], result: Converted) -> None:
-    counts = []
-    for group in groups:
-        count = group.number("replicas")
-        counts.append(1 if count is None else count)
-    if sum(counts) < 1:
-        raise ConvertError((*groups[0].path, "replicas"), "there is no replica: a DDPJob has at least one node")
-    names = " + ".join(f"{count} {group.kind}" for count, group in zip(counts, groups, strict=True))
-    first = "the Master" if groups[0].kind == "Master" else "the first of them"
-    result.set("nodes", sum(counts), f"{names}; {first} is node 0")
-
-
-def _elastic(elastic: Fields, groups: list[_Replicas], nnodes: str, command: list[str], result: Converted) -> None:
-    """minNodes and nodes. nnodes: an option of the command, which counts before the elasticPolicy.
-
-    Kubeflow gives minReplicas:maxReplicas to torchrun in all pods, so the Master counts among them; `replicas` are the
-    number to begin with.
-    """
-    least, most = elastic.number("minReplicas", 1), elastic.number("maxReplicas", 1)
-    path: Path = (*elastic.path, "maxReplicas" if least is None else "minReplicas")
-    where = (*elastic.path, "maxReplicas" if most else "minReplicas")
-    if in_command := common.range_of(nnodes):
-        (least, most), path = in_command, (*groups[0].path, "template", "spec", "containers")
-        where = (*groups[-1].path, "replicas")
-    if (least is None and most is None) or common.is_fixed(nnodes, elastic, result):
-        return
-    replicas = result.spec["nodes"]
-    if not common.set_range(least, most, path, command, result):
-        return
-    nodes = result.spec["nodes"]
-    if nodes > replicas:
-        then = "and trains with those that run" if "minNodes" in result.spec else "and waits for all"
-        text = f"the job asks for {nodes} pods at once, not for {replicas}, {then}; set spec.nodes for fewer"
-        result.remark(where, text)
-    elif nodes < replicas:
-        result.remark(where, f"torchrun takes in {nodes} of the {replicas} replicas, so the job has {nodes} nodes")
-
-
-def _template(groups: list[_Replicas], world_size: str, result: Converted) -> tuple[dict[str, Any], str]:
+def _template(groups: list[tuple[str, Fields]], result: Converted) -> tuple[dict[str, Any], str]:
     """The first group's template, with a remark on what the other has otherwise, and the --nnodes of its command."""
-    first, *others = groups
-    given = [copy.deepcopy(dict(group.fields("template").given)) for group in groups]
+    (kind, first), *others = groups
+    given = [copy.deepcopy(dict(group.fields("template").given)) for _, group in groups]
     path = (*first.path, "template")
-    _remove_port(groups, given, result)
-    for group, other in zip(others, given[1:], strict=True):
-        for where in _differences(given[0], other, (*group.path, "template")):
-            result.remark(where, f"differs from {first.kind}, whose value all nodes get: a DDPJob has one template")
+    _remove_port([group for _, group in groups], given, result)
+    for (_, group), other in zip(others, given[1:], strict=True):
+        differences = _differences(given[0], other, (*group.path, "template"))
+        for where in itertools.islice(differences, _DIFFERENCES_MAX):
+            result.remark(where, f"differs from {kind}, whose value all nodes get: a DDPJob has one template")
     template = given[0]
     trainer = common.name_trainer(template, _CONTAINER, path)
-    nnodes = common.strip_launcher(trainer, (*path, "spec", "containers"), result, world_size)
+    nnodes = common.strip_launcher(trainer, (*path, "spec", "containers"), result)
     # The Training Operator makes a Service for each pod, mnist-master-0, and gives its name to all of them.
-    name, of_rank0 = str(result.metadata.get("name", "")), first.kind.lower()
-    names = address.Names(
-        f"{name}-{of_rank0}-0", rf"{re.escape(name)}-(?:master|worker)-\d+", str(result.metadata.get("namespace", ""))
-    )
-    address.move(template, names, path, result)
+    name = str(result.metadata.get("name", ""))
+    any_of = rf"{re.escape(name)}-(?:master|worker)-\d+"
+    address.move(template, f"{name}-{kind.lower()}-0", any_of, path, result)
     if not trainer.get("command") and not trainer.get("args"):
         result.remark((*path, "spec", "containers"), f"{TRAINER} has no command: the image's own entrypoint is run")
     return template, nnodes
 
 
-def _remove_port(groups: list[_Replicas], templates: list[dict[str, Any]], result: Converted) -> None:
+def _remove_port(groups: list[Fields], templates: list[dict[str, Any]], result: Converted) -> None:
     """The port of the Master's Service, from all templates: that of a DDPJob is another one in each attempt."""
     found = []
     for group, template in zip(groups, templates, strict=True):
         for i, container in enumerate(containers(template)):
-            ports = container.get("ports")
-            kept = [p for p in ports if not _is_own_port(p)] if isinstance(ports, list) else ports
-            if kept != ports:
+            own = [port for port in mappings(container, "ports") if port.get("name") == _PORT]
+            if own:
                 found.append((*group.path, "template", "spec", "containers", i, "ports"))
-                container["ports"] = kept
-            if kept == [] and ports:
+                container["ports"] = [port for port in container["ports"] if port not in own]
+            if own and not container["ports"]:
                 del container["ports"]
     if found:
         result.remark(found[0], f"{_PORT}: not needed: the job sets MASTER_PORT, another one in each attempt; removed")
 
 
-def _is_own_port(port: Any) -> bool:
-    return isinstance(port, dict) and port.get("name") == _PORT
-
-
 def _differences(first: Any, other: Any, path: Path) -> Iterator[Path]:
     """Where two templates differ: the deepest mappings and lists of the same shape are compared one by one."""
-    found = list(_walk(first, other, path))
-    yield from found[:_DIFFERENCES_MAX]
-
-
-def _walk(first: Any, other: Any, path: Path) -> Iterator[Path]:
     if isinstance(first, dict) and isinstance(other, dict):
         for name in dict.fromkeys((*first, *other)):
-            yield from _walk(first.get(name), other.get(name), (*path, name))
+            yield from _differences(first.get(name), other.get(name), (*path, name))
     elif isinstance(first, list) and isinstance(other, list) and len(first) == len(other):
         for i, (one, two) in enumerate(zip(first, other, strict=True)):
-            yield from _walk(one, two, (*path, i))
-    elif first != other and dotted(path).rsplit(".", 1)[-1] != "restartPolicy":
+            yield from _differences(one, two, (*path, i))
+    elif first != other and path[-1] != "restartPolicy":
         yield path
 
 
-def _restarts(groups: list[_Replicas], policy: Fields, elastic: Fields, result: Converted) -> None:
-    words = [_restart_policy(group) for group in groups]
+def _restarts(groups: list[Fields], policy: Fields, elastic: Fields, result: Converted) -> None:
+    words = [group.text("restartPolicy") or "OnFailure" for group in groups]
     path = (*groups[0].path, "restartPolicy")
     if len(set(words)) > 1:
         result.remark((*groups[1].path, "restartPolicy"), f"the whole group restarts: {words[0]} counts for all nodes")
@@ -240,24 +166,10 @@ def _restarts(groups: list[_Replicas], policy: Fields, elastic: Fields, result: 
         result.set("failurePolicy", {"rules": [rule]}, comment)
 
 
-def _restart_policy(group: _Replicas) -> str:
-    """That of the replicas; v1alpha1 had only the pods' own, which a later operator overwrites."""
-    in_list = isinstance(group.path[-1], int)
-    of_pod = mapping(mapping(group.given, "template"), "spec").get("restartPolicy") if in_list else None
-    return group.text("restartPolicy") or (of_pod if isinstance(of_pod, str) else "") or "OnFailure"
-
-
 def _run_policy(policy: Fields, template: dict[str, Any], result: Converted) -> None:
     if clean := policy.text("cleanPodPolicy"):
         result.set("cleanPodPolicy", clean)
-    if (seconds := policy.number("activeDeadlineSeconds", 1)) is not None:
-        result.set("activeDeadlineSeconds", seconds)
-    if (seconds := policy.number("ttlSecondsAfterFinished")) is not None:
-        result.set("ttlSecondsAfterFinished", seconds)
-    common.set_suspend(policy, result)
-    manager = policy.text("managedBy")
-    if manager and manager != "kubeflow.org/training-operator":
-        result.set("managedBy", manager)
+    common.set_own(policy, "kubeflow.org/training-operator", result)
     scheduling = policy.fields("schedulingPolicy")
     if priority := scheduling.text("priorityClass"):
         template["spec"].setdefault("priorityClassName", priority)

@@ -12,14 +12,17 @@ from typing import Any
 from ddpjob_convert import address, common
 from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
-from ddpjob_convert.strategic import merge
 from ddpjob_operator.job import launcher, podspec
 from ddpjob_operator.job.wording import count, say
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 _CONTAINER = "node"
 _OWN_CONTROLLER = "trainer.kubeflow.org/trainjob-controller"
-_PATCHES = ("podTemplateOverrides", "podSpecOverrides")
+# The key by which Kubernetes merges the items of a list.
+_MERGE_KEYS = dict.fromkeys(
+    ("containers", "initContainers", "volumes", "env", "imagePullSecrets", "schedulingGates"), "name"
+)
+_MERGE_KEYS["volumeMounts"] = "mountPath"
 
 _JOB_FIELDS = {
     "parallelism": "the number of nodes is spec.nodes",
@@ -27,6 +30,7 @@ _JOB_FIELDS = {
     "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
     "activeDeadlineSeconds": "is for one attempt there; spec.activeDeadlineSeconds is for all of them together",
 }
+_JOB_FIELDS["podFailurePolicy"] = "write its rules for exit codes as spec.failurePolicy"
 _REPLICATED = {
     "dependsOn": "a DDPJob waits for no other Job: an init container can wait, or do its work",
     "replicas": "the number of nodes is spec.nodes",
@@ -64,13 +68,12 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     if nproc is None:
         nproc, path = of_runtime, (*torch.path, "numProcPerNode")
     common.set_processes(nproc, path, template, result, _cpus(template))
-    _elastic(torch, nnodes, launcher.command_of(template), result)
-    if (seconds := spec.number("activeDeadlineSeconds", 1)) is not None:
-        result.set("activeDeadlineSeconds", seconds)
-    common.set_suspend(spec, result)
-    manager = spec.text("managedBy")
-    if manager and manager != _OWN_CONTROLLER:
-        result.set("managedBy", manager)
+    elastic = torch.fields("elasticPolicy")
+    _restarts(elastic, result)
+    command, where = launcher.command_of(template), (*trainer.path, "numNodes")
+    common.set_elastic(elastic, ("minNodes", "maxNodes"), nnodes, command, where, result)
+    elastic.rest(result, {"metrics": common.NO_SCALER})
+    common.set_own(spec, _OWN_CONTROLLER, result)
     _gang(own, result)
     for fields in (trainer, spec, torch, own):
         fields.rest(result, _JOB_SPEC)
@@ -99,7 +102,7 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
     job = _trainer_job(job_set, result)
     of_job = job.fields("template")
     job_spec = of_job.fields("spec")
-    _job_policies(job_set, job_spec, result)
+    _job_policies(job_set, result)
     _say_around(of_job_set, job, of_job, result)
     path = (*job_spec.path, "template")
     template = copy.deepcopy(dict(job_spec.fields("template").given))
@@ -128,10 +131,9 @@ def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, re
     """The JobSet calls the first pod gpt-node-0-0.gpt. path: the runtime's template."""
     name = str(result.metadata.get("name", ""))
     any_of = rf"{re.escape(name)}-{re.escape(job)}-0-\d+(?:\.{re.escape(name)})?"
-    names = address.Names(f"{name}-{job}-0-0.{name}", any_of, str(result.metadata.get("namespace", "")))
     before = len(result.remarks)
     own = (*path, *podspec.trainer_path(template)[2:])
-    address.move(template, names, path, result)
+    address.move(template, f"{name}-{job}-0-0.{name}", any_of, path, result)
     for i, remark in enumerate(result.remarks[before:], before):
         part = remark.path[len(own)] if len(remark.path) > len(own) and remark.path[: len(own)] == own else ""
         if part in ("command", "args", "env") and part in trainer.given:
@@ -168,9 +170,8 @@ def _trainer_job(job_set: Fields, result: Converted) -> Fields:
         metadata = podspec.mapping(podspec.mapping(job.given, "template"), "metadata")
         return podspec.mapping(metadata, "labels").get(_STEP)
 
-    found = next((j for j in jobs if step(j) == "trainer"), None) or next(
-        (j for j in jobs if j.given.get("name") == "node"), None
-    )
+    by_name = [job for job in jobs if job.given.get("name") == "node"]
+    found = next(iter([*(job for job in jobs if step(job) == "trainer"), *by_name]), None)
     if found is None:
         raise ConvertError((*job_set.path, "replicatedJobs"), f"none has the label {_STEP}: trainer")
     for job in jobs:
@@ -180,26 +181,14 @@ def _trainer_job(job_set: Fields, result: Converted) -> Fields:
     return found
 
 
-def _job_policies(job_set: Fields, job_spec: Fields, result: Converted) -> None:
+def _job_policies(job_set: Fields, result: Converted) -> None:
     failure = job_set.fields("failurePolicy")
     if (restarts := failure.number("maxRestarts")) is not None:
         result.set("backoffLimit", restarts, "the JobSet's failurePolicy.maxRestarts")
     if (seconds := job_set.number("ttlSecondsAfterFinished")) is not None:
         result.set("ttlSecondsAfterFinished", seconds)
-    rules = [r for rule in job_spec.fields("podFailurePolicy").mappings("rules") if (r := _rule(rule, result))]
-    if rules:
-        result.set("failurePolicy", {"rules": rules}, "podFailurePolicy of the Job")
     failure.rest(result)
     job_set.rest(result)
-
-
-def _rule(rule: Fields, result: Converted) -> dict[str, Any] | None:
-    codes = rule.take("onExitCodes")
-    action = rule.text("action")
-    if not isinstance(codes, dict) or action not in ("FailJob", "Ignore", "Count"):
-        result.remark(rule.path, "a rule of a DDPJob's failurePolicy is for exit codes: FailJob, Ignore or Count")
-        return None
-    return {"action": action, "onExitCodes": {k: codes[k] for k in ("operator", "values") if k in codes}}
 
 
 def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
@@ -217,36 +206,44 @@ def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str,
                 result.remark(replicated.path, f"is for another Job than {job}")
         for fields in (own, template, job_set):
             fields.rest(result, _PATCHED)
-    for name in _PATCHES:
+    for name in ("podTemplateOverrides", "podSpecOverrides"):
         for override in spec.mappings(name):
-            targets = [target.text("name") for target in override.mappings("targetJobs")]
-            if job in targets:
-                given = {k: v for k, v in override.given.items() if k in ("metadata", "spec")}
-                # podSpecOverrides has the pod's fields beside targetJobs, without a spec around them.
-                yield (
-                    given
-                    if name == _PATCHES[0]
-                    else {"spec": {k: v for k, v in override.given.items() if k != "targetJobs"}}
-                )
+            if job in [target.text("name") for target in override.mappings("targetJobs")]:
+                given = {k: v for k, v in override.given.items() if k != "targetJobs"}
+                # podSpecOverrides has the pod's fields next to targetJobs, without a spec around them.
+                yield given if name == "podTemplateOverrides" else {"spec": given}
             else:
                 result.remark(override.path, f"is for another Job than {job}")
 
 
-def _elastic(torch: Fields, nnodes: str, command: list[str], result: Converted) -> None:
-    """nnodes: an option of the command, which counts before the elasticPolicy."""
-    elastic = torch.fields("elasticPolicy")
+def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with a patch, merged as Kubernetes does: mappings by key, lists by name, all else replaced."""
+    merged = dict(base)
+    for name, new in patch.items():
+        old, key = base.get(name), _MERGE_KEYS.get(name, "")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            merged[name] = merge(old, new)
+        elif name == "tolerations" and isinstance(old, list) and isinstance(new, list):
+            merged[name] = [*old, *(item for item in new if item not in old)]
+        elif key and all(_is_named(items, key) for items in (old, new)):
+            by_key = {item[key]: item for item in base[name]}
+            merged[name] = list((by_key | {item[key]: merge(by_key.get(item[key], {}), item) for item in new}).values())
+        else:
+            merged[name] = copy.deepcopy(new)
+    return merged
+
+
+def _is_named(items: Any, key: str) -> bool:
+    return isinstance(items, list) and all(isinstance(i, Mapping) and isinstance(i.get(key), str) for i in items)
+
+
+def _restarts(elastic: Fields, result: Converted) -> None:
     if (restarts := elastic.number("maxRestarts")) is not None:
         if "backoffLimit" in result.spec:
             path: Path = ("runtime", "spec", "template", "spec", "failurePolicy", "maxRestarts")
             restarts_of_set = count(result.spec["backoffLimit"], "restart")
             result.remark(path, f"{restarts_of_set} of the JobSet: elasticPolicy.maxRestarts counts before it")
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
-    least, most = elastic.number("minNodes", 1), elastic.number("maxNodes", 1)
-    least, most = common.range_of(nnodes) or (least, most)
-    if (least is not None or most is not None) and not common.is_fixed(nnodes, elastic, result):
-        path = (*elastic.path, "maxNodes" if least is None else "minNodes")
-        common.set_range(least, most, path, command, result)
-    elastic.rest(result, {"metrics": common.NO_SCALER})
 
 
 def _gang(own: Fields, result: Converted) -> None:

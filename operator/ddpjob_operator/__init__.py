@@ -16,7 +16,7 @@ Out:  Services, pods, events, the status of each DDPJob, metrics.
     observed/   pods, nodes and reports as both shells see them
     job/        the DDPJob itself: types, validation, what follows from a spec and its command
 
-Called by: `ddpjob-operator` (kube/program.py); all but kube/ also by the local run (`ddpjob_cli.local`) and the simulation.
+Called by: `ddpjob-operator` (kube/program.py); all but kube/ also by the local run and the simulation.
 Must not know: from metrics/ down no I/O, no clock, no kopf; all of it no `ddpjob_cli`, no `ddpjob`, no torch. It shares
 `ddpjob_core` with the agents in the pods.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -265,6 +266,42 @@ def test_what_a_script_does_to_its_model_after_the_training_is_its_own_affair(la
     names = [line.split()[1].partition("(")[0] for line in right.splitlines() if line.startswith("def ")]
     assert len(names) == 16
     assert trained(launcher, *names) == []
+
+
+WITH_LIBRARY = """
+import torch, ddpjob
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+with ddpjob.init(backend="gloo") as world:
+    torch.manual_seed(3)
+    model = DDP(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(1, 7):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        ddpjob.progress(step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "rate", "is_reported"),
+    [
+        (False, "0.1 + world.rank", True),
+        # The other way to a process of its own, and its twin.
+        pytest.param(True, "0.1 + world.rank", True, marks=pytest.mark.long),
+        pytest.param(True, "0.1", False, marks=pytest.mark.long),
+    ],
+)
+def test_ranks_that_no_fork_server_has_forked_are_compared_where_they_use_the_library(
+    launcher: Launcher, program: bool, rate: str, is_reported: bool
+) -> None:
+    """--no-preload, and a shell around Python, compared nothing without a word."""
+    script = launcher.script(WITH_LIBRARY.replace("LR", rate))
+    words = ["--no-python", "sh", "-c", f"{sys.executable} {script}; exit $?"] if program else ["--no-preload", script]
+    done = finish(launcher.ddprun("--nproc-per-node", 2, *words))
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    text = "ddprun: rank 1 ended with other parameters than rank 0: weight is the first that differs; the replicas were"
+    assert (text in done.stderr) is is_reported, done.stderr
 
 
 ALONE = """

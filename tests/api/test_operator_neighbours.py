@@ -16,6 +16,8 @@ from clusters import Namespace, Operator, job, until
 from faulty_api import FaultyApi
 from free_port import free_port
 
+from ddpjob_operator.kube.other_releases import MARK
+
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 
 
@@ -47,7 +49,6 @@ class Release:
         variables = {
             "DDPJOB_LEASE_NAMESPACE": home.name,
             "DDPJOB_LEASE_NAME": name,
-            "DDPJOB_CLAIM_NAMESPACE": home.name,
             "DDPJOB_LEASE_SECONDS": str(LEASE_SECONDS),
             "DDPJOB_LEASE_RENEW_SECONDS": str(RENEW_SECONDS),
             "DDPJOB_LEASE_RETRY_SECONDS": str(RETRY_SECONDS),
@@ -90,52 +91,30 @@ def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
             assert "Traceback" not in release.operator.log
 
 
-@pytest.mark.parametrize(
-    "everywhere", [pytest.param(True, marks=pytest.mark.alone), False], ids=["all namespaces", "a list"]
-)
-def test_of_two_releases_one_acts_and_the_other_says_so_and_takes_over(
-    namespace: Namespace, releases: Callable[..., Release], everywhere: bool
-) -> None:
-    """Both restarted the same jobs and deleted each other's pods, and neither log had a word of it."""
-    watched = () if everywhere else (namespace.name,)
-    first = releases("first", *watched).leads()
-    namespace.apply(job("one", nodes=1))
-    namespace.has_pods("one-1-0")
-    second = releases("second", *watched).leads()
-    until(lambda: "this one leaves them alone" in second.operator.log, "the second says so in its log")
-    assert f"the release {namespace.name}/first's" in second.health()
-    assert first.health() == "ok\n"
-    namespace.apply(job("two", nodes=1))
-    namespace.has_pods("one-1-0", "two-1-0")
-    looks = second.looks()
-    until(lambda: second.looks() > looks + 20, "the second has looked at the Leases twenty times more")
-    assert second.writes() == 0
-    wrote = first.writes()
-    assert first.operator.stop() == 0
-    namespace.apply(job("three", nodes=1))
-    namespace.has_pods("one-1-0", "two-1-0", "three-1-0")
-    assert second.writes() > 0
-    assert first.writes() == wrote
-    until(lambda: second.health() == "ok\n", "nobody is beside it")
-
-
 @pytest.mark.alone
 def test_a_release_for_all_namespaces_leaves_one_to_the_release_that_watches_it(
     namespace: Namespace, releases: Callable[..., Release]
 ) -> None:
+    """Both restarted the same jobs and deleted each other's pods, and neither log had a word of it."""
     everywhere = releases("everywhere").leads()
     namespace.apply(job("one", nodes=1))
     namespace.has_pods("one-1-0")
+    marks = f"/api/v1/namespaces/{namespace.name}/configmaps"
+    namespace.api.call("POST", marks, {"metadata": {"name": MARK}, "data": {"release": "ops/own"}})
     own = releases("own", namespace.name).leads()
-    until(lambda: f"namespace {namespace.name} are the release" in everywhere.operator.log, "it has seen the other")
+    until(lambda: f"namespace {namespace.name} are the release ops/own's" in everywhere.operator.log, "it has seen it")
+    assert "the release ops/own's" in everywhere.health()
+    assert own.health() == "ok\n"
     wrote = everywhere.writes()
     namespace.apply(job("two", nodes=1))
     namespace.has_pods("one-1-0", "two-1-0")
     assert (everywhere.writes(), own.writes() > 0) == (wrote, True)
     assert own.operator.stop() == 0
+    namespace.api.call("DELETE", f"{marks}/{MARK}")
     namespace.apply(job("three", nodes=1))
     namespace.has_pods("one-1-0", "two-1-0", "three-1-0")
     assert everywhere.writes() > wrote
+    until(lambda: everywhere.health() == "ok\n", "nobody is beside it")
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ import yaml
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.access import GANG_RIGHTS, PLACES_RIGHT, RIGHTS, Right
-from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM
+from ddpjob_operator.kube.leader_label import LABEL
+from ddpjob_operator.kube.other_releases import MARK
 from ddpjob_operator.kube.ports.receive import PATH
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.pods import naming
@@ -32,10 +33,8 @@ OLDEST = "1.29.0"
 # In the operator's own namespace alone, get and update for its one Lease. Not asked for at the start: the task that
 # keeps the Lease logs what is missing.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "to elect the operator that acts")
-# In each watched namespace, or in one of them all, for one name; list, where all namespaces are watched, for the other.
-CLAIM_RIGHT = Right(
-    "coordination.k8s.io", "leases", ("get", "create", "update", "list"), "to decide which of several releases acts"
-)
+LABEL_RIGHT = Right("", "pods", ("patch",), "to label its own pod that leads")
+MARKS_RIGHT = Right("", "configmaps", ("list",), "to see releases that watch one namespace alone")
 
 pytestmark = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not on the PATH; install Helm 3 or 4")
 
@@ -96,14 +95,14 @@ def verbs(rules: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
 
 def job_roles(*settings: str) -> list[dict[str, Any]]:
     """What the operator may do to jobs, in each namespace."""
-    return [role for role in of_kind("Role", *settings) if not role["metadata"]["name"].endswith(("-lease", "-claim"))]
+    return [role for role in of_kind("Role", *settings) if not role["metadata"]["name"].endswith("-lease")]
 
 
 def cluster_role(*settings: str) -> dict[str, Any]:
     """What the operator may do to jobs, in all namespaces."""
     names = ("ddpjob-edit", "ddpjob-view")
     roles = [role for role in of_kind("ClusterRole", *settings) if role["metadata"]["name"] not in names]
-    (found,) = [role for role in roles if not role["metadata"]["name"].endswith("-claim")]
+    (found,) = [role for role in roles if not role["metadata"]["name"].endswith("-marks")]
     return found
 
 
@@ -116,7 +115,7 @@ def granted_everywhere(*settings: str) -> set[tuple[str, str, str]]:
         if any(subject["name"] == account for subject in binding["subjects"])
     }
     roles = [r for r in of_kind("ClusterRole", *settings) if r["metadata"]["name"] in bound and "rules" in r]
-    return {one for r in roles if not r["metadata"]["name"].endswith("-claim") for one in verbs(r["rules"])}
+    return {one for r in roles if not r["metadata"]["name"].endswith("-marks") for one in verbs(r["rules"])}
 
 
 NEEDED = {(right.group, right.resource, verb) for right in RIGHTS for verb in right.verbs}
@@ -134,7 +133,7 @@ def test_helm_lint_finds_nothing_to_complain_about() -> None:
 def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() -> None:
     role = cluster_role()
     assert verbs(role["rules"]) == NEEDED
-    (binding,) = [b for b in of_kind("ClusterRoleBinding") if not b["metadata"]["name"].endswith("-claim")]
+    (binding,) = [b for b in of_kind("ClusterRoleBinding") if not b["metadata"]["name"].endswith("-marks")]
     (account,) = of_kind("ServiceAccount")
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
     assert binding["subjects"] == [
@@ -195,7 +194,7 @@ def test_with_a_list_of_namespaces_there_is_no_cluster_role_at_all() -> None:
     assert not any(kind.startswith("Cluster") for kind in kinds)
     roles = job_roles(NAMESPACED)
     bindings = of_kind("RoleBinding", NAMESPACED)
-    bindings = [b for b in bindings if not b["metadata"]["name"].endswith(("-lease", "-claim"))]
+    bindings = [b for b in bindings if not b["metadata"]["name"].endswith("-lease")]
     for listed in (roles, bindings):
         assert [document["metadata"]["namespace"] for document in listed] == ["team-a", "team-b"]
     assert all(verbs(role["rules"]) == NEEDED_IN_A_NAMESPACE for role in roles)
@@ -224,7 +223,7 @@ def test_the_status_of_a_job_is_written_by_the_operator_alone() -> None:
 
 def test_the_roles_for_users_can_be_left_out() -> None:
     names = {role["metadata"]["name"] for role in of_kind("ClusterRole", "userRoles=false")}
-    assert names == {"ops-ddpjob-operator", "ops-ddpjob-operator-claim"}
+    assert names == {"ops-ddpjob-operator", "ops-ddpjob-operator-marks"}
 
 
 def test_the_pod_fits_the_pod_security_profile_restricted() -> None:
@@ -286,7 +285,8 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     place = {lease["metadata"]["namespace"], role["metadata"]["namespace"], binding["metadata"]["namespace"]}
     assert place == {told["DDPJOB_LEASE_NAMESPACE"]} == {"ddpjob"}
     assert told["DDPJOB_LEASE_NAME"] == lease["metadata"]["name"]
-    named, unnamed, tested = role["rules"]
+    named, unnamed, labels, tested = role["rules"]
+    assert (labels["resources"], labels["verbs"]) == ([LABEL_RIGHT.resource], [*LABEL_RIGHT.verbs])
     assert (tested["resources"], tested["resourceNames"], tested["verbs"]) == (
         ["deployments"],
         [lease["metadata"]["name"]],
@@ -300,38 +300,29 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
 
-def claim_rules(role: dict[str, Any]) -> list[tuple[list[str], list[str]]]:
-    """Verbs, and the names that they are limited to."""
-    assert all(rule["apiGroups"] == [CLAIM_RIGHT.group] for rule in role["rules"])
-    assert all(rule["resources"] == [CLAIM_RIGHT.resource] for rule in role["rules"])
-    return [(rule["verbs"], rule.get("resourceNames", [])) for rule in role["rules"]]
-
-
 @pytest.mark.parametrize(
     ("settings", "name", "places"),
     [
-        ((), ALL_CLAIM, ["kube-system"]),
-        (("claimNamespace=ops",), ALL_CLAIM, ["ops"]),
-        (("claimNamespace=null",), ALL_CLAIM, ["kube-system"]),  # as --reuse-values leaves it after an upgrade
-        (("watchNamespaces=null",), ALL_CLAIM, ["kube-system"]),  # as `watchNamespaces:` with nothing below it
-        ((NAMESPACED,), NAMESPACE_CLAIM, ["team-a", "team-b"]),
+        ((), f"all.{MARK}", ["kube-system"]),
+        (("claimNamespace=ops",), f"all.{MARK}", ["ops"]),
+        (("claimNamespace=null",), f"all.{MARK}", ["kube-system"]),  # as --reuse-values leaves it after an upgrade
+        (("watchNamespaces=null",), f"all.{MARK}", ["kube-system"]),  # as `watchNamespaces:` with nothing below it
+        ((NAMESPACED,), MARK, ["team-a", "team-b"]),
     ],
     ids=["all namespaces", "another place", "values of the chart before", "an empty list", "two namespaces"],
 )
-def test_releases_can_claim_what_they_watch_and_see_each_other(
+def test_each_release_marks_what_it_watches_by_the_same_names(
     settings: tuple[str, ...], name: str, places: list[str]
 ) -> None:
-    """Two releases acted on the same jobs, and neither could have known."""
-    roles = [role for role in of_kind("Role", *settings) if role["metadata"]["name"].endswith("-claim")]
-    bindings = [b for b in of_kind("RoleBinding", *settings) if b["metadata"]["name"].endswith("-claim")]
-    assert [role["metadata"]["namespace"] for role in roles] == places
-    assert [binding["metadata"]["namespace"] for binding in bindings] == places
-    assert all(claim_rules(role) == [(["get", "update"], [name]), (["create"], [])] for role in roles)
-    assert all(binding["roleRef"]["name"] == roles[0]["metadata"]["name"] for binding in bindings)
-    read = OperatorSettings.read(variables(*settings))
-    assert [*read.namespaces] == places or read.claim_namespace == places[0]
-    cluster = [role for role in of_kind("ClusterRole", *settings) if role["metadata"]["name"].endswith("-claim")]
-    assert [claim_rules(role) for role in cluster] == ([] if read.namespaces else [[(["list"], [NAMESPACE_CLAIM])]])
+    """Two releases acted on the same jobs. Helm refuses an object that another release owns."""
+    marks = of_kind("ConfigMap", *settings)
+    assert [(mark["metadata"]["name"], mark["metadata"]["namespace"]) for mark in marks] == [(name, p) for p in places]
+    assert all(mark["data"] == {"release": "ddpjob/ops"} for mark in marks)
+    rules = [rule for role in of_kind("ClusterRole", *settings) for rule in role["rules"]]
+    reads = [rule for rule in rules if rule["resources"] == [MARKS_RIGHT.resource]]
+    assert [(rule["resourceNames"], rule["verbs"]) for rule in reads] == (
+        [] if name == MARK else [([MARK], [*MARKS_RIGHT.verbs])]
+    )
 
 
 def test_the_lease_comes_without_a_holder_so_that_an_upgrade_takes_it_from_nobody() -> None:
@@ -339,11 +330,10 @@ def test_the_lease_comes_without_a_holder_so_that_an_upgrade_takes_it_from_nobod
     assert lease.keys() == {"apiVersion", "kind", "metadata"}
 
 
-def test_the_operator_learns_its_name_its_address_and_its_memory_from_its_pod() -> None:
+def test_the_operator_learns_its_name_and_its_memory_from_its_pod() -> None:
     told = {entry["name"]: entry["valueFrom"] for entry in container()["env"] if "valueFrom" in entry}
     assert told == {
         "DDPJOB_POD_NAME": {"fieldRef": {"fieldPath": "metadata.name"}},
-        "DDPJOB_POD_IP": {"fieldRef": {"fieldPath": "status.podIP"}},
         "DDPJOB_MEMORY_MIB": {"resourceFieldRef": {"resource": "limits.memory", "divisor": "1Mi"}},
     }
 
@@ -376,7 +366,9 @@ def test_trainers_are_told_the_service_that_leads_to_the_receiver() -> None:
     name, told = service["metadata"]["name"], variables(*settings)
     assert told["DDPJOB_STATUS_URL"] == f"http://{name}.ddpjob.svc:{port['port']}{PATH}"
     assert ports(*settings)[port["targetPort"]] == int(told["DDPJOB_STATUS_PORT"]) == 9001
-    assert service["spec"]["selector"].items() <= pod(*settings)["metadata"]["labels"].items()
+    selector = service["spec"]["selector"]
+    assert selector.pop(LABEL) == "true", "the pod that leads alone"
+    assert selector.items() <= pod(*settings)["metadata"]["labels"].items()
 
 
 def test_the_health_port_is_on_no_service_and_answers_every_probe() -> None:
@@ -399,9 +391,7 @@ def test_a_network_policy_lets_only_trainers_of_the_watched_namespaces_report() 
     assert policy["spec"]["policyTypes"] == ["Ingress"]
     ((rule,),) = [policy["spec"]["ingress"]]
     assert rule["ports"] == [{"port": "status"}]
-    peer, standby = rule["from"]
-    assert standby["podSelector"]["matchLabels"].items() <= pod(NAMESPACED)["metadata"]["labels"].items()
-    assert standby.keys() == {"podSelector"}, "in the operator's own namespace"
+    (peer,) = rule["from"]
     assert peer["podSelector"]["matchExpressions"] == [{"key": naming.LABEL_JOB, "operator": "Exists"}]
     assert peer["namespaceSelector"]["matchExpressions"][0]["values"] == ["team-a", "team-b"]
     (everywhere,) = of_kind("NetworkPolicy", "networkPolicy.enabled=true")
@@ -428,7 +418,8 @@ def test_only_who_is_named_reads_metrics_through_a_network_policy() -> None:
 def test_nothing_for_prometheus_or_grafana_is_created_unless_it_is_asked_for() -> None:
     """A cluster without the Prometheus operator has no ServiceMonitor, and `helm install` would fail."""
     kinds = {document["kind"] for document in objects()}
-    assert not kinds & {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
+    assert not kinds & {"ServiceMonitor", "PrometheusRule"}
+    assert [one["metadata"]["name"] for one in of_kind("ConfigMap")] == [f"all.{MARK}"]
     assert len(of_kind("Service")) == 1
     assert ports()["metrics"] == 8082
     assert "metrics" not in ports("metrics.enabled=false")
@@ -466,7 +457,7 @@ def test_the_rules_are_the_file_that_prometheus_itself_can_load() -> None:
 
 
 def test_a_dashboard_of_all_jobs_and_one_of_a_job_carry_the_label_of_grafanas_sidecar() -> None:
-    found = of_kind("ConfigMap", "metrics.dashboards.enabled=true")
+    _, *found = of_kind("ConfigMap", "metrics.dashboards.enabled=true")
     assert [c["metadata"]["labels"]["grafana_dashboard"] for c in found] == ["1", "1"]
     texts = {name: text for c in found for name, text in c["data"].items()}
     assert sorted(texts) == ["ddpjob-fleet.json", "ddpjob-job.json"]
@@ -625,8 +616,8 @@ def test_all_objects_have_one_name_and_who_installs_may_choose_it(
     done = helm("template", release, str(CHART), "--kube-version", OLDEST, *sets)
     assert done.returncode == 0, done.stderr
     documents = [document for document in yaml.safe_load_all(done.stdout) if document]
-    names = {document["metadata"]["name"] for document in documents} - {"ddpjob-edit", "ddpjob-view"}
-    assert names == {name} | {f"{name}-{suffix}" for suffix in ("claim", "lease", "status", "test")}
+    names = {document["metadata"]["name"] for document in documents} - {"ddpjob-edit", "ddpjob-view", f"all.{MARK}"}
+    assert names == {name} | {f"{name}-{suffix}" for suffix in ("marks", "lease", "status", "test")}
     (deployment,) = [document for document in documents if document["kind"] == "Deployment"]
     told = {
         entry["name"]: entry.get("value") for entry in deployment["spec"]["template"]["spec"]["containers"][0]["env"]
@@ -687,7 +678,7 @@ def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> N
     for settings in ((), ("watchNamespaces={a,b}",), ("watchNamespaces={a,b}", "gang.kueue.enabled=true")):
         with_them = objects(*settings, "userRoles=false")
         assert [o for o in with_them if o["kind"] not in roles] == objects(*settings, "rbac.create=false")
-        files = ("rbac", "claims", "kueue") if "gang.kueue.enabled=true" in settings else ("rbac", "claims")
+        files = ("rbac", "kueue") if "gang.kueue.enabled=true" in settings else ("rbac",)
         sets = [word for setting in (*settings, "userRoles=false") for word in ("--set", setting)]
         shown = [word for name in files for word in ("-s", f"templates/{name}.yaml")]
         done = helm("template", "ops", str(CHART), "-n", "ddpjob", "--kube-version", OLDEST, *sets, *shown)
@@ -901,7 +892,7 @@ def test_every_value_is_explained_where_it_stands() -> None:
 def test_the_documents_list_every_right_with_its_reason() -> None:
     table = (ROOT / "docs" / "security.md").read_text()
     gangs = (right for rights in GANG_RIGHTS.values() for right in rights)
-    for right in (*RIGHTS, *gangs, PLACES_RIGHT, LEASE_RIGHT, CLAIM_RIGHT):
+    for right in (*RIGHTS, *gangs, PLACES_RIGHT, LEASE_RIGHT, MARKS_RIGHT, LABEL_RIGHT):
         row = f"| `{right}` | {', '.join(right.verbs)} | {right.why} |"
         assert row in table, f"docs/security.md wants the row\n{row}"
 

@@ -301,7 +301,7 @@ async def is_gone(operated: Operated) -> None:
 async def stands_by(operated: Operated) -> None:
     """Its Lease is lost and nobody takes it."""
     await operated.wait(10)
-    await operated.town.operator.stand_by()
+    operated.town.operator.leads = False
     await operated.wait(10)
 
 
@@ -348,9 +348,9 @@ class Closing:
 
 async def _watches(operated: Operated, after: float) -> None:
     loop = asyncio.get_running_loop()
-    runtime, told = Runtime(clock=loop.time), measuring.watch_restarted(operated.meter)
+    runtime, told = Runtime(clock=loop.time), measuring.OfWatches(operated.meter)
     closing: Any = Closing(after)
-    reflector = Reflector(closing, "pods", "", "", operated.town.operator.caches.pods, runtime=runtime, restarted=told)
+    reflector = Reflector(closing, "pods", "", "", operated.town.operator.caches.pods, runtime=runtime, watcher=told)
     task = loop.create_task(reflector.run())
     await operated.wait(30)
     task.cancel()

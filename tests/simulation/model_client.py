@@ -86,16 +86,6 @@ class ModelClient:
     async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
         yield Page(*await self.list(path, selector))
 
-    async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        """No fault happens to it: it only makes others good."""
-        await self._reachable("GET", path)
-        if self.dead:
-            await self._for_ever()
-        code, answer = self._api.request("GET", path, {"labelSelector": selector}, None, self.actor)
-        if code >= 400:
-            raise of_status(answer)
-        yield Page([{"metadata": raw["metadata"]} for raw in answer["items"]], answer["metadata"]["resourceVersion"])
-
     async def close(self) -> None:
         """Nothing is open."""
 

@@ -84,7 +84,7 @@ class Process:
             attempt=int(env["DDPJOB_ATTEMPT"]),
             rank=int(env["NODE_RANK"]),
             nodes=int(env["NNODES"]),
-            run=(env["PET_RDZV_ID"], env["MASTER_PORT"]),
+            run=(env["PET_RDZV_ID"], env["PET_MASTER_PORT"]),
             node=node,
             environ=env,
         )

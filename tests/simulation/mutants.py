@@ -162,7 +162,7 @@ def old_run_id() -> contextlib.AbstractContextManager[Any]:
     def same(job: Any, attempt: int, rank: int, meet: Any) -> dict[str, str]:
         found = environment(job, attempt, rank, meet)
         first = environment(job, 1, rank, naming.endpoint(job, 1))
-        return found | {name: first[name] for name in ("PET_RDZV_ID", "MASTER_PORT", "PET_MASTER_PORT")}
+        return found | {name: first[name] for name in ("PET_RDZV_ID", "PET_MASTER_PORT")}
 
     return mock.patch.object(pod_environment, "environment", same)
 

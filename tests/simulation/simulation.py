@@ -111,7 +111,7 @@ class OperatorProcess:
             lease_client: Any = self.lease_client
             leader = Leader(lease_client, "default", "ddpjob", name, Durations(), runtime=runtime)
             self.client.may_write = leader.holds
-        self.operator = Operator(settings, client, leader, runtime=runtime)
+        self.operator = Operator(settings, client, leader, runtime=runtime, end_within=self._ends_by_itself)
 
     def now(self) -> dt.datetime:
         """What this process believes."""
@@ -144,13 +144,18 @@ class OperatorProcess:
         """All that it does ends."""
         operator = self.operator
         operator.end()
-        for task in (*self._tasks, *operator._tasks, *operator._leading, operator._first_lists):
+        for task in (*self._tasks, *operator._tasks, operator._first_lists):
             if task is not None:
                 task.cancel()
 
     def clock_jumps(self, seconds: float) -> None:
         """Its wall clock, not the monotonic one."""
         self.skew += dt.timedelta(seconds=int(seconds))
+
+    def _ends_by_itself(self, _seconds: float) -> None:
+        """The kubelet restarts its container."""
+        if not self.client.dead:
+            self.simulation.loop.create_task(self.stop())
 
     async def _start(self) -> None:
         await self.operator.start()

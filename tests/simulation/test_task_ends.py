@@ -21,7 +21,7 @@ from model_server import ModelServer
 END_SECONDS, STOP_SECONDS = 5.0, 10.0
 LATE_SECONDS = 5.0  # of a machine that does other things as well
 QUICK_LEASE = {"DDPJOB_LEASE_SECONDS": "3", "DDPJOB_LEASE_RENEW_SECONDS": "2", "DDPJOB_LEASE_RETRY_SECONDS": "0.5"}
-OURS = ("ddpjobs in a", "pods in b", "lease", "leadership", "claims", "queue", "gang kueue")
+OURS = ("ddpjobs in a", "pods in b", "lease", "leadership", "label", "queue", "gang kueue")
 KOPFS = ("watcher for ddpjobs", "spawner", "cleaner", "multidimensional", "stop-flag checker", "daemon killer")
 
 

@@ -81,7 +81,7 @@ def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
     assert node.run(1, lambda: train(30)) == 19
     said = capfd.readouterr().err
     assert "the state is copied at each step, because a rank that trains alone leaves nobody who could write it" in said
-    assert "resumed at step 19 from the memory on the node of rank 0" in said
+    assert "resumed at step 19 from a copy in the memory on the node of rank 0" in said
     assert node.run(2, lambda: train(31)) == 29
 
 
@@ -131,7 +131,7 @@ def test_copies_at_the_steps_that_save_names_count_however_many_steps_come_after
     """Saves are rare: what is copied there is mostly many steps behind its ranks."""
     assert node.run(0, lambda: clipped(30, "before save", saves=(2, 12)))[0] == 0
     assert node.run(1, lambda: clipped(32, "before save"))[0] == 12
-    assert "resumed at step 12 from the memory on the node of rank 0" in capfd.readouterr().err
+    assert "resumed at step 12 from a copy in the memory on the node of rank 0" in capfd.readouterr().err
 
 
 def test_a_script_that_changes_its_weights_and_has_named_no_state_is_not_copied(node: Node) -> None:
@@ -235,13 +235,13 @@ def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node:
         step = ddpjob.Snapshot("snapshots").load(**objects)
 
         def die() -> None:
-            write = packed.Parts.write
+            copy = packed.copy_piece
 
-            def half(self: Any, descriptor: int, offset: int, begin: int, end: int) -> None:
-                write(self, descriptor, offset, begin, end // 2)
+            def half(target: torch.Tensor, source: torch.Tensor) -> None:
+                copy(target[: len(target) // 2], source[: len(target) // 2])
                 os._exit(1)
 
-            packed.Parts.write = half  # type: ignore[method-assign]
+            packed.copy_piece = half
 
         steps(step, (dies_at or until) - 1, **objects)
         if dies_at:

@@ -87,7 +87,7 @@ def test_a_state_on_a_device_comes_back_from_the_last_copy_with_the_same_bits(
     assert (began in (40, 44), bits) == (True, undisturbed)
     said = capfd.readouterr().err
     assert "the state is copied each 4 steps, because after a failure nobody knows which step a GPU has come to" in said
-    assert f"resumed at step {began} from the memory on the node" in said
+    assert f"resumed at step {began} from a copy in the memory on the node" in said
     assert "seeded" not in said
 
 

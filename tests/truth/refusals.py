@@ -84,7 +84,7 @@ def excused(log: str, recipe: Recipe, *, at_restart: bool = False) -> tuple[set[
     come with the restart, and not before it."""
     before, _, after = log.partition("STRUCK ")
     resumed = list(_RESUMED.finditer(after))
-    is_from_folder = any(not (one["where"] or "").startswith("the memory") for one in resumed)
+    is_from_folder = any("the memory on" not in (one["where"] or "") for one in resumed)
     before_it_is_read = before + after[: resumed[0].start()] if resumed else before
     parts: set[Part] = set()
     sentences = []

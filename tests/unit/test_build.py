@@ -177,7 +177,7 @@ def test_on_the_host_network_the_port_is_declared_so_that_the_scheduler_prevents
     env = {e["name"]: e["value"] for e in trainer(body)["env"]}
     (port,) = trainer(body)["ports"]
     assert body["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"
-    assert str(port["hostPort"]) == str(port["containerPort"]) == env["MASTER_PORT"]
+    assert str(port["hostPort"]) == str(port["containerPort"]) == env["PET_MASTER_PORT"]
 
 
 def test_the_container_named_trainer_trains_wherever_it_stands() -> None:

@@ -728,6 +728,12 @@ def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(
     assert recipe in said
 
 
+def test_a_variable_of_slurm_that_is_made_a_number_without_a_default_is_an_error(job_file) -> None:
+    """int(None) raises a TypeError in the first lines of the script."""
+    said = ran(job_file(SLURM.replace('environ["SLURM_PROCID"]', 'getenv("SLURM_PROCID")'), *PYTHON, nodes=2)).stdout
+    assert "error[variable-of-other-launcher]: os.getenv('SLURM_PROCID'): nothing sets it here, so this is a T" in said
+
+
 WITH_ENV = {"env": [{"name": n, "value": f"$({v})"} for n, v in (("SLURM_PROCID", "RANK"), ("SLURM_NTASKS", "NNODES"))]}
 OTHERWISE = [
     (SLURM, ["python", "train.py"], WITH_ENV),

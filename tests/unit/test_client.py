@@ -433,6 +433,30 @@ def test_describe_without_the_right_to_see_pods_shows_the_rest(cluster: FakeClus
     assert "may not list pods" in done.err
 
 
+PIPED = ["sh", "-c", "torchrun train.py 2>&1 | tee log"]
+RAISED = ["[rank1]: Traceback (most recent call last):", '[rank1]:   File "/app/train.py", line 7, in <module>']
+
+
+@pytest.mark.parametrize(("command", "is_doubted"), [(PIPED, True), (["torchrun", "train.py"], False)])
+def test_a_success_whose_log_shows_a_failed_rank_is_doubted(
+    cluster: FakeCluster, ddpjob: Ddpjob, command: list[str], is_doubted: bool
+) -> None:
+    """The pipe ended with tee's 0. The operator reads no logs, so nobody would tell."""
+    body = stored(state="Succeeded", attempt=2)
+    body["spec"]["template"]["spec"]["containers"][0]["command"] = command
+    cluster.add("ddpjobs", body)
+    for attempt, place, exit_code in ((1, 0, 1), (2, 0, 0), (2, 1, 0)):
+        cluster.add("pods", pod("digits", attempt, place, exit_code=exit_code))
+    cluster.logs["digits-1-0"] = [*RAISED, "[rank1]: ValueError: of an attempt that was overcome"]
+    cluster.logs["digits-2-1"] = ["epoch 1", *RAISED, "[rank1]: ValueError: no such shard: 7", "epoch 2"]
+    doubt = "rank 1 has failed in train.py:7, although the exit code is 0: ValueError: no such shard: 7"
+    assert (f"Suspicious: {doubt}" in ddpjob("describe", "digits").out) is is_doubted
+    done = ddpjob("wait", "digits")
+    assert (done.code, done.err) == (0, f"digits has Succeeded, but suspicious: {doubt}\n" if is_doubted else "")
+    cluster.forbidden = {"get pods/log"}
+    assert ddpjob("wait", "digits").err == ""
+
+
 def test_describe_obeys_no_escape_sequence_of_a_job(cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """Whoever may create a job may write anything into an exception."""
     cluster.add("ddpjobs", stored(message="\x1b]0;owned\x07hello", lastFailure=FAILURE | {"exception": "\x1b[2J"}))

@@ -50,7 +50,7 @@ def test_torchrun_is_told_the_range_and_where_the_nodes_meet() -> None:
 def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> None:
     """As scripts of PyTorch's tutorials and Kubeflow's elasticPolicy have it."""
     what = job(nodes=4, container={"command": ["torchrun", "--nnodes=1:4", "train.py"]})
-    assert launcher.min_nodes(what.spec) == 1
+    assert launcher.facts(what.spec).min_nodes == 1
     assert variables(what)["PET_RDZV_BACKEND"] == "c10d"
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from worlds import job
 
-from ddpjob_operator.job import launcher, topology, variables
+from ddpjob_operator.job import command, launcher, topology, variables
 from ddpjob_operator.pods import build, environment, naming
 
 GPU_8 = {"resources": {"limits": {"nvidia.com/gpu": 8}}}
@@ -36,8 +37,9 @@ def test_every_node_finds_the_whole_environment(shape: str, golden: Callable[[st
 
 def test_rank_and_world_size_are_set_only_where_a_node_has_one_process() -> None:
     """With more, they mislead scripts that start their own processes and multiply WORLD_SIZE."""
-    one = environment.environment(job(), 1, 1, naming.Endpoint("h", 1))
-    many = environment.environment(job(nprocPerNode=4), 1, 1, naming.Endpoint("h", 1))
+    script = {"command": ["python", "train.py"]}
+    one = environment.environment(job(container=script), 1, 1, naming.Endpoint("h", 1))
+    many = environment.environment(job(nprocPerNode=4, container=script), 1, 1, naming.Endpoint("h", 1))
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}
     assert {n: one[n] for n in sorted(names)} == {
         "LOCAL_RANK": "0",
@@ -53,9 +55,61 @@ def test_an_attempt_never_meets_the_one_before() -> None:
     """A process that survives on a lost node resolves the same name: port and run id must differ."""
     what = job()
     first, second = (environment.environment(what, a, 0, naming.endpoint(what, a)) for a in (1, 2))
-    assert first["MASTER_ADDR"] == second["MASTER_ADDR"]
-    assert first["MASTER_PORT"] != second["MASTER_PORT"]
+    assert first["PET_MASTER_ADDR"] == second["PET_MASTER_ADDR"]
+    assert first["PET_MASTER_PORT"] != second["PET_MASTER_PORT"]
     assert first["PET_RDZV_ID"] != second["PET_RDZV_ID"]
+
+
+ANY = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PET_NNODES",
+    "PET_RDZV_ID",
+}
+BY_LAUNCHER = {"PET_NNODES", "PET_RDZV_ID"}
+
+
+@pytest.mark.parametrize(
+    ("container", "found"),
+    [
+        ({"command": ["torchrun", "x.py"]}, BY_LAUNCHER),
+        ({"command": ["/opt/bin/torchrun"], "args": ["-m", "x"]}, BY_LAUNCHER),
+        ({"command": ["python3.11", "-u", "-m", "torch.distributed.run", "x.py"]}, BY_LAUNCHER),
+        ({"command": ["python", "-m", "ddprun", "x.py"]}, BY_LAUNCHER),
+        ({"command": ["torchrun", "x.py", "--rank=$(RANK)"]}, BY_LAUNCHER | {"RANK"}),
+        ({"command": ["torchrun", "--rdzv-endpoint=$(MASTER_ADDR):1", "x.py"]}, BY_LAUNCHER | {"MASTER_ADDR"}),
+        (
+            {"command": ["torchrun", "x.py"], "env": [{"name": "SIZE", "value": "$(WORLD_SIZE)"}]},
+            BY_LAUNCHER | {"WORLD_SIZE"},
+        ),
+        (
+            {"command": ["torchrun", "x.py"], "lifecycle": {"preStop": {"exec": {"command": ["sh", "-c", "a $RANK"]}}}},
+            BY_LAUNCHER | {"RANK"},
+        ),
+        ({"command": ["python", "x.py"]}, ANY),
+        ({"command": ["python", "wrapper.py", "torchrun", "x.py"]}, ANY),
+        ({"command": ["python", "-m", "x"]}, ANY),
+        ({"command": ["sh", "-c", "wait-for-rank-0; torchrun x.py"]}, ANY),
+        ({"command": ["nsys", "profile", "torchrun", "x.py"]}, ANY),
+        ({"command": ["accelerate", "launch", "x.py"]}, ANY),
+        ({"args": ["torchrun", "x.py"], "command": None}, ANY),
+        ({"command": None}, ANY),
+    ],
+)
+def test_what_the_program_does_not_read_is_left_out(container: dict[str, Any], found: set[str]) -> None:
+    """A job of 8 pods cost its cluster more for variables than for its status. One that is missing fails the ranks."""
+    env = environment.environment(job(container=container), 1, 0, naming.Endpoint("h", 1))
+    assert ANY & set(env) == found
+
+
+def test_a_script_that_may_start_torchrun_finds_the_variables_of_torchrun() -> None:
+    """It may start torchrun, which would train on each node alone."""
+    what = job(nprocPerNode=2, container={"command": ["python", "x.py"]})
+    assert environment.environment(what, 1, 0, naming.Endpoint("h", 1)).keys() >= BY_LAUNCHER
 
 
 def test_no_port_is_one_that_scripts_in_the_wild_hard_code_or_the_kernel_gives_away() -> None:
@@ -132,7 +186,7 @@ def test_ddprun_keeps_each_node_in_its_place_and_its_restarts_are_no_danger() ->
     ours = job(container={"command": ["ddprun", *options, "train.py"]}).spec
     assert topology.ranks_follow_nodes(ours)
     assert launcher.warnings(ours) == []
-    assert launcher.script(["ddprun", *options, "train.py"]) == "train.py"
+    assert command.script_of(["ddprun", *options, "train.py"]) == "train.py"
     theirs = job(container={"command": ["torchrun", *options[3:], "train.py"]}).spec
     assert not topology.ranks_follow_nodes(theirs)
     assert len(launcher.warnings(theirs)) == 2

@@ -111,7 +111,7 @@ def test_the_first_line_says_what_is_watched_and_what_was_set(variables: dict[st
 
 def test_every_setting_that_an_administrator_may_change_is_in_the_first_line() -> None:
     values = {"DDPJOB_LOG_LEVEL": "DEBUG", "DDPJOB_LOST_NODE_SECONDS": "1", "DDPJOB_KEEP_LOG_TAIL": "false"}
-    values |= {"DDPJOB_KEEP_FROM_AUTOSCALERS": "false", "DDPJOB_CLAIM_NAMESPACE": "ops", "DDPJOB_LEASE_SECONDS": "60"}
+    values |= {"DDPJOB_KEEP_FROM_AUTOSCALERS": "false", "DDPJOB_LEASE_SECONDS": "60"}
     values |= {"DDPJOB_LOG_FORMAT": "json", "DDPJOB_METRICS_OF_JOBS": "false", "DDPJOB_EVENTS": "Warning"}
     values |= {"DDPJOB_MOUNT_API_TOKEN": "false"}
     values |= {"DDPJOB_LEASE_RENEW_SECONDS": "40", "DDPJOB_LEASE_RETRY_SECONDS": "5"}

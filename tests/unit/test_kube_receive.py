@@ -43,7 +43,9 @@ class World:
         self.now = 100_000.0
         self.keys = True
         self.broken = False
-        self.receiver = Receiver(self.verify, self.locate, self.on_report, runtime=Runtime(clock=lambda: self.now))
+        self.leads = True
+        about: dict[str, Any] = {"runtime": Runtime(clock=lambda: self.now), "leads": lambda: self.leads}
+        self.receiver = Receiver(self.verify, self.locate, self.on_report, **about)
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
 
@@ -260,6 +262,19 @@ def test_while_the_cluster_hides_its_keys_the_answer_is_later(world: World) -> N
     world.keys = False
     status, text = world.post({"step": 1})
     assert (status, json.loads(text)) == (503, {"error": "The cluster hides its keys."})
+
+
+def test_an_operator_that_does_not_lead_refuses_a_report_and_closes_the_connection(world: World) -> None:
+    """A leader that is cut off would swallow the reports of all trainers that keep their connection to it."""
+    with closing(http.client.HTTPConnection("127.0.0.1", world.receiver.port)) as kept:
+        for leads, status, closes in ((True, 204, False), (False, 503, True)):
+            world.leads = leads
+            kept.request("POST", PATH, b'{"step": 1}', {"Authorization": "Bearer token-of-rank-0"})
+            answer = kept.getresponse()
+            assert (answer.status, answer.will_close) == (status, closes)
+            answer.read()
+    assert len(world.reports) == 1
+    assert world.post({"step": 1}, "forged")[0] == 401
 
 
 def test_a_mistake_of_ours_is_answered_and_the_next_report_taken(

@@ -76,5 +76,5 @@ def test_a_command_with_a_long_script_in_it_is_read_once(monkeypatch: pytest.Mon
         for _ in range(5):
             assert topology.nproc_per_node(job.spec) == processes
             assert topology.ranks_follow_nodes(job.spec)
-            assert launcher.min_nodes(job.spec) is None
+            assert launcher.facts(job.spec).min_nodes is None
     assert read == 2

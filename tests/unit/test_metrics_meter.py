@@ -215,19 +215,9 @@ WEEK = api.Goodput(productive_seconds=7 * 86400)
 TRAINS = job(state="Running", state_time=NOW, first_step_time=NOW, goodput=WEEK)
 
 
-def test_a_claim_that_lapses_for_a_scrape_does_not_count_the_past_of_its_jobs_again() -> None:
-    """An API server that was slow for some seconds: the cluster seems to have trained for a week more."""
-    meter = Meter()
-    assert scraped(meter, moment(TRAINS))[PRODUCTIVE] == 0
-    assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == 30
-    assert scraped(meter, moment(seconds=60, away=[TRAINS.uid]))[PRODUCTIVE] == 30
-    assert scraped(meter, moment(TRAINS, seconds=90))[PRODUCTIVE] == 90
-
-
 @pytest.mark.parametrize(
     ("first", "counted"),
     [
-        pytest.param(moment(away=[TRAINS.uid]), 0, id="its claim does not hold yet"),
         pytest.param(moment(), 30, id="its copy of the jobs is not there yet"),
         pytest.param(moment(TRAINS._replace(status=None)), 30, id="the status of the job cannot be read"),
         pytest.param(moment()._replace(jobs=None, leads=False), 0, id="it does not lead yet"),
@@ -257,8 +247,8 @@ def test_what_a_job_spends_while_another_release_acts_for_it_is_that_ones_to_cou
     meter = Meter()
     scraped(meter, moment(TRAINS))
     assert scraped(meter, moment(TRAINS, seconds=30))[PRODUCTIVE] == 30
-    scraped(meter, moment(seconds=60, away=[TRAINS.uid], others=[TRAINS.uid]))
-    scraped(meter, moment(seconds=500, away=[TRAINS.uid]))  # it has gone, and our claim does not hold yet
+    scraped(meter, moment(seconds=60, away=[TRAINS.uid]))
+    scraped(meter, moment(seconds=500, away=[TRAINS.uid]))
     assert scraped(meter, moment(TRAINS, seconds=530))[PRODUCTIVE] == 30
     assert scraped(meter, moment(TRAINS, seconds=560))[PRODUCTIVE] == 60
 
@@ -366,7 +356,7 @@ def test_the_operator_shows_the_jobs_that_it_has_seen_its_queue_and_its_copies()
     play(story)
 
 
-def test_the_jobs_of_a_claim_that_has_lapsed_are_known_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_jobs_of_another_release_are_known_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """As jobs that are gone their past would be counted again."""
 
     async def story() -> None:
@@ -375,12 +365,9 @@ def test_the_jobs_of_a_claim_that_has_lapsed_are_known_to_be_there(monkeypatch: 
         await town.until(lambda: town.pods("team") == 2, 10)
         shown = read(town.operator.snapshot())
         assert shown.jobs is not None
-        monkeypatch.setattr(town.operator, "_may_act", lambda _namespace: False)
+        monkeypatch.setattr(town.operator, "_left_to", lambda _namespace: "team/theirs")
         later = read(town.operator.snapshot())
         assert (later.jobs, later.away, shown.away) == ([], [job.uid for job in shown.jobs], [])
-        assert later.others == []
-        monkeypatch.setattr(town.operator, "_another_acts", lambda _namespace: True)
-        assert read(town.operator.snapshot()).others == later.away
 
     play(story)
 

@@ -149,9 +149,7 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534, in_memory=534)
     world.settle()
-    assert world.events[-1].message.endswith(
-        "started again in their pods (restart 1 in place), from step 534 in memory"
-    )
+    assert world.events[-1].message.endswith("started again in their pods (restart 1 in place); step 534 is in memory")
     resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1, "saved_step": 500}
     world.after(1).reports_step(534, phase="start", **resumed).settle().after(1).reports_step(537, **resumed).settle()
     assert (world.status.resumed_step, world.status.resumed_from) == (534, MEMORY)
@@ -162,15 +160,16 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
     assert end == f"✔ digits Succeeded in 8s   1 restart, no step repeated   resumed at step 534 from {MEMORY}"
 
 
-def test_after_a_restart_from_the_folder_nobody_claims_that_no_step_was_repeated() -> None:
+@pytest.mark.parametrize("where", ["/ckpt", "a copy in the memory on the node of rank 0"])
+def test_after_a_restart_from_an_older_state_nobody_claims_that_no_step_was_repeated(where: str) -> None:
     """A script that calls progress() every 20 steps had made 14 more, and the last line denied it."""
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534)
     world.settle()
-    resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": "/ckpt", "generation": 1, "saved_step": 534}
+    resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": where, "generation": 1, "saved_step": 534}
     world.after(1).reports_step(560, **resumed).settle()
     assert ending.succeeded("digits", world.status, 8) == (
-        "✔ digits Succeeded in 8s   1 restart   resumed at step 534 from /ckpt"
+        f"✔ digits Succeeded in 8s   1 restart   resumed at step 534 from {where}"
     )
 
 

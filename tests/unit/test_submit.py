@@ -586,14 +586,14 @@ def test_a_mistake_that_check_finds_is_not_submitted(folder: Path, cluster: Fake
 # -------------------------------------------------------------------- --follow
 
 
-def _operator(cluster: FakeCluster, state: str, lines: list[str]) -> None:
+def _operator(cluster: FakeCluster, state: str, lines: list[str], by: str = " {place}") -> None:
     """What operator and kubelets do: two pods run, print, and end."""
     while (job := cluster.find("ddpjobs", "train")) is None:
         time.sleep(0.01)
     pods = [cluster.add("pods", pod("train", 1, place)) for place in (0, 1)]
     job["status"] = {"state": "Running", "reason": "AllNodesRun", "message": "2 of 2 nodes are running", "attempt": 1}
     for place in (0, 1):
-        cluster.logs[f"train-1-{place}"] = [f"{line} {place}" for line in lines]
+        cluster.logs[f"train-1-{place}"] = [line + by.format(place=place) for line in lines]
     cluster.wait_for("get pods/log", 2)
     look = "get ddpjobs.training.ddpjob.io"
     cluster.wait_for(look, cluster.requests.count(look) + 2)  # it has been seen running
@@ -615,6 +615,20 @@ def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
     assert sorted(done.out.splitlines()) == ["[0:0] epoch 1 0", "[0:0] epoch 2 0", "[1:1] epoch 1 1", "[1:1] epoch 2 1"]
     assert "Running: 2 of 2 nodes are running" in done.err
     assert says in done.err
+
+
+def test_follow_doubts_a_success_behind_which_a_traceback_is_the_last_word(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
+) -> None:
+    """`except Exception: traceback.print_exc()` around the training ends with 0, in a cluster as on this machine."""
+    lines = ["Traceback (most recent call last):", '  File "train.py", line 7, in <module>', "ValueError: bad shard"]
+    operator = threading.Thread(target=_operator, args=(cluster, "Succeeded", lines, ""))
+    operator.start()
+    done = ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 1, "--follow")
+    operator.join()
+    doubt = "a rank has failed in train.py:7, although the exit code is 0: ValueError: bad shard"
+    assert done.code == 0
+    assert done.err.splitlines()[-1] == f"⚠ but suspicious: {doubt}"
 
 
 def test_a_job_that_is_deleted_while_it_is_followed_is_said(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:

@@ -10,6 +10,7 @@ from worlds import job, manifest
 
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_operator.job import launcher, topology, validation
+from ddpjob_operator.job.command import script_of
 
 
 def problems(**spec: Any) -> list[str]:
@@ -265,7 +266,7 @@ def test_a_name_that_is_none_is_named_also_where_the_ranks_would_meet_on_its_vol
     command = ["python", "x.py", "--dist_url=file:///meet/here"]
     body = manifest(container={"command": command, "volumeMounts": [{"name": ["meet"], "mountPath": "/meet"}]})
     body["spec"]["template"]["spec"]["volumes"] = [{"name": ["meet"], "emptyDir": {}}]
-    assert any("needs a name" in str(problem) for problem in validation.parse(body)[1])
+    assert any("name: must be text, is a list" in str(problem) for problem in validation.parse(body)[1])
 
 
 def test_an_endpoint_for_torchrun_may_come_from_a_variable() -> None:
@@ -292,7 +293,7 @@ def test_as_many_processes_as_gpus_are_no_contradiction_where_the_job_has_gpus()
     ],
 )
 def test_the_script_is_known_only_where_it_is_plain_to_see(words: str, expected: str | None) -> None:
-    assert launcher.script(words.split()) == expected
+    assert script_of(words.split()) == expected
 
 
 def test_a_dynamic_rendezvous_numbers_the_nodes_itself_and_no_rank_is_claimed() -> None:

@@ -94,7 +94,7 @@ class Process:
 
         # reporting/rank_end.py
         self.end: Any = None
-        """What the agent is given at the end of this process: of a rank that was forked by the fork server."""
+        """What the agent is given at the end of this process."""
 
         # reporting/termination.py
         self.reports_failure = False

@@ -8,6 +8,6 @@ Out:  decisions (is this failure charged, is that rank stalled, which state coun
     heartbeat, stall_limits, findings         the layout of a heartbeat; how long silence may last; what is suspicious
     memory, copies                            which state in memory counts, who writes it, when it is copied
 
-Called by: `ddpjob_operator`, `ddpjob_check`, `ddpjob_cli`, `ddprun`, `ddpjob`. A rule that two of them need is here once.
+Called by: `ddpjob_operator`, `ddpjob_check`, `ddpjob_cli`, `ddprun`, `ddpjob`. A rule that two need is here once.
 Must not know: anything but the standard library; no I/O, no clock, no processes, no torch.
 """

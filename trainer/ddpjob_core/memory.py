@@ -6,7 +6,7 @@ One file without a name for each agent (`ddprun/memory.py` owns it, `checkpoint/
     page 1 + local rank     cells of that rank, RANK_CELLS
     SECTION_BYTES a slot    of each rank, what is small: at its last two boundaries, before the next step, at its last
                             three copies
-    the area                the whole state, written after a failure by the surviving ranks, in parts
+    the area                the whole state, written after a failure by one of the surviving ranks
     the other area          only where the state is copied (`copies.py`): the two are written in turns, after a failure
                             too, so that what is cut short leaves the one before it
 
@@ -14,7 +14,7 @@ A cell that says that something is whole is written last. Who was in the middle 
 not whole does not exist.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 PAGE_BYTES = 4096
@@ -31,37 +31,28 @@ SECTION_BYTES = 64 << 20
 
 EVERY_MAX = 1 << 20
 """Steps between two copies: of those that a script names, nobody knows."""
-PART_BYTES = 16 << 20
-PARTS_MAX = 256
-FREE, DONE = 0, -1
-"""Of a part; a positive number is that of the local rank that writes it, and one more."""
-
-GENERATION, RESERVED, PROVEN, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED = range(9)
-AREA_BEGUN, AREA_HEAD, FIRST_PART = range(9, 12)
-OTHER_AREA = FIRST_PART + PARTS_MAX
-AREA_EVERY, OTHER_EVERY, OTHER_RESERVED, COPIES, MISCOUNTED = range(OTHER_AREA + 6, OTHER_AREA + 11)
-BEGUN_AREA, FURTHEST, NODE_CELLS = range(OTHER_AREA + 11, OTHER_AREA + 14)
+(GENERATION, PROVEN, COPIES, MISCOUNTED, FURTHEST, WROTE, FIRST_AREA) = range(7)
+RESERVED, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY, AREA_CELLS = range(9)
+NODE_CELLS = FIRST_AREA + AREAS * AREA_CELLS
 """Of the node.
 
 GENERATION      of the ranks that run here: no others write
-RESERVED        bytes of the area that are reserved
 PROVEN          the generation in which ranks have proved that nothing large changes between a boundary and the next
                 step, and one more; 0: none. Each rank of it proves that, because its sum shows that it holds the same
-AREA_STEP       of the state in the area, written last; 0: none
-AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED  of that state: who wrote it, how often it was loaded
-                without a new step after it, its length, the sum of its bits, and whether it is assumed (Held)
-AREA_BEGUN      the step of the state of which the parts are; written after the cells above when its first writer begins
-AREA_HEAD       a checksum of how that state is laid out
-FIRST_PART      and the PARTS_MAX - 1 after it: FREE, DONE, or who writes the part
-OTHER_AREA      and those after it: of the other area, what AREA_STEP to AREA_ASSUMED are of the first
-AREA_EVERY, OTHER_EVERY  how many steps later the next copy was due at most; 0: it was written after a failure
-OTHER_RESERVED  as RESERVED, of the other area
 COPIES          CHANGED: a rank has seen that parameters change between a boundary and the next step, so the state is
                 copied; PLACED: and that `should_stop` finds the same as `save`
 MISCOUNTED      1: `should_stop` counts otherwise than `save`, so nothing is kept before `save` has named it
-BEGUN_AREA      the area in which AREA_BEGUN is begun
 FURTHEST        the CLOCK at the furthest boundary that was passed on the node of the rank that failed, as its agent
                 tells the others; 0: none was told
+WROTE           grows with each piece that a survivor writes: the agent waits while it does
+
+Of each area, from FIRST_AREA on (`area_cell`).
+
+RESERVED        bytes of the area that are reserved
+AREA_STEP       of the state in the area, written last; 0: none
+AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED  of that state: who wrote it, how often it was loaded
+                without a new step after it, its length, the sum of its bits, and whether it is assumed (Held)
+AREA_EVERY      how many steps later the next copy was due at most; 0: it was written after a failure
 """
 CHANGED, PLACED = 1, 2
 
@@ -338,40 +329,6 @@ def next_boundary(clock: int) -> int:
     return (clock + 1) // 2
 
 
-def parts(size: int) -> list[tuple[int, int]]:
-    """Where each part of a state of so many bytes begins and ends."""
-    length = max(PART_BYTES, -(-size // PARTS_MAX))
-    return [(begin, min(size, begin + length)) for begin in range(0, size, length)]
-
-
-def next_part(
-    cells: Sequence[int], own: int, ranks: int, living: Collection[int], *, takes_over: bool = False
-) -> int | None:
-    """The part that a local rank writes next; None: all are written, or others write them.
-
-    cells: of all parts. ranks: of the node. living: the other local ranks that live and take part. takes_over: whether
-    nothing has become ready for a while. Each begins with a share of its own, then takes what nobody writes, then the
-    parts of those who died, at last those of the ones that stand still: all write the same bits, so a part that two
-    ranks write is the same.
-    """
-    first = own * len(cells) // ranks
-    order = [(first + number) % len(cells) for number in range(len(cells))]
-    free = next((part for part in order if cells[part] == FREE), None)
-    if free is not None:
-        return free
-    begun = [part for part in order if cells[part] != DONE]
-    abandoned = [part for part in begun if cells[part] - 1 not in living]
-    return next(iter(abandoned or (begun if takes_over else [])), None)
-
-
-def helps(own: int, living: Collection[int], processors: int) -> bool:
-    """Whether a local rank writes parts at once: as many do as there are processors.
-
-    Each of them reads all that it holds, to know that it holds the same. The rest write when nothing becomes ready.
-    """
-    return sum(other < own for other in living) < processors
-
-
 def is_there(held: Held | None, version: Version, *, assumed: bool) -> bool:
     """Whether a node already holds what a rank would write: as new, or what a rank of its generation has saved, which
     counts before what another one assumes. assumed: whether the rank assumes it."""
@@ -381,7 +338,7 @@ def is_there(held: Held | None, version: Version, *, assumed: bool) -> bool:
 
 
 def limit_seconds(size: int) -> float:
-    """How long the ranks of a node may take to write a state of so many bytes, or a part of it."""
+    """How long a rank may take to write a state of so many bytes, or a piece of it."""
     return SECONDS_LEAST + max(0, size) / BYTES_A_SECOND
 
 
@@ -395,7 +352,7 @@ def is_waited_for(clock: int, whole: int, seconds: float, still: float, size: in
 
     clock: of the rank, or at a boundary that another one has passed: so far this one may come. whole: the step of the
     state that this generation has left whole; 0: none. seconds: since ranks were asked to write. still: seconds since a
-    part was written last. size: of the state, in bytes. is_held_up: whether the rank has a thread that would run.
+    piece was written last. size: of the state, in bytes. is_held_up: whether the rank has a thread that would run.
     """
     if whole and clock <= 2 * whole:
         return False  # what it holds is there
@@ -425,11 +382,8 @@ def fits(size: int, limit: int | None, used: int, free: int | None) -> bool:
 
 
 def area_cell(area: int, cell: int) -> int:
-    """Where AREA_STEP to AREA_ASSUMED, AREA_EVERY and RESERVED of an area are among the cells of the node; AREA_HEAD is
-    one for both."""
-    if area == 0 or cell == AREA_HEAD:
-        return cell
-    return {RESERVED: OTHER_RESERVED, AREA_EVERY: OTHER_EVERY}.get(cell, cell - AREA_STEP + OTHER_AREA)
+    """Where RESERVED to AREA_EVERY of an area are among the cells of the node."""
+    return FIRST_AREA + area * AREA_CELLS + cell
 
 
 def slot_cell(slot: int, cell: int) -> int:

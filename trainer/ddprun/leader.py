@@ -164,12 +164,12 @@ class Leader:
             self._send(life.members, {"start": {**life._asdict(), "members": life.members.text}})
 
     def _from_where(self) -> str:
-        """What the ranks will find, as far as the nodes know; which of it counts is theirs to say."""
+        """What the ranks will find, as far as the nodes know. The ranks choose later, and report what they resumed."""
         step, self._step_in_memory = self._step_in_memory, 0
         self._started_from = step
         saved = self._agent.node.saved_step
         if step:
-            return f", from step {step} in memory"
+            return f"; step {step} is in memory"
         return f", from step {saved}" if saved else ""
 
     def _stop(self, order: Stop, now: float) -> None:

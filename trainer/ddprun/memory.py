@@ -2,8 +2,8 @@
 
 A file without a name, which ranks open through our descriptor of it; only the pages that are written take memory. It
 lives as long as this agent, so what is in it is of this job and this attempt. After a failure the pipe of the
-generation is closed before any rank gets a signal: a thread of each rank waits for that, and the ranks that hold a step
-write it, each some parts. The agent waits for those that may bring a newer step than what is whole, for a limited time.
+generation is closed before any rank gets a signal: a thread of each rank waits for that, and one of the ranks that hold
+the newest step writes it. The agent waits for those that may bring a newer step than what is whole, for a limited time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Memory:
         self._node = cells[: memory.NODE_CELLS]
         self._cells = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self._read = self._write = -1
-        self._written = b"", 0.0  # the parts as they were seen last, and when they had become so
+        self._wrote = 0, 0.0  # WROTE as it was seen last, and when it had become so
 
     def begin(self, generation: int) -> None:
         """A generation starts: none of the last one runs any more. Raises OSError where no descriptor is left."""
@@ -72,7 +72,7 @@ class Memory:
         step = whole.step if whole is not None and whole.generation == self._node[memory.GENERATION] else 0
         if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
             step = 0  # who has saved writes over it
-        size, still = self._node[memory.RESERVED], self._still(seconds)
+        size, still = self._size, self._still(seconds)
         late = still >= memory.limit_seconds(size)  # before that it does not matter, and costs time
         furthest = max(self.clock, self._node[memory.FURTHEST])
         return any(
@@ -85,15 +85,20 @@ class Memory:
         )
 
     def _still(self, seconds: float) -> float:
-        """How long no part has been written, in seconds."""
-        written = bytes(self._node[memory.AREA_BEGUN :])
-        if written != self._written[0] or seconds < self._written[1]:
-            self._written = written, seconds
-        return seconds - self._written[1]
+        """Seconds since a rank has written a piece."""
+        wrote = self._node[memory.WROTE]
+        if wrote != self._wrote[0] or seconds < self._wrote[1]:
+            self._wrote = wrote, seconds
+        return seconds - self._wrote[1]
 
     def look_again(self, seconds: float) -> float:
         """When to ask that again, in seconds. seconds: since they were asked."""
-        return LOOK_SECONDS if seconds < memory.limit_seconds(self._node[memory.RESERVED]) else LATE_LOOK_SECONDS
+        return LOOK_SECONDS if seconds < memory.limit_seconds(self._size) else LATE_LOOK_SECONDS
+
+    @property
+    def _size(self) -> int:
+        """Bytes that are reserved for the state."""
+        return self._node[memory.area_cell(0, memory.RESERVED)]
 
     @property
     def whole(self) -> memory.Version | None:

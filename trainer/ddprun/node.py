@@ -379,6 +379,7 @@ class LocalRanks:
                 run |= {"run": "module", "argv": [environment.PREFLIGHT]}
             return self._server.start({**run, "stdout": files.stdout, "stderr": files.stderr})
         argv = environment.argv_of_rank(self._options, self._life, local_rank, self._environ)
+        own["DDPJOB_END"] = files.end
         return processes.start(argv, {**self._environ, **own}, stdout=files.stdout, stderr=files.stderr)
 
     def _failure(self, local_rank: int, code: int) -> Failure:

@@ -74,9 +74,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- define "ddpjob.variables" -}}
 DDPJOB_LEASE_NAMESPACE: the namespace of the release
 DDPJOB_LEASE_NAME: fullnameOverride
-DDPJOB_CLAIM_NAMESPACE: claimNamespace
 DDPJOB_POD_NAME: the pod's own
-DDPJOB_POD_IP: the pod's own
 DDPJOB_WATCH_NAMESPACES: watchNamespaces
 DDPJOB_HEALTH_PORT: healthPort
 DDPJOB_METRICS_PORT: metrics.port

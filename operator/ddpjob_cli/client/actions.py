@@ -6,10 +6,11 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from ddpjob_cli.client import jobs, several, watch
+from ddpjob_cli.client import jobs, log_findings, several, watch
 from ddpjob_cli.client.connection import Cluster
 from ddpjob_cli.client.errors import NotFoundError
 from ddpjob_cli.client.watch import Say, Watch
+from ddpjob_cli.describe import ending
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import podspec, wording
 from ddpjob_operator.job.status import find_condition
@@ -137,7 +138,7 @@ class _Waiting:
     """A job that is waited for. is_named: what is said of it begins with its name, because there are others."""
 
     def __init__(self, cluster: Cluster, name: str, goal: _Goal, say: Say, *, is_named: bool) -> None:
-        self._name, self._goal, self._say = name, goal, say
+        self._cluster, self._name, self._goal, self._say = cluster, name, goal, say
         begin = f"{name}: "
         self._lines = watch.StateLines(
             (lambda text: say(text if text.startswith(begin) else begin + text)) if is_named else say
@@ -166,6 +167,7 @@ class _Waiting:
             return True
         self._lines.see(now)
         if goal.true(now):
+            self._say_doubts(now)
             return True
         if goal.is_end and watch.ended(now):
             self._say(f"{self._name} can no longer be {goal.wanted}: it has {now.job.status.state}")
@@ -173,6 +175,11 @@ class _Waiting:
         if goal.end is not None and time.monotonic() >= goal.end:
             raise watch.too_late(now, goal.wanted, goal.seconds)
         return None
+
+    def _say_doubts(self, stored: jobs.Stored) -> None:
+        doubts = ending.suspicions(log_findings.with_findings(self._cluster, stored).job.status)
+        if doubts and stored.job.status.state == "Succeeded":
+            self._say(f"{self._name} has Succeeded, but suspicious: {doubts}")
 
 
 def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:

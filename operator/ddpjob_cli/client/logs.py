@@ -15,7 +15,7 @@ from ddpjob_cli.client import jobs, read_ahead, several, watch
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, launcher, ranges, topology
+from ddpjob_operator.job import api, launcher, topology
 
 DRAIN_SECONDS = 10.0  # after the job's end, from one line of a log to the next
 _RETRY_SECONDS = 1.0
@@ -78,8 +78,8 @@ class ClusterLogs:
     def gone(self, attempt: int) -> list[int]:
         """The nodes that ran in an attempt and have no log any more, in order."""
         status, spec = self.stored.job.status, self.stored.job.spec
-        is_static = launcher.min_nodes(spec) is None
-        ran = ranges.parse(status.started_nodes) if attempt == status.attempt else set(range(spec.nodes * is_static))
+        is_static = launcher.facts(spec).min_nodes is None
+        ran = status.started if attempt == status.attempt else set(range(spec.nodes * is_static))
         return sorted(set(ran) - set(self.nodes(attempt)))
 
     def why_none(self) -> str:
@@ -336,14 +336,15 @@ def _not_shown(pod: Raw, error: ClusterError) -> str:
 
 def _has_log(pod: Raw, container: str) -> bool:
     """Whether the trainer runs, or has run."""
-    state = _state(pod, container)
+    state = state_of(pod, container)
     return "running" in state or "terminated" in state
 
 
 def _runs(pod: Raw, container: str) -> bool:
-    return "running" in _state(pod, container)
+    return "running" in state_of(pod, container)
 
 
-def _state(pod: Raw, container: str) -> Raw:
+def state_of(pod: Raw, container: str) -> Raw:
+    """The state of a container: running, terminated or waiting, with what is known of it."""
     statuses = (pod.get("status") or {}).get("containerStatuses") or ()
     return next((s.get("state") or {} for s in statuses if s.get("name") == container), {})

@@ -6,7 +6,7 @@ import datetime as dt
 import json
 from collections.abc import Sequence
 
-from ddpjob_cli.client import jobs
+from ddpjob_cli.client import jobs, log_findings
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError
 from ddpjob_cli.client.watch import Say
@@ -36,6 +36,7 @@ def _without_managed_fields(raw: Raw) -> Raw:
 def in_full(cluster: Cluster, stored: jobs.Stored, say: Say) -> str:
     """What describe shows; where the right to see pods or Events is missing, it says so and leaves them out."""
     now, name = _now(), stored.job.metadata.name
+    stored = log_findings.with_findings(cluster, stored)
     lines = describe.describe(stored.job, stored.created, now)
     try:
         pods = [jobs.pod_line(pod, stored.trainer) for pod in jobs.pods(cluster, name)]

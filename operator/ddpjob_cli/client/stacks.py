@@ -44,7 +44,7 @@ def of_job(cluster: Cluster, stored: jobs.Stored, chosen: Sequence[str], node: i
     name = stored.job.metadata.name
     if watch.ended(stored):
         raise InputError(f"{name}: has ended ({stored.job.status.state}), so it has no stacks")
-    if not launcher.restarts_in_place(stored.job.spec):
+    if not launcher.facts(stored.job.spec).restarts_in_place:
         raise InputError(f"{name}: its command does not start ddprun, and only ddprun shows the stacks of its ranks")
     pods = [pod for pod in jobs.pods(cluster, name) if jobs.state_of(pod, stored.trainer) == "Running"]
     last = max(map(jobs.attempt_of, pods), default=0)

@@ -227,7 +227,7 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
     """Why no script was read, because "nothing found" is then about the YAML alone."""
-    started = command.read(launcher.command_of(job.spec.template))
+    started = command.read(launcher.facts(job.spec).command)
     by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
     why = f"the command {by}names no script that is plain to see"
     if started.files:

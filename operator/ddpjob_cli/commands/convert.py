@@ -74,7 +74,7 @@ def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int
 
 def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
     from ddpjob_cli.manifest import yamlfile
-    from ddpjob_convert import KINDS, left_out, others
+    from ddpjob_convert import KINDS, advice, left_out
 
     everything = [d for path in paths for d in yamlfile.read(path) if d.data is not None]
     documents = [d for d in everything if isinstance(d.data, Mapping)]
@@ -82,7 +82,7 @@ def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
     if not jobs:
         there = ", ".join(f"{d.data.get('kind')} (line {d.line(())})" for d in documents) or "nothing"
         lines = [f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}"]
-        lines += [f"{d.place(())}: {left_out(d.data)}" for d in documents[:_NAMED_MAX] if others.advice(d.data)]
+        lines += [f"{d.place(())}: {left_out(d.data)}" for d in documents[:_NAMED_MAX] if advice(d.data)]
         raise yamlfile.InputError("\n".join(lines))
     used = {id(job.data) for job in jobs}
     texts = [_converted(job, documents, used) for job in jobs]
@@ -140,11 +140,18 @@ def _dotted(path: Path) -> str:
 
 
 def _checked(result: Converted, place: str) -> str:
-    """The YAML. Raises InputError where it is no valid DDPJob, as when the source itself is wrong."""
+    """The YAML, with a line on stderr for each variable that its command reads and a DDPJob has not.
+
+    Raises InputError if it is no valid DDPJob, as when the source itself is wrong.
+    """
+    from ddpjob_check.job import mistakes
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddpjob_operator.job import validation
 
-    problems = validation.parse(result.data)[1]
+    job, problems = validation.parse(result.data)
     if problems:
         raise InputError("\n".join(f"{place}: the DDPJob would not be valid: {problem}" for problem in problems))
+    for _, rule, text in mistakes(job):
+        if rule.startswith("variable-of-"):
+            say(f"{place}: {text}")
     return result.to_yaml()

@@ -200,7 +200,7 @@ def _refuse_two_values(source: Source) -> None:
 def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str, ...]) -> None:
     """`ddpjob run job.yaml -- ARGS`: in place of those that the command gives to its script."""
     refuse_other_bytes(arguments)
-    words = launcher.command_of(job.spec.template)
+    words = launcher.facts(job.spec).command
     given = command.read(words).words
     trainer: dict[str, Any] = trainer_container(document.data["spec"]["template"]) or {}
     head = words[: len(words) - len(given)]

@@ -156,6 +156,7 @@ def _lost_files(file: str, document: Document) -> tuple[str, ...]:
 
 def show_until_end(cluster: Cluster, made: Stored) -> int:
     """The logs of all nodes on stdout and changes of state on stderr, until the job ends; the exit code."""
+    from ddpjob_cli.client import log_findings
     from ddpjob_cli.client.logs import ClusterLogs
     from ddpjob_cli.client.watch import StateLines
 
@@ -173,7 +174,7 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
             f"{name} goes on in the cluster: ddpjob logs -f {name} follows it, ddpjob suspend or delete {name} stops it"
         )
         return 130
-    return end_of(source.stored)
+    return end_of(log_findings.with_findings(cluster, source.stored))
 
 
 @dataclass(frozen=True)

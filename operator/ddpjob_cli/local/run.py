@@ -190,7 +190,7 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
             f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use node=1,at=20s."
         )
         raise InputError(f"{fault.option}: {text}")
-    if job.spec.stall is None or not job.spec.stall.timeout_seconds or launcher.restarts_in_place(job.spec):
+    if job.spec.stall is None or not job.spec.stall.timeout_seconds or launcher.facts(job.spec).restarts_in_place:
         return []
     return [
         f"Nothing will notice a hang of this script: {path.name} reports no steps, so stall.timeoutSeconds has no "
@@ -337,7 +337,7 @@ class Runner:
                 self.cluster.handle(key)
 
     def _idle_in(self) -> float | None:
-        is_watched = self.job.status.state == "Running" and not launcher.restarts_in_place(self.job.spec)
+        is_watched = self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
         return max(0.0, self._idle_at - time.monotonic()) if is_watched else None
 
     def _record(self, status: api.Status) -> None:
@@ -426,7 +426,7 @@ class Runner:
     def _look_for_idle(self) -> None:
         """Mention idle ranks once; under ddprun the agents do, which know more."""
         now = time.monotonic()
-        if now < self._idle_at or launcher.restarts_in_place(self.job.spec):
+        if now < self._idle_at or launcher.facts(self.job.spec).restarts_in_place:
             return
         self._idle_at = now + idle.LOOK_SECONDS
         is_on = self.job.status.state == "Running" and not self.cluster.is_paused() and self.options.pdb is None

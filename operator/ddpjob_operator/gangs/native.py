@@ -22,7 +22,7 @@ _SCHEDULED = ("PodGroupInitiallyScheduled", "PodGroupScheduled")
 
 def body(job: api.DDPJob, attempt: int, api_version: str) -> Body:
     """The PodGroup of an attempt. An elastic job is placed as soon as minNodes of its pods can be."""
-    spec: Body = {"schedulingPolicy": {"gang": {"minCount": launcher.min_nodes(job.spec) or job.spec.nodes}}}
+    spec: Body = {"schedulingPolicy": {"gang": {"minCount": launcher.facts(job.spec).min_nodes or job.spec.nodes}}}
     if job.spec.topology_key:
         spec["schedulingConstraints"] = {"topology": [{"key": job.spec.topology_key}]}
     if priority := podspec.mapping(job.spec.template, "spec").get("priorityClassName"):

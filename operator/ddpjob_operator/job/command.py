@@ -64,6 +64,13 @@ def read(words: list[str]) -> Command:
     return next((c for c in by_launcher or commands if c.files), (by_launcher or commands or [Command()])[0])
 
 
+def script_of(words: list[str]) -> str | None:
+    """The Python file that a command starts, if no shell and no other program before it may change the folder."""
+    is_plain = bool(words) and not is_shell(words) and programs.name(words[0]) not in programs.WRAPPERS
+    script = read(words).script if is_plain else None
+    return script if script is not None and script.endswith(".py") else None
+
+
 def starts_nothing(words: list[str]) -> bool:
     """Whether a command is a launcher that is given no script. Of a shell's own script this is not known."""
     begin = None if is_shell(words) else launcher.options_begin(words)

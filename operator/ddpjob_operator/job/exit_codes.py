@@ -24,15 +24,16 @@ FAILED = "failed"
 _TEXT_MAX = 40
 _TESTS = frozenset("[ [[ (( test grep egrep fgrep zgrep cmp diff pgrep mountpoint expr let read".split())
 _FILTERS = frozenset("grep egrep fgrep zgrep".split())
+_AWKS = frozenset("awk gawk mawk".split())
 _DECLARES = frozenset("local export declare readonly typeset".split())
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\}|(\?)|\{(\?)\}|(!)|\{(!)\})")
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|(\?)|\{(\?)\}|(!)|\{(!)\})")
+_ALL_OF_ARRAY = re.compile(r"\$\{[A-Za-z_]\w*\[@\]\}")
 _PIPESTATUS = re.compile(r"^\$\{?PIPESTATUS(?:\[(\d)\])?\}?$")
 _ARITHMETIC = re.compile(r"^\s*(!?)\s*(\$?\??\{?\w*\}?)\s*(?:(==|!=|<=|>=|<|>)\s*(\d+))?\s*$")
 _COMPARED = {
     "=": "==", "==": "==", "!=": "!=", "-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<=",
     "<": "<", ">": ">", "<=": "<=", ">=": ">=",
 }  # fmt: skip
-_SIGNALS = frozenset("TERM SIGTERM 15 INT SIGINT 2".split())
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Fate:
     """The program of the shell around it."""
     replaced: bool = False
     """Whether a launcher that may leave no trace of its success (any but ddprun) runs after it has failed."""
+    certain: bool = False
+    """Whether the script certainly ends with another code than 0, unless another launcher decides."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,14 @@ class _State:
     pipe: tuple[str, ...] = ("0",)
     arguments: tuple[str, ...] = ()
     program: str = ""
+    trapped: str = ""
+    """The status that `exit` alone hands over within an EXIT trap: that of the shell before it."""
 
     @property
     def key(self) -> tuple[object, ...]:
         """The same for states between which nothing differs."""
         known = (self.variables, self.traps, self.functions)
-        options = (self.errexit, self.pipefail, self.jobs, self.pipe, self.arguments, self.program)
+        options = (self.errexit, self.pipefail, self.jobs, self.pipe, self.arguments, self.program, self.trapped)
         return (self.status, self.failed, self.ran, self.after, self.how, *options, *(tuple(m.items()) for m in known))
 
     @property
@@ -140,7 +145,7 @@ def is_handed_over(words: list[str]) -> bool:
     if not any(programs.name(word) in (*launcher.SHELLS, "script") for word in words):
         return bool(command.read(words).launcher not in ("", "python"))
     found = fates(words)
-    return bool(found) and not any(fate.lost for fate in found)
+    return bool(found) and all(fate.certain for fate in found)
 
 
 @functools.lru_cache(maxsize=256)
@@ -172,7 +177,9 @@ def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _Run, work: _Wor
     name = succeeding.started[node].launcher
     instead = [_only_then(state, run, node, succeeding) for state in ends]
     after = {run.started[other].launcher for state in ends for other in state.after}
-    fate = Fate(name, shell=run.shell_of.get(node, ""), replaced=bool(after - {"ddprun", "python"}) or any(instead))
+    certain = all(state.status == FAILED or has_other for state, has_other in zip(ends, instead, strict=True))
+    replaced = bool(after - {"ddprun", "python"}) or any(instead)
+    fate = Fate(name, shell=run.shell_of.get(node, ""), replaced=replaced, certain=certain)
     zero = [state for state, has_other in zip(ends, instead, strict=True) if state.status == "0" and not has_other]
     if not zero or any(state.status == FAILED for state in ends):
         return fate
@@ -202,9 +209,9 @@ class _Run:
             shell.Background: self._background, shell.GroupNode: self._group, shell.If: self._if,
             shell.Loop: self._loop, shell.Case: self._case, shell.Function: self._function, shell.Simple: self._simple,
         }  # fmt: skip
-        self._builtins: dict[str, Callable[[list[str], shell.Simple, _State], _Ends]] = {
+        self._builtins: dict[str, Callable[[list[str], shell.Simple, _State, bool], _Ends]] = {
             "exit": self._exit, "return": self._exit, "break": self._leave, "continue": self._leave,
-            "set": self._set, "trap": self._trap, "wait": self._wait, "eval": self._eval,
+            "set": self._set, "trap": self._trap, "wait": self._wait, "eval": self._eval, "kill": self._kill,
             "script": self._script_program, "su": self._script_program,
         }  # fmt: skip
 
@@ -264,8 +271,9 @@ class _Run:
         if len(node.parts) == 1:
             return [self._inverted(end) for end in self.run(node.parts[0], state, True)]
         now: list[tuple[_State, tuple[str, ...]]] = [(state, ())]
+        tested = tested or node.negated
         for part in node.parts:
-            now = [(end, (*codes, end.status)) for before, codes in now for end in self._apart(part, before, True)]
+            now = [(end, (*codes, end.status)) for before, codes in now for end in self._apart(part, before, tested)]
         ends: _Ends = []
         for end, codes in now:
             codes = (*codes[:-1], "0") if _is_filter(node.parts[-1]) else codes
@@ -304,7 +312,7 @@ class _Run:
         if not text:
             return [state]
         ends = []
-        for end, flow in self.run(self._work.parse(text), replace(state, traps={}), True):
+        for end, flow in self.run(self._work.parse(text), replace(state, traps={}, trapped=state.status), True):
             status = end.status if flow == "exit" else state.status
             if state.status == FAILED and status == "0":
                 end = replace(end, how=("trap", _short(f"trap '{text}' EXIT")))
@@ -437,9 +445,9 @@ class _Run:
             else:
                 if has_runs and own == FAILED and before.failed and not state.failed:
                     before = before.lost("words", _short(node.text))
-                done = self._program(words, node, before)
+                done = self._program(words, node, before, tested)
             for end, flow in done:
-                ends += [(end, flow)] if flow else self._checked(end, tested)
+                ends += [(end, flow)] if flow else self._checked(replace(end, pipe=(end.status,)), tested)
         return ends
 
     def _expanded(self, node: shell.Simple, state: _State) -> list[str]:
@@ -457,24 +465,27 @@ class _Run:
                 words += state.arguments
                 continue
             value = _VARIABLE.sub(known, word.value)
-            words += value.split() if value != word.value and not word.quoted else [value]
+            is_split = not word.quoted or _ALL_OF_ARRAY.fullmatch(word.value)
+            words += value.split() if value != word.value and is_split else [value]
         return words
 
-    def _program(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
+    def _program(self, words: list[str], node: shell.Simple, state: _State, tested: bool) -> _Ends:
         while words[0] in ("exec", "command", "builtin", "nohup", "time", "env") and len(words) > 1:
-            flags = 1 if words[0] in ("command", "env") and words[1].startswith("-") else 0
-            if flags and words[0] == "command":
+            has_options = words[1].startswith("-")
+            if has_options and words[0] == "command":
                 return [(replace(state, status=""), "")]  # command -v torchrun
-            words = words[1 + flags :]
+            if has_options:
+                break
+            words = words[1:]
             while words and re.match(r"[A-Za-z_]\w*=", words[0]):
                 words = words[1:]
             if not words:
                 return [(replace(state, status="0"), "")]
         name = programs.name(words[0])
         if name in state.functions:
-            return self._called(state.functions[name], words[1:], state)
+            return self._called(state.functions[name], words[1:], state, tested)
         if name in self._builtins:
-            return self._builtins[name](words, node, state)
+            return self._builtins[name](words, node, state, tested)
         return self._other_program(name, words, node, state)
 
     def _other_program(self, name: str, words: list[str], node: shell.Simple, state: _State) -> _Ends:
@@ -487,7 +498,8 @@ class _Run:
         if name in _DECLARES:
             return [(_assigned_by_words(words[1:], state), "")]
         status = {"true": "0", ":": "0", "false": FAILED}.get(name, "0")
-        return [(replace(state, status=_tested(words, state) if name in _TESTS else status), "")]
+        is_test = name in _TESTS or (name in _AWKS and any("exit" in word for word in words))
+        return [(replace(state, status=_tested(words, state) if is_test else status), "")]
 
     def _launched(self, node: shell.Simple, started: command.Command, state: _State) -> _State:
         self.started[node] = started
@@ -498,8 +510,8 @@ class _Run:
             return replace(state, status=FAILED, failed=True, ran=ran, after=frozenset(), how=("", ""))
         return replace(state, status="0", ran=ran, after=state.after | {node} if state.failed else state.after)
 
-    def _called(self, body: shell.ShellNode, arguments: list[str], state: _State) -> _Ends:
-        ends = self.run(body, replace(state, arguments=tuple(arguments), status="0"), False)
+    def _called(self, body: shell.ShellNode, arguments: list[str], state: _State, tested: bool) -> _Ends:
+        ends = self.run(body, replace(state, arguments=tuple(arguments)), tested)
         return [(replace(end, arguments=state.arguments), "" if flow == "return" else flow) for end, flow in ends]
 
     def _shell(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
@@ -522,8 +534,8 @@ class _Run:
 
     # ---- builtins ------------------------------------------------------------------------------------------
 
-    def _exit(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
-        status = state.status
+    def _exit(self, words: list[str], node: shell.Simple, state: _State, _tested: bool) -> _Ends:
+        status = state.trapped if state.trapped and words[0] == "exit" else state.status
         if len(words) > 1:
             value = _value(words[1], state)
             status = "" if value is None else "0" if value == "0" else FAILED
@@ -531,10 +543,10 @@ class _Run:
             state = replace(state, how=("exit", _short(node.text)))
         return [(replace(state, status=status), words[0])]
 
-    def _leave(self, words: list[str], _node: shell.Simple, state: _State) -> _Ends:
+    def _leave(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
         return [(replace(state, status="0"), words[0])]
 
-    def _set(self, words: list[str], _node: shell.Simple, state: _State) -> _Ends:
+    def _set(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
         errexit, pipefail = state.errexit, state.pipefail
         for i, word in enumerate(words[1:], 1):
             if word.startswith(("-", "+")) and len(word) > 1:
@@ -544,14 +556,14 @@ class _Run:
                 pipefail = word[0] == "-" if name == "pipefail" else pipefail
         return [(replace(state, status="0", errexit=errexit, pipefail=pipefail), "")]
 
-    def _trap(self, words: list[str], _node: shell.Simple, state: _State) -> _Ends:
+    def _trap(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
         rest = [word for word in words[1:] if word != "--"]
         text, names = (rest[0], rest[1:]) if len(rest) > 1 else ("-", rest)
         text = "" if text == "-" else text
         known = {"0": "EXIT"}
         return [(replace(state, status="0", traps={**state.traps, **{known.get(n, n): text for n in names}}), "")]
 
-    def _wait(self, words: list[str], _node: shell.Simple, state: _State) -> _Ends:
+    def _wait(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
         named = [word for word in words[1:] if word != "-f"]
         if not named:
             if FAILED in state.jobs:
@@ -565,10 +577,17 @@ class _Run:
             state = replace(state, how=("background", "&"))
         return [(replace(state, status=status), "")]
 
-    def _eval(self, words: list[str], _node: shell.Simple, state: _State) -> _Ends:
-        return self.run(self._work.parse(" ".join(words[1:])), state, True)
+    def _eval(self, words: list[str], _node: shell.Simple, state: _State, tested: bool) -> _Ends:
+        return self.run(self._work.parse(" ".join(words[1:])), state, tested)
 
-    def _script_program(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
+    def _kill(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
+        """`kill $$` ends the shell with another code than 0, but not the first process of a container."""
+        if "-0" in words:  # does the process live?
+            return [(replace(state, status=""), "")]
+        ends_all = [(replace(state, status=FAILED), "exit")] if {"$$", "0", "-$$"} & {*words[1:]} else []
+        return [*ends_all, (replace(state, status="0"), "")]
+
+    def _script_program(self, words: list[str], node: shell.Simple, state: _State, _tested: bool) -> _Ends:
         """script -c "command", su -c "command": a shell of its own."""
         at = next((i for i, word in enumerate(words) if re.fullmatch(r"-[a-z]*c|--command", word)), None)
         if at is None or at + 1 >= len(words):
@@ -626,7 +645,8 @@ def _assigned(node: shell.Simple, state: _State, status: str) -> _State:
     variables = dict(state.variables)
     for name, word in node.assigned:
         value = _value(word.value, state)
-        variables[name] = value if value is not None else word.value
+        before = variables.get(name, "") if f"{name}+=(" in node.text else ""
+        variables[name] = f"{before} {value if value is not None else word.value}".lstrip()
     return replace(state, status=status, variables=variables)
 
 

@@ -6,8 +6,8 @@ With such a contradiction the job hangs or fails, because the launcher waits for
 
 from __future__ import annotations
 
+import contextlib
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator.job import api, bounds, programs
+from ddpjob_operator.job import api, bounds, programs, shell
 from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
@@ -37,13 +37,11 @@ LAUNCHERS = ("torchrun", "ddprun")
 LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
 SHELLS = ("sh", "bash", "dash", "zsh", "ash")
-_SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "command", "nohup"}
+_STARTS_OTHERS = {"exec", "env", "command", "nohup"}
 # A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
-# What a shell runs in a word, as far as it has no quotes and no further one in it.
-_SUBSTITUTED = re.compile(r"\$\([^()\"'`#\n]*\)|`[^`\"'#\n]*`")
 # What a shell makes another text of on each node. A part of the host's name may be the same: ${HOSTNAME%-*}.
 _OTHER_ON_EACH_NODE = re.compile(
     r"\$(RANDOM|HOSTNAME|\$)(?!\w)|\$\{(RANDOM|HOSTNAME|\$)\}|(\$\(|`)(date|uuidgen|hostname(?=[^)`|]*[)`]))\b"
@@ -57,6 +55,8 @@ _OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-
 _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
 # Where DeepSpeed looks for its hostfile without an option.
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
+_PYTHON = re.compile(r"python[\d.]*")
+_VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
 SCRIPT_READ_MAX = 20_480
 """Characters of a command that are searched, and of a shell's script that is split into words: the operator's event
 loop does it, at 2 µs for each."""
@@ -95,8 +95,8 @@ class JobFacts:
     A plan asks dozens of times, some of them for each node, and each report of each node four times.
     """
 
-    def __init__(self, template: dict[str, Any]) -> None:
-        self._template = template
+    def __init__(self, template: dict[str, Any], min_nodes: int | None) -> None:
+        self._template, self._min_nodes = template, min_nodes
 
     @cached_property
     def trainer(self) -> dict[str, Any]:
@@ -129,16 +129,55 @@ class JobFacts:
         return _found(self.words)
 
     @cached_property
+    def is_launcher_alone(self) -> bool:
+        """True if the container's program is torchrun or ddprun, without a shell or an image's ENTRYPOINT before it."""
+        words = (self.command if self.trainer.get("command") else []) or [""]
+        program, rest = programs.name(words[0]), after_python_options(words[1:])
+        is_module = rest[:1] == ["-m"] and (rest[1:2] == ["ddprun"] or MODULES.issuperset(rest[1:2] or [""]))
+        return program in LAUNCHERS or (_PYTHON.fullmatch(program) is not None and is_module)
+
+    @cached_property
+    def mentioned(self) -> frozenset[str]:
+        """Words of the trainer's container in capitals, such as RANK in `$(RANK)`: it may read these variables."""
+        return frozenset(_VARIABLE.findall(repr(self.trainer)))
+
+    @cached_property
     def gpus(self) -> int:
         """GPUs in the trainer's limits."""
         return gpus(self._template)
+
+    @cached_property
+    def restarts_in_place(self) -> bool:
+        """True if ddprun starts the ranks, so that they can restart without new pods."""
+        return self.launcher is not None and self.launcher.name == "ddprun"
+
+    @cached_property
+    def min_nodes(self) -> int | None:
+        """The least nodes of an elastic job: minNodes, or MIN of --nnodes=MIN:MAX; None if it needs all."""
+        if self._min_nodes is not None or self.launcher is None or self.restarts_in_place:
+            return self._min_nodes
+        least, most = _range(self.launcher)
+        return least if 0 < least < most else None
+
+    @cached_property
+    def nproc_per_node(self) -> int | None:
+        """--nproc-per-node of the command if it is a number."""
+        value = self.launcher.options.get("nproc_per_node", "") if self.launcher else ""
+        return _number(value) if _number(value) > 0 else None
+
+    @cached_property
+    def max_restarts(self) -> int | None:
+        """How often torchrun may restart its ranks in their pods, if the user's template sets it and not the job."""
+        given = self.launcher.options.get("max_restarts") if self.launcher else None
+        number = _number(given or self.env.get("PET_MAX_RESTARTS") or "")
+        return None if number < 0 else number
 
 
 def facts(spec: api.Spec) -> JobFacts:
     """Return what the command of this spec says. A changed copy of the spec has facts of its own."""
     kept = spec.__dict__
     if "facts" not in kept:
-        kept["facts"] = JobFacts(spec.template)
+        kept["facts"] = JobFacts(spec.template, spec.min_nodes)
     return kept["facts"]  # type: ignore[no-any-return]
 
 
@@ -170,13 +209,26 @@ def options_begin(words: list[str]) -> int | None:
     its help or its version."""
     for i, (word, following) in enumerate(pairwise([*words, ""])):
         begin = 0
-        if programs.name(word) in LAUNCHERS or LAUNCHER_FILE.search(word):
+        if _is_program(word):
             begin = i + 1
-        elif word == "-m" and (following in MODULES or following == "ddprun"):
+        elif word == "-m" and _is_module(following):
             begin = i + 2
         if begin and not programs.tells_of_itself(words[begin : begin + 1]):
             return begin
     return None
+
+
+def starts_ranks(word: str) -> bool:
+    """True for the program, the file or the module of torchrun or ddprun."""
+    return _is_program(word) or _is_module(word)
+
+
+def _is_program(word: str) -> bool:
+    return programs.name(word) in LAUNCHERS or LAUNCHER_FILE.search(word) is not None
+
+
+def _is_module(word: str) -> bool:
+    return word in MODULES or word == "ddprun"
 
 
 def command_of(template: dict[str, Any]) -> list[str]:
@@ -184,39 +236,6 @@ def command_of(template: dict[str, Any]) -> list[str]:
     trainer = trainer_container(template) or {}
     parts = [p for name in ("command", "args") if isinstance(listed := trainer.get(name), list) for p in listed]
     return [part for part in parts if isinstance(part, str)]
-
-
-def restarts_in_place(spec: api.Spec) -> bool:
-    """Whether ddprun starts the ranks, so that they can restart without new pods."""
-    launcher = facts(spec).launcher
-    return launcher is not None and launcher.name == "ddprun"
-
-
-def min_nodes(spec: api.Spec) -> int | None:
-    """The least nodes with which an elastic job trains: minNodes, or MIN of the command's --nnodes=MIN:MAX. None: it
-    trains with all."""
-    if spec.min_nodes is not None:
-        return spec.min_nodes
-    launcher = facts(spec).launcher
-    if launcher is None or launcher.name == "ddprun":
-        return None
-    least, most = _range(launcher)
-    return least if 0 < least < most else None
-
-
-def nproc_per_node(spec: api.Spec) -> int | None:
-    """--nproc-per-node of the command where it is a number."""
-    launcher = facts(spec).launcher
-    value = launcher.options.get("nproc_per_node", "") if launcher else ""
-    return _number(value) if _number(value) > 0 else None
-
-
-def max_restarts(spec: api.Spec) -> int | None:
-    """How often torchrun may start its ranks again in their pods, where the user's template says it and not the job."""
-    launcher = facts(spec).launcher
-    given = launcher.options.get("max_restarts") if launcher else None
-    number = _number(given or facts(spec).env.get("PET_MAX_RESTARTS") or "")
-    return None if number < 0 else number
 
 
 def warnings(spec: api.Spec) -> list[str]:
@@ -227,7 +246,7 @@ def warnings(spec: api.Spec) -> list[str]:
     options, notes = (launcher.options, []) if launcher else ({}, _alone(spec))
     if spec.preflight == "Always":
         notes.append("preflight: Always needs ddprun, or ddpjob.preflight.run() in the script")
-    if min_nodes(spec) is not None:
+    if facts(spec).min_nodes is not None:
         return [*notes, *_elastic_notes(options, spec)]
     if options.get("max_restarts", "0") != "0":
         notes.append(f"--max-restarts={options['max_restarts']}: torchrun's own restart hangs when a node is lost")
@@ -265,20 +284,6 @@ def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:
             yield name, meant
 
 
-def script(words: list[str]) -> str | None:
-    """The Python file that a command starts, where that is plain to see: `python -u x.py`, `torchrun --tee 3 x.py`."""
-    program = words[0].rsplit("/", 1)[-1] if words else ""
-    if program in LAUNCHERS:
-        rest = _after_options(words[1:])
-    elif re.fullmatch(r"python[\d.]*", program):
-        rest = after_python_options(words[1:])
-        if rest[:1] == ["-m"] and rest[1:2] and rest[1] in MODULES:
-            rest = _after_options(rest[2:])
-    else:
-        return None
-    return rest[0] if rest and rest[0].endswith(".py") else None
-
-
 def contradictions(spec: api.Spec) -> Found:
     """Where the launcher's own options contradict the job: the field's path, and a sentence with the fix.
 
@@ -305,7 +310,7 @@ def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
     elif least >= 0 and not (least == spec.nodes if least == most else 0 < least <= spec.nodes <= most):
         yield f"--nnodes={wanted} contradicts spec.nodes: {spec.nodes}. Remove --nnodes: the job sets it."
     backend = launcher.options.get("rdzv_backend", "c10d")
-    if min_nodes(spec) is not None and backend != "c10d":
+    if facts(spec).min_nodes is not None and backend != "c10d":
         yield f"--rdzv_backend={backend}: the nodes of an elastic job meet by c10d. Remove it: the job sets it."
     rank = launcher.options.get("node_rank", "")
     if spec.nodes == 1 and _number(rank) > 0:
@@ -333,7 +338,7 @@ def _elastic_notes(options: dict[str, str], spec: api.Spec) -> Iterator[str]:
 
 
 def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
-    is_elastic = min_nodes(spec) is not None
+    is_elastic = facts(spec).min_nodes is not None
     if spec.nodes == 1 and not is_elastic:
         return
     options = launcher.options
@@ -418,35 +423,15 @@ def shell_script(words: list[str]) -> str | None:
 
 
 def shell_words(text: str) -> list[str]:
-    """The words of a shell's script without its comments. Raises ValueError for a quote that is not closed.
-
-    Unlike shlex a shell goes on in the next line after a backslash, has no comment within a word: ${HOSTNAME##*-}, and
-    takes a command in a word for a part of it: --nproc-per-node=$(nvidia-smi -L | wc -l).
-    """
-    hidden = re.sub(r"(?<=[^\s;&|()])#", "\0", shell_lines(text))
-    hidden = _SUBSTITUTED.sub(lambda found: found[0].replace(" ", "\1"), hidden)
-    return [word.replace("\0", "#").replace("\1", " ") for word in shlex.split(hidden, comments=True)]
-
-
-def shell_lines(text: str) -> str:
-    """A shell's script with its wrapped lines in one. A line of comment ends with it, also after a backslash."""
-    return re.sub(r"^([ \t]*#.*)|\\\n", lambda found: found[1] or " ", text, flags=re.MULTILINE)
+    """The words of all commands of a shell's script. Raises ValueError if it cannot be read."""
+    return [word for command in shell.commands(text) for word in command]
 
 
 def shell_commands(script: str) -> Iterator[list[str]]:
-    """The words of each command of a shell's script, without the variables that are set before it."""
-    for line in re.split(r"&&|\|\||;|\n", shell_lines(script)):
-        try:
-            split = shell_words(line)
-        except ValueError:  # an unclosed quote, or one that the split has cut
-            continue
-        yield list(dropwhile(lambda word: word in _SHELL_WORDS or "=" in word, split))
-
-
-def _after_options(words: list[str]) -> list[str]:
-    """What the launcher starts; nothing that could be a file after -m or --no-python."""
-    options, rest = read_options(words)
-    return [] if {"module", "no_python"} & set(options) else rest
+    """The words of each command of a shell's script that can be read, without what only starts the program."""
+    with contextlib.suppress(shell.ShellSyntaxError):
+        for words in shell.commands(script):
+            yield list(dropwhile(lambda word: word in _STARTS_OTHERS or "=" in word, words))
 
 
 def after_python_options(words: list[str]) -> list[str]:

@@ -229,7 +229,8 @@ REPLICAS_DIFFER = _warning(
 )
 FAILURE_IN_LOG = _warning(
     "FailureInLog",
-    "Condition Suspicious and event, of local runs: the log ends with the failure of a rank, and the exit code is 0.",
+    "Condition Suspicious and event, of local runs; in a cluster a line of `submit --follow`, `wait` and `describe`: "
+    "the log ends with the failure of a rank, and the exit code is 0.",
     "See [When the exit code is lost](failures.md#when-the-exit-code-is-lost). With ddprun it would be certain.",
 )
 

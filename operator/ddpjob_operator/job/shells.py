@@ -8,7 +8,7 @@ from ddpjob_operator.job import command, exit_codes, launcher, programs, shell
 from ddpjob_operator.job.exit_codes import Fate
 
 _WITHOUT_PIPEFAIL = ("sh", "dash")
-_TRAPPED = frozenset("TERM SIGTERM 15".split())
+_TRAPPED = frozenset("TERM SIGTERM 15 EXIT 0".split())
 # Wrappers that become what they start, or hand a signal over to it alone.
 _IN_FRONT = frozenset("env exec gosu nice ionice numactl setsid stdbuf su-exec tini taskset".split())
 _HOW = {
@@ -84,7 +84,7 @@ def keeps_signals(words: list[str]) -> str:
         script = shell.parse(text) if text is not None else None
     except shell.ShellSyntaxError:
         return ""
-    if script is None or any(_hands_signals_over(node) for node in shell.walk(script)):
+    if script is None or _hands_signals_over(script):
         return ""
     return _kept_from(script, is_last=True)
 
@@ -112,10 +112,14 @@ def _sets_pipefail(node: shell.Simple) -> bool:
     return values[:1] == ["set"] and "pipefail" in values
 
 
-def _hands_signals_over(node: shell.ShellNode) -> bool:
-    """trap 'kill $!' TERM"""
-    values = [word.value for word in node.words] if isinstance(node, shell.Simple) else []
-    return values[:1] == ["trap"] and len(values) > 2 and bool(values[1]) and bool(_TRAPPED.intersection(values[2:]))
+def _hands_signals_over(script: shell.ShellScript) -> bool:
+    """trap 'kill $!' TERM; …; wait: a shell runs its trap at once only while it waits by `wait`."""
+    nodes = [*shell.walk(script)]
+    simple = [[word.value for word in node.words] for node in nodes if isinstance(node, shell.Simple)]
+    functions = {node.name: node.text for node in nodes if isinstance(node, shell.Function)}
+    done = [values[1] for values in simple if values[:1] == ["trap"] and _TRAPPED.intersection(values[2:])]
+    kills = any("kill" in text or "kill" in functions.get(text.split(None, 1)[0], "") for text in done if text.strip())
+    return kills and any(values[:1] == ["wait"] for values in simple)
 
 
 def _kept_from(node: shell.ShellNode, *, is_last: bool) -> str:
@@ -142,8 +146,8 @@ def _kept_from_simple(node: shell.Simple, *, is_last: bool) -> str:
     values = [word.value for word in node.words]
     becomes = values[:1] == ["exec"]
     inside = next(filter(None, (_below(child) for child in shell.children(node))), "")
-    if inside or is_last or becomes:
-        return inside
+    if inside or becomes or (is_last and not any(word.beside for word in shell.words_of(node))):
+        return inside or keeps_signals(values[becomes:])
     return _below(node)
 
 

@@ -205,10 +205,6 @@ class Room:
         if those.pop(key, None) is not None and not those:
             del self._waiting[key[0]]
 
-    def nobody_waits(self) -> None:
-        """Who wants a place will ask again."""
-        self._waiting = {}
-
     def next(self) -> list[Key]:
         """Those that have waited, and have room now, if all of them ask for it. Each is named once."""
         if not self._has_more:

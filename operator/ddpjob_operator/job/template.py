@@ -112,6 +112,8 @@ def _value(value: object, kind: str, path: Path, typos: Typos) -> Iterator[Devia
         if not isinstance(value, list):
             yield _wrong(path, f"must be a list, is {say(value)}")
             return
+        what = "text" if kind == "[text]" else "a mapping"
+        yield from (_wrong((*path, i), f"must be {what}, is empty") for i, item in enumerate(value) if item is None)
         for i, item in enumerate(value):
             yield from _value(item, kind[1:-1], (*path, i), typos)
     elif kind[0] == "{":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Set
 
 from ddpjob_core.members import Members
 from ddpjob_operator.job import api, bounds, launcher
@@ -14,7 +13,7 @@ def nproc_per_node(spec: api.Spec) -> int:
     """Processes per node: the number in the spec; for auto that of the command, else of its GPUs, else 1."""
     if spec.nproc_per_node != "auto":
         return spec.nproc_per_node
-    return min(bounds.NPROC_MAX, launcher.nproc_per_node(spec) or max(1, launcher.facts(spec).gpus))
+    return min(bounds.NPROC_MAX, launcher.facts(spec).nproc_per_node or max(1, launcher.facts(spec).gpus))
 
 
 def world_size(spec: api.Spec) -> int:
@@ -37,21 +36,11 @@ def _of(nodes: int) -> Members:
     return Members(range(nodes))
 
 
-def is_enough(spec: api.Spec, places: Set[int]) -> bool:
-    """Whether the group trains with these places: all of them, or those that an elastic job wants at least.
-
-    Node 0 is always one of them, because its torchrun holds the store at which the others meet.
-    """
-    wanted, least = members(spec), launcher.min_nodes(spec)
-    present = places & set(wanted)
-    return len(present) == len(wanted) if least is None else len(present) >= least and wanted.leader in present
-
-
 def ranks_follow_nodes(spec: api.Spec) -> bool:
     """Whether node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
     nodes in the order of their arrival, and ignores the node rank."""
     started = launcher.facts(spec).launcher
-    if launcher.min_nodes(spec) is not None:
+    if launcher.facts(spec).min_nodes is not None:
         return False
     return started is None or started.name == "ddprun" or started.options.get("rdzv_backend", "static") == "static"
 

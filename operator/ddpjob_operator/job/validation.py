@@ -11,7 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -86,32 +86,23 @@ RULES = (
     ),
 )
 
-# The shapes of the template's fields that are read here; the API server checks all others. `x.y` is y in x.
-_METADATA_SHAPES = {"labels": "mapping", "annotations": "mapping"}
-_NODE_TERMS = "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms"
-_POD_SHAPES = {
-    "volumes": "list",
-    "initContainers": "list",
-    "affinity": "mapping",
-    "affinity.podAntiAffinity": "mapping",
-    "affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution": "list",
-    "affinity.nodeAffinity": "mapping",
-    "affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution": "mapping",
-    _NODE_TERMS: "list",
-    "terminationGracePeriodSeconds": f"whole number of at most {api.SECONDS_MAX}",
-    "restartPolicy": "text",
-}
-_NAMED = ("volumes", "env", "volumeMounts")
-_VOLUME_SHAPES = {"emptyDir": "mapping", "hostPath": "mapping"}
-_CONTAINER_SHAPES = {
-    "env": "list",
-    "volumeMounts": "list",
-    "ports": "list",
-    "resources": "mapping",
-    "resources.limits": "mapping",
-    "resources.requests": "mapping",
-    "workingDir": "text",
-}
+# The fields of a template that are read when a pod is made, as names without the numbers of lists; the API server
+# checks all others.
+_OF_CONTAINERS = "name command args workingDir ports env env.name env.value volumeMounts volumeMounts.name resources"
+_AFFINITY = "affinity.{}.requiredDuringSchedulingIgnoredDuringExecution"
+_READ = frozenset(
+    tuple(name.split("."))
+    for name in (
+        *("metadata", "metadata.labels", "metadata.annotations", "spec"),
+        *(f"spec.{name}" for name in "containers initContainers restartPolicy affinity volumes volumes.name".split()),
+        *(f"spec.volumes.{name}" for name in ("emptyDir", "hostPath")),
+        *(f"spec.affinity.{name}" for name in ("podAntiAffinity", "nodeAffinity")),
+        *(f"spec.{_AFFINITY.format(kind)}" for kind in ("podAntiAffinity", "nodeAffinity")),
+        *(f"spec.{_AFFINITY.format('nodeAffinity')}.nodeSelectorTerms{name}" for name in ("", ".matchFields")),
+        *(f"spec.containers.{name}" for name in _OF_CONTAINERS.split()),
+        *(f"spec.containers.resources.{name}" for name in ("limits", "requests")),
+    )
+)
 
 
 def parse(raw: object, *, hints: bool = True) -> tuple[api.DDPJob, list[Problem]]:
@@ -207,44 +198,52 @@ def strict(spec: api.Spec) -> Iterator[Problem]:
 
 
 def _template(given: Mapping[str, Any], typos: Typos) -> Iterator[Problem]:
-    misshapen = [replace(problem, unreadable=True) for problem in islice(_shape_of(given, typos), PROBLEMS_MAX)]
-    yield from misshapen
-    # What is not read here cannot keep a pod from being made: the API server refuses it, in words of its own.
-    named = {p.path for p in misshapen}
-    for deviation in islice(template.wrong(given), PROBLEMS_MAX):
-        path: Path = ("spec", "template", *deviation.path)
-        if not any(path[:length] in named for length in range(len(path) + 1)):
-            yield Problem(path, deviation.message)
-
-
-def _shape_of(given: Mapping[str, Any], typos: Typos) -> Iterator[Problem]:
-    path: Path = ("spec", "template", "spec")
+    path: Path = ("spec", "template")
+    shape = [Problem((*path, *place), text, unreadable=True) for place, text in _shape_of(given)]
+    yield from shape
+    named = {p.path for p in shape}
+    wrong = list(islice(template.wrong(given), PROBLEMS_MAX + 1))
+    for deviation in wrong[:PROBLEMS_MAX]:
+        where: Path = (*path, *deviation.path)
+        if not any(where[:length] in named for length in range(len(where) + 1)):
+            # What is not read here cannot keep a pod from being made: the API server refuses it, in words of its own.
+            names = tuple(part for part in deviation.path if isinstance(part, str))
+            yield Problem(where, deviation.message, unreadable=names in _READ or len(wrong) > PROBLEMS_MAX)
     pod = given.get("spec")
-    yield from _shapes(given, {"metadata": "mapping"}, path[:2])
-    if isinstance(given.get("metadata"), Mapping):
-        yield from _shapes(given["metadata"], _METADATA_SHAPES, (*path[:2], "metadata"))
+    if isinstance(pod, Mapping):
+        yield from _misspelled(pod, "PodSpec", (*path, "spec"), typos)
+        containers = pod.get("containers")
+        for i, container in enumerate(containers if isinstance(containers, list) else ()):
+            if isinstance(container, Mapping):
+                yield from _misspelled(container, "Container", (*path, "spec", "containers", i), typos)
+
+
+def _shape_of(given: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
+    """Where clearer words than those about types are known."""
+    pod = given.get("spec")
     if not isinstance(pod, Mapping):
-        yield Problem(path[: 3 if pod is not None else 2], "needs a spec with at least one container")
+        yield ("spec",) if pod is not None else (), "needs a spec with at least one container"
         return
     containers = pod.get("containers")
     if not isinstance(containers, list) or not containers:
-        yield Problem((*path, "containers") if "containers" in pod else path, "needs at least one container")
+        yield ("spec", "containers") if "containers" in pod else ("spec",), "needs at least one container"
         return
-    yield from _shapes(pod, _POD_SHAPES, path)
-    yield from _shapes_in(pod, "volumes", _VOLUME_SHAPES, path)
-    yield from _shapes_in(pod, _NODE_TERMS, {"matchFields": "list"}, path)
+    grace = pod.get("terminationGracePeriodSeconds")
+    if grace is not None and bounds.integer(grace, 0, api.SECONDS_MAX) is None:
+        text = f"must be a whole number of at most {api.SECONDS_MAX}, is {say(grace)}"
+        yield ("spec", "terminationGracePeriodSeconds"), text
     for i, container in enumerate(containers):
-        where = (*path, "containers", i)
+        where: Path = ("spec", "containers", i)
         if not isinstance(container, Mapping):
-            yield Problem(where, f"must be a mapping with name and image, is {say(container)}")
-        elif not isinstance(container.get("name"), str):
-            yield Problem((*where, "name") if "name" in container else where, "needs a name, such as trainer")
-        else:
-            yield from _container(container, where)
-    yield from _misspelled(pod, "PodSpec", path, typos)
-    for i, container in enumerate(containers):
-        if isinstance(container, Mapping):
-            yield from _misspelled(container, "Container", (*path, "containers", i), typos)
+            yield where, f"must be a mapping with name and image, is {say(container)}"
+            continue
+        if not isinstance(container.get("name"), str):
+            yield (*where, "name") if "name" in container else where, "needs a name, such as trainer"
+        for name in ("command", "args"):
+            value = container.get(name)
+            if value is not None and not isinstance(value, list):
+                text = f"must be a list of words, is {say(value)}. Write [{', '.join(str(value).split())}]."
+                yield (*where, name), text
 
 
 def _misspelled(given: Mapping[Any, Any], kind: str, path: Path, typos: Typos) -> Iterator[Problem]:
@@ -253,64 +252,6 @@ def _misspelled(given: Mapping[Any, Any], kind: str, path: Path, typos: Typos) -
     for name in map(str, given if typos.left else ()):
         if name not in known and (close := typos.meant(name, template.fields(kind), _RESEMBLES)):
             yield Problem((*path, name), f"unknown field; did you mean {close}?")
-
-
-def _shapes(given: Mapping[str, Any], shapes: Mapping[str, str], path: Path) -> Iterator[Problem]:
-    """Fields whose value does not have its shape. A list is one of mappings; null is unset."""
-    for name, shape in shapes.items():
-        *parents, last = name.split(".")
-        value: Any = given
-        for part in (*parents, last):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        where = (*path, *parents, last)
-        if value is not None and not _has_shape(value, shape):
-            yield Problem(where, f"must be a {shape}, is {say(value)}".replace("a text", "text"))
-        elif shape == "list":
-            yield from _items(value or (), where, needs_name=last in _NAMED)
-
-
-def _shapes_in(given: Mapping[str, Any], name: str, shapes: Mapping[str, str], path: Path) -> Iterator[Problem]:
-    """The same for each mapping of a list."""
-    items: Any = given
-    for part in name.split("."):
-        items = items.get(part) if isinstance(items, Mapping) else None
-    for i, item in enumerate(items if isinstance(items, list) else ()):
-        if isinstance(item, Mapping):
-            yield from _shapes(item, shapes, (*path, *name.split("."), i))
-
-
-def _items(items: typing.Iterable[object], where: Path, *, needs_name: bool) -> Iterator[Problem]:
-    for i, item in enumerate(items):
-        if not isinstance(item, Mapping):
-            yield Problem((*where, i), f"must be a mapping, is {say(item)}")
-        elif needs_name and not isinstance(item.get("name"), str):
-            yield Problem((*where, i), "needs a name")
-
-
-def _has_shape(value: object, shape: str) -> bool:
-    if shape.startswith("whole number"):
-        return bounds.integer(value, 0, api.SECONDS_MAX) is not None
-    return isinstance(value, {"mapping": Mapping, "list": list, "text": str}[shape])
-
-
-def _container(container: Mapping[str, Any], where: Path) -> Iterator[Problem]:
-    """Values that the API server would refuse for their type, with a clearer message than it has."""
-    yield from _shapes(container, _CONTAINER_SHAPES, where)
-    for name in ("command", "args"):
-        value = container.get(name)
-        if value is not None and not isinstance(value, list):
-            yield Problem(
-                (*where, name), f"must be a list of words, is {say(value)}. Write [{', '.join(str(value).split())}]."
-            )
-            continue
-        for i, word in enumerate(value or ()):
-            if not isinstance(word, str):
-                yield Problem((*where, name, i), f"must be text, is {say(word)}. Put it into quotes.")
-    env = container.get("env")
-    for i, entry in enumerate(env if isinstance(env, list) else ()):
-        value = entry.get("value") if isinstance(entry, Mapping) else None
-        if value is not None and not isinstance(value, str):
-            yield Problem((*where, "env", i, "value"), f"must be text, is {say(value)}. Put it into quotes.")
 
 
 def _unknown(raw: Mapping[Any, Any], known: typing.Iterable[str], path: Path, typos: Typos) -> Iterator[Problem]:

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw
 from ddpjob_operator.kube.api.limit import at_most
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 
 API_VERSION = "coordination.k8s.io/v1"
-ADDRESS = f"{api.GROUP}/progress-address"
-"""Annotation of the Lease: where its holder takes reports of progress, as host:port."""
 NEVER = float("-inf")
-_ABSENT = ""
-"""The version of a Lease that is not there any more."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +47,6 @@ class Lease:
     """Empty: none."""
     seconds: float
     """What its holder has promised the others to wait; 0: nothing was promised."""
-    address: str = ""
-    """Where the holder takes reports of progress."""
 
 
 class Candidate:
@@ -63,10 +56,6 @@ class Candidate:
         self.identity = identity
         self.held_until = NEVER
         """Until when we may act."""
-        self.held_since = NEVER
-        """Since when without a gap."""
-        self.was_there = False
-        """Whether it has ever been seen to exist."""
         self._durations = durations
         self._lease: Lease | None = None
         self._changed_at: float | None = None
@@ -80,40 +69,30 @@ class Candidate:
         arrived; None: it does not exist."""
         # One that is absent looks like itself, also where another made and held it between two looks. Who has looked
         # within renew_seconds would have seen it, or its holder has stopped.
-        unseen = (lease is None or lease.version == _ABSENT) and now - self._saw_at > self._durations.renew_seconds
+        unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
         changed = self._changed_at is None or lease != self._lease or unseen
         if changed:
             self._lease, self._changed_at = lease, now
-        self.was_there = self.was_there or lease is not None
         if lease is None or lease.holder != self.identity:
             self.held_until = NEVER
         elif changed:
             # Written in our name, by another one that has it or by our own request whose answer was lost, and after
             # we had asked for what we saw before. As others wait from this change on, it is as good as our own write.
-            self._hold(self._asked_at, now)
+            self._hold(self._asked_at)
         self._asked_at, self._saw_at = asked_at, now
 
     def took(self, lease: Lease, asked_at: float, now: float) -> None:
         """Our own write, sent at `asked_at`, was carried out: at some moment between that and `now`."""
-        self._lease, self._changed_at, self.was_there = lease, asked_at, True
-        self._hold(asked_at, now)
+        self._lease, self._changed_at = lease, asked_at
+        self._hold(asked_at)
         self._asked_at, self._saw_at = asked_at, now
-
-    def missed(self, now: float) -> None:
-        """It is not there `now`. Whoever held it may not know that yet, so this counts as its last change."""
-        if self._lease is not None:
-            self.saw(replace(self._lease, version=_ABSENT), now)
-
-    def is_silent(self, now: float, seconds: float) -> bool:
-        """Whether nobody has changed it for so long, as far as we know."""
-        return self._changed_at is not None and now - self._changed_at >= seconds
 
     def may_take(self, now: float) -> bool:
         """Whether to write our name into it: it is ours or free, or its holder has not renewed it for long enough."""
         if self._lease is not None and self._lease.holder in ("", self.identity):
             return True
         # A missing Lease was deleted, because the chart creates it, and its holder may not know that yet.
-        return self.is_silent(now, self._wait_seconds())
+        return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
 
     def leader(self, now: float) -> Lease | None:
         """The Lease of another operator that acts, as far as we know."""
@@ -122,17 +101,18 @@ class Candidate:
             return None
         return lease if now - changed_at < self._wait_seconds() else None
 
-    def _hold(self, changed_after: float, now: float) -> None:
-        if self.held_until <= now:
-            self.held_since = now
+    def _hold(self, changed_after: float) -> None:
         self.held_until = max(self.held_until, changed_after + self._durations.renew_seconds)
 
     def _wait_seconds(self) -> float:
         return (self._lease.seconds if self._lease is not None else 0.0) or self._durations.lease_seconds
 
 
-class Holder:
-    """Takes a Lease on the API server, and renews it."""
+class Leader:
+    """Takes the Lease, and renews it from a task of its own. Others ask `holds` right before they write.
+
+    Its client is for the Lease and the label of the leader, as the other may not write while we do not hold it.
+    """
 
     def __init__(
         self,
@@ -141,19 +121,20 @@ class Holder:
         name: str,
         identity: str,
         durations: Durations,
-        address: str = "",
         *,
         runtime: Runtime = SYSTEM,
     ) -> None:
         self.what = f"the Lease {namespace}/{name}"
-        self._client, self._name, self._address = client, name, address
+        self.client, self._name = client, name
         self._collection = f"/apis/{API_VERSION}/namespaces/{namespace}/leases"
         self._durations, self._runtime, self._clock = durations, runtime, runtime.clock
         self._candidate = Candidate(identity, durations)
         self._seen: Raw | None = None
         """As it was read or written last; None: it did not exist."""
+        self._former = ""
+        """Who held it when it was taken."""
         self._renewed = asyncio.Event()
-        self._logged = ""
+        self._logged = self._logged_leader = ""
 
     async def renew(self) -> None:
         """One try to take it or to go on holding it; a failure is logged, and the next try comes soon."""
@@ -164,7 +145,7 @@ class Holder:
         except ApiError as error:
             # 409: another one was quicker, and the next read shows which.
             if error.status != 409:
-                self._refused(error)
+                self._report(str(error))
         else:
             self._report("")
 
@@ -173,23 +154,21 @@ class Holder:
         async with at_most(self._durations.try_seconds):
             raw = self._seen = await self._read()
         self._candidate.saw(None if raw is None else read(raw), self._clock(), asked_at)
-        if self._may_take(raw):
+        self._log_leader()
+        if self._candidate.may_take(self._clock()):
             await self._take()
 
     async def _take(self) -> None:
         """Write our name into what was seen last."""
         identity = self._candidate.identity
-        body = claim(self._seen, self._name, identity, self._durations, self._address, self._runtime.utc())
+        holder = "" if self._seen is None else read(self._seen).holder
+        body = claim(self._seen, self._name, identity, self._durations, self._runtime.utc())
         asked_at = self._clock()
         async with at_most(self._durations.try_seconds):
             written = self._seen = await self._write(self._seen, body)
         self._candidate.took(read(written), asked_at, self._clock())
-
-    def _may_take(self, raw: Raw | None) -> bool:  # noqa: ARG002
-        return self._candidate.may_take(self._clock())
-
-    def _refused(self, error: ApiError) -> None:
-        self._report(str(error))
+        if holder != identity:
+            self._former = holder
 
     def _report(self, trouble: str) -> None:
         if trouble and trouble != self._logged:
@@ -199,7 +178,7 @@ class Holder:
     async def _read(self) -> Raw | None:
         """As it is; None: it does not exist. Raises ApiError."""
         try:
-            return await self._client.get(f"{self._collection}/{self._name}")
+            return await self.client.get(f"{self._collection}/{self._name}")
         except ApiError as error:
             if error.status != 404:
                 raise
@@ -208,35 +187,20 @@ class Holder:
     async def _write(self, seen: Raw | None, body: Raw) -> Raw:
         """Create it, or replace the one that was seen. Raises ApiError."""
         if seen is None:
-            return await self._client.create(self._collection, body)
-        return await self._client.replace(f"{self._collection}/{self._name}", body)
-
-
-class Leader(Holder):
-    """Renews the Lease from a task of its own. Others ask `holds` right before they write.
-
-    Its client is for the Lease alone, as the other may not write while we do not hold it.
-    """
-
-    _logged_leader = ""
+            return await self.client.create(self._collection, body)
+        return await self.client.replace(f"{self._collection}/{self._name}", body)
 
     def holds(self) -> bool:
         """Whether we may write at this moment."""
         return self._clock() < self._candidate.held_until
 
-    def leader_address(self) -> str | None:
-        """Where the operator that leads takes reports; empty: none is known. None: this one leads."""
-        if self.holds():
-            return None
-        leader = self._candidate.leader(self._clock())
-        return "" if leader is None else leader.address
-
-    async def gained(self) -> None:
-        """Returns once the Lease is ours."""
+    async def gained(self) -> str:
+        """Returns once the Lease is ours, with the identity that held it before; empty: nobody did, or it let go."""
         while not self.holds():
             self._renewed.clear()
             await self._renewed.wait()
         self._runtime.log.info("%s is ours: this operator leads", self.what)
+        return self._former
 
     async def lost(self) -> None:
         """Returns once it is not ours any more, at the moment when the last renewal expires."""
@@ -247,7 +211,7 @@ class Leader(Holder):
                     await self._renewed.wait()
             except asyncio.TimeoutError:
                 continue
-        self._runtime.log.warning("%s is lost: this operator stands by", self.what)
+        self._runtime.log.warning("%s is lost, so this operator ends: another one may lead", self.what)
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -287,15 +251,14 @@ class Leader(Holder):
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.close()
+        await self.client.close()
 
-    def _may_take(self, raw: Raw | None) -> bool:
+    def _log_leader(self) -> None:
         leader = self._candidate.leader(self._clock())
         holder = "" if leader is None else leader.holder
         if holder and holder != self._logged_leader:
             self._runtime.log.info("%s is held by %s: this operator stands by", self.what, holder)
         self._logged_leader = holder
-        return super()._may_take(raw)
 
 
 def read(raw: Raw) -> Lease:
@@ -305,14 +268,12 @@ def read(raw: Raw) -> Lease:
         version=str(metadata.get("resourceVersion", "")),
         holder=str(spec.get("holderIdentity") or ""),
         seconds=float(spec.get("leaseDurationSeconds") or 0),
-        address=str((metadata.get("annotations") or {}).get(ADDRESS) or ""),
     )
 
 
-def claim(raw: Raw | None, name: str, identity: str, durations: Durations, address: str, now: dt.datetime) -> Raw:
+def claim(raw: Raw | None, name: str, identity: str, durations: Durations, now: dt.datetime) -> Raw:
     """The Lease with our name in it, on top of what was seen: its resourceVersion lets one of two writers win."""
     metadata, spec = _parts(raw, name)
-    metadata["annotations"] = {**(metadata.get("annotations") or {}), ADDRESS: address}
     ours = spec.get("holderIdentity") == identity
     spec |= {
         "holderIdentity": identity,
@@ -327,7 +288,6 @@ def claim(raw: Raw | None, name: str, identity: str, durations: Durations, addre
 def freed(raw: Raw, now: dt.datetime) -> Raw:
     """The Lease without a holder."""
     metadata, spec = _parts(raw, raw["metadata"]["name"])
-    metadata["annotations"] = {k: v for k, v in (metadata.get("annotations") or {}).items() if k != ADDRESS}
     return _lease(metadata, {**spec, "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _text(now)})
 
 

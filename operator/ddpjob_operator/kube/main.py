@@ -13,7 +13,6 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
-from functools import partial
 from importlib import metadata
 
 import kopf
@@ -23,11 +22,11 @@ import uvloop
 from ddpjob_operator.kube.api.client import Client, RequestLimits
 from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import allow_open_files
-from ddpjob_operator.kube.claims import Claims, namespace_of
 from ddpjob_operator.kube.handlers import handlers
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.log import set_up_log
 from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.other_releases import OtherReleases
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.work.measuring import Requests
 from ddpjob_operator.metrics.meter import Meter
@@ -82,32 +81,20 @@ def _operator(settings: OperatorSettings, end_within: Callable[[float], object])
     answered, reach = Requests(meter), Reach()
     if not settings.lease_namespace:
         return Operator(settings, Client(answered=answered, reach=reach), meter=meter, end_within=end_within)
-    clients = partial(_client_for_leases, settings, answered, reach)
-    leader = _leader(settings, clients())
-    claims = _claims(settings, clients(), leader)
-    may_write = partial(_may_write, leader, claims)
-    client = Client(may_write=may_write, answered=answered, reach=reach)
-    return Operator(settings, client, leader, claims, meter=meter, end_within=end_within)
-
-
-def _may_write(leader: Leader, claims: Claims, path: str) -> bool:
-    return leader.holds() and claims.hold(namespace_of(path))
+    leader = _leader(settings, _client_for_lease(settings, answered, reach))
+    client = Client(may_write=leader.holds, answered=answered, reach=reach)
+    others = None if settings.namespaces else OtherReleases(client)
+    return Operator(settings, client, leader, others, meter=meter, end_within=end_within)
 
 
 def _leader(settings: OperatorSettings, client: Client) -> Leader:
-    # A new identity for each process: after a restart it does not know which writes of the last one are under way.
-    identity = f"{settings.pod_name or socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    # The name of a pod is unique, and its container, restarted after an outage, need not wait for itself.
+    identity = settings.pod_name or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     place = settings.lease_namespace, settings.lease_name
-    return Leader(client, *place, identity, settings.lease, settings.status_address)
+    return Leader(client, *place, identity, settings.lease)
 
 
-def _claims(settings: OperatorSettings, client: Client, leader: Leader) -> Claims:
-    release = f"{settings.lease_namespace}/{settings.lease_name}"
-    where = settings.namespaces, settings.claim_namespace
-    return Claims(client, *where, release, settings.lease, leads=leader.holds)
-
-
-def _client_for_leases(settings: OperatorSettings, answered: Requests, reach: Reach) -> Client:
+def _client_for_lease(settings: OperatorSettings, answered: Requests, reach: Reach) -> Client:
     seconds = settings.lease.try_seconds
     limits = RequestLimits(connect_seconds=seconds, request_seconds=seconds, tries=2)
     return Client(limits=limits, answered=answered, reach=reach)

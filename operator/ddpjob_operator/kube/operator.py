@@ -7,7 +7,7 @@ operators the one that holds the Lease runs the queue, and the others keep their
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Set, Sized
+from collections.abc import Callable, Coroutine, Mapping, Set, Sized
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -19,12 +19,12 @@ from ddpjob_operator.kube.api.client import Client, collection
 from ddpjob_operator.kube.api.in_flight import InFlight
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.api.tokens import BoundPod, Verifier
-from ddpjob_operator.kube.claims import Claims
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
+from ddpjob_operator.kube.leader_label import LeaderLabel
 from ddpjob_operator.kube.lease import Leader
+from ddpjob_operator.kube.other_releases import OtherReleases
 from ddpjob_operator.kube.ports import exposition
 from ddpjob_operator.kube.ports.bounded_server import BoundedServer
-from ddpjob_operator.kube.ports.forward import Forwarder
 from ddpjob_operator.kube.ports.health import Health
 from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -32,7 +32,6 @@ from ddpjob_operator.kube.watch import observe, triggers
 from ddpjob_operator.kube.watch.gangs import Gang, waits_for
 from ddpjob_operator.kube.watch.nodes import Nodes
 from ddpjob_operator.kube.watch.reflector import Reflector
-from ddpjob_operator.kube.watch.second_look import SecondLook, Watched
 from ddpjob_operator.kube.watch.store import Jobs, Key, Store
 from ddpjob_operator.kube.work import decisions, measuring
 from ddpjob_operator.kube.work.events import Events
@@ -51,7 +50,6 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
-LAPSED_SECONDS = 2.0  # as often as a claim that has lapsed is tried again
 # Longer than any bounded request, with its retries, could take.
 STUCK_SECONDS = 600.0
 # Longer than a watch waits for its next try.
@@ -68,14 +66,14 @@ class Operator:
         settings: OperatorSettings,
         client: Client,
         leader: Leader | None = None,
-        claims: Claims | None = None,
+        others: OtherReleases | None = None,
         runtime: Runtime = SYSTEM,
         meter: Meter | None = None,
         end_within: Callable[[float], object] = lambda _seconds: None,
     ) -> None:
-        """`client` writes only while `leader` holds its Lease, and where `claims` hold; without them this operator is
-        the only one. meter: what `client` counts its requests with; None: a new one. end_within: ends the process after
-        so many seconds if it has not ended by itself."""
+        """`client` writes only while `leader` holds its Lease; without one this operator is the only one. others: whose
+        namespaces are left alone. meter: what `client` counts its requests with; None: a new one. end_within: ends the
+        process after so many seconds if it has not ended by itself."""
         self.settings = settings
         self._ending = False
         self._broken_by = ""
@@ -84,13 +82,11 @@ class Operator:
         self.leads = leader is None
         self._client = client
         self._leader = leader
-        self._claims = claims
+        self._others = others
         self._runtime = runtime
         self.meter = meter or Meter()
         self._exposition = exposition.Exposition(self.meter, self.snapshot)
-        self._watch_restarted = restarted = measuring.watch_restarted(self.meter)
-        self._leadership_lost_at: float | None = None
-        """Since when the tasks of the last leadership are being cancelled."""
+        self._watcher = measuring.OfWatches(self.meter)
         self.caches = Caches(
             Jobs(self._enqueue, reading.job, self._count_job, settings.room),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
@@ -98,8 +94,8 @@ class Operator:
             Nodes(self._nodes_changed, runtime.now),
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
-        self._prepare_to_lead()
-        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "restarted": restarted}
+        self._set_up_work()
+        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "watcher": self._watcher}
         told["away"] = lambda: client.reach.lost
         self.reflectors = [
             Reflector(client, plural, namespace, naming.LABEL_JOB, sink, **told)
@@ -115,25 +111,22 @@ class Operator:
             for namespace, feed in zip(settings.watched, self.feeds.values(), strict=True)
         ]
         self._tasks: list[asyncio.Task[None]] = []
-        self._leading: list[asyncio.Task[None]] = []
         self._first_lists: asyncio.Task[None] | None = None
         self._health = Health(self.unhealthy, self.standing_by)
-        self._forwarder = Forwarder(leader.leader_address if leader else lambda: None)
         verifier = Verifier(client.get, partial(runtime.log.warning, "progress is off: %s"), clock=runtime.clock)
-        forward = self._forwarder.forward
-        self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, forward=forward)
+        leads = leader.holds if leader else lambda: True
+        self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, leads=leads)
 
     def _gang(self, adapter: Adapter) -> Gang:
         where = self.settings.watched
         told = (self._enqueue, self._enqueue_all)
         places = self.settings.queue_places
-        about = (self._runtime, self._watch_restarted)
+        about = (self._runtime, self._watcher)
         return Gang(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
 
-    def _prepare_to_lead(self) -> None:
-        """New at each leadership: refusals, reports and back-offs of the last one are no longer true."""
+    def _set_up_work(self) -> None:
+        """The queue, and all that works on its jobs."""
         settings, runtime = self.settings, self._runtime
-        self.caches.jobs.begun.nobody_waits()
         self.states = states = JobStates(self.caches.jobs)
         lookup = Lookup(self._client, self.caches, runtime)
         watchers = [measuring.OfQueue(self.meter, n, controller=n == measuring.CONTROLLER) for n in names.QUEUES]
@@ -162,9 +155,6 @@ class Operator:
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
-        self._second_look = SecondLook(
-            self._client, partial(self._watched, lookup), runtime.log, measuring.changes_missed(self.meter)
-        )
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in, self._observed
         )
@@ -172,23 +162,6 @@ class Operator:
         told: dict[str, Any] = {"watcher": watchers[0], "kind": lambda key: triggers.kind(job(key))}
         told["about"] = lambda key: decisions.about(key, job(key))
         self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, **told)
-
-    def _watched(self, lookup: Lookup) -> Iterator[Watched]:
-        caches, label = self.caches, naming.LABEL_JOB
-
-        def of(plural: str, namespace: str, *more: Any) -> Watched:
-            return Watched(plural, namespace, collection(plural, namespace), *more)
-
-        for namespace in self.settings.watched:
-            yield of(api.PLURAL, namespace, "", caches.jobs, lookup.read_job)
-            yield of("pods", namespace, label, caches.pods, lookup.list_pods)
-            yield of("services", namespace, label, caches.services, lookup.list_services)
-            for gang in caches.gangs.values():
-                if gang.api_in(namespace).api_version:
-                    again = partial(lookup.list_gang, gang)
-                    yield Watched(gang.adapter.plural, namespace, gang.path(namespace), label, gang.store, again)
-        if not self.settings.namespaces:
-            yield of("nodes", "", "", caches.nodes, lookup.read_node)
 
     @property
     def exit_code(self) -> int:
@@ -212,10 +185,10 @@ class Operator:
         await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
             # Not earlier: an operator that may not even see the jobs must not keep the Lease from one that may.
-            if self._claims is not None:
-                self.run("claims", self._claims.run(self._claims_changed))
+            if self._others is not None:
+                self.run("other releases", self._others.run(self._others_changed))
             self.run("lease", self._leader.run())
-            self.run("leadership", self._lead_while_held(self._leader))
+            self.run("leadership", self._lead_until_lost(self._leader))
 
     def _ports(self) -> list[tuple[int, BoundedServer]]:
         settings = self.settings
@@ -243,19 +216,17 @@ class Operator:
 
     async def stop(self) -> None:
         """Nothing is written after this."""
-        tasks = [*self._tasks, *self._leading, *([self._first_lists] if self._first_lists else [])]
+        tasks = [*self._tasks, *([self._first_lists] if self._first_lists else [])]
         for task in tasks:
             task.remove_done_callback(self._task_ended)
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._leader is not None:
-            await self._leader.release()
+            if self._leader.holds():
+                await self._leader.release()
             await self._leader.close()
-        if self._claims is not None:
-            await self._claims.close()
         for _, server in reversed(self._ports()):
             await server.stop()
-        await self._forwarder.close()
         await self._client.close()
 
     def job_seen(self, kind: str | None, raw: dict[str, Any]) -> None:
@@ -302,9 +273,7 @@ class Operator:
             return self._broken_by
         if (stuck := self.queue.stuck_seconds()) > STUCK_SECONDS:
             return f"the reconcile of a job has got no answer for {stuck:.0f} s"
-        now, lost_at = self._runtime.clock(), self._leadership_lost_at
-        if lost_at is not None and now - lost_at > STUCK_SECONDS:
-            return f"it stopped leading {now - lost_at:.0f} s ago, and its tasks have not ended"
+        now = self._runtime.clock()
         for reflector in self.watches():
             silent = now - reflector.tried_at
             if silent > (IDLE_SECONDS if reflector.waits else STUCK_SECONDS):
@@ -317,12 +286,12 @@ class Operator:
 
     def standing_by(self) -> str:
         """Which jobs another release has; that is no reason for a restart."""
-        return "; ".join(self._claims.standing_by()) if self._claims is not None else ""
+        return "; ".join(self._others.sentences()) if self._others is not None else ""
 
     def snapshot(self) -> exposition.Snapshot:
         """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
-        there = [(self._may_act(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
-        jobs, away = [raw for acts, raw in there if acts], [raw["metadata"] for acts, raw in there if not acts]
+        there = [(self._left_to(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
+        jobs = [raw for other, raw in there if not other]
         caches = self.caches
         copies: dict[str, Sized] = {api.PLURAL: caches.jobs, "pods": caches.pods}
         copies |= {"services": caches.services, "nodes": caches.nodes}
@@ -337,8 +306,7 @@ class Operator:
             queues=[measuring.now_in(queue, name) for queue, name in queues],
             cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
-            away=[job["uid"] for job in away],
-            others=[job["uid"] for job in away if self._another_acts(job.get("namespace", ""))],
+            away=[raw["metadata"]["uid"] for other, raw in there if other],
         )
         return exposition.Snapshot(moment, jobs if self.leads else None)
 
@@ -347,22 +315,10 @@ class Operator:
         self.leads = True
         self.meter.leads(self._runtime.now())
         parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
-        parts["second look"] = self._second_look.run()
         parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
-        self._leading = [self.run(name, work) for name, work in parts.items()]
+        for name, work in parts.items():
+            self.run(name, work)
         self._enqueue_all()
-
-    async def stand_by(self) -> None:
-        """Returns once no write is under way: requests are cancelled, not waited for."""
-        self.leads = False
-        self._leadership_lost_at = self._runtime.clock()
-        self._tasks = [task for task in self._tasks if task not in self._leading]
-        for task in self._leading:
-            task.remove_done_callback(self._task_ended)
-            task.cancel()
-        await asyncio.gather(*self._leading, return_exceptions=True)
-        self._leadership_lost_at = None
-        self._prepare_to_lead()
 
     def run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """A task without which the operator cannot work."""
@@ -379,12 +335,16 @@ class Operator:
         name = task.get_name().partition(" of <")[0]  # kopf names some of its tasks by an address
         self.end(f"{name} has ended", None if task.cancelled() else task.exception())
 
-    async def _lead_while_held(self, leader: Leader) -> None:
-        while True:
-            await leader.gained()
-            self.lead()
-            await leader.lost()
-            await self.stand_by()
+    async def _lead_until_lost(self, leader: Leader) -> None:
+        label = LeaderLabel(leader.client, self.settings.lease_namespace, self.settings.pod_name, self._runtime)
+        self.run("label", label.run())
+        former = await leader.gained()
+        self.lead()
+        label.take_from(former.partition("_")[0])
+        await leader.lost()
+        self.leads = False
+        self.end()  # told to, so the exit code is 0: Kubernetes starts it again, and it is no crash
+        await asyncio.Event().wait()
 
     async def _after_first_lists(self) -> None:
         for reflector in self.reflectors:
@@ -404,10 +364,8 @@ class Operator:
         raw = new or old
         if not self.leads or raw is None:
             return
-        namespace = raw["metadata"].get("namespace", "")
-        if self._another_acts(namespace):
+        if self._left_to(raw["metadata"].get("namespace", "")):
             self.meter.left_to_others(raw["metadata"]["uid"])
-        if not self._may_act(namespace):
             return
         now = self._runtime.now()
         if old is not None and (new is None or new["metadata"]["uid"] != old["metadata"]["uid"]):
@@ -424,9 +382,11 @@ class Operator:
             self._enqueue(key)
 
     def _ready_in(self, key: Key) -> float | None:
-        """Seconds until the job may be reconciled, 0: now; None: another release has it until claims change."""
-        if not self._may_act(key[0]):
-            return None if self._another_acts(key[0]) else LAPSED_SECONDS
+        """Seconds until the job may be reconciled, 0: now; None: another release has it."""
+        if self._left_to(key[0]):
+            return None
+        if self._others is not None and not self._others.are_known:
+            return UNSYNCED_SECONDS
         # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
         lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
         return 0.0 if all(lists) and not self._waits_for_gang(key) else UNSYNCED_SECONDS
@@ -441,18 +401,13 @@ class Operator:
         except validation.UnreadableJobError:
             return False  # the reconcile reports it
 
-    def _may_act(self, namespace: str) -> bool:
-        return self._claims is None or self._claims.hold(namespace)
+    def _left_to(self, namespace: str) -> str:
+        return self._others.of(namespace) if self._others is not None else ""
 
-    def _another_acts(self, namespace: str) -> bool:
-        return self._claims is not None and self._claims.another_acts(namespace)
-
-    def _claims_changed(self) -> None:
+    def _others_changed(self) -> None:
         # What was reported until then would look like a stall once this release has the job again.
-        self.states.forget([key for key, _ in self.states if not self._may_act(key[0])])
-        for key in self.caches.jobs:
-            if self._may_act(key[0]):
-                self._enqueue(key)
+        self.states.forget([key for key, _ in self.states if self._left_to(key[0])])
+        self._enqueue_all()
 
     def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
         if new is None and old is not None:

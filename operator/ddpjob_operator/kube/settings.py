@@ -70,16 +70,11 @@ class OperatorSettings:
     there is no Lease, and this operator always acts."""
     lease_name: str = "ddpjob-operator"
     """DDPJOB_LEASE_NAME: the same for all pods of a release."""
-    claim_namespace: str = "kube-system"
-    """DDPJOB_CLAIM_NAMESPACE: where releases that watch all namespaces find each other (claims.py). kube-system,
-    because every cluster has it; the same for all releases of a cluster."""
     lease: Durations = dataclasses.field(default_factory=Durations)
     """DDPJOB_LEASE_SECONDS, DDPJOB_LEASE_RENEW_SECONDS, DDPJOB_LEASE_RETRY_SECONDS: see Durations."""
     pod_name: str = ""
-    """DDPJOB_POD_NAME: what the Lease calls its holder. Empty, the default: the name of the host."""
-    pod_ip: str = ""
-    """DDPJOB_POD_IP: where other operators forward reports to while this one leads. Empty, the default: they refuse
-    reports then."""
+    """DDPJOB_POD_NAME: what the Lease calls its holder, and the pod that is labelled as the leader. Empty, the default:
+    the name of the host, and no pod is labelled."""
     host_name: str = ""
     """HOSTNAME: what Events call the operator that has sent them."""
 
@@ -109,10 +104,8 @@ class OperatorSettings:
             room=storage.StoredLimits.of(_memory_mib(environment) << 20),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
             lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
-            claim_namespace=environment.get("DDPJOB_CLAIM_NAMESPACE", "kube-system"),
             lease=_durations(environment),
             pod_name=environment.get("DDPJOB_POD_NAME", ""),
-            pod_ip=environment.get("DDPJOB_POD_IP", ""),
             host_name=environment.get("HOSTNAME", ""),
         )
 
@@ -137,7 +130,6 @@ class OperatorSettings:
             ("DDPJOB_GANGS", ",".join(self.gangs), ""),
             ("DDPJOB_QUEUE_PLACES", self.queue_places, False),
             ("DDPJOB_MEMORY_MIB", self.room.memory >> 20, storage.DEFAULT.memory >> 20),
-            ("DDPJOB_CLAIM_NAMESPACE", self.claim_namespace, OperatorSettings.claim_namespace),
             ("DDPJOB_LEASE_SECONDS", self.lease.lease_seconds, lease.lease_seconds),
             ("DDPJOB_LEASE_RENEW_SECONDS", self.lease.renew_seconds, lease.renew_seconds),
             ("DDPJOB_LEASE_RETRY_SECONDS", self.lease.retry_seconds, lease.retry_seconds),
@@ -149,12 +141,6 @@ class OperatorSettings:
             f"metrics: {f'port {self.metrics_port}' if self.metrics_port else 'off'}; "
             f"settings other than the defaults: {changed or 'none'}"
         )
-
-    @property
-    def status_address(self) -> str:
-        """Where other operators reach our receiver of reports; empty: nowhere."""
-        host = f"[{self.pod_ip}]" if ":" in self.pod_ip else self.pod_ip
-        return f"{host}:{self.status_port}" if host and self.status_port else ""
 
 
 def _as_text(value: object) -> str:

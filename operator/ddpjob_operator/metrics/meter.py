@@ -63,9 +63,7 @@ class Moment(NamedTuple):
     of_jobs: bool = True
     """Whether jobs have series of their own."""
     away: Collection[str] = ()
-    """The uids of jobs that are there, and that this operator does not act for at present."""
-    others: Collection[str] = ()
-    """Those of them that another release acts for, as far as is known: it counts them meanwhile."""
+    """The uids of jobs that are there, and that another release acts for: it counts them meanwhile."""
 
 
 class Meter:
@@ -180,8 +178,7 @@ class Meter:
         for job in moment.jobs:
             if job.uid not in self._ended and (spent := self._add(job, moment.now)) is not None:
                 self._shown[job.uid] = spent
-        # Not acting for a job is often a claim that was renewed late: what was counted of it stays counted.
-        kept = {job.uid for job in moment.jobs} | ({*moment.away} - {*moment.others}) | self._newly
+        kept = {job.uid for job in moment.jobs} | self._newly
         for uid in [uid for uid in list(self._spent) if uid not in kept]:
             self._spent.pop(uid, None)
         self._elsewhere = {*moment.away} - self._spent.keys()

@@ -52,7 +52,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     ran = {place for place in view.members if naming.replacement(status, place) == 0}
     if agent.replacement == naming.replacement(status, leader):
         ran.add(leader)
-    status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) | ran))
+    status = replace(status, started_nodes=ranges.text(status.started | ran))
     # The agent has judged these restarts by the steps until now, so they are no progress for the next verdict.
     status = replace(status, furthest_step=budgets.furthest(status))
     if is_broken(status):

@@ -10,12 +10,12 @@ from typing import Literal
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import sentences
-from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, shells, variables
+from ddpjob_operator.job import api, budgets, launcher, podspec, reasons, shells, variables
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
 from ddpjob_operator.job.times import earliest, is_past
 from ddpjob_operator.job.wording import duration
-from ddpjob_operator.plan import agent_restarts, group_restart, invalid_spec, pending, redacted, report_age
+from ddpjob_operator.plan import agent_restarts, group_restart, invalid_spec, pending, redacted
 from ddpjob_operator.plan.actions import Decision, Event, Plan, Settings
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
@@ -83,7 +83,7 @@ def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
         restarts=status.restarts or api.Restarts(),
         nodes=status.nodes or api.Nodes(total=view.spec.nodes),
     )
-    silent = is_past(report_age.old_at(report_age.last_report_at(new, view.seen)), view.now)
+    silent = is_past(pending.report_old_at(pending.last_report_at(new, view.seen)), view.now)
     conditions = _conditions(old, new, invalid_spec.sentence(view.problems), view.now)
     return replace(new, display=_display(new, silent=silent), conditions=conditions)
 
@@ -95,7 +95,7 @@ def _display(status: api.Status, *, silent: bool) -> api.Display:
     """
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
-    completed = len(ranges.parse(status.completed_nodes)) if over or status.state == "Running" else 0
+    completed = len(status.completed) if over or status.state == "Running" else 0
     ready = completed if over else min(nodes.total, nodes.ready + completed)
     shown = api.Display(nodes=f"{ready}/{nodes.total}", restarts=budgets.by_class(status.restarts or api.Restarts()))
     if progress is None or not (over or is_of_this_attempt(status, progress)):
@@ -209,7 +209,7 @@ def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator
         text = f"{what}all ranks have started again in their pods (restart {count} in place)"
         agent = agent_restarts.newest(view)
         step = 0 if agent is None else agent.step_in_memory
-        text += f", from step {step} in memory" if step else group_restart.from_step(new, kept=True)
+        text += f"; step {step} is in memory" if step else group_restart.from_step(new, kept=True)
         yield _event(reasons.RESTARTED_IN_PLACE, text)
 
 
@@ -241,7 +241,7 @@ def _not_counted(spec: api.Spec) -> str:
         return ""
     given = {
         "backend is gloo": spec.backend,
-        "nprocPerNode is 1": spec.nproc_per_node if launcher.nproc_per_node(spec) is None else 1,
+        "nprocPerNode is 1": spec.nproc_per_node if launcher.facts(spec).nproc_per_node is None else 1,
         "onePodPerNode is false": spec.one_pod_per_node,
     }
     return ", ".join(f"spec.{what}" for what, value in given.items() if value == "auto")

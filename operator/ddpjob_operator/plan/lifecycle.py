@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, ranges, reasons, wording
+from ddpjob_operator.job import api, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, is_broken
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.observed.cluster import Pod
-from ddpjob_operator.plan import agent_restarts, invalid_spec, kept_log, pending, report_age
+from ddpjob_operator.plan import agent_restarts, invalid_spec, kept_log, pending
 from ddpjob_operator.plan.actions import Action, Decision, DeleteJob
 from ddpjob_operator.plan.transitions import enter, new_attempt
 from ddpjob_operator.plan.view import View, name_pods, owned
@@ -52,7 +52,7 @@ def completed(view: View, status: api.Status) -> Decision | None:
     is_stopped = status.state == "Suspended" and status.start_time is None
     unfit = not status.attempt or status.state == "Failing" or is_stopped
     nodes = view.participants(status)
-    if unfit or not view.is_enough(status.completed_nodes) or not ranges.parse(status.completed_nodes) >= nodes:
+    if unfit or not view.is_enough(status.completed) or not status.completed >= nodes:
         return None
     text = f"all {len(nodes)} nodes completed" if view.spec.nodes > 1 else "the node completed"
     text = f"{len(nodes)} of {view.spec.nodes} nodes trained, and completed" if len(nodes) < view.spec.nodes else text
@@ -150,7 +150,7 @@ def past_deadline(view: View, status: api.Status) -> Decision | None:
 
 def running(view: View, status: api.Status, missing: str = "") -> Decision:
     """The trainers of all nodes run, or have completed. missing: why others of an elastic job do not run."""
-    last_report = report_age.last_report_at(status, view.seen)
+    last_report = pending.last_report_at(status, view.seen)
     reason, text = reasons.ALL_NODES_RUN, _how_many_run(view, status)
     if missing:
         reason, text = reasons.ENOUGH_NODES_RUN, f"{text}; {missing}"
@@ -159,17 +159,17 @@ def running(view: View, status: api.Status, missing: str = "") -> Decision:
         reason, text = reasons.OTHERS_COMPLETED, long_completed
     if finding := view.stall_finding:
         reason, text = reasons.STALL_SUSPECTED, finding.sentence()
-    missed = report_age.missed_at(last_report)
+    missed = pending.report_missed_at(last_report)
     silence = f"; no report since {wording.clock(last_report)}" if last_report and is_past(missed, view.now) else ""
     status = enter(status, "Running", reason, f"{text}{pending.unreachable_nodes(view)}{silence}", view.now)
     begun = status.running_time or view.now
     status = replace(status, start_retries=0, starting_since=None, running_time=begun)
-    to_come = (t for t in (report_age.old_at(last_report), missed) if t and t > view.now)
+    to_come = (t for t in (pending.report_old_at(last_report), missed) if t and t > view.now)
     return Decision(status, requeue_at=earliest(view.active_deadline(status), again_at, *to_come))
 
 
 def _how_many_run(view: View, status: api.Status) -> str:
-    count, nodes = len(ranges.parse(status.completed_nodes)), len(view.participants(status))
+    count, nodes = len(status.completed), len(view.participants(status))
     done = f" and {count} completed" if count else ""
     restarts = agent_restarts.count(status)
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""

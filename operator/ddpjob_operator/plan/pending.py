@@ -13,7 +13,9 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from ddpjob_operator.job import api, ranges, reasons, wording
-from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.job.times import after
+from ddpjob_operator.observed import stall
+from ddpjob_operator.observed.cluster import Observed, Pod
 from ddpjob_operator.plan.view import Unreachable, View
 from ddpjob_operator.pods import naming
 
@@ -26,6 +28,8 @@ _WAITS = ("Pending", "Starting", "Restarting", "Failing")
 # Of the scheduler's sentences that differ by pod: each of hundreds of pods may have one of its own (a volume by name).
 SENTENCES_MAX, SENTENCE_LENGTH_MAX = 3, 300
 UNREACHABLE_MAX = 3
+# Then the message names the time of rank 0's last report, because old figures must not look new.
+MISSED_SECONDS = 60.0
 
 
 def with_long_wait(view: View, status: api.Status) -> tuple[api.Status, dt.datetime | None]:
@@ -102,7 +106,7 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
 
     Without reports nobody can know whether those hang in a collective; and one node may well have more to do.
     """
-    done, running_time = ranges.parse(status.completed_nodes), status.running_time
+    done, running_time = status.completed, status.running_time
     pods = view.known_pods
     ended = [pods[place].trainer.ended_at or running_time for place in done if place in pods]
     times = [at for at in ended if at is not None] or ([running_time] if running_time else [])
@@ -170,3 +174,29 @@ def _pods(pods: Sequence[Pod]) -> str:
 def name_nodes(places: Sequence[int]) -> str:
     """node 3; nodes 1-3, 7."""
     return f"node{'s' if len(places) > 1 else ''} {ranges.for_people(places)}"
+
+
+def last_report_at(status: api.Status, seen: Observed) -> dt.datetime | None:
+    """When rank 0 reported last in this attempt; None where no report is expected.
+
+    A rank that has ended or sent its final report sends none, and with Kubeflow's protocol a rank reports only when it
+    makes a step. A shell that has only begun to listen has missed nothing yet.
+    """
+    progress, report, tracker = status.progress, seen.reports.get(0), seen.trackers.get(0)
+    if progress is None or progress.attempt != status.attempt or 0 in status.completed:
+        return None
+    if report is not None and (report.final or report.phase is None):
+        return None
+    known = tracker is not None and tracker.attempt in (0, status.attempt)
+    heard = tracker.heard_at if tracker is not None and known else progress.updated
+    return max(heard, progress.updated, seen.listening_since or progress.updated)
+
+
+def report_old_at(last_report: dt.datetime | None) -> dt.datetime | None:
+    """When the time left is no longer shown: it would stay the same while time goes on."""
+    return after(last_report, stall.SILENT_SECONDS)
+
+
+def report_missed_at(last_report: dt.datetime | None) -> dt.datetime | None:
+    """When the message names the time of the last report."""
+    return after(last_report, MISSED_SECONDS)

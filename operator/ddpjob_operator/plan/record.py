@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import datetime as dt
+from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api, ranges, reasons, topology
+from ddpjob_core.findings import FINDINGS_MAX
+from ddpjob_operator.failures import root_cause, termination_message
+from ddpjob_operator.job import api, ranges, reasons
 from ddpjob_operator.observed import stall
-from ddpjob_operator.plan import agent_restarts, findings, late_nodes, state_in_memory, transitions
+from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
 from ddpjob_operator.pods import naming
 
@@ -28,13 +30,28 @@ _ALL_PODS_WERE_MADE = (
 def record(view: View, status: api.Status) -> api.Status:
     """The status with which nodes have started and completed, progress, and the restarts that agents have charged."""
     report = view.seen.reports.get(0)
-    status = findings.with_findings(_with_nodes(view, status), view)
+    status = _with_findings(_with_nodes(view, status), view)
     status = transitions.with_progress(status, report, state_in_memory.why_not(view, status))
     status = transitions.with_idle(status, stall.idle_since(view.trackers, view.spec.stall, view.now))
     status = replace(status, unconfigured_since=_unconfigured_since(view, status))
     # An attempt that begins in this reconcile has no agent yet: the reports are of the one before, and counted there.
     has_agent = 0 < status.attempt == view.recorded.attempt
     return agent_restarts.with_agent(status, view) if has_agent else status
+
+
+def _with_findings(status: api.Status, view: View) -> api.Status:
+    """The status with what makes a success suspicious, each fact once. It outlives the pods that report it."""
+    if not status.attempt:
+        return status
+    found = list(dict.fromkeys((*status.findings, *_of_pods(view))))[:FINDINGS_MAX]
+    return replace(status, findings=found) if found != status.findings else status
+
+
+def _of_pods(view: View) -> Iterator[api.Finding]:
+    for _, pod in sorted(view.known_pods.items()):
+        if pod.has_completed and pod.trainer.message:
+            for found in termination_message.findings(pod.trainer.message, trusted=view.hands_over_exit_code):
+                yield api.Finding(reason=found.reason, message=found.message)
 
 
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:
@@ -58,22 +75,22 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
     address = str(naming.endpoint(view.job, status.attempt)) if known is None else known
     status = replace(
         status,
-        started_nodes=ranges.text(ranges.parse(status.started_nodes) | started),
-        completed_nodes=ranges.text(ranges.parse(status.completed_nodes) | completed),
+        started_nodes=ranges.text(status.started | started),
+        completed_nodes=ranges.text(status.completed | completed),
         attempt_nodes=(status.attempt_nodes or view.spec.nodes) if view.is_elastic and status.attempt else None,
         nodes=api.Nodes(total=view.spec.nodes, ready=ready),
         master_addr=address if status.attempt else "",
     )
     # One that was in no group is no part of it any more, also when its pod is gone.
     if late := late_nodes.late(view, status):
-        status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) - late))
+        status = replace(status, started_nodes=ranges.text(status.started - late))
     return status
 
 
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
     """The places that have started, when some have completed."""
-    known = ranges.parse(status.started_nodes) | completed
-    if view.is_elastic and topology.is_enough(view.spec, known):
+    known = status.started | completed
+    if view.is_elastic and view.is_enough(known):
         # The first nodes that complete make room for pods that waited: those find no group to join any more.
         return started & known
     if status.reason not in _ALL_PODS_WERE_MADE:

@@ -10,7 +10,7 @@ from functools import cached_property
 from msgspec.structs import replace
 
 from ddpjob_core.members import Members
-from ddpjob_operator.job import api, exit_codes, launcher, podspec, ranges, times, topology
+from ddpjob_operator.job import api, exit_codes, launcher, podspec, times, topology
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall
@@ -76,37 +76,42 @@ class View:
     unreachable: tuple[Unreachable, ...]
     """Its active pods on nodes that are not ready and not given up, by place."""
 
-    @property
+    @cached_property
     def spec(self) -> api.Spec:
         """The job's spec."""
         return self.job.spec
+
+    @cached_property
+    def facts(self) -> launcher.JobFacts:
+        """What follows from the job's template."""
+        return launcher.facts(self.spec)
 
     @cached_property
     def members(self) -> Members:
         """The places of the job's nodes, by node rank."""
         return topology.members(self.spec)
 
-    @property
+    @cached_property
     def recorded(self) -> api.Status:
         """The status as the API server has it, in times of this clock: a pod is deleted only for what is in here."""
         return self.job.status
 
-    @property
+    @cached_property
     def known_pods(self) -> dict[int, Pod]:
         """The pods of the present attempt by place, those that are gone included."""
         return {**self.deleted_pods, **self.pods}
 
-    @property
+    @cached_property
     def active(self) -> list[Pod]:
         """The pods of the present attempt in which something may still run, those on lost nodes excepted."""
         return [p for p in self.pods.values() if p.live and p.uid not in self.lost]
 
-    @property
+    @cached_property
     def active_of_all_attempts(self) -> list[Pod]:
         """All pods in which something may still run, also on lost nodes."""
         return [p for p in (*self.pods.values(), *self.older) if p.live]
 
-    @property
+    @cached_property
     def stall_finding(self) -> stall.StallFinding | None:
         """What the reports prove of a job that makes no step."""
         return stall.find(self.trackers, self.spec.stall, self.now)
@@ -114,35 +119,40 @@ class View:
     def failed(self, status: api.Status) -> list[Pod]:
         """The pods of the present attempt that ended otherwise than completed, those that are gone included. A node
         that is recorded as completed stays so, whatever becomes of its pod."""
-        completed = ranges.parse(status.completed_nodes)
+        completed = status.completed
         failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
         return [p for p in failed if not self.comes_too_late(status, p.place)]
 
     @cached_property
     def hands_over_exit_code(self) -> bool:
         """Whether exit code 0 proves that the last launcher of the command has ended with 0."""
-        return exit_codes.is_handed_over(launcher.facts(self.spec).command)
+        return exit_codes.is_handed_over(self.facts.command)
 
     @cached_property
     def is_elastic(self) -> bool:
         """Whether the group trains with fewer nodes than all."""
-        return launcher.min_nodes(self.spec) is not None
+        return self.facts.min_nodes is not None
 
-    def is_enough(self, nodes: str) -> bool:
-        """Whether the group trains with the nodes in these ranges."""
-        return topology.is_enough(self.spec, ranges.parse(nodes))
+    def is_enough(self, places: Set[int]) -> bool:
+        """True if the group trains with these places: all of them, or those that an elastic job wants at least.
+
+        Node 0 is always one of them, because its torchrun holds the store at which the others meet.
+        """
+        least, present = self.facts.min_nodes, places & set(self.members)
+        is_all = len(present) == len(self.members)
+        return is_all if least is None else len(present) >= least and self.members.leader in present
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """Whether an elastic job has enough nodes: it waits for no other, and no other that ends breaks it."""
-        return self.is_elastic and self.is_enough(status.started_nodes)
+        return self.is_elastic and self.is_enough(status.started)
 
     def participants(self, status: api.Status) -> Set[int]:
         """The places that the training needs: all, or those of an elastic job that have started."""
-        return ranges.parse(status.started_nodes).intersection(self.members) if self.is_elastic else set(self.members)
+        return status.started.intersection(self.members) if self.is_elastic else set(self.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:
         """Whether an elastic job had ended its training when the node started: it finds no group to join."""
-        has_started = place in ranges.parse(status.started_nodes)
+        has_started = place in status.started
         return self.is_elastic and bool(status.completed_nodes) and not has_started
 
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
@@ -167,7 +177,7 @@ class View:
 
     def start_deadline(self, status: api.Status) -> dt.datetime | None:
         """When all nodes, or enough of them, must have run; None once they have in this attempt."""
-        if self.is_enough(status.started_nodes):
+        if self.is_enough(status.started):
             return None
         return after(status.starting_since or status.attempt_time, self.spec.start_deadline_seconds)
 
@@ -194,7 +204,7 @@ def _as_it_began(job: api.DDPJob, status: api.Status, wanted_nodes: int) -> api.
 
 def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
     """spec.nodes; of an elastic job that a queue has admitted in part, as many as it has admitted."""
-    if launcher.min_nodes(job.spec) is None:
+    if launcher.facts(job.spec).min_nodes is None:
         return job.spec.nodes
     own = (g for g in seen.groups if g.owner_uid == job.metadata.uid and g.admission.state == "admitted")
     return min((job.spec.nodes, *(g.placement.count for g in own if g.placement.count)))

@@ -15,7 +15,7 @@ PREFLIGHT_FAILURES = 2  # one lost node is bad luck
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
     """Nothing for other launchers."""
-    if not launcher.restarts_in_place(job.spec):
+    if not launcher.facts(job.spec).restarts_in_place:
         return {}
     spec = job.spec
     rules = [{"action": r.action, "codes": sorted(r.codes), "notIn": r.inverted} for r in budgets.policy(spec)]

@@ -11,13 +11,15 @@ from ddpjob_operator.job.topology import backend, members, nproc_per_node, shutd
 from ddpjob_operator.pods.naming import Endpoint
 
 TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
+# torchrun and ddprun set these in the ranks, whatever the pod has.
+OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
     """The variables of a place's pod in `attempt`. rendezvous: the address of rank 0. The user's own come on top."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
-    least = launcher.min_nodes(job.spec)
-    return {
+    least = launcher.facts(job.spec).min_nodes
+    every = {
         **_rendezvous(job, node_rank, nproc, rendezvous),
         **(_single_process(job, node_rank) if nproc == 1 and least is None else {}),
         **_torchrun(job, attempt, node_rank if least is None else None, nproc, rendezvous),
@@ -32,6 +34,23 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
         "PYTHONUNBUFFERED": "1",
         "TORCH_FR_BUFFER_SIZE": "2000",
     }
+    left_out = _read_by_nobody(job.spec, nproc)
+    return {name: value for name, value in every.items() if name not in left_out}
+
+
+def _read_by_nobody(spec: api.Spec, nproc: int) -> set[str]:
+    """Variables that the trainer's program does not read, and its container does not mention.
+
+    Each variable of a pod costs the API server, the scheduler and the kubelets 0.15 ms of CPU (bench/results).
+    A Python file gets all of them: it may start torchrun, and without PET_… each node would then train alone, and
+    succeed.
+    """
+    facts = launcher.facts(spec)
+    if not facts.is_launcher_alone:
+        return set()
+    defaults = {"PET_MAX_RESTARTS"} if facts.min_nodes is None else set()
+    defaults |= {"PET_NPROC_PER_NODE"} if nproc == 1 else set()
+    return (OF_RANKS | defaults) - facts.mentioned
 
 
 def _threads(limit: int | None, nproc: int) -> dict[str, str]:

@@ -255,7 +255,7 @@ class Copies:
             slot = COPY_SLOTS[versions.index(own)]
         else:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
-        shared.write_slot(slot, at.step, packed.pack(at.small()))
+        shared.write_slot(slot, at.step, packed.dumps(at.small()))
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> tuple[int, Held] | None:
         """Into which area the state was written; it does not count yet. None: it has outgrown the areas. Raises

@@ -32,29 +32,36 @@ def hooks_with_state(objects: Mapping[str, Any]) -> dict[str, str]:
 class SinceLastStep:
     """What has happened since the last optimizer step: gradients that wait for the next one, and shards that are older.
 
-    Gradients usually stay after a step. So those of some parameters are compared with what they were after the last
-    one.
+    Gradients usually stay after a step. So a hook of some parameters notes when they get another one.
     """
 
     def __init__(self) -> None:
         self._watched: weakref.WeakKeyDictionary[Any, list[torch.Tensor]] = weakref.WeakKeyDictionary()
-        self._stepped: dict[int, tuple[Any, int]] = {}
+        self._settled: set[int] = set()  # parameters whose gradients the last step has used
         self._shards: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._all: set[int] = set()
         itself = weakref.ref(self)
 
         def after_step(optimizer: Any, *_: Any) -> None:
             if (watch := itself()) is not None:
                 watch._watch(optimizer)
-                watch._stepped = {id(each): _of_gradient(each) for its in watch._watched.values() for each in its}
+                watch._settled |= watch._all
                 if (shards := getattr(optimizer, "_all_state_dicts", None)) is not None:
                     watch._shards[optimizer] = shards
 
         register_optimizer_step_post_hook(after_step)
 
     def _watch(self, optimizer: Any) -> None:
-        if optimizer not in self._watched:
-            parameters = [each for group in optimizer.param_groups for each in group["params"]]
-            self._watched[optimizer] = _some([each for each in parameters if each.requires_grad])
+        if optimizer in self._watched:
+            return
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._watched[optimizer] = _some([each for each in parameters if each.requires_grad and each.is_leaf])
+        settled = self._settled  # not self, which a parameter would keep
+        for parameter in self._watched[optimizer]:
+            self._all.add(id(parameter))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda own: settled.discard(id(own))
+            )
 
     def refuse_stale_shards(self, objects: Mapping[str, Any]) -> None:
         """StateError for a ZeroRedundancyOptimizer that has stepped after consolidate_state_dict(), which makes a new
@@ -73,16 +80,10 @@ class SinceLastStep:
             if isinstance(value, torch.optim.Optimizer):
                 self._watch(value)  # which may have made no step yet
         for parameter in (each for its in self._watched.values() for each in its):
-            now, before = _of_gradient(parameter), self._stepped.get(id(parameter), (None, 0))
-            waits = parameter.grad is not None and now != before and _waits(parameter.grad)
+            waits = id(parameter) not in self._settled and parameter.grad is not None and _waits(parameter.grad)
             if waits and (name := _owner(parameter, objects)):
                 return name
         return ""
-
-
-def _of_gradient(parameter: torch.Tensor) -> tuple[Any, int]:
-    gradient = parameter.grad
-    return (None, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
 
 
 def _owner(parameter: torch.Tensor, objects: Mapping[str, Any]) -> str:

@@ -597,7 +597,8 @@ class Snapshot:
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         ranks = f"{', '.join(map(str, found.ranks[:8]))}{' …' if len(found.ranks) > 8 else ''}"
         origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
-        origin += _seeded(fetched.seeded)
+        # Of a copy nobody knows how many steps followed: the words "the memory" at the beginning claim that none did.
+        origin = f"{'a copy in ' if found.held.every else ''}{origin}{_seeded(fetched.seeded)}"
         if self._folder is not None:
             before = {} if self._owed is None else self._owed.objects  # of a load() that has named another part
             self._owe(_Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value))

@@ -166,6 +166,11 @@ def _check_step(step: int) -> None:
 
 def _begin_heartbeat(step: int) -> None:
     watchdog.begin()
+    if path := os.environ.get("DDPJOB_END"):
+        with contextlib.suppress(Exception):
+            from ddpjob.reporting import rank_end
+
+            rank_end.begin_in_new_process(path)
     _write_step(step)
     _write_phase()
 

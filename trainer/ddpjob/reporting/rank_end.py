@@ -1,8 +1,9 @@
 """What a rank leaves for its agent at its end: whether it has formed a process group, and checksums of its DDP modules.
 
 `ddprun/core/rank_ends.py` compares them between ranks. The numbers go through a file, and no collective: a script that
-ends, or hangs, is not changed by them. A rank that was forked by the fork server has all this; another one, or a child
-of a rank, writes nothing.
+ends, or hangs, is not changed by them. A rank that was forked by the fork server has all this. One that is a new
+process (DDPJOB_END) has the checksums, of the modules that it wraps after its first call of `ddpjob.init` or
+`progress`.
 
 The parameters of a module are summed when the DDP object is released, or at the end of the process; and, over their
 first 32 KiB each, at backward passes that become rarer: 1, 2, 3, 4, 6, 8, 12, 16, … Between those one hook counts the
@@ -71,15 +72,27 @@ class RankEnd:
             json.dump({"alone": alone, "modules": modules}, file)
 
 
-def begin(path: str) -> None:
+def begin(path: str) -> RankEnd:
     """In a rank, before its script."""
-    process.current.end = RankEnd(path)
-    atexit.register(_write, process.current.end)  # before what the script registers, so that it runs after that
+    end = process.current.end = RankEnd(path)
+    atexit.register(_write, end)  # before what the script registers, so that it runs after that
+    return end
+
+
+def begin_in_new_process(path: str) -> None:
+    """In a rank that the fork server has not forked, or a program below it, from a call of the library on."""
+    torchs = sys.modules.get("torch.nn.parallel.distributed")
+    if torchs is None or process.current.end is not None:
+        return
+    begin(path).group_size = 2  # a group may have been formed before: this process has not trained alone
+    watch_ddp(torchs.DistributedDataParallel)
 
 
 def watch_ddp(ddp: Any) -> None:
     """Have this class tell of each module that it wraps. In the fork server, once for all ranks."""
     wrap = ddp.__init__
+    if hasattr(wrap, "watched"):
+        return
 
     @functools.wraps(wrap)
     def wrap_and_watch(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,6 +101,7 @@ def watch_ddp(ddp: Any) -> None:
             if process.current.end is not None:
                 process.current.end.add(self)
 
+    wrap_and_watch.watched = True  # type: ignore[attr-defined]
     ddp.__init__ = wrap_and_watch
 
 

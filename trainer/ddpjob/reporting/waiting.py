@@ -42,7 +42,7 @@ _HARMLESS = (
     os.path.join(os.path.dirname(os.__file__), "multiprocessing", "resource_sharer.py"),
 )  # fmt: skip
 _IDLE_WORKER = "/concurrent/futures/thread.py"
-_BEFORE_THREADS = ("/threading.py", os.path.join("agent", "forkserver.py"))
+_BEFORE_THREADS = ("/threading.py", os.path.join("ddprun", "forkserver.py"))
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 

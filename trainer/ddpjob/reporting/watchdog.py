@@ -6,8 +6,8 @@ collective runs no Python handler: where each thread is, and the last collective
 stderr, and a summary to the agent. While something holds the interpreter this thread cannot run, so faulthandler writes
 the stacks on a signal of its own.
 
-DDPJOB_BEATS names the memory (`ddpjob_core/heartbeat.py` has its layout); without it the cells are this process's own, and
-no agent reads them.
+DDPJOB_BEATS names the memory (layout: `ddpjob_core/heartbeat.py`); without it the cells are this process's own, and no
+agent reads them.
 """
 
 import atexit
@@ -53,7 +53,8 @@ END_SECONDS = 1.0  # it answers in milliseconds, unless nobody reads what it wri
 THREADS_MAX, FRAMES_MAX, COLLECTIVES_MAX = 64, 40, 8
 FOLDED_MAX, FOLDED_BYTES_MAX = 20, 3000  # in an answer of a page
 _LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_FORK_SERVER = os.path.join(_LIBRARY, "agent", "forkserver.py")
+_AGENT = os.path.join(os.path.dirname(_LIBRARY), "ddprun")
+_FORK_SERVER = os.path.join(_AGENT, "forkserver.py")
 
 
 def begin() -> None:
@@ -264,7 +265,8 @@ def folded(frame: FrameType | None) -> list[str]:
 
 def _is_of_script(frame: FrameType) -> bool:
     name = frame.f_code.co_filename
-    return not name.startswith((os.path.dirname(os.__file__), _LIBRARY, "<frozen")) and "-packages" not in name
+    own = (os.path.dirname(os.__file__), _LIBRARY, _AGENT, "<frozen")
+    return not name.startswith(own) and "-packages" not in name
 
 
 def _place(frame: FrameType) -> str:

@@ -40,7 +40,7 @@ def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process
 
 
 def _refuse_other_commands(option: str, job: api.DDPJob) -> None:
-    words = launcher.command_of(job.spec.template)
+    words = launcher.facts(job.spec).command
     found, program = launcher.facts(job.spec).launcher, os.path.basename(words[0]) if words else ""
     if found is not None and "no_python" not in found.options:
         return

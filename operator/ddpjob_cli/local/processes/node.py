@@ -17,14 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddpjob_cli.local.processes import supervisor
+import ddpjob_cli
+import ddprun
 from ddpjob_cli.local.processes.supervisor import read_available
 from ddpjob_core.failures import signal_name
 from ddprun import processes
 
 # Isolated and without site-packages, because that starts in a fraction of the time; so both packages are pointed to.
 SUPERVISOR = "from ddpjob_cli.local.processes.supervisor import main; main()"
-PACKAGES = [str(Path(supervisor.__file__).parents[2]), str(Path(processes.__file__).parents[2])]
+# The folders that hold the two packages of which the supervisor is made.
+PACKAGES = [str(Path(package.__file__ or "").parents[1]) for package in (ddpjob_cli, ddprun)]
 CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor needs to end its tree
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_cli.local.processes import similar
-from ddpjob_operator.job import launcher
+from ddpjob_operator.job import command
 from ddpjob_operator.job.podspec import is_gpu, limits, trainer_container, trainer_path
 from ddpjob_operator.job.typos import suggestion
 from ddpjob_operator.job.validation import Path as FieldPath
@@ -145,7 +145,7 @@ def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
     if not made and not os.path.isdir(planned.cwd):  # Path's own raises for a name of 1,000 characters
         yield Problem((*at, "workingDir"), f"there is no folder {planned.cwd} on this machine")
         return
-    program, script = planned.argv[0], launcher.script(planned.argv)
+    program, script = planned.argv[0], command.script_of(planned.argv)
     if shutil.which(program, path=planned.env["PATH"]) is None and not _is_file(program, planned.cwd):
         hint = ": install PyTorch (pip install 'ddpjob[trainer]'), or activate the environment that has it"
         hint = hint if program in ("torchrun", "ddprun") else suggestion(program, _PROGRAMS)

@@ -26,7 +26,6 @@ from ddpjob_operator.kube.api.api_error import ApiError as ApiError
 from ddpjob_operator.kube.api.api_error import TooLargeError, bad_answer, no_answer, of_answer, of_status
 from ddpjob_operator.kube.api.login import LoginError, login
 from ddpjob_operator.kube.api.reach import Reach
-from ddpjob_operator.kube.api.write_guard import GuardedBody, WriteGuard
 
 T = TypeVar("T")
 Raw = dict[str, Any]
@@ -40,10 +39,6 @@ _JSON = {
 }
 # An answer to a create repeats what was sent. A server that cannot leave it out sends it.
 _METADATA_ALONE: Headers = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"}
-_METADATA_OF_LIST: Headers = {
-    "Accept": "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1, application/json",
-    "Accept-Encoding": "identity",  # to compress it costs the server twice as much as all the rest
-}
 READ_AT_ONCE = 65_536
 """Bytes of JSON that are read on the event loop."""
 _METADATA_IS_ENOUGH = frozenset({"pods", "services", "events"})
@@ -107,11 +102,11 @@ class Client:
         self,
         log_in: Callable[[], kopf.ConnectionInfo] = login,
         limits: RequestLimits = RequestLimits(),
-        may_write: Callable[[str], bool] = lambda _path: True,
+        may_write: Callable[[], bool] = lambda: True,
         answered: Callable[..., None] = lambda *_, **__: None,
         reach: Reach | None = None,
     ) -> None:
-        """may_write: asked with the path right before each try of a write, which is not sent where it returns False.
+        """may_write: asked right before each try of a write, which is not sent where it returns False.
         answered: told of each answer (measuring.Requests). reach: where several clients share it."""
         self.reach = reach or Reach()
         self.limits = limits
@@ -168,29 +163,18 @@ class Client:
 
         Raises ApiError (410: start again). An empty list has one empty page.
         """
-        async for page in self._pages(path, selector, _plural(path), {}):
-            yield page
-
-    async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        """As `pages`, of each object its name, uid, version, labels and owners alone."""
-        async for page in self._pages(path, selector, reading.METADATA, _METADATA_OF_LIST):
-            yield page
-
-    async def _pages(self, path: str, selector: str, kind: str, headers: Headers) -> AsyncIterator[Page]:
         params = {"labelSelector": selector} if selector else {}
         limit = self.limits.page
         while True:
             # A single object is read whatever its length: etcd bounds it.
             bytes_max = self.limits.page_bytes if limit > 1 else None
             try:
-                content = await self._request_bytes(
-                    "GET", path, params | {"limit": str(limit)}, bytes_max, headers=headers
-                )
+                content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, bytes_max)
             except TooLargeError:
                 limit = max(1, limit // 8)
                 continue
             try:
-                listed = await read_json(partial(reading.page, plural=kind), content)
+                listed = await read_json(partial(reading.page, plural=_plural(path)), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
             # By the length of this one: doubling would read every fourth page in vain where objects are large.
@@ -267,13 +251,11 @@ class Client:
         params: Mapping[str, str] | None,
         bytes_max: int | None,
         body: Raw | None = None,
-        headers: Headers | None = None,
     ) -> bytes:
-        headers = _headers(method, path) if headers is None else headers
         for attempt in range(1, self.limits.tries + 1):
             session, info = await self._session()
             try:
-                return await self._once(session, info, method, path, params, bytes_max, body, headers)
+                return await self._once(session, info, method, path, params, bytes_max, body)
             except ApiError as error:
                 wait = self._wait_before_next_try(error, attempt)
                 if wait is None:
@@ -291,29 +273,23 @@ class Client:
         params: Mapping[str, str] | None,
         bytes_max: int | None,
         body: Raw | None,
-        headers: Headers,
     ) -> bytes:
         # Reviews are questions, though they are asked by POST.
         changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
-        guard = WriteGuard(f"{method} {path}", partial(self._may_write, path)) if changes_something else None
-        if guard is not None:
-            guard.check()
+        if changes_something and not self._may_write():
+            raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         url = info.server.rstrip("/") + path
-        content = None if body is None else _dumps(method, path, body)
-        data = content if content is None or guard is None else GuardedBody(content, guard)
+        data = None if body is None else _dumps(method, path, body)
         began, code = time.monotonic(), NO_ANSWER
         try:
-            async with session.request(
-                method, url, params=params, data=data, headers=self._headers | headers
-            ) as response:
+            headers = self._headers | _headers(method, path)
+            async with session.request(method, url, params=params, data=data, headers=headers) as response:
                 code = response.status
                 content = await _read(response, bytes_max)
                 if response.status >= 400:
                     raise of_answer(response.status, content, response.headers)
                 return content
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
-            if guard is not None and guard.refused is not None:
-                raise guard.refused from None
             raise no_answer(method, path, error) from None
         finally:
             self._answered(method, path, code, began)

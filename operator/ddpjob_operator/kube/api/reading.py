@@ -126,13 +126,11 @@ class _NodeEvent(TypedDict):
     object: _Node
 
 
-METADATA = "metadata"
 # By plural, what observe.py reads of an object and no more: a pod's event takes a fifth of the time (bench/results).
 _OBJECTS: dict[str, msgspec.json.Decoder[Any]] = {
     "pods": msgspec.json.Decoder(_Pod),
     "services": msgspec.json.Decoder(_MetadataAlone),
     "nodes": msgspec.json.Decoder(_Node),
-    METADATA: msgspec.json.Decoder(_MetadataAlone),
 }
 _MADE = msgspec.json.Decoder(_Made)
 METADATA_ALONE = "PartialObjectMetadata"
@@ -159,7 +157,6 @@ def page(content: bytes, plural: str = "") -> ListPage:
     """A page of a list. Each object is made by itself, so that one cannot spoil the others. Raises BadJsonError.
 
     plural: what is listed; of pods, Services and nodes only what is read is kept, of DDPJobs as `stored_job` has it.
-    METADATA: of any kind.
     """
     listed = _decode(content, _List)
     if not listed.metadata.resource_version:

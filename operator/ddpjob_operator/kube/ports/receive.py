@@ -17,7 +17,6 @@ from aiohttp import HttpVersion11, web
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.api.tokens import BadTokenError, BoundPod, NoKeysError
 from ddpjob_operator.kube.ports.bounded_server import BoundedServer
-from ddpjob_operator.kube.ports.forward import NoLeaderError
 from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.reports import BadReportError, Report
 
@@ -56,7 +55,8 @@ class Receiver(BoundedServer):
     locate     the node of a job that a pod is; None for any other pod.
     on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own. Raises
                BadReportError where it is for a rank that is not the pod's.
-    forward    gives another operator's answer where that one leads, else None (`forward.Forwarder.forward`).
+    leads      whether this operator leads. A report to another one, over a connection that was opened when it led, is
+               refused, and the next one goes to the leader.
     """
 
     connections_max = 4000
@@ -67,14 +67,14 @@ class Receiver(BoundedServer):
         locate: Callable[[BoundPod], Sender | None],
         on_report: Callable[[Sender, Report], None],
         runtime: Runtime = SYSTEM,
-        forward: Callable[[web.BaseRequest, bytes], Awaitable[web.Response | None]] | None = None,
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__()
         self._verify = verify
         self._locate = locate
         self._on_report = on_report
         self._runtime = runtime
-        self._forward = forward
+        self._leads = leads
         self._accounts: dict[BoundPod, Account] = {}
         self._were_live = 0
         """How many of these were of pods that are there, when they were last looked through."""
@@ -100,8 +100,8 @@ class Receiver(BoundedServer):
         self.prove(request)
         account = self._charge(pod)
         body = await _read_body(request)
-        if (answer := await self._forward_to_leader(request, body)) is not None:
-            return answer
+        if not self._leads():
+            raise _RefusedError(503, "this operator does not lead", retry_seconds=5)
         kubeflows = kubeflow.speaks(body)
         report = self._read(body, account)
         if report is not None:
@@ -121,14 +121,6 @@ class Receiver(BoundedServer):
         except (BadReportError, UnicodeDecodeError, RecursionError) as error:
             raise _RefusedError(400, str(error)[:200]) from None
         return report
-
-    async def _forward_to_leader(self, request: web.BaseRequest, body: bytes) -> web.Response | None:
-        if self._forward is None:
-            return None
-        try:
-            return await self._forward(request, body)
-        except NoLeaderError as error:
-            raise _RefusedError(503, str(error), retry_seconds=5) from None
 
     async def _prove(self, request: web.BaseRequest) -> BoundPod:
         """The pod that sends, by its token."""

@@ -19,7 +19,7 @@ from ddpjob_operator.kube.api.client import ApiError, Client, group_collection
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch import observe, triggers
 from ddpjob_operator.kube.watch.queue_places import QueuePlaces
-from ddpjob_operator.kube.watch.reflector import Reflector
+from ddpjob_operator.kube.watch.reflector import UNMEASURED, Reflector, Watcher
 from ddpjob_operator.kube.watch.store import Key, Store
 from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.pods import naming
@@ -44,7 +44,7 @@ class Gang:
         changed: Callable[[Key, float], None],
         found: Callable[[], None],
         runtime: Runtime,
-        restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
+        watcher: Watcher = UNMEASURED,
         sleep: Callable[[float], Any] = asyncio.sleep,
         asks_places: bool = False,
     ) -> None:
@@ -63,13 +63,12 @@ class Gang:
         self.reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
         self._sleep = sleep
-        self._restarted = restarted
+        self._watcher = watcher
         self._is_known = False
         self._errors = 0
-        tells = adapter.queue.places if adapter.queue is not None else None
         self.places: QueuePlaces | None = (
-            QueuePlaces(client, tells, self._waiting, lambda key: changed(key, 0.0), runtime)
-            if asks_places and tells is not None
+            QueuePlaces(client, self._waiting, lambda key: changed(key, 0.0), runtime)
+            if asks_places and adapter.admits_first
             else None
         )
 
@@ -161,7 +160,7 @@ class Gang:
                 runtime=self._runtime,
                 sleep=self._client.reach.wait,
                 away=lambda: self._client.reach.lost,
-                restarted=self._restarted,
+                watcher=self._watcher,
             )
             for namespace in self._namespaces
             if namespace not in self._refused

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from ddpjob_operator.kube.api.client import Page
-from ddpjob_operator.kube.watch.store import Key, ObjectKey, Store, Uids, number
+from ddpjob_operator.kube.watch.store import Key, ObjectKey, Store, Uids, number, version
 
 # Objects of a list that are put before others may go on: a DDPJob takes up to 10 ms, if its owner wants it to.
 PUT_AT_ONCE = 4
@@ -27,6 +27,12 @@ class Sink(Protocol):
     def one_observation(self, namespace: str = "", key: Key | None = None) -> AbstractContextManager[None]:
         """While the pages of a list come. namespace, key: what is listed."""
 
+    def has(self, raw: Any) -> bool:
+        """True if the copy has this version of an object, or a later one."""
+
+    def begin_anew(self, namespace: str) -> None:
+        """Whatever comes of a namespace (empty: of any) is newer than what the copy has."""
+
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
         """The end of a list: all that it named was put."""
 
@@ -40,13 +46,16 @@ class Careful:
         self._log = log
         self._logged = Uids()
 
-    def put(self, raw: Any) -> None:
-        """An object that is new or newer."""
+    def put(self, raw: Any, told: int = 0) -> bool:
+        """Put an object. told: the version that a watch has come to. True if the watch should have brought this one."""
         try:
+            lacked = 0 < version(raw["metadata"]) <= told and not self._sink.has(raw)
             self._sink.put(raw)
         except Exception:
             # A bug in reading one object must not end the watch of all the others.
             self._report(raw)
+            return False
+        return lacked
 
     def remove(self, raw: Any) -> None:
         """An object that is gone."""
@@ -71,7 +80,7 @@ class Careful:
 async def take(
     pages: AsyncIterator[Page],
     sink: Sink,
-    put: Callable[[Any], None],
+    put: Callable[[Any], object],
     check: Callable[[int], None] = lambda _: None,
     **listed: Any,
 ) -> str:

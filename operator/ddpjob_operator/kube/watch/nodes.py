@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import datetime as dt
 import logging
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Set
 
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.times import Clock
 from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.store import Key, Listed, ObjectKey, Raw, version
+from ddpjob_operator.kube.watch.store import Key, ObjectKey, Raw, version
 from ddpjob_operator.observed.cluster import Node
 
 _LOGGER = logging.getLogger(__name__)
@@ -137,23 +137,12 @@ class Nodes:
             self.remove("", name, "")
         self._judge()
 
-    def newest(self, namespace: str) -> int:
-        """0: of nodes whatever comes is taken."""
-        return 0
-
     def begin_anew(self, namespace: str) -> None:
         """It keeps no order."""
 
-    def listed(self, raw: Raw) -> Listed:
-        """A node of a list, by its metadata alone. Raises LookupError where it has none."""
-        name = raw["metadata"]["name"]
-        return Listed(("", name), raw["metadata"]["uid"], version(raw["metadata"]), ("", name))
-
-    def missed(self, listed: Mapping[ObjectKey, Listed], at: int, namespace: str = "") -> set[Listed]:
-        """The nodes of which a list has a newer version than we have, and those that it lacks."""
-        newer = {one for one in listed.values() if self._names.get(one.place[1], (-1, ""))[0] < one.version}
-        gone = {name: seen for name, (seen, _) in self._names.items() if ("", name) not in listed and seen <= at}
-        return newer | {Listed(("", name), "", seen, ("", name)) for name, seen in gone.items()}
+    def has(self, raw: Raw) -> bool:
+        """True if a node is known as it was at its resourceVersion, or later."""
+        return self._names.get(raw["metadata"]["name"], (-1, ""))[0] >= version(raw["metadata"])
 
     def _set(self, name: str, node: Node) -> None:
         before = self._not_ready.get(name, READY)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from ddpjob_core import rules
 from ddpjob_operator.gangs import kueue
-from ddpjob_operator.gangs.adapter import Adapter, Queue
+from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.bounds import UnreadableError, seconds, text, time
 from ddpjob_operator.job.podspec import trainer_container
@@ -124,17 +124,10 @@ def group(adapter: Adapter) -> Callable[[Raw], ObservedGroup]:
             attempt=max(0, bounds.number(labels.get(naming.LABEL_ATTEMPT, "0"), bounds.TURNS_MAX)),
             admission=adapter.read(raw),
             deletion_requested="deletionTimestamp" in raw["metadata"],
-            **({} if adapter.queue is None else _of_queue(adapter.queue, raw)),
+            **(kueue.observed(raw) if adapter.admits_first else {}),
         )
 
     return group
-
-
-def _of_queue(queue: Queue, raw: Raw) -> dict[str, Any]:
-    is_ready, is_over = queue.told(raw)
-    placement, nodes = queue.placement(raw), queue.nodes(raw)
-    told = {"is_ready": is_ready, "is_over": is_over}
-    return {"placement": placement, "nodes": nodes, "queue": queue.name(raw), "asked": queue.asked(raw), **told}
 
 
 @_total

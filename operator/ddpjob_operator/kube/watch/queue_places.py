@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from ddpjob_operator.gangs.adapter import Places
+from ddpjob_operator.gangs import kueue
 from ddpjob_operator.kube.api.client import ApiError, Client
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Key
@@ -25,15 +25,13 @@ class QueuePlaces:
     def __init__(
         self,
         client: Client,
-        tells: Places,
         waiting: Callable[[], Iterable[tuple[Key, str]]],
         changed: Callable[[Key], None],
         runtime: Runtime,
     ) -> None:
         """waiting: the jobs that wait, and the name of the queue of each. changed: called for a job that has another
         place than before."""
-        self._client, self._tells, self._waiting = client, tells, waiting
-        self._changed, self._runtime = changed, runtime
+        self._client, self._waiting, self._changed, self._runtime = client, waiting, changed, runtime
         self._places: dict[Key, int] = {}
         self._asked_at: dict[Key, float] = {}
         """When each queue, by namespace and name, was asked last."""
@@ -70,7 +68,7 @@ class QueuePlaces:
             return
         for queue in due:
             self._asked_at[queue] = self._runtime.clock()
-            self._take(queues[queue], await self._ask(self._tells.path(api_version, *queue)))
+            self._take(queues[queue], await self._ask(kueue.pending_path(api_version, *queue)))
 
     def _take(self, keys: Iterable[Key], told: dict[str, int]) -> None:
         for key in keys:
@@ -82,7 +80,7 @@ class QueuePlaces:
 
     async def _ask(self, path: str) -> dict[str, int]:
         try:
-            return self._tells.read(await self._client.get(path))
+            return kueue.read_places(await self._client.get(path))
         except ApiError as error:
             if error.status != 404:
                 self._log_once(f"no places are told by {path}: {error}")
@@ -98,15 +96,17 @@ class QueuePlaces:
             return self._api_version
         self._looked_at = self._runtime.clock()
         try:
-            served = await self._client.get(f"/apis/{self._tells.group}")
+            served = await self._client.get(f"/apis/{kueue.PLACES_GROUP}")
         except ApiError as error:
-            self._log_once(f"no places in queues are told: the API {self._tells.group} does not answer: {error}")
+            self._log_once(f"no places in queues are told: the API {kueue.PLACES_GROUP} does not answer: {error}")
             return ""
         found = {version.get("groupVersion") for version in served.get("versions") or ()}
-        wanted = (f"{self._tells.group}/{version}" for version in self._tells.versions)
+        wanted = (f"{kueue.PLACES_GROUP}/{version}" for version in kueue.PLACES_VERSIONS)
         self._api_version = next((version for version in wanted if version in found), "")
         if not self._api_version:
-            self._log_once(f"no places in queues are told: {self._tells.group} is served in none of the known versions")
+            self._log_once(
+                f"no places in queues are told: {kueue.PLACES_GROUP} is served in none of the known versions"
+            )
         return self._api_version
 
     def _is_recent(self, at: float) -> bool:

@@ -1,10 +1,13 @@
-"""A copy of a collection, kept by LIST and then WATCH. kopf's own costs 25 times as much per pod."""
+"""A copy of a collection, kept by LIST and then WATCH. kopf's own costs 25 times as much per pod.
+
+A watch may lose an event: a proxy drops a line, or an API server that was restored from a backup counts from an older
+version again. So the collection is listed again from time to time, and the list wins.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ddpjob_operator.kube.api.client import NO_ANSWER, ApiError, Client, collection
@@ -21,6 +24,22 @@ HEALTHY_SECONDS = 10.0
 # A list older than what we saw comes from an API server that lags. It catches up in seconds, unless the whole
 # cluster was restored from a backup: then the old numbers are the truth.
 STALE_LISTS_MAX = 5
+# The first watch that ends so long after a list is followed by a list. Watches end after 4 to 8 minutes (client.py), so
+# that is every 10 minutes on average, and for each collection and operator at another time.
+LIST_AGAIN_SECONDS = 400.0
+
+
+class Watcher:
+    """Measures watches; this one measures nothing."""
+
+    def restarted(self, plural: str, cause: str) -> None:
+        """A watch has ended. cause: `end` or `error`."""
+
+    def missed(self, plural: str, count: int) -> None:
+        """A list has shown so many objects whose newest change the watch had left out."""
+
+
+UNMEASURED = Watcher()
 
 
 class Reflector:
@@ -38,11 +57,10 @@ class Reflector:
         runtime: Runtime = SYSTEM,
         sleep: Callable[[float], Any] = asyncio.sleep,
         away: Callable[[], bool] = lambda: False,
-        restarted: Callable[[str, str], None] = lambda _plural, _cause: None,
+        watcher: Watcher = UNMEASURED,
     ) -> None:
         """sleep: True if it was cut short because the server answers again (Reach.wait).
-        away: True while the server answers nobody, which is logged elsewhere (Reach).
-        restarted: called with the resource and the cause, end or error, each time a watch has ended."""
+        away: True while the server answers nobody, which is logged elsewhere (Reach)."""
         self.what = f"{plural} in {namespace or 'all namespaces'}"
         self.namespace = namespace
         self.synced = asyncio.Event()
@@ -58,13 +76,15 @@ class Reflector:
         self._runtime = runtime
         self._sleep = sleep
         self._away = away
-        self._restarted = partial(restarted, plural)
+        self._plural, self._watcher = plural, watcher
         self._version = self._newest = ""
         self._failures = 0
         self._failing_since: float | None = None
         self._asked_for = 0.0
         """Seconds that the server wants us to wait."""
         self._stale_lists = 0
+        self._list_at = 0.0
+        """When to list next."""
         self._logged = ("", 0.0)
         self._careful = Careful(sink, self.what, runtime.log)
 
@@ -79,7 +99,7 @@ class Reflector:
             started, cause = self._runtime.clock(), "error"
             self.tried_at, self._asked_for, self.waits = started, 0.0, False
             try:
-                if not self._version:
+                if not self._version or started >= self._list_at:
                     await self._list()
                 await self._watch()
                 cause = "end"
@@ -91,7 +111,7 @@ class Reflector:
                 self._version = ""
             self.tried_at, self.waits = self._runtime.clock(), True
             healthy = self.tried_at - started >= HEALTHY_SECONDS
-            self._restarted(cause if healthy else "error")
+            self._watcher.restarted(self._plural, cause if healthy else "error")
             if healthy:
                 self._begin_anew()
                 continue
@@ -108,8 +128,21 @@ class Reflector:
         self._failures, self._failing_since = 0, None
 
     async def _list(self) -> None:
+        # Also if this list is refused: a watch goes on without it, and a busy server is not asked again at once.
+        self._list_at = self._runtime.clock() + LIST_AGAIN_SECONDS
+        missed: list[str] = []
+
+        def put(raw: Any) -> None:
+            # What is later than the watch has come may still be on its way, and is not counted.
+            if self._careful.put(raw, number(self._newest)):
+                missed.append(raw["metadata"]["name"])
+
         pages = self._client.pages(self._path, self._selector)
-        at = await take(pages, self._sink, self._careful.put, self._check, namespace=self.namespace)
+        at = await take(pages, self._sink, put, self._check, namespace=self.namespace)
+        if missed:
+            self._watcher.missed(self._plural, len(missed))
+            text = "%s: the watch has not shown %d changes, among them one of %s; a list did"
+            self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0
         self._version = self._newest = at
         self.synced.set()
@@ -118,9 +151,15 @@ class Reflector:
         """At each page. Raises ApiError where the list is older than what was seen."""
         self.tried_at = self._runtime.clock()
         seen = number(self._newest)
-        if 0 < version < seen and self._stale_lists < STALE_LISTS_MAX:
-            self._stale_lists += 1
-            raise ApiError(0, "StaleList", f"the list is of version {version}, and {seen} was seen before")
+        if not 0 < version < seen:
+            return
+        text = f"the list is of version {version}, and {seen} was seen before"
+        if self._stale_lists < STALE_LISTS_MAX:
+            self._stale_lists, self._version = self._stale_lists + 1, ""
+            raise ApiError(0, "StaleList", text)
+        self._runtime.log.warning("%s: %s: a restored backup; all is taken from the list", self.what, text)
+        self._newest = ""
+        self._sink.begin_anew(self.namespace)
 
     async def _watch(self) -> None:
         async for event in self._client.watch(self._path, self._version, self._selector):

@@ -64,15 +64,6 @@ class Unreadable(NamedTuple):
     why: str
 
 
-class Listed(NamedTuple):
-    """An object of a list, by its metadata alone."""
-
-    place: ObjectKey
-    uid: str
-    version: int
-    key: Key
-
-
 def newest(_: T | None, later: T, __: int) -> T:
     """What is seen last is all that is known."""
     return later
@@ -207,11 +198,6 @@ class Store(Generic[T]):
             if (not namespace or place[0] == namespace) and key in (None, one.key) and place not in named:
                 self.remove(*place, one.uid)
 
-    def newest(self, namespace: str) -> int:
-        """The version of the newest object of a namespace, empty: of all; 0: there is none."""
-        those = (e.version for place, e in self._entries.items() if not namespace or place[0] == namespace)
-        return max(those, default=0)
-
     def begin_anew(self, namespace: str) -> None:
         """The cluster was restored from a backup, and counts anew: whatever comes of a namespace, empty: of any, is
         newer than what we have, and what was deleted is there again."""
@@ -221,29 +207,11 @@ class Store(Generic[T]):
                 old = msgspec.structs.replace(entry, version=0)
                 self._entries[place] = self._by_job[entry.key][place[1]] = old
 
-    def listed(self, raw: Raw) -> Listed:
-        """An object of a list, by its metadata alone. Raises LookupError or TypeError where it has none."""
-        return Listed(_place_of(raw), raw["metadata"]["uid"], version(raw["metadata"]), self._key_of(raw))
-
-    def missed(self, listed: Mapping[ObjectKey, Listed], at: int, namespace: str = "") -> set[Listed]:
-        """What a list of version `at` has newer than we have it, and what we have and it lacks.
-
-        namespace: the one that was listed, empty for all.
-        """
-        newer = {one for one in listed.values() if one.uid not in self._tombstones and not self._has(one)}
-        gone = {
-            Listed(place, entry.uid, entry.version, entry.key)
-            for place, entry in self._entries.items()
-            if (not namespace or place[0] == namespace) and place not in listed and entry.version <= at
-        }
-        return newer | gone
-
-    def _has(self, one: Listed) -> bool:
-        """That version, a later one, or that it cannot be read."""
-        entry = self._entries.get(one.place)
-        if entry is not None and entry.version >= one.version:
-            return True
-        return self._is_unreadable(one.place, one.uid)
+    def has(self, raw: Raw) -> bool:
+        """True if this object, as it was at its resourceVersion, is no news: it is here, gone, or cannot be read."""
+        uid, place, entry = raw["metadata"]["uid"], _place_of(raw), self._entries.get(_place_of(raw))
+        is_here = entry is not None and entry.version >= version(raw["metadata"]) > 0
+        return is_here or uid in self._tombstones or self._is_unreadable(place, uid)
 
     def _is_unreadable(self, place: ObjectKey, uid: str) -> bool:
         return place in self._unreadable and self._unreadable[place].uid == uid

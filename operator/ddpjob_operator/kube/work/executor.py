@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from ddpjob_operator.gangs import kueue
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.api.in_flight import InFlight
@@ -239,11 +240,11 @@ class Executor:
     async def _tell_group(self, job: api.DDPJob, action: TellGroup, state: JobState) -> None:
         """By the object as it is now, for an admission that has changed meanwhile must not be overwritten."""
         gang, namespace = self.caches.gangs[action.adapter], job.metadata.namespace
-        queue, path = gang.adapter.queue, f"{gang.path(namespace)}/{action.name}"
+        path = f"{gang.path(namespace)}/{action.name}"
         try:
             raw = await self.client.get(path)
-            is_same = queue is not None and raw["metadata"]["uid"] == action.uid
-            status = queue.tell(raw, action.what, action.message, self.runtime.now()) if queue and is_same else None
+            is_same = raw["metadata"]["uid"] == action.uid
+            status = kueue.tell(raw, action.what, action.message, self.runtime.now()) if is_same else None
             if status is not None:
                 raw = await self.client.replace(f"{path}/status", {**raw, "status": status}, STATUS)
             gang.store.put(raw)
@@ -369,28 +370,28 @@ class Executor:
         )
         if job.status.gang is not None and (gang := self.caches.gangs.get(job.status.gang.kind)) is not None:
             gang.adapter.pod(body, job, action.attempt)
-            if gang.adapter.queue is not None and (group := gang.of(job)) is not None:
-                gang.adapter.queue.place(body, group, state.flavors)
+            if gang.adapter.admits_first and (group := gang.of(job)) is not None:
+                kueue.place(body, group, state.flavors)
         return await self._create("Pod", body, job, state)
 
     async def _create_group(self, job: api.DDPJob, action: CreateGroup, state: JobState) -> bool:
         gang = self.caches.gangs[action.adapter]
         body = gang.adapter.body(job, action.attempt, gang.api.api_version)
-        if (queue := gang.adapter.queue) is not None:
-            paths = queue.reads_for_group(job, gang.api.api_version)
+        if gang.adapter.admits_first:
+            paths = kueue.reads_for_group(job, gang.api.api_version)
             found = await self._read(paths, (gang.adapter.resource, body["metadata"]["name"]), state)
             if found is None:
                 return False
-            queue.complete(body, found)
+            kueue.complete(body, found)
         return await self._create(gang.adapter.resource, body, job, state)
 
     async def _read_flavors(self, job: api.DDPJob, first: CreatePod, state: JobState) -> bool:
         """What a queue says of the nodes of the pods, read before each attempt's first; False: it cannot be read."""
         gang = self.caches.gangs.get(job.status.gang.kind) if job.status.gang is not None else None
         group = gang.of(job) if gang is not None else None
-        if gang is None or gang.adapter.queue is None or group is None:
+        if gang is None or not gang.adapter.admits_first or group is None:
             return True
-        paths = gang.adapter.queue.reads_for_pods(group.placement, gang.api.api_version)
+        paths = kueue.reads_for_pods(group.placement, gang.api.api_version)
         pod = naming.pod_name(job, first.attempt, first.place, first.replacement)
         found = await self._read(paths, ("Pod", pod), state)
         state.flavors = found or []

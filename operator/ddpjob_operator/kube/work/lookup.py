@@ -71,19 +71,8 @@ class Lookup:
 
     async def list_pods(self, key: Key) -> None:
         """The pods of one job as they are now."""
-        await self._list(collection("pods", key[0]), self.caches.pods, key)
-
-    async def list_services(self, key: Key) -> None:
-        """The Services of one job as they are now."""
-        await self._list(collection("services", key[0]), self.caches.services, key)
-
-    async def list_gang(self, gang: Gang, key: Key) -> None:
-        """The objects of one job for a gang scheduler or queue as they are now."""
-        await self._list(gang.path(key[0]), gang.store, key)
-
-    async def _list(self, path: str, store: Store[Any], key: Key) -> None:
-        pages = self.client.pages(path, f"{naming.LABEL_JOB}={key[1]}")
-        await take(pages, store, store.put, namespace=key[0], key=key)
+        pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
+        await take(pages, self.caches.pods, self.caches.pods.put, namespace=key[0], key=key)
 
     async def read_job(self, key: Key, *, quietly: bool = False) -> None:
         """A job as it is now, or that there is none of this name. quietly: as in `reread`."""

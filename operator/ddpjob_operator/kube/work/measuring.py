@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ddpjob_operator.job import requests
 from ddpjob_operator.kube.api.client import NO_ANSWER
+from ddpjob_operator.kube.watch import reflector
 from ddpjob_operator.kube.work.queue import Queue, Watcher
 from ddpjob_operator.metrics import meter as meters
 from ddpjob_operator.metrics import names
@@ -37,14 +36,19 @@ class Requests:
         self._meter.observe(names.REQUEST_SECONDS, seconds, verb, resource)
 
 
-def watch_restarted(meter: Meter) -> Callable[[str, str], None]:
-    """For reflectors: called with the resource and the cause."""
-    return lambda resource, cause: meter.count(names.WATCH_RESTARTS, resource, cause)
+class OfWatches(reflector.Watcher):
+    """What the watches of all reflectors do."""
 
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
 
-def changes_missed(meter: Meter) -> Callable[[str, int], None]:
-    """For second looks: called with the resource, and how many keys a watch has not shown a change of."""
-    return lambda resource, count: meter.count(names.MISSED, resource, by=count)
+    def restarted(self, plural: str, cause: str) -> None:
+        """A watch has ended."""
+        self._meter.count(names.WATCH_RESTARTS, plural, cause)
+
+    def missed(self, plural: str, count: int) -> None:
+        """A list has shown what the watch had left out."""
+        self._meter.count(names.MISSED, plural, by=count)
 
 
 class OfQueue(Watcher):

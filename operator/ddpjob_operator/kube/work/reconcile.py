@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeGuard
 
 import msgspec
 
-from ddpjob_operator.job import api, bounds, ranges, reasons, storage, validation
+from ddpjob_operator.job import api, bounds, reasons, storage, validation
 from ddpjob_operator.job.status import apart_from_progress
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.in_flight import InFlight
@@ -294,7 +294,7 @@ class Reconciler:
         status = job.status
         if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
             return True
-        ran = ranges.parse(status.started_nodes) - ranges.parse(status.completed_nodes)
+        ran = status.started - status.completed
         names = {naming.present_pod_name(job, status, place) for place in ran}
         if not (missing := self._missing(key, names) - state.confirmed_gone):
             return True

@@ -1,0 +1,51 @@
+"""What the logs of a job that has succeeded tell against its success.
+
+The operator may not read logs, but a user may read those of his jobs. The rule is that of a local run, which reads them
+itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import replace
+
+from msgspec import structs
+
+from ddpjob_cli.client import jobs, read_ahead
+from ddpjob_cli.client.connection import Cluster, Raw
+from ddpjob_cli.client.errors import ClusterError
+from ddpjob_cli.client.logs import state_of
+from ddpjob_core.findings import FINDINGS_MAX
+from ddpjob_operator.failures import termination_message
+from ddpjob_operator.job import api, exit_codes, launcher
+
+PODS_MAX = 16
+LINES_MAX = 200
+
+
+def with_findings(cluster: Cluster, stored: jobs.Stored) -> jobs.Stored:
+    """The job with what the ends of its logs add to its findings; as it is where no log can be read."""
+    status = stored.job.status
+    if status.state != "Succeeded":
+        return stored
+    trusted = exit_codes.is_handed_over(launcher.facts(stored.job.spec).command)
+    found = list(status.findings)
+    with contextlib.suppress(ClusterError):
+        done = [pod for pod in jobs.pods(cluster, stored.job.metadata.name) if _has_completed(pod, stored)]
+
+        def end_of(pod: Raw) -> Generator[bytes, None, None]:
+            yield from cluster.pieces(jobs.log_path(pod), container=stored.trainer, tailLines=str(LINES_MAX))
+
+        for pieces in read_ahead.each(end_of, done[:PODS_MAX]):
+            text = b"".join(pieces)[-termination_message.READ_MAX :].decode(errors="replace")
+            of_log = termination_message.findings(text, trusted=trusted)
+            found += [one for f in of_log if (one := api.Finding(reason=f.reason, message=f.message)) not in found]
+    return replace(
+        stored, job=structs.replace(stored.job, status=structs.replace(status, findings=found[:FINDINGS_MAX]))
+    )
+
+
+def _has_completed(pod: Raw, stored: jobs.Stored) -> bool:
+    ended = state_of(pod, stored.trainer).get("terminated") or {}
+    return jobs.attempt_of(pod) == stored.job.status.attempt and ended.get("exitCode") == 0

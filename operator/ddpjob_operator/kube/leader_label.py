@@ -1,0 +1,52 @@
+"""The label of the pod that leads. The Service before the receiver selects it, so reports reach the leader alone."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ddpjob_operator.job import api
+from ddpjob_operator.kube.api.client import ApiError, Client, collection
+from ddpjob_operator.kube.api.runtime import Runtime
+
+LABEL = f"{api.GROUP}/leader"
+AGAIN_SECONDS, FORBIDDEN_SECONDS = 2.0, 30.0
+
+
+class LeaderLabel:
+    """Labels pods of one namespace. client: one that may write without the Lease."""
+
+    def __init__(self, client: Client, namespace: str, pod: str, runtime: Runtime) -> None:
+        self._client, self._path, self._pod, self._runtime = client, collection("pods", namespace), pod, runtime
+        self._leads = asyncio.Event()
+        self._former = ""
+        self._logged = ""
+
+    def take_from(self, former: str) -> None:
+        """This pod leads. former: the pod that led before and may hang; empty: none is known."""
+        self._former = former if former != self._pod else ""
+        self._leads.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        # A container is restarted in the same pod, so its label may be that of a leader that has ended.
+        await self._set(self._pod, None)
+        await self._leads.wait()
+        await asyncio.gather(self._set(self._pod, "true"), self._set(self._former, None))
+        await asyncio.Event().wait()
+
+    async def _set(self, pod: str, value: str | None) -> None:
+        while pod and (wait := await self._tried(pod, value)):
+            await asyncio.sleep(wait)
+
+    async def _tried(self, pod: str, value: str | None) -> float:
+        """Seconds until the next try; 0: it is done, or that pod is gone."""
+        try:
+            await self._client.patch(f"{self._path}/{pod}", {"metadata": {"labels": {LABEL: value}}})
+        except ApiError as error:
+            if error.status == 404:
+                return 0.0
+            if str(error) != self._logged:
+                self._logged = str(error)
+                self._runtime.log.warning("reports of progress may not arrive, for the label %s: %s", LABEL, error)
+            return FORBIDDEN_SECONDS if error.status == 403 else AGAIN_SECONDS
+        return 0.0

@@ -1,0 +1,93 @@
+"""The label by which reports find the leader: it moves with the Lease, also off the pod of one that hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+from slow_server import play
+
+from ddpjob_operator.kube.api.client import ApiError
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.leader_label import FORBIDDEN_SECONDS, LABEL, LeaderLabel
+
+
+class Pods:
+    """An API server; `errors` are raised in turn."""
+
+    def __init__(self, *errors: ApiError, **labels: str) -> None:
+        self.errors = list(errors)
+        self.labels: dict[str, str | None] = dict(labels)
+        self.asked = 0
+
+    async def patch(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        self.asked += 1
+        await asyncio.sleep(0.01)
+        if self.errors:
+            raise self.errors.pop(0)
+        assert path.startswith("/api/v1/namespaces/ops/pods/")
+        name = path.rpartition("/")[2]
+        if name == "gone":
+            raise ApiError(404, "NotFound", 'pods "gone" not found')
+        ((label, value),) = body["metadata"]["labels"].items()
+        assert label == LABEL
+        self.labels[name] = value
+        return body
+
+
+def lives(pods: Pods, pod: str, story: Callable[[LeaderLabel], Any], seconds: float = 60.0) -> None:
+    async def run() -> None:
+        label = LeaderLabel(cast(Any, pods), "ops", pod, Runtime(log=logging.getLogger("test")))
+        running = asyncio.create_task(label.run())
+        await asyncio.sleep(1)
+        story(label)
+        await asyncio.sleep(seconds)
+        running.cancel()
+
+    play(run)
+
+
+def test_who_leads_has_the_label_and_who_led_before_has_it_no_more() -> None:
+    """A leader that hangs cannot take it off, and half of all reports would go to it."""
+    pods = Pods(a="true")
+    lives(pods, "b", lambda label: label.take_from("a"))
+    assert pods.labels == {"a": None, "b": "true"}
+
+
+@pytest.mark.parametrize("former", ["", "gone", "b"])
+def test_who_leads_has_the_label_whoever_led_before(former: str) -> None:
+    pods = Pods()
+    lives(pods, "b", lambda label: label.take_from(former))
+    assert pods.labels == {"b": "true"}
+
+
+def test_a_container_that_was_restarted_takes_the_label_off_its_pod_until_it_leads() -> None:
+    """A pod keeps its labels when its container ends: reports would go to an operator that stands by."""
+    pods = Pods(a="true")
+    lives(pods, "a", lambda _: None)
+    assert pods.labels == {"a": None}
+
+
+def test_a_label_that_the_server_does_not_take_is_tried_again() -> None:
+    busy = ApiError(0, "NoAnswer", "connection refused")
+    pods = Pods(busy, busy, busy, a="true")
+    lives(pods, "b", lambda label: label.take_from("a"))
+    assert pods.labels == {"a": None, "b": "true"}
+
+
+def test_a_right_that_is_missing_is_said_once_and_asked_for_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    """With the roles of an older chart: all but the reports works, and the log says why these do not arrive."""
+    pods = Pods(*[ApiError(403, "Forbidden", "cannot patch pods")] * 1000)
+    lives(pods, "a", lambda label: label.take_from(""), seconds=10 * FORBIDDEN_SECONDS)
+    assert pods.asked <= 11
+    said = f"reports of progress may not arrive, for the label {LABEL}: 403 Forbidden: cannot patch pods"
+    assert caplog.messages == [said]
+
+
+def test_an_operator_outside_of_a_cluster_labels_nothing() -> None:
+    pods = Pods()
+    lives(pods, "", lambda label: label.take_from(""))
+    assert pods.asked == 0

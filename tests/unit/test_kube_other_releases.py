@@ -1,0 +1,104 @@
+"""A release for all namespaces leaves alone those that another release watches, and takes them when it goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+from slow_server import play
+
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.operator import UNSYNCED_SECONDS, Operator
+from ddpjob_operator.kube.other_releases import MARK, READ_SECONDS, OtherReleases
+from ddpjob_operator.kube.settings import OperatorSettings
+
+KEY = ("team", "digits")
+
+
+class Marks:
+    """An API server with the marks of releases."""
+
+    def __init__(self, **releases: str) -> None:
+        self.releases, self.error = releases, ApiError(0, "NoAnswer", "away")
+        self.fails = False
+
+    async def get(self, path: str, params: Mapping[str, str]) -> dict[str, Any]:
+        assert (path, params) == ("/api/v1/configmaps", {"fieldSelector": f"metadata.name={MARK}"})
+        if self.fails:
+            raise self.error
+        return {
+            "items": [
+                {"metadata": {"name": MARK, "namespace": namespace}, "data": {"release": release}}
+                for namespace, release in self.releases.items()
+            ]
+        }
+
+
+class World:
+    """An operator for all namespaces, and the marks that it sees."""
+
+    def __init__(self, marks: Marks) -> None:
+        self.marks = marks
+        self.others = OtherReleases(cast(Client, marks))
+        self.operator = Operator(OperatorSettings(), Client(), others=self.others)
+        for reflector in self.operator.reflectors:
+            reflector.synced.set()
+        self.changes = 0
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    def begins(self) -> None:
+        """It reads the marks from now on."""
+        self.running = asyncio.create_task(self.others.run(self.changed))
+
+    async def reads(self) -> float | None:
+        """When a job of the namespace is reconciled, once the marks were read."""
+        await asyncio.sleep(READ_SECONDS + 1)
+        return await self.operator.reconciler.reconcile(KEY)
+
+
+def test_a_namespace_with_a_release_of_its_own_is_left_alone_until_that_one_goes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Both restarted the same jobs and deleted each other's pods."""
+    marks = Marks(team="team/theirs")
+
+    async def story() -> None:
+        world = World(marks)
+        assert await world.operator.reconciler.reconcile(KEY) == UNSYNCED_SECONDS, "it has not looked yet"
+        world.begins()
+        assert await world.reads() is None
+        assert world.operator.standing_by() == (
+            "the jobs of the namespace team are the release team/theirs's (ConfigMap team/training.ddpjob.io);"
+            " this one leaves them alone"
+        )
+        assert world.others.of("other") == ""
+        assert world.changes == 1
+        marks.fails = True
+        assert await world.reads() is None
+        assert world.others.of("team") == "team/theirs", "a server that is away changes nothing"
+        marks.fails, marks.releases = False, {}
+        await world.reads()
+        assert (world.operator.standing_by(), world.changes) == ("", 2)
+
+    play(story)
+    assert "this one leaves them alone" in caplog.text
+
+
+def test_a_release_that_may_not_read_the_marks_acts_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """With the role of an older chart: jobs for which nobody acts would be worse."""
+    marks = Marks(team="team/theirs")
+    marks.fails, marks.error = True, ApiError(403, "Forbidden", "cannot list configmaps")
+
+    async def story() -> None:
+        world = World(marks)
+        world.begins()
+        await world.reads()
+        await world.reads()
+        assert (world.others.are_known, world.changes) == (True, 1)
+
+    play(story)
+    assert caplog.text.count("cannot list configmaps") == 1
