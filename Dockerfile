@@ -35,9 +35,12 @@ COPY pins/operator.txt ./
 # The dependencies first: they change less often than our code.
 RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --require-hashes -r operator.txt
 COPY --from=wheel /wheel /wheel
-# The check finds a dependency that pins/ lacks.
+# The check finds a dependency that pins/ lacks. Of our packages only the operator stays, with what it shares with agents.
 RUN pip --python /opt/ddpjob/bin/python install --no-cache-dir --no-deps --no-index /wheel/*.whl \
- && pip --python /opt/ddpjob/bin/python check
+ && pip --python /opt/ddpjob/bin/python check \
+ && cd /opt/ddpjob && rm -r bin/ddpjob bin/ddprun bin/kubectl-ddp \
+ && for name in ddpjob ddpjob_check ddpjob_cli ddpjob_convert ddprun; do rm -r lib/python3*/site-packages/$name; done \
+ && bin/python -c "import ddpjob_operator.kube.program"
 
 
 FROM ${PYTHON_IMAGE} AS operator

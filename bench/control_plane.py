@@ -30,8 +30,8 @@ from faulty_api import FaultyApi  # noqa: E402
 from operator_api import bounded, client, create_jobs, job  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
-from ddpjob_operator.kube.executor import STRICT  # noqa: E402
-from ddpjob_operator.kube.limit import at_most  # noqa: E402
+from ddpjob_operator.kube.api.limit import at_most  # noqa: E402
+from ddpjob_operator.kube.work.executor import STRICT  # noqa: E402
 from ddpjob_operator.pods import build  # noqa: E402
 
 PROCESSES = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "etcd")

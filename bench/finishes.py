@@ -32,7 +32,7 @@ from typing import NoReturn
 
 import machine
 
-from ddpjob.agent import ports
+from ddprun import ports
 
 RANKS = 4
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -171,7 +171,7 @@ def words_of(asked: argparse.Namespace) -> list[str]:
     ranks = f"--nproc-per-node={RANKS // asked.nodes}"
     if asked.torchrun:
         return ["torch.distributed.run", ranks]
-    return ["ddpjob.agent", *(["--preload", asked.preload] if asked.preload else []), ranks, "--max-restarts=0"]
+    return ["ddprun", *(["--preload", asked.preload] if asked.preload else []), ranks, "--max-restarts=0"]
 
 
 def run(asked: argparse.Namespace, folder: Path) -> int:
@@ -197,8 +197,8 @@ def import_all(preload: str) -> None:
     """What a fork server would."""
     for name in (preload or "torch,torch._dynamo").split(","):
         __import__(name)
-    import ddpjob.agent.options
-    import ddpjob.agent.run  # noqa: F401
+    import ddprun.options
+    import ddprun.run  # noqa: F401
 
     gc.collect()
     gc.freeze()

@@ -32,8 +32,8 @@ from clusters import Namespace, Operator, installed_crd, until  # noqa: E402
 from faulty_api import OWN_TOKEN, FaultyApi  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
-from ddpjob_operator.kube.client import Client, collection  # noqa: E402
-from ddpjob_operator.kube.executor import OF_JOB_MAX, STRICT  # noqa: E402
+from ddpjob_operator.kube.api.client import Client, collection  # noqa: E402
+from ddpjob_operator.kube.work.executor import OF_JOB_MAX, STRICT  # noqa: E402
 from ddpjob_operator.pods import build  # noqa: E402
 
 PROBE = "probe"

@@ -39,7 +39,8 @@ from storm import MANAGED_FIELDS, manifest  # noqa: E402
 
 from ddpjob.reporting.progress import encode  # noqa: E402
 from ddpjob_operator.job import api as types  # noqa: E402
-from ddpjob_operator.kube import receive, tokens  # noqa: E402
+from ddpjob_operator.kube.api import tokens  # noqa: E402
+from ddpjob_operator.kube.ports import receive  # noqa: E402
 from ddpjob_operator.pods import report_token  # noqa: E402
 
 Raw = dict[str, Any]

@@ -49,7 +49,7 @@ for step in range(1, 1_000_000):
         os.write(1, f"STEP {dist.get_rank()} {step} {os.getpid()} {began} {time.monotonic()}\\n".encode())
     time.sleep(0.02)
 """
-DDPRUN, TORCHRUN = "ddpjob.agent", "torch.distributed.run"
+DDPRUN, TORCHRUN = "ddprun", "torch.distributed.run"
 HUNG_MAX = 3
 AFTER_SECONDS = 7.0
 

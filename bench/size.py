@@ -26,11 +26,11 @@ sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/simulation"), str
 from storm import MANAGED_FIELDS, manifest  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
-from ddpjob_operator.kube import reading  # noqa: E402
-from ddpjob_operator.kube.client import Client, RequestLimits  # noqa: E402
-from ddpjob_operator.kube.login import LoginError  # noqa: E402
+from ddpjob_operator.kube.api import reading  # noqa: E402
+from ddpjob_operator.kube.api.client import Client, RequestLimits  # noqa: E402
+from ddpjob_operator.kube.api.login import LoginError  # noqa: E402
+from ddpjob_operator.kube.api.runtime import SYSTEM  # noqa: E402
 from ddpjob_operator.kube.operator import Operator  # noqa: E402
-from ddpjob_operator.kube.runtime import SYSTEM  # noqa: E402
 from ddpjob_operator.kube.settings import OperatorSettings  # noqa: E402
 from ddpjob_operator.observed.cluster import Observed  # noqa: E402
 from ddpjob_operator.plan.plan import plan  # noqa: E402

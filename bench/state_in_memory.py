@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING
 import machine
 import psutil
 
-from ddpjob.agent.memory import Memory
-from ddpjob.core import memory
+from ddpjob_core import memory
+from ddprun.memory import Memory
 
 if TYPE_CHECKING:
     from ddpjob.checkpoint.streams import Streams
@@ -126,9 +126,10 @@ class Watched:
         poller.poll()
         self.ordered, until = time.monotonic(), time.monotonic() + 30
         os.close(self._pipe)
-        while not self._cells[memory.AREA_STEP] and time.monotonic() < until:
+        step = memory.area_cell(0, memory.AREA_STEP)
+        while not self._cells[step] and time.monotonic() < until:
             time.sleep(0.0005)
-        self.whole = time.monotonic() if self._cells[memory.AREA_STEP] else 0.0
+        self.whole = time.monotonic() if self._cells[step] else 0.0
 
 
 def end(pid: int) -> None:
@@ -143,7 +144,7 @@ def restart(megabytes: int, ranks: int, how: str, against: str = "") -> tuple[in
     """(steps repeated, the seconds of PARTS); None: it failed. 0.0: not seen, because no agent of ours is there."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
-        module = TORCHRUN if how == "torchrun" else ["ddpjob.agent"]
+        module = TORCHRUN if how == "torchrun" else ["ddprun"]
         words = [sys.executable, "-m", *module, f"--nproc-per-node={ranks}", "train.py", str(megabytes)]
         words.append("memory" if how == BEFORE else how)
         # torchrun's c10d hangs at a restart of its own store unless it is told to share none; ddprun does not read it.

@@ -61,8 +61,8 @@ def should_stop_calls(calls: int = 2_000) -> int:
 
 def looks(calls: int = 200) -> int:
     """The agent's look at eight ranks that get on."""
-    from ddpjob.agent.core import stall_monitor
-    from ddpjob.agent.heartbeats import Heartbeat
+    from ddprun.core import stall_monitor
+    from ddprun.heartbeats import Heartbeat
 
     trackers: dict[int, stall_monitor.HeartbeatTracker] = {}
     for now in range(calls):
@@ -119,8 +119,8 @@ def check_replicas_seconds(world_size: int = 2, layers: int = 160, width: int = 
 def with_beats() -> float:
     """As in a rank of ddprun, with the thread of the watchdog."""
     from ddpjob import process
-    from ddpjob.agent.heartbeats import Heartbeats
     from ddpjob.reporting.progress import flush
+    from ddprun.heartbeats import Heartbeats
 
     flush()
     beats = Heartbeats(1)

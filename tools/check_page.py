@@ -6,8 +6,8 @@ import sys
 import textwrap
 from collections.abc import Iterator
 
-from ddpjob_operator.check import RULES, Finding, Rule
-from ddpjob_operator.check.job import YAML_RULES
+from ddpjob_check import RULES, Finding, Rule
+from ddpjob_check.job import YAML_RULES
 
 EXAMPLE = Finding(
     "train.py",

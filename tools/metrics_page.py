@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from ddpjob_operator.kube.bounded_server import REQUEST_SECONDS
+from ddpjob_operator.kube.ports.bounded_server import REQUEST_SECONDS
 from ddpjob_operator.metrics import names, of_status
 
 RULES = Path(__file__).parents[1] / "charts" / "ddpjob-operator" / "files" / "rules.yaml"

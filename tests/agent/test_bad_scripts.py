@@ -381,7 +381,7 @@ JUMPING = """
 import itertools, os, time
 jumps = itertools.cycle([0.0, 4e9, -5.0, 1.0, 86400.0 * 400])
 time.time = lambda: next(jumps)   # what NTP, a resumed machine or a bad battery makes of it
-from ddpjob.agent import main
+from ddprun import main
 main()
 """
 
@@ -391,7 +391,7 @@ def test_clocks_that_jump_neither_delay_nor_lose_anything(launcher: Launcher, ju
     """Waiting, silence and order follow a clock that only goes on; that of another node is never asked."""
     launcher.script(JUMPING, "jumping.py")
     words = list(group(launcher, launcher.script(TRAIN), launcher.mark))
-    modules = ["jumping" if node in jumps else "ddpjob.agent" for node in range(2)]
+    modules = ["jumping" if node in jumps else "ddprun" for node in range(2)]
     agents = [launcher.ddprun(*its, module=module) for its, module in zip(words, modules, strict=True)]
     for life in range(3):
         eventually((launcher.folder / f"up-{life}").exists)

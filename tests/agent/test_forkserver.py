@@ -13,7 +13,7 @@ import pytest
 from agents import Launcher
 from script_facts import FACTS, differences
 
-from ddpjob.agent.core.leader_state import REPEATS
+from ddprun.core.leader_state import REPEATS
 
 
 def facts(launcher: Launcher, *words: object, **env: str) -> Any:
@@ -217,9 +217,9 @@ def test_a_zip_is_run_as_python_runs_it(launcher: Launcher) -> None:
 
 def test_a_failure_that_only_the_search_path_of_another_process_explains_is_ruled_out() -> None:
     """The server is started as a file: what lies beside it must not shadow a module of the standard library."""
-    import ddpjob.agent
+    import ddprun
 
-    names = {name.partition(".")[0] for name in os.listdir(os.path.dirname(ddpjob.agent.__file__))}
+    names = {name.partition(".")[0] for name in os.listdir(os.path.dirname(ddprun.__file__))}
     assert names.isdisjoint(sys.stdlib_module_names)
 
 

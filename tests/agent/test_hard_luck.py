@@ -22,9 +22,9 @@ from free_port import free_port
 from shell import eventually
 
 from ddpjob import own_files
-from ddpjob.agent import logs, node, processes
-from ddpjob.agent.heartbeats import Heartbeats
-from ddpjob.agent.options import parse
+from ddprun import logs, node, processes
+from ddprun.heartbeats import Heartbeats
+from ddprun.options import parse
 
 LEFT = json.dumps({"application": 3, "infrastructure": 100, "stall": 10})
 LOST_AFTER = "restart 1: node 1 is lost, and a new pod is in its place"
@@ -45,7 +45,7 @@ def forget_killed(launcher: Launcher) -> None:
 class Pair:
     """Two nodes for which an operator makes new pods."""
 
-    def __init__(self, launcher: Launcher, script: str, *words: object, module: str = "ddpjob.agent") -> None:
+    def __init__(self, launcher: Launcher, script: str, *words: object, module: str = "ddprun") -> None:
         self.launcher = launcher
         self._words = [*words, launcher.script(script)]
         self._group = ["--nnodes", 2, "--master-port", free_port(), "--rdzv-id", launcher.mark, "--no-preload"]
@@ -162,7 +162,7 @@ def test_a_rank_that_tells_of_an_error_and_ends_with_0_has_ended_well(launcher: 
 # The ranks of node 1 cannot be ended, as in uninterruptible sleep.
 HELD = """
 import os
-from ddpjob.agent import main, node, processes
+from ddprun import main, node, processes
 if os.environ["NODE"] == "1":
     node.HELD_SECONDS = node.LINGERING_SECONDS = 0.5
     processes.send = lambda *_: None
@@ -218,7 +218,7 @@ def failing():
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
     return fork()
 os.fork = failing
-from ddpjob.agent import main
+from ddprun import main
 main()
 """
 
@@ -354,7 +354,7 @@ def refuse(name, *flags):
     os.memfd_create = make
     raise OSError(errno.EMFILE, "Too many open files")
 os.memfd_create = refuse
-from ddpjob.agent import main
+from ddprun import main
 main()
 """
 
@@ -371,7 +371,7 @@ def test_without_a_port_node_0_gives_up_and_charges_nobody(launcher: Launcher) -
     launcher.script(
         """
         import errno
-        from ddpjob.agent import main, ports
+        from ddprun import main, ports
         def refuse(): raise OSError(errno.EMFILE, "Too many open files")
         ports.hold = refuse
         main()
@@ -465,7 +465,7 @@ def test_an_empty_tmpdir_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.mark.parametrize("closed", [">&- 2>&-", "<&- >&- 2>&-"])
 def test_without_streams_a_job_ends_with_its_own_code(launcher: Launcher, start: str, closed: str) -> None:
     """Of a daemon that closes all three: its fork server had a socket in the place of stdout, and every rank failed."""
-    command = [sys.executable, "-m", "ddpjob.agent", start, str(launcher.script("print('trains', flush=True)"))]
+    command = [sys.executable, "-m", "ddprun", start, str(launcher.script("print('trains', flush=True)"))]
     command = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
     assert subprocess.run(command, cwd=launcher.folder, env=launcher.env, check=False, timeout=60).returncode == 0
 
@@ -481,7 +481,7 @@ socket.socket = Socket
 def both(host, port, **_):
     return [(socket.AF_INET6, 1, 6, "", ("::1", port, 0, 0)), (socket.AF_INET, 1, 6, "", ("127.0.0.1", port))]
 socket.getaddrinfo = both
-from ddpjob.agent import main
+from ddprun import main
 main()
 """
 

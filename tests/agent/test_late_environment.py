@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from agents import Launcher, finish
 
-from ddpjob.agent import late_environment
+from ddprun import late_environment
 
 Settings = list[dict[str, "str | None"]]
 

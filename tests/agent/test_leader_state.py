@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import SAME_MISTAKE_SECONDS, EndOrder, LeaderState, Leave, StartOrder, Stop
-from ddpjob.core import budget, failures
-from ddpjob.core.budget import Budget, Grant, Known, RestartHistory, Spent
-from ddpjob.core.failure_policy import PolicyRule
-from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
-from ddpjob.core.failures import Failure, root_cause
-from ddpjob.core.members import Members
+from ddpjob_core import budget, failures
+from ddpjob_core.budget import Budget, Grant, Known, RestartHistory, Spent
+from ddpjob_core.failure_policy import PolicyRule
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob_core.failures import Failure, root_cause
+from ddpjob_core.members import Members
+from ddprun.core.leader_state import SAME_MISTAKE_SECONDS, EndOrder, LeaderState, Leave, StartOrder, Stop
 
 JOIN_SECONDS = 600.0
 T0 = 7.25  # odd, so that a real clock would show

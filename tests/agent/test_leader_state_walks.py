@@ -8,11 +8,11 @@ from typing import Literal
 import pytest
 from leads import failure
 
-from ddpjob.agent.core.leader_state import Ask, EndOrder, LeaderState, Leave, Over, StartOrder, Stop
-from ddpjob.agent.core.stall_monitor import NOTHING
-from ddpjob.agent.core.stall_rules import Position
-from ddpjob.core.budget import Budget
-from ddpjob.core.members import Members
+from ddpjob_core.budget import Budget
+from ddpjob_core.members import Members
+from ddprun.core.leader_state import Ask, EndOrder, LeaderState, Leave, Over, StartOrder, Stop
+from ddprun.core.stall_monitor import NOTHING
+from ddprun.core.stall_rules import Position
 
 NODES = 3
 PLENTY = Budget(10**6, 10**6, 10**6, 10**6)

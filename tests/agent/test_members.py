@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob.agent import environment
-from ddpjob.agent.environment import Life
-from ddpjob.agent.logs import LogFolder
-from ddpjob.agent.node import LocalRanks
-from ddpjob.agent.options import Options, parse
-from ddpjob.core.members import Members
+from ddpjob_core.members import Members
+from ddprun import environment
+from ddprun.environment import Life
+from ddprun.logs import LogFolder
+from ddprun.node import LocalRanks
+from ddprun.options import Options, parse
 
 LATER = Members((0, 2))
 

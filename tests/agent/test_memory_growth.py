@@ -14,7 +14,7 @@ TRAIN = """
 import hashlib, json, os, signal
 import torch
 import ddpjob
-from ddpjob.core import copies
+from ddpjob_core import copies
 
 generation, kill = int(os.environ["DDPJOB_GENERATION"]), json.loads(os.environ.get("KILL", "{}"))
 how, knows = os.environ.get("HOW", "group"), not os.environ.get("BUILDS_SMALL")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from agents import Launcher, finish
 
-from ddpjob.agent import memory as agent_memory
+from ddprun import memory as agent_memory
 
 
 @pytest.mark.parametrize("refused", ["without the flag", "with the flag"])

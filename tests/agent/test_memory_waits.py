@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob import threads
-from ddpjob.agent.memory import Memory
-from ddpjob.core import memory
+from ddpjob_core import memory
+from ddprun.memory import Memory
 
 LIMIT = memory.limit_seconds(0)
 LATE, TOO_LATE = 4 * LIMIT, memory.longest_seconds(0)
@@ -38,7 +38,8 @@ class Node:
 
     def whole(self, step: int, generation: int = 3) -> None:
         """A state of that step is there."""
-        self.cells[memory.AREA_GENERATION], self.cells[memory.AREA_STEP] = generation, step
+        for cell, value in ((memory.AREA_GENERATION, generation), (memory.AREA_STEP, step)):
+            self.cells[memory.area_cell(0, cell)] = value
 
 
 @pytest.fixture
@@ -91,14 +92,14 @@ def test_a_rank_that_gets_no_processor_has_ten_seconds_more(child: Callable[[Cal
     assert not node.agents.waits_for({0: pid}, TOO_LATE)
 
 
-def test_the_time_begins_again_with_each_part_that_is_written(child: Callable[[Callable[[], object]], int]) -> None:
+def test_the_time_begins_again_with_each_piece_that_is_written(child: Callable[[Callable[[], object]], int]) -> None:
     """On a slow machine a large state would be cut off shortly before it is whole."""
     node = Node()
     node.rank(0, step=5)
     pid = settled(child(signal.pause), is_held_up=False)
-    for part in range(3):
-        assert node.agents.waits_for({0: pid}, 0.8 * part * LIMIT)
-        node.cells[memory.FIRST_PART + part] = memory.DONE
+    for pieces in range(3):
+        assert node.agents.waits_for({0: pid}, 0.8 * pieces * LIMIT)
+        node.cells[memory.WROTE] += 1
     assert node.agents.waits_for({0: pid}, 2.4 * LIMIT)
     assert not node.agents.waits_for({0: pid}, 3.4 * LIMIT)
 

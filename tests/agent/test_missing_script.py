@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob.agent.missing_script import explains, missing
-from ddpjob.agent.options import parse
-from ddpjob.core import rules
-from ddpjob.core.failures import Failure
+from ddpjob_core import rules
+from ddpjob_core.failures import Failure
+from ddprun.missing_script import explains, missing
+from ddprun.options import parse
 
 
 @pytest.mark.parametrize(("line", "code"), [("trian.py", 2), ("-m trian", 1)])

@@ -16,8 +16,8 @@ from agents import Launcher, finish
 from free_port import free_port
 from shell import eventually, hears
 
-from ddpjob.agent.core.leader_state import REPEATS
-from ddpjob.agent.wire import Link, job_key
+from ddprun.core.leader_state import REPEATS
+from ddprun.wire import Link, job_key
 
 LEFT = '{"application": 3, "infrastructure": 99, "stall": 10}'  # there is an operator
 # Writes down each start; a rank that is to fail waits until all of its generation are there.

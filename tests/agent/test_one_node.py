@@ -17,8 +17,8 @@ import pytest
 from agents import Launcher, finish
 from shell import eventually, lives
 
-from ddpjob.agent.core.leader_state import REPEATS
-from ddpjob.agent.forkserver import CRASH_DESCRIPTOR
+from ddprun.core.leader_state import REPEATS
+from ddprun.forkserver import CRASH_DESCRIPTOR
 
 # Both ways of starting a rank keep the same promises.
 STARTS = pytest.mark.parametrize("start", ["--no-preload", "--preload=json"])
@@ -340,7 +340,7 @@ def test_a_signal_that_is_not_to_be_handled_ends_the_agent_as_torchrun_and_leave
 
 def test_a_signal_that_who_started_the_agent_has_ignored_ends_nothing(launcher: Launcher) -> None:
     script = launcher.script("import os, signal\nos.kill(os.getppid(), signal.SIGUSR1)\nprint('goes on')")
-    words = shlex.join([sys.executable, "-m", "ddpjob.agent", "--no-preload", str(script)])
+    words = shlex.join([sys.executable, "-m", "ddprun", "--no-preload", str(script)])
     shell = ["sh", "-c", f"trap '' USR1; exec {words}"]
     done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
@@ -550,7 +550,7 @@ def test_output_that_nobody_reads_is_no_reason_for_a_restart(
     launcher: Launcher, start: str, redirected: str, library: str
 ) -> None:
     """`ddprun train.py | head` started the ranks three times more, each with its BrokenPipeError."""
-    words = shlex.join([sys.executable, "-m", "ddpjob.agent", start, str(launcher.script(library + PRINTS))])
+    words = shlex.join([sys.executable, "-m", "ddprun", start, str(launcher.script(library + PRINTS))])
     shell = ["bash", "-c", f"{words} {redirected} | head -1; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (1, "line\n"), done.stderr
@@ -562,7 +562,7 @@ def test_output_that_nobody_reads_is_no_reason_for_a_restart(
 @pytest.mark.parametrize("line", ["raise OSError('x')", "sys.exit(3)"])
 def test_another_failure_while_nobody_reads_the_output_is_one_as_ever(launcher: Launcher, line: str) -> None:
     script = launcher.script(f"import sys, time\nprint('line', flush=True)\ntime.sleep(1)\n{line}")
-    words = shlex.join([sys.executable, "-m", "ddpjob.agent", "--preload=json", "--max-restarts=1", str(script)])
+    words = shlex.join([sys.executable, "-m", "ddprun", "--preload=json", "--max-restarts=1", str(script)])
     shell = ["bash", "-c", f"{words} | head -1"]
     done = subprocess.run(shell, cwd=launcher.folder, env=launcher.env, capture_output=True, text=True, check=False)
     assert "restart 1" in done.stderr

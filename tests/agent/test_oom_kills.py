@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from agents import Launcher, finish
 
-from ddpjob.agent.oom_kills import Kills, counting_file
-from ddpjob.core import rules
-from ddpjob.core.failures import KILLED_BY_KERNEL, Failure
+from ddpjob_core import rules
+from ddpjob_core.failures import KILLED_BY_KERNEL, Failure
+from ddprun.oom_kills import Kills, counting_file
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
 # As PID 1 of a container sees its own cgroup; the file is the tests'.
 AGENT = """
 import os, sys
-from ddpjob.agent import main, oom_kills
+from ddprun import main, oom_kills
 oom_kills.counting_file = lambda: os.environ["MEMORY_EVENTS"]
 main()
 """

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob.agent.options import Options, parse
-from ddpjob.core.budget import Grant
+from ddpjob_core.budget import Grant
+from ddprun.options import Options, parse
 
 
 def options(line: str, **environ: str) -> Options:

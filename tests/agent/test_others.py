@@ -28,7 +28,7 @@ class Beside:
     def start(
         self, siblings: str, *words: object, prefix: tuple[str, ...] = (), python: str = sys.executable
     ) -> subprocess.Popen[str]:
-        ddprun = " ".join([python, "-m", "ddpjob.agent", *map(str, words)])
+        ddprun = " ".join([python, "-m", "ddprun", *map(str, words)])
         started = subprocess.Popen(
             [*prefix, "sh", "-c", f"{siblings}\nexec {ddprun}"],
             cwd=self.launcher.folder,

@@ -7,7 +7,7 @@ from typing import Any
 from agents import Launcher, finish
 from limited import Limited, limited
 
-from ddpjob.core.failures import KILLED_BY_KERNEL
+from ddpjob_core.failures import KILLED_BY_KERNEL
 
 MIB = 1 << 20
 # As the process of a container: all that it starts is in its cgroup.
@@ -15,7 +15,7 @@ AGENT = """
 import os
 with open(os.environ["CGROUP_PROCS"], "w") as procs:
     procs.write(str(os.getpid()))
-from ddpjob.agent import main
+from ddprun import main
 main()
 """
 TRAIN = """

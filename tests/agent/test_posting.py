@@ -14,8 +14,8 @@ from agents import Launcher, finish
 from free_port import free_port
 from shell import eventually
 
-from ddpjob.agent import posting
 from ddpjob.reporting import termination
+from ddprun import posting
 
 # Fails until it has done so often enough; then it waits until it may end.
 FAILS = """

@@ -10,10 +10,10 @@ import pytest
 from agents import Launcher, finish
 from leads import failure, start, taken
 
-from ddpjob.agent.core.leader_state import PREFLIGHT_SECONDS, LeaderState, Stop
-from ddpjob.core.budget import Budget
-from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
-from ddpjob.core.members import Members
+from ddpjob_core.budget import Budget
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob_core.members import Members
+from ddprun.core.leader_state import PREFLIGHT_SECONDS, LeaderState, Stop
 
 JOIN_SECONDS, T0 = 600.0, 7.25
 ASKED = {"DDPJOB_PREFLIGHT": "1"}

@@ -14,8 +14,8 @@ import pytest
 from agents import Launcher
 from script_facts import FACTS, differences
 
-from ddpjob.agent import forkserver, options, processes, spares
-from ddpjob.agent.preload import ForkServer
+from ddprun import forkserver, options, processes, spares
+from ddprun.preload import ForkServer
 
 WAIT = '''
 import os, signal, sys, time

@@ -17,12 +17,12 @@ import pytest
 from agents import Launcher, finish
 from shell import eventually
 
-from ddpjob.agent import processes
-from ddpjob.agent.core import folded_stacks, idle
-from ddpjob.agent.core.folded_stacks import RankStack
-from ddpjob.agent.core.stall_monitor import Heartbeat
-from ddpjob.agent.options import parse
-from ddpjob.agent.watch_ranks import Watching
+from ddprun import processes
+from ddprun.core import folded_stacks, idle
+from ddprun.core.folded_stacks import RankStack
+from ddprun.core.stall_monitor import Heartbeat
+from ddprun.options import parse
+from ddprun.watch_ranks import Watching
 
 # Rank 1 hangs in load_batch, the others wait in wait_for_others, until a file lets all of them end.
 TRAIN = """
@@ -48,7 +48,7 @@ class Waiting:
         self.errors = launcher.folder / "stderr"
         with open(self.errors, "wb") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "ddpjob.agent", "--no-preload", f"--nproc-per-node={ranks}", *map(str, words),
+                [sys.executable, "-m", "ddprun", "--no-preload", f"--nproc-per-node={ranks}", *map(str, words),
                  launcher.script(text)],
                 cwd=launcher.folder, env=launcher.env | env, stdout=errors, stderr=errors,
             )  # fmt: skip

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from leads import failure, start, taken
 
-from ddpjob.agent.core.deadlock import Call, GroupCalls, Waits
-from ddpjob.agent.core.leader_state import ANSWER_SECONDS, Ask, EndOrder, LeaderState, Over, StartOrder, Stop
-from ddpjob.agent.core.stall_monitor import BY_STEPS, NOTHING, StallReport
-from ddpjob.agent.core.stall_rules import Position
-from ddpjob.core.budget import Budget
-from ddpjob.core.failures import Failure
-from ddpjob.core.members import Members
+from ddpjob_core.budget import Budget
+from ddpjob_core.failures import Failure
+from ddpjob_core.members import Members
+from ddprun.core.deadlock import Call, GroupCalls, Waits
+from ddprun.core.leader_state import ANSWER_SECONDS, Ask, EndOrder, LeaderState, Over, StartOrder, Stop
+from ddprun.core.stall_monitor import BY_STEPS, NOTHING, StallReport
+from ddprun.core.stall_rules import Position
 
 T0 = 7.25
 STANDS, GETS_ON = StallReport(BY_STEPS, True, 300.0, "train"), StallReport(BY_STEPS, False, 2.0, "train")

@@ -38,7 +38,7 @@ def test_a_rank_finds_the_environment_that_torchrun_gives_it(launcher: Launcher,
     del launcher.env["DDPJOB_TERMINATION_LOG"]
     script = launcher.script(PRINT_ENVIRON)
     count = 2 if "2" in line.split() else 1
-    assert finish(launcher.ddprun(*line.split(), "--no-preload", script, module="ddpjob.agent")).returncode == 0
+    assert finish(launcher.ddprun(*line.split(), "--no-preload", script, module="ddprun")).returncode == 0
     ours = environs(launcher, count)
     assert finish(launcher.ddprun(*line.split(), script, module="torch.distributed.run")).returncode == 0
     for rank, (mine, theirs) in enumerate(zip(ours, environs(launcher, count), strict=True)):
@@ -83,7 +83,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     "other",
     [
-        "ddpjob.agent",
+        "ddprun",
         # Three more imports of torch. By day the launch matrix compares the launchers' parameters.
         pytest.param("torch.distributed.run", marks=pytest.mark.long),
     ],
@@ -98,7 +98,7 @@ def test_a_killed_rank_of_two_nodes_trains_on_and_to_the_same_parameters_as_an_u
     ours = [d.stdout.split() for d in done]
     assert [(rank, life) for rank, life, _, _ in ours] == [("0", "1"), ("1", "1")]
     words = ["--nproc-per-node", 2, script]
-    start = launcher.warm if other == "ddpjob.agent" else functools.partial(launcher.ddprun, module=other)
+    start = launcher.warm if other == "ddprun" else functools.partial(launcher.ddprun, module=other)
     undisturbed = finish(start(*words, OMP_NUM_THREADS="1"), 150)
     theirs = sorted(line.split() for line in undisturbed.stdout.splitlines())
     assert [words[2:] for words in ours] == [words[2:] for words in theirs], "threads, and the hash of the parameters"
@@ -155,7 +155,7 @@ def test_a_rank_that_is_faster_than_rank_0_finds_its_store_at_the_first_look(lau
 
 
 def test_no_module_of_the_agent_imports_torch_or_what_is_not_in_the_standard_library() -> None:
-    ours = ", ".join(f"ddpjob.agent.{name}" for name in ("agent", "options", "leader", "follower", "wire", "logs"))
+    ours = ", ".join(f"ddprun.{name}" for name in ("agent", "options", "leader", "follower", "wire", "logs"))
     code = f"import sys; before = set(sys.modules); import {ours}; print(*set(sys.modules) - before)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     foreign = {name.partition(".")[0] for name in said.stdout.split()} - set(sys.stdlib_module_names) - {"ddpjob"}

@@ -16,9 +16,9 @@ import pytest
 from agents import Launcher, finish
 from shell import eventually
 
-from ddpjob.agent.heartbeats import Heartbeats
-from ddpjob.agent.options import parse
-from ddpjob.agent.watch_ranks import ANSWER_SECONDS, Watching
+from ddprun.heartbeats import Heartbeats
+from ddprun.options import parse
+from ddprun.watch_ranks import ANSWER_SECONDS, Watching
 
 # Trains five steps; in its first life what is to go wrong goes wrong.
 TRAIN = """

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob.agent.wire import LINE_BYTES_MAX, Link, Refused, job_key
+from ddprun.wire import LINE_BYTES_MAX, Link, Refused, job_key
 
 KEY = job_key("uid-1", {"DDPJOB_UID": "uid"})
 

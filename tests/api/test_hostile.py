@@ -24,7 +24,7 @@ import pytest
 from clusters import MERGE, Namespace, Operator, job, until
 from free_port import free_port
 
-from ddpjob_operator.kube.receive import PATH
+from ddpjob_operator.kube.ports.receive import PATH
 from ddpjob_operator.pods import naming
 from ddpjob_operator.pods.report_token import AUDIENCE
 

@@ -14,14 +14,13 @@ import pytest
 from clusters import MERGE, Namespace, Operator, job, kubectl, until
 from faulty_api import FaultyApi, Seen
 
-from ddpjob_operator.kube.access import RIGHTS
+from ddpjob_operator.kube.api.access import RIGHTS
+from ddpjob_operator.kube.watch.reflector import HEALTHY_SECONDS
 
 PODS = ["digits-1-0", "digits-1-1"]
-# No fault here may cost more requests than this: a loop without a wait makes hundreds in the same time. What looks once
-# a second may do so for as long as a slow machine takes for the test.
+# No fault here may cost more requests than this: a loop without a wait makes hundreds in the same time.
 REQUESTS_MAX = 80
 REQUESTS_A_SECOND_MAX = 1.5
-OFTEN = {"LOOK_SECONDS": 1.0}
 
 
 @pytest.fixture(autouse=True)
@@ -259,32 +258,6 @@ def test_a_job_deleted_while_no_watch_is_open_leaves_no_ghost(namespace: Namespa
     namespace.has_pods(*PODS)
 
 
-def test_a_job_deleted_while_its_watch_was_broken_is_dropped_by_the_next_look(
-    namespace: Namespace, operators: Callable[..., Operator]
-) -> None:
-    """No event will ever tell of it: only the list that follows lacks it."""
-    operator = operators(namespace.name, constants=OFTEN).watches()
-    # A job that the server refuses pods to is tried again and again, and its Service is made anew when it goes.
-    namespace.create("resourcequotas", {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}})
-    path = f"/api/v1/namespaces/{namespace.name}/resourcequotas/none"
-    until(lambda: namespace.api.call("GET", path).get("status", {}).get("hard"), "the quota is counted")
-    namespace.apply(job())
-    namespace.reaches("Pending", "CreateRefused")
-    for what in ("watch ddpjobs", "list ddpjobs"):
-        namespace.api.break_(what, 503, times=float("inf"))
-    assert namespace.api.close_watches("ddpjobs", gone=True) == 1
-    until(lambda: "were not listed again" in operator.log, "a look fails")
-    namespace.kubectl("delete", "ddp", "digits", "--wait=false")
-    until(lambda: namespace.job() is None, "it is gone")
-    namespace.api.mend()
-    mended = time.monotonic()
-    until(lambda: namespace.api.requests(since=mended)["watch ddpjobs"], "the jobs are watched again", 60)
-    passes(4)  # a look at least
-    began = time.monotonic()
-    passes(10)
-    assert namespace.api.writes(since=began) == [], "nothing is made for a job that is gone"
-
-
 LOST = {
     "a pod that has completed": ("pods", "MODIFIED", lambda o: o["status"].get("phase") == "Succeeded"),
     "a pod that runs": ("pods", "MODIFIED", lambda o: o["status"].get("phase") == "Running"),
@@ -297,12 +270,12 @@ def test_an_event_that_never_comes_is_found_and_the_job_ends(
     namespace: Namespace, operators: Callable[..., Operator], resource: str, kind: str, where: Callable[..., bool]
 ) -> None:
     """One line that a proxy loses, and a job of eight GPUs holds them until somebody looks."""
-    operator = operators(namespace.name, constants=OFTEN).watches()
+    namespace.api.watch_seconds = HEALTHY_SECONDS + 1
+    operators(namespace.name, constants={"LIST_AGAIN_SECONDS": 1.0}).watches()
     lost = namespace.api.lose_event(resource, kind, where)
     namespace.apply(job())
     runs_to_its_end(namespace)
     assert lost.happened == 1
-    assert "the watch has not shown changes of" in operator.log
 
 
 def test_an_api_server_that_is_away_for_a_while_costs_nothing(namespace: Namespace, operator: Operator) -> None:

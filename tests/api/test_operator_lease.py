@@ -21,7 +21,7 @@ from clusters import Namespace, Operator, job, until
 from faulty_api import FaultyApi, Seen
 from free_port import free_port
 
-from ddpjob_operator.kube.receive import PATH
+from ddpjob_operator.kube.ports.receive import PATH
 from ddpjob_operator.pods.report_token import AUDIENCE
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.access import GANG_RIGHTS, PLACES_RIGHT, RIGHTS, Right
+from ddpjob_operator.kube.api.access import GANG_RIGHTS, PLACES_RIGHT, RIGHTS, Right
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM
-from ddpjob_operator.kube.receive import PATH
+from ddpjob_operator.kube.ports.receive import PATH
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.pods import naming
 

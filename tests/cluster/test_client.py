@@ -36,7 +36,7 @@ class Client:
         (folder / ".env").write_text("PASSWORD=1\n")
 
     def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
-        argv = [sys.executable, "-m", "ddpjob_operator.cli", *map(str, words)]
+        argv = [sys.executable, "-m", "ddpjob_cli", *map(str, words)]
         if "-n" not in argv:
             argv[4:4] = ["-n", self.space.name]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
@@ -170,7 +170,7 @@ def test_rights_are_those_of_the_user(client: Client, tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )
-    argv = [sys.executable, "-m", "ddpjob_operator.cli"]
+    argv = [sys.executable, "-m", "ddpjob_cli"]
     env = {**os.environ, "KUBECONFIG": str(config)}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:

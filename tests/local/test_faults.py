@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from shell import Cli, status_of
 
-from ddpjob_operator.local import faults
+from ddpjob_cli.local.processes import faults
 
 # Counts to 60 in steps that are saved, as a training does; goes on where the last attempt saved.
 COUNTS = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddpjob import own_files
-from ddpjob_operator.local.logs import LINE_MAX, TAIL_BYTES, Log
+from ddpjob_cli.local.processes.logs import LINE_MAX, TAIL_BYTES, Log
 
 
 @pytest.fixture

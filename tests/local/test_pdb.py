@@ -25,7 +25,7 @@ if rank == "1":
 
 def on_a_terminal(cli: Cli, *words: object, typed: str = "") -> tuple[int, str]:
     """Exit code and text of a run on a terminal, at whose debugger the lines are typed."""
-    argv = ["-m", "ddpjob_operator.cli", "run", *map(str, words)]
+    argv = ["-m", "ddpjob_cli", "run", *map(str, words)]
     child = pexpect.spawn(
         sys.executable, argv, cwd=cli.folder, env=cli.env, timeout=SECONDS_MAX, encoding="utf-8", dimensions=(50, 400)
     )

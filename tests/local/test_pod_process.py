@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from worlds import job
 
-from ddpjob_operator.local import pod_process
+from ddpjob_cli.local.processes import pod_process
 from ddpjob_operator.pods import build
 
 

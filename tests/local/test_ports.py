@@ -10,12 +10,12 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from ddpjob.agent import ports
+from ddprun import ports
 
 # Says its port, and keeps it until it dies.
 JOB = """
 import sys
-from ddpjob.agent import ports
+from ddprun import ports
 held = ports.hold()
 print(ports.number(held), flush=True)
 sys.stdin.readline()

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from shell import Cli
 
-from ddpjob_operator.local import runs
-from ddpjob_operator.local.logs import Log
-from ddpjob_operator.local.run_folder import FAULTS, LATEST, MARK, RUNS_KEPT, RunFolder
+from ddpjob_cli.local.kept import runs
+from ddpjob_cli.local.kept.run_folder import FAULTS, LATEST, MARK, RUNS_KEPT, RunFolder
+from ddpjob_cli.local.processes.logs import Log
 
 PRINTS = """
 import os, pathlib

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from ddpjob_operator.local import receive
-from ddpjob_operator.local.receive import BODY_BYTES_MAX, CONNECTIONS_MAX, PATH, LocalReceiver
+from ddpjob_cli.local.processes import receive
+from ddpjob_cli.local.processes.receive import BODY_BYTES_MAX, CONNECTIONS_MAX, PATH, LocalReceiver
 
 BOUND_SECONDS = 10.0
 

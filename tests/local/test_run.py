@@ -473,7 +473,7 @@ def test_of_a_run_only_the_logs_and_its_record_stay(cli: Cli) -> None:
 def test_a_process_that_was_there_before_outlives_the_run(cli: Cli) -> None:
     """A user loses the tensorboard of `tensorboard & exec ddpjob run job.yaml`."""
     job = cli.file("pass")
-    entry = f"sleep 1000 & echo $! > sibling.pid; exec {sys.executable} -m ddpjob_operator.cli run {job}"
+    entry = f"sleep 1000 & echo $! > sibling.pid; exec {sys.executable} -m ddpjob_cli run {job}"
     with (cli.folder / "err").open("w") as err:  # no pipe: the sibling holds it open beyond the end
         done = subprocess.run(
             ["sh", "-c", entry], cwd=cli.folder, env=cli.env, stdout=err, stderr=err, timeout=SECONDS_MAX

@@ -58,7 +58,7 @@ class Terminal:
         env = {**os.environ, "TERM": "xterm-256color", "XDG_STATE_HOME": str(job.parent / "state"), **environment}
         for name in ("COLUMNS", "LINES"):
             env.pop(name, None)
-        argv = ["-m", "ddpjob_operator.cli", "run", str(job)]
+        argv = ["-m", "ddpjob_cli", "run", str(job)]
         self.raw = b""
         argv, program = (["--norc", "-i"], "bash") if shell else (argv, sys.executable)
         env["PS1"] = "$ "
@@ -138,7 +138,7 @@ def test_a_terminal_that_shrinks_to_20_columns_and_grows_again_keeps_one_table(j
 def test_in_the_background_there_are_plain_lines_and_the_table_comes_with_fg(job: Path) -> None:
     """A user's prompt is overwritten by the table of `ddpjob run … &`, or after Ctrl-Z and bg."""
     shell = Terminal(job, columns=100, shell=True)
-    shell.type(f"{sys.executable} -m ddpjob_operator.cli run {job.name}")
+    shell.type(f"{sys.executable} -m ddpjob_cli run {job.name}")
     shell.until(lambda t: "Running  step 312" in t and "━" in t and "node 1" in t)
     shell.type("\x1a", end="")
     text = shell.until(lambda t: "Stopped" in t and t.endswith("$"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from worlds import START, job
 
-from ddpjob_operator.local.cluster import LocalCluster
+from ddpjob_cli.local.processes.cluster import LocalCluster
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan.actions import CreatePod
 from ddpjob_operator.pods import build

@@ -20,9 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob.agent.processes import become_subreaper
-from ddpjob_operator.local import node as node_module
-from ddpjob_operator.local.node import (
+from ddpjob_cli.local.processes import node as node_module
+from ddpjob_cli.local.processes.node import (
     Event,
     Exited,
     Lingering,
@@ -31,6 +30,7 @@ from ddpjob_operator.local.node import (
     Started,
     SupervisorLost,
 )
+from ddprun.processes import become_subreaper
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
 OPERATOR = str(Path(node_module.__file__).parents[2])
@@ -64,8 +64,8 @@ raise SystemExit(1)
 # What `ddpjob run` does with its nodes, and nothing else: two of them, lines prefixed, orphans of a lost one ended.
 RUNNER = """
 import os, selectors, sys
-from ddpjob.agent.processes import become_subreaper
-from ddpjob_operator.local.node import NodeProcess, SupervisorLost, kill_orphans
+from ddprun.processes import become_subreaper
+from ddpjob_cli.local.processes.node import NodeProcess, SupervisorLost, kill_orphans
 become_subreaper()
 selector, nodes = selectors.DefaultSelector(), [NodeProcess(0), NodeProcess(1)]
 for node in nodes:
@@ -415,7 +415,7 @@ def test_a_working_folder_that_is_missing_is_told_by_its_name(node: NodeProcess)
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """A supervisor with `change` made to it, in the place of the real one."""
-    program = f"from ddpjob_operator.local import supervisor; {change}; supervisor.main()"
+    program = f"from ddpjob_cli.local import supervisor; {change}; supervisor.main()"
     monkeypatch.setattr(node_module, "SUPERVISOR", program)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from worlds import job
 
-from ddpjob_operator.local import threads
+from ddpjob_cli.local.processes import threads
 from ddpjob_operator.pods import build
 
 

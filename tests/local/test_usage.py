@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from shell import eventually
 
-from ddpjob_operator.local.usage import SeenUsage, Usages, parse
+from ddpjob_cli.local.shown.usage import SeenUsage, Usages, parse
 
 SLEEP = "import time; time.sleep(1000)"
 Node = Callable[..., int]

@@ -18,11 +18,11 @@ from prometheus import needs_prometheus
 from slow_server import SlowServer, Town, play
 from worlds import START, World, digits
 
-from ddpjob_operator.kube import measuring
-from ddpjob_operator.kube.client import ApiError, Page, RequestLimits
-from ddpjob_operator.kube.exposition import read
-from ddpjob_operator.kube.reflector import Reflector
-from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.api.client import ApiError, Page, RequestLimits
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.ports.exposition import read
+from ddpjob_operator.kube.watch.reflector import Reflector
+from ddpjob_operator.kube.work import measuring
 from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment
 from ddpjob_operator.metrics.of_change import Restart
 
@@ -348,9 +348,9 @@ class Closing:
 
 async def _watches(operated: Operated, after: float) -> None:
     loop = asyncio.get_running_loop()
-    runtime, told = Runtime(clock=loop.time), measuring.watch_restarted(operated.meter)
+    runtime, told = Runtime(clock=loop.time), measuring.OfWatches(operated.meter)
     closing: Any = Closing(after)
-    reflector = Reflector(closing, "pods", "", "", operated.town.operator.caches.pods, runtime=runtime, restarted=told)
+    reflector = Reflector(closing, "pods", "", "", operated.town.operator.caches.pods, runtime=runtime, watcher=told)
     task = loop.create_task(reflector.run())
     await operated.wait(30)
     task.cancel()

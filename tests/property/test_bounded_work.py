@@ -14,9 +14,9 @@ from hostile_specs import PUTS, STATUSES, calls, job, steps, warm
 from worlds import START, manifest
 
 from ddpjob_operator.job import launcher, ranges, validation
-from ddpjob_operator.kube import listing
-from ddpjob_operator.kube.client import READ_AT_ONCE, Page, read_json
-from ddpjob_operator.kube.store import Jobs
+from ddpjob_operator.kube.api.client import READ_AT_ONCE, Page, read_json
+from ddpjob_operator.kube.watch import listing
+from ddpjob_operator.kube.watch.store import Jobs
 from ddpjob_operator.observed.cluster import Observed
 from ddpjob_operator.plan.plan import plan
 

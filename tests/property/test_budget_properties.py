@@ -19,8 +19,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from ddpjob.core import budget, rules
-from ddpjob.core.budget import STALLS_MAX, Attempt, Budget, Grant, Known, Limits, RestartHistory, Spent
+from ddpjob_core import budget, rules
+from ddpjob_core.budget import STALLS_MAX, Attempt, Budget, Grant, Known, Limits, RestartHistory, Spent
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 # No step is reported, so that a restart is refused for the budgets alone, and never for no progress.

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob.core import copies, memory
-from ddpjob.core.copies import Plan
-from ddpjob.core.memory import COPY_SLOTS, Found, Held, Mark, Version, newest
+from ddpjob_core import copies, memory
+from ddpjob_core.copies import Plan
+from ddpjob_core.memory import COPY_SLOTS, Found, Held, Mark, Version, newest
 
 VERSIONS = st.builds(Version, st.just(1), st.integers(0, 3), st.integers(1, 20))
 SECONDS = st.floats(1e-6, 1e3)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddpjob.agent.core.deadlock import Call, GroupCalls, Standing, Waits, conflict, find, waits_of, written
+from ddprun.core.deadlock import Call, GroupCalls, Standing, Waits, conflict, find, waits_of, written
 
 RECENT = 6
 EXAMPLES = 100

@@ -13,14 +13,14 @@ import torch
 from late_device import Host, LateDevice, Mark, Ticket
 
 from ddpjob import process
-from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import packed
 from ddpjob.checkpoint.copies import Boundary
 from ddpjob.checkpoint.device_copies import DeviceCopies
 from ddpjob.checkpoint.kept import BUFFERS, Kept
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.core import copies
-from ddpjob.core.memory import AREAS, COPY_SLOTS, Found, Version, newest
+from ddpjob_core import copies
+from ddpjob_core.memory import AREAS, COPY_SLOTS, Found, Version, newest
+from ddprun.memory import Memory
 
 PER_NODE, NODES = 2, 2
 BUFFER = 0.5  # of a step's buffer beside its number

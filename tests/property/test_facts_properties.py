@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, job
 
-from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.store import Store
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.store import Store
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import Container, Observed, Pod
 from ddpjob_operator.plan.actions import CreatePod, DeletePod

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, World, digits, job
 
-from ddpjob.core import budget
-from ddpjob.core.failures import Failure
+from ddpjob_core import budget
+from ddpjob_core.failures import Failure
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport, BadReportError, read_report

@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from worlds import START, manifest
 
-from ddpjob.agent.wire import Link, Refused
+from ddpjob_cli.manifest.yamlfile import InputError, read_job
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube import reading
-from ddpjob_operator.manifest.yamlfile import InputError, read_job
+from ddpjob_operator.kube.api import reading
 from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.cluster import Observed
 from ddpjob_operator.observed.reports import BadReportError, read_report
 from ddpjob_operator.plan.plan import plan
+from ddprun.wire import Link, Refused
 
 FAST = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)

@@ -22,14 +22,15 @@ from hypothesis import strategies as st
 from worlds import START, UID, manifest
 
 from ddpjob_operator.job import api, bounds, ranges, validation
-from ddpjob_operator.kube import observe, reading
-from ddpjob_operator.kube.client import Client, Page
-from ddpjob_operator.kube.listing import Careful, Sink
+from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api.client import Client, Page
+from ddpjob_operator.kube.api.runtime import SYSTEM
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.reflector import Reflector
-from ddpjob_operator.kube.runtime import SYSTEM
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.store import Store
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.listing import Careful, Sink
+from ddpjob_operator.kube.watch.reflector import Reflector
+from ddpjob_operator.kube.watch.store import Store
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming

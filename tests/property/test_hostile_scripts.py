@@ -6,8 +6,7 @@ import cProfile
 
 import pytest
 
-from ddpjob_operator.check import exit_codes
-from ddpjob_operator.job import shell
+from ddpjob_operator.job import exit_codes, shell
 
 CALLS_MAX = 1_500_000
 FILL = shell.SCRIPT_MAX - 100

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 from worlds import START, World, digits, job
 
-from ddpjob.core.failures import Failure
-from ddpjob_operator.describe.progress import metric_parts
+from ddpjob_cli.describe.progress import metric_parts
+from ddpjob_cli.local.shown.screen import PlainScreen
+from ddpjob_core.failures import Failure
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api
-from ddpjob_operator.local.screen import PlainScreen
 from ddpjob_operator.observed.cluster import Refusal
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport, Report, read_report
 from ddpjob_operator.plan.actions import Event

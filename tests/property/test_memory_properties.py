@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob.core import memory
-from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Mark, Proof, Version, newest
+from ddpjob_core import memory
+from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Mark, Proof, Version, newest
 
 VERSIONS = st.builds(Version, st.integers(1, 3), st.integers(0, 4), st.integers(1, 9))
 HELD = st.builds(Held, VERSIONS, st.integers(0, LOADS_MAX + 1), st.integers(1, 3), st.integers(0, 2), st.booleans())
@@ -163,55 +163,12 @@ def test_a_rank_goes_on_only_to_a_boundary_that_another_one_has_passed(
     assert turn != "stay" or any(clock > own for clock in living), "of those that are gone none comes to a boundary"
 
 
-@given(st.integers(1, 1 << 44))
-def test_the_parts_of_a_state_are_all_of_it_and_have_a_cell_each(size: int) -> None:
-    """A byte that no part has would be that of an older state."""
-    parts = memory.parts(size)
-    assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])]
-    assert parts[-1][1] == size
-    assert len(parts) <= memory.PARTS_MAX
-    assert memory.FIRST_PART + memory.PARTS_MAX <= memory.NODE_CELLS <= memory.PAGE_BYTES // 8
-
-
-@given(
-    st.lists(st.integers(-1, 4), min_size=1, max_size=9), st.integers(0, 3), st.sets(st.integers(0, 3)), st.booleans()
-)
-def test_a_survivor_is_given_any_part_that_nobody_writes_and_no_part_that_is_written(
-    cells: list[int], own: int, living: set[int], takes_over: bool
-) -> None:
-    """A part that is left out is a state that is not whole: the steps since the last save would be lost."""
-    living -= {own}
-    part = memory.next_part(cells, own, 4, living, takes_over=takes_over)
-    todo = [number for number, cell in enumerate(cells) if cell != memory.DONE]
-    abandoned = [number for number in todo if cells[number] == memory.FREE or cells[number] - 1 not in living]
-    if part is None:
-        assert not (todo if takes_over else abandoned)
-    else:
-        assert part in todo
-        assert part in abandoned or (takes_over and not abandoned), "first what nobody else writes"
-
-
-@given(st.sets(st.integers(0, 7), min_size=1), st.integers(1, 9))
-def test_as_many_ranks_write_at_once_as_there_are_processors(ranks: set[int], processors: int) -> None:
-    """More would take the processor from each other, and each reads the whole state once."""
-    assert sum(memory.helps(rank, ranks - {rank}, processors) for rank in ranks) == min(len(ranks), processors)
-
-
-@given(st.integers(1, 40), st.integers(1, 8))
-def test_ranks_that_are_equally_fast_write_equal_shares_and_no_part_twice(count: int, ranks: int) -> None:
-    """One that writes all of it, while the others wait, takes as long as if it were alone."""
-    cells, written = [memory.FREE] * count, [0] * ranks
-    while any(cell == memory.FREE for cell in cells):
-        taken = {}
-        for rank in range(ranks):
-            part = memory.next_part(cells, rank, ranks, set(range(ranks)) - {rank})
-            if part is not None:
-                assert cells[part] == memory.FREE
-                cells[part], taken[rank] = 1 + rank, part
-        for rank, part in taken.items():
-            cells[part] = memory.DONE
-            written[rank] += 1
-    assert max(written) - min(written) <= 1
+def test_each_area_has_cells_of_its_own() -> None:
+    """A copy would else be described by what another state is."""
+    cells = [memory.area_cell(area, cell) for area in range(memory.AREAS) for cell in range(memory.AREA_CELLS)]
+    assert len(set(cells)) == len(cells)
+    assert min(cells) > memory.WROTE
+    assert max(cells) < memory.NODE_CELLS <= memory.PAGE_BYTES // 8
 
 
 @given(st.integers(0, 1 << 40), st.none() | st.integers(0, 1 << 41), st.integers(0, 1 << 40))

@@ -1,7 +1,7 @@
 """Random walks of ranks, their nodes' memory and the folder: kills between any two things that any rank does.
 
-The rules are the real ones (`ddpjob.core.memory`); the model has what surrounds them: ranks that step together, agents
-that order the rescue, areas that are written in parts. It knows what no rank does: of which history each state is.
+The rules are the real ones (`ddpjob_core.memory`); the model has what surrounds them: ranks that step together, agents
+that order the rescue, areas that are written part by part. It knows what no rank does: of which history each state is.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Literal
 
 import pytest
 
-from ddpjob.core import memory
-from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Version, newest
+from ddpjob_core import memory
+from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Version, newest
 
 PARTS = 3
 """Of an area; a writer may die between any two."""
@@ -21,12 +21,12 @@ TORN = -1
 """The state of a rank within its optimizer's step."""
 Mistake = Literal[
     "", "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
-    "parts of two steps", "a part of a dead writer", "a step that the dead have made",
+    "two that write at once", "a step that the dead have made",
     "a step that the dead of another node have made",
 ]  # fmt: skip
 MISTAKES: tuple[Mistake, ...] = (
     "a part is missing", "an old generation's memory", "a rescue while dirty", "a step that is behind",
-    "parts of two steps", "a part of a dead writer", "a step that the dead have made",
+    "two that write at once", "a step that the dead have made",
     "a step that the dead of another node have made",
 )  # fmt: skip
 
@@ -39,9 +39,6 @@ class Node:
     held: Held | None = None
     small: dict[int, list[Version]] = field(default_factory=dict)
     """By local rank, what its last two boundaries have left."""
-    begun: Held | None = None
-    """What the parts are of."""
-    cells: list[int] = field(default_factory=lambda: [memory.FREE] * PARTS)
 
 
 @dataclass(eq=False)
@@ -60,7 +57,7 @@ class Rank:
     before: int = 0
     """The state before the optimizer's step that it is in."""
     part: int | None = None
-    """What it writes, while it has the lock that all writers of one state share."""
+    """What it writes, while it has the lock of writers."""
     assumed: bool = False
     """Whether it keeps what `load` has named, because it has not saved."""
     answer: int = memory.NONE
@@ -207,7 +204,7 @@ class Walk:
         """One turn of the thread that writes: as `Keeper._try_to_save`, part by part."""
         node, now = rank.node, Version(1, self.generation, rank.step)
         if rank.part is not None:
-            return self.write(rank, ranks)
+            return self.write(rank)
         if not memory.is_clean(rank.clock) and self.mistake != "a rescue while dirty":
             if rank.clock % 2:
                 return self.advance(rank)  # it comes to its boundary without the others
@@ -227,46 +224,21 @@ class Walk:
             if rank.patience and turn != "write":
                 rank.patience -= 1
                 return self.advance(rank) if turn == "wait" else None
-        if self.begin(rank, ranks):
-            self.take(rank, ranks)
+        is_alone = all(other.part is None for other in ranks if other.alive)
+        if is_alone or self.mistake == "two that write at once":
+            rank.part, node.held = 0, self.stamp(rank) if self.mistake == "a part is missing" else None
         return None
 
-    def begin(self, rank: Rank, ranks: list[Rank]) -> bool:
-        """Whether the area is for this rank's state now: another one is begun while nobody has the lock of writers."""
-        node, mine = rank.node, self.stamp(rank)
-        if node.begun == mine or self.mistake == "parts of two steps":
-            return True
-        if any(other.part is not None for other in ranks if other.alive):
-            return False
-        node.begun, node.held, node.cells = mine, None, [memory.FREE] * PARTS
-        if self.mistake == "a part is missing":
-            node.held = mine
-        return True
-
-    def take(self, rank: Rank, ranks: list[Rank]) -> None:
-        """The next part, or the last of all cells; any rank may be so slow that another one writes its part too."""
-        node = rank.node
-        living = {other.local for other in ranks if other is not rank and other.alive and other.answer == memory.NONE}
-        slow = self.chance.random() < 0.2
-        part = memory.next_part(node.cells, rank.local, self.per_node, living, takes_over=slow)
-        if part is not None:
-            rank.part, node.cells[part] = part, 1 + rank.local
-            if self.mistake == "a part of a dead writer":
-                node.cells[part] = memory.DONE  # before it is
-        elif all(cell == memory.DONE for cell in node.cells):
-            if node.held is None:
-                node.held = self.stamp(rank)
-                self.stories["rescued"] += 1
-            rank.answer = memory.SAVED
-
-    def write(self, rank: Rank, ranks: list[Rank]) -> None:
-        """Its part, and what comes after it."""
+    def write(self, rank: Rank) -> None:
+        """Its part, and after the last one what makes it count."""
         assert rank.part is not None, "it writes"
         if self.chance.random() < 0.3:
             return  # it takes a while
-        rank.node.parts[rank.part], rank.node.cells[rank.part] = rank.state, memory.DONE
-        rank.part = None
-        self.take(rank, ranks)
+        rank.node.parts[rank.part] = rank.state
+        rank.part += 1
+        if rank.part == PARTS:
+            rank.part, rank.answer, rank.node.held = None, memory.SAVED, self.stamp(rank)
+            self.stories["rescued"] += 1
 
     def stamp(self, rank: Rank) -> Held:
         """What the cells of the area say."""

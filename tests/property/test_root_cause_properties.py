@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import START
 
-from ddpjob.core import rules
-from ddpjob.core.members import Members
+from ddpjob_core import rules
+from ddpjob_core.members import Members
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import mask
 from ddpjob_operator.job import api

@@ -8,8 +8,8 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob.core import budget, rules
-from ddpjob.core.failure_policy import Action, PolicyRule
+from ddpjob_core import budget, rules
+from ddpjob_core.failure_policy import Action, PolicyRule
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 classes = st.sampled_from(get_args(rules.Class))

@@ -18,21 +18,11 @@ SCRIPTS = st.lists(st.sampled_from(PIECES), max_size=40).map("".join) | st.text(
 
 
 @given(SCRIPTS)
-def test_each_reference_is_where_its_name_stands_and_they_are_in_order(script: str) -> None:
-    """convert writes other names into these places: a wrong one would change a command that works."""
-    found = references(script)
-    assert all(script[one.begin : one.end] == one.name for one in found)
-    places = [one.begin for one in found]
-    assert places == sorted(set(places))
-
-
-@given(SCRIPTS)
 def test_a_shell_reads_nothing_in_single_quotes_and_all_of_a_nested_shells_script(text: str) -> None:
-    hidden = text.replace("'", "").replace("environ", "").replace("getenv", "")
-    assert [one for one in references(f"echo '{hidden}'") if one.by_shell] == []
+    """A variable that only the ranks have would be named where nothing reads it, or not named where it is read."""
     script = text.replace("'", "")
-    nested = [one.name for one in references(f"sh -c {shlex.quote(script + ' ')}") if one.by_shell]
-    assert nested == [one.name for one in references(script + " ") if one.by_shell]
+    assert references(f"echo '{script}'") == ()
+    assert references(f"sh -c {shlex.quote(script + ' ')}") == references(script + " ")
 
 
 @given(st.sampled_from("({`'\"$"), st.integers(1, 5000))

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from worlds import START
 
-from ddpjob.core import stall_limits
+from ddpjob_core import stall_limits
 from ddpjob_operator.job import api
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.reports import Phase, Report

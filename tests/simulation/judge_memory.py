@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from model_area import TORN, Area, State, Whole
 from model_memory import Loaded, Saved
 
-from ddpjob.core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Version
+from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Version
 
 if TYPE_CHECKING:
     from model_agents import Agent, Life

@@ -15,15 +15,15 @@ from model_memory import Loaded, Memories
 from model_rescue import Kept
 from model_training import HANGS, REPORT_SECONDS, SAVE_SECONDS, SYMPTOM, Failure, Process
 
-from ddpjob.agent import leader as leading
-from ddpjob.agent import options, posting
-from ddpjob.agent.core.leader_state import EndOrder, LeaderState, Leave, Over, StartOrder, Stop
-from ddpjob.core.budget import Budget, Grant
-from ddpjob.core.failure_policy import PolicyRule
-from ddpjob.core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
-from ddpjob.core.failures import Failure as RankFailure
-from ddpjob.core.members import Members
 from ddpjob.reporting.termination import encode
+from ddpjob_core.budget import Budget, Grant
+from ddpjob_core.failure_policy import PolicyRule
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob_core.failures import Failure as RankFailure
+from ddpjob_core.members import Members
+from ddprun import leader as leading
+from ddprun import options, posting
+from ddprun.core.leader_state import EndOrder, LeaderState, Leave, Over, StartOrder, Stop
 
 if TYPE_CHECKING:
     from model_training import Training

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ddpjob.core.memory import AREAS, FREE, Held, Mark, Version
+from ddpjob_core.memory import AREAS, Held, Mark, Version
 
 if TYPE_CHECKING:
     from model_agents import Life
@@ -44,9 +44,6 @@ class Place:
     """What its cells say."""
     writer: Life | None = None
     """The truth: in which life all its parts were written; None: they were not."""
-    begun: Held | None = None
-    """Of which state the parts are that survivors write."""
-    cells: list[int] = field(default_factory=lambda: [FREE] * PARTS)
 
     @property
     def whole(self) -> Whole | None:

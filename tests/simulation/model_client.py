@@ -12,9 +12,9 @@ from model_api import ModelApi, Raw, event_of, matching, parse
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api as types
-from ddpjob_operator.kube.api_error import NO_ANSWER, ApiError, of_status
-from ddpjob_operator.kube.client import Page, RequestLimits
-from ddpjob_operator.kube.reach import Reach
+from ddpjob_operator.kube.api.api_error import NO_ANSWER, ApiError, of_status
+from ddpjob_operator.kube.api.client import Page, RequestLimits
+from ddpjob_operator.kube.api.reach import Reach
 
 LATENCY_SECONDS = (0.002, 0.03)
 TIME_OUT_SECONDS = 30.0
@@ -85,16 +85,6 @@ class ModelClient:
 
     async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
         yield Page(*await self.list(path, selector))
-
-    async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        """No fault happens to it: it only makes others good."""
-        await self._reachable("GET", path)
-        if self.dead:
-            await self._for_ever()
-        code, answer = self._api.request("GET", path, {"labelSelector": selector}, None, self.actor)
-        if code >= 400:
-            raise of_status(answer)
-        yield Page([{"metadata": raw["metadata"]} for raw in answer["items"]], answer["metadata"]["resourceVersion"])
 
     async def close(self) -> None:
         """Nothing is open."""

@@ -1,6 +1,6 @@
 """A model of copies by cadence: what each rank does at its boundaries while all goes well.
 
-When a copy is made, over what, and which plan is in force is decided by the real rules (`ddpjob.core.copies`). The
+When a copy is made, over what, and which plan is in force is decided by the real rules (`ddpjob_core.copies`). The
 model has what surrounds them, as `checkpoint/copies.py` does it: the store in which rank 0 tells its plans, the parts
 of a copy, between any two of which the job may end, and what copies cost. The first rank of each node writes the state,
 each rank what is its own.
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from model_area import PARTS, TORN, Area, Place, State, Whole
 
-from ddpjob.core import copies
-from ddpjob.core.copies import Plan
-from ddpjob.core.memory import CHANGED, COPY_SLOTS, PLACED, Held, Mark, Version
+from ddpjob_core import copies
+from ddpjob_core.copies import Plan
+from ddpjob_core.memory import CHANGED, COPY_SLOTS, PLACED, Held, Mark, Version
 
 if TYPE_CHECKING:
     from model_agents import Life

@@ -1,7 +1,7 @@
 """A model of the memory in which a state outlives its ranks: what each agent holds, and what a generation begins with
 (model_rescue.py has what survivors write).
 
-Which state counts is the real rule (`ddpjob.core.memory`). The model has what surrounds it: ranks at a boundary or
+Which state counts is the real rule (`ddpjob_core.memory`). The model has what surrounds it: ranks at a boundary or
 within the optimizer's step, areas that are written in parts, agents that are lost. It knows what no rank does: in which
 life each part was made.
 """
@@ -17,8 +17,8 @@ from model_area import NOTHING, State
 from model_copies import WORK, At, Copying, Store
 from model_rescue import PROOF_STEPS, Kept, Rescues, state_at
 
-from ddpjob.core import memory
-from ddpjob.core.memory import Found, Version
+from ddpjob_core import memory
+from ddpjob_core.memory import Found, Version
 
 if TYPE_CHECKING:
     from model_agents import Agent, Life

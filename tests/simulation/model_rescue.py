@@ -1,6 +1,7 @@
-"""A model of what survivors do after a failure: the ranks of a node write the state that they hold, each some parts.
+"""A model of what survivors do after a failure: one rank of a node writes the state that it holds, part by
+part.
 
-Which part is whose, who waits for whom, and what is there already is decided by the real rules (`ddpjob.core.memory`).
+Who waits for whom, and what is there already, is decided by the real rules (`ddpjob_core.memory`).
 A rank of a node that is killed leaves the others of that node, which write on; its agent ends them when all have
 answered, or their time is over.
 """
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING
 from model_area import NOTHING, PARTS, TORN, Place, State
 from model_copies import Copying
 
-from ddpjob.core import copies, memory
-from ddpjob.core.memory import CHANGED, DONE, FREE, Held, Version
+from ddpjob_core import copies, memory
+from ddpjob_core.memory import CHANGED, Held, Version
 
 if TYPE_CHECKING:
     from model_agents import Agent, Life
@@ -168,7 +169,11 @@ class Rescues:
         if kept.written < 0 and self._begin(agent, kept):
             return self._answers(agent, kept, memory.SAVED)
         is_patient = self._loop.time() < agent.asked_at + LIMIT_SECONDS / 2
-        if is_patient and memory.turn(kept.clock, [one.clock for one in self._others(agent, kept)]) != "write":
+        if (
+            kept.written == 0
+            and is_patient
+            and memory.turn(kept.clock, [one.clock for one in self._others(agent, kept)]) != "write"
+        ):
             self._loop.call_later(self._random.uniform(*BOUNDARY_SECONDS), self._try, agent, kept, fault)
             return None
         if fault == "dies" and kept.written == 1:
@@ -196,52 +201,39 @@ class Rescues:
         if memory.is_there(agent.area.held, held.version, assumed=held.assumed):
             return True
         kept.written = 0
-        kept.place = agent.area.places[0]
         if kept.copying is not None:
             kept.copying.work()
             kept.copying.drop()
-            if kept.copying.has_room:
-                kept.place = agent.area.places[copies.area_for([place.held for place in agent.area.places])]
         return False
 
     def _write(self, agent: Agent, kept: Kept) -> bool:
-        """The next part that no other rank writes; after the last one, what makes it count. Whether it wrote one."""
-        place, held = kept.place, self.stamp(agent, kept)
-        assert place is not None, "it has begun"
-        if memory.is_there(agent.area.held, held.version, assumed=held.assumed):
+        """The next part, unless another rank writes; after the last one, what makes it count. Whether it wrote one."""
+        held, places = self.stamp(agent, kept), agent.area.places
+        if kept.written == 0:
+            if not self._is_alone(agent, kept):
+                return False
+            if memory.is_there(agent.area.held, held.version, assumed=held.assumed):
+                self._answers(agent, kept, memory.SAVED)
+                return False
+            has_two = kept.copying is not None and kept.copying.has_room
+            kept.place = places[copies.area_for([place.held for place in places]) if has_two else 0]
+            agent.area.begin(kept.place, held)
+            kept.place.parts = [NOTHING] * PARTS
+        assert kept.place is not None, "it has begun"
+        kept.place.parts[kept.written] = TORN if kept.clock % 2 else state_at(kept.life, kept.clock // 2)
+        kept.written += 1
+        if kept.written == PARTS:
+            agent.area.end(kept.place, held, kept.life)
             self._answers(agent, kept, memory.SAVED)
-            return False
-        if place.begun != held and not self._opens(agent, kept, place, held):
-            return False
-        living = {one.local for one in self._others(agent, kept)}
-        part = memory.next_part(place.cells, kept.local, self.script.ranks, living)
-        if part is not None:
-            place.parts[part] = TORN if kept.clock % 2 else state_at(kept.life, kept.clock // 2)
-            place.cells[part] = DONE
-            kept.written += 1
-        if all(cell == DONE for cell in place.cells):
-            place.begun = None
-            agent.area.end(place, held, kept.life)
-            self._answers(agent, kept, memory.SAVED)
-        return part is not None
-
-    def _opens(self, agent: Agent, kept: Kept, place: Place, held: Held) -> bool:
-        """Begin this state in the area, unless a rank writes another one there."""
-        writers = (one for one in self._others(agent, kept) if one.place is place and one.written > 0)
-        if place.begun is not None and any(self.stamp(agent, one) == place.begun for one in writers):
-            return False
-        agent.area.begin(place, held)
-        place.begun, place.cells, place.parts = held, [FREE] * PARTS, [NOTHING] * PARTS
         return True
 
+    def _is_alone(self, agent: Agent, kept: Kept) -> bool:
+        """Whether it gets the lock of writers."""
+        return all(one.written <= 0 for one in self._others(agent, kept))
+
     def _dies_within_a_part(self, agent: Agent, kept: Kept) -> None:
-        place = kept.place
-        assert place is not None, "it has begun"
-        part = memory.next_part(
-            place.cells, kept.local, self.script.ranks, {o.local for o in self._others(agent, kept)}
-        )
-        if part is not None and place.begun == self.stamp(agent, kept):
-            place.cells[part], place.parts[part] = 1 + kept.local, TORN
+        assert kept.place is not None, "it has begun"
+        kept.place.parts[kept.written] = TORN
         self._training.agents.rank_killed(agent, kept.life, kept)
 
     def _others(self, agent: Agent, kept: Kept) -> list[Kept]:

@@ -12,12 +12,13 @@ from unittest import mock
 from model_client import ModelClient
 from msgspec.structs import replace
 
-from ddpjob.core import rules
+from ddpjob_core import rules
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.job.status import unsettled_failure
-from ddpjob_operator.kube import executor as execute
-from ddpjob_operator.kube import listing, lookup, observe
 from ddpjob_operator.kube import operator as kube_operator
+from ddpjob_operator.kube.watch import listing, observe
+from ddpjob_operator.kube.work import executor as execute
+from ddpjob_operator.kube.work import lookup
 from ddpjob_operator.observed import cluster, facts
 from ddpjob_operator.plan import agent_restarts, decide, lifecycle, pod_replacement, settlement, startup
 from ddpjob_operator.plan.actions import CreatePod, CreateService, Decision, DeletePod, Plan

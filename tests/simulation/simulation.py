@@ -29,13 +29,13 @@ from scenario import FAULTS_SECONDS, HOSTILE, NEIGHBOURS, NODES, ONE_BY_ONE, POD
 from virtual_time import VirtualLoop
 
 from ddpjob_operator.job import api, storage
-from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.api.client import ApiError
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.api.tokens import BoundPod
 from ddpjob_operator.kube.lease import Durations, Leader
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.receive import Sender
-from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.ports.receive import Sender
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.tokens import BoundPod
 from ddpjob_operator.observed.reports import Report, read_report
 from ddpjob_operator.pods import naming
 

@@ -33,7 +33,7 @@ class Launcher(Cli):
         path.write_text(textwrap.dedent(text))
         return path
 
-    def ddprun(self, *words: object, module: str = "ddpjob.agent", **env: str) -> subprocess.Popen[str]:
+    def ddprun(self, *words: object, module: str = "ddprun", **env: str) -> subprocess.Popen[str]:
         """`ddprun …` in the background."""
         return subprocess.Popen(
             [sys.executable, "-m", module, *map(str, words)],
@@ -51,7 +51,7 @@ class Launcher(Cli):
 
     def warm(self, *words: object, **env: str) -> subprocess.Popen[str]:
         """`ddprun …` in the background, in a copy of this process: its fork server has torch from the start."""
-        return warm.start("ddpjob.agent", [*map(str, words)], cwd=self.folder, env=self.env | env)
+        return warm.start("ddprun", [*map(str, words)], cwd=self.folder, env=self.env | env)
 
     def nodes(
         self, count: int, *words: object, port: int = 0, is_warm: bool = False, **env: str
@@ -73,7 +73,7 @@ def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subp
         out, err = process.communicate(timeout=10)
         raise AssertionError(f"it did not end\n{out}\n{err}") from None
     # The stacks of a rank that stands still name the fork server as well.
-    assert "Traceback" not in err or "ddpjob/agent/" not in err, err  # a traceback of ours
+    assert "Traceback" not in err or "ddprun/" not in err, err  # a traceback of ours
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 

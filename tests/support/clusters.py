@@ -30,7 +30,7 @@ from patient import answered
 from shared import made_once
 
 from ddpjob_operator.job import api as types
-from ddpjob_operator.kube.login import login
+from ddpjob_operator.kube.api.login import login
 
 CRD = Path(__file__).parents[2] / "charts/ddpjob-operator/crds/ddpjobs.training.ddpjob.io.yaml"
 JOBS = f"/apis/{types.GROUP}/{types.VERSION}/namespaces/{{}}/{types.PLURAL}"
@@ -40,7 +40,7 @@ ANSWERS_WITHIN_SECONDS = 30.0
 MERGE = "application/merge-patch+json"
 APPLY = "application/apply-patch+yaml"
 METADATA = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
-IMPORTS = "from ddpjob_operator.kube.main import main; import ddpjob_operator.kube.second_look as look"
+IMPORTS = "from ddpjob_operator.kube.main import main; import ddpjob_operator.kube.watch.reflector as reflector"
 T = TypeVar("T")
 
 
@@ -291,7 +291,7 @@ class Operator:
         anew: bool = False,
         **variables: str,
     ) -> None:
-        """constants: of second_look.py, whose period is too long for a test; anew: as a new Python, and not as a copy
+        """constants: of reflector.py, whose period is too long for a test; anew: as a new Python, and not as a copy
         of this process, which takes a second less but has pytest's memory; variables: its environment."""
         self._api = api
         self._folder = tempfile.TemporaryDirectory()
@@ -309,7 +309,7 @@ class Operator:
         self._started = time.monotonic()
         with self.log_file.open("wb") as log:
             if constants or anew:
-                change = f"{IMPORTS}; vars(look).update({dict(constants or {})}); main()"
+                change = f"{IMPORTS}; vars(reflector).update({dict(constants or {})}); main()"
                 command = [sys.executable, *(["-c", change] if constants else ["-m", "ddpjob_operator"])]
                 self.process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
             else:

@@ -22,7 +22,7 @@ import aiohttp
 from aiohttp import web
 from patient import answered
 
-from ddpjob_operator.kube.login import login
+from ddpjob_operator.kube.api.login import login
 
 OWN_TOKEN = "cluster"
 NOT_COUNTED = "X-By-The-Test"
@@ -102,6 +102,8 @@ class FaultyApi:
         self.faults: list[Fault] = []
         self.lost: list[LostEvent] = []
         self.url = ""
+        self.watch_seconds: float | None = None
+        """How long a watch lasts; None: as long as the API server says."""
         self._watches: dict[web.StreamResponse, tuple[Seen, asyncio.Event]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -273,7 +275,7 @@ class FaultyApi:
         copying = asyncio.ensure_future(self._copy(seen, answer, response))
         closing = asyncio.ensure_future(closed.wait())
         try:
-            await asyncio.wait({copying, closing}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({copying, closing}, timeout=self.watch_seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             del self._watches[response]
             for task in (copying, closing):

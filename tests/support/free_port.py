@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from ddpjob.agent import ports
+from ddprun import ports
 
 _HELD: list[socket.socket] = []
 

@@ -16,9 +16,11 @@ import orjson
 from worlds import START, World, manifest
 
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube import decisions, exposition, reading
-from ddpjob_operator.kube.job_state import JobStates
-from ddpjob_operator.kube.store import Jobs
+from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.ports import exposition
+from ddpjob_operator.kube.watch.store import Jobs
+from ddpjob_operator.kube.work import decisions
+from ddpjob_operator.kube.work.job_state import JobStates
 from ddpjob_operator.observed.cluster import Observed
 from ddpjob_operator.plan import unreadable
 from ddpjob_operator.plan.plan import plan

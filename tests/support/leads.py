@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob.agent.core.leader_state import LeaderState, Over, StartOrder
-from ddpjob.core.failures import RESUMABLE_EXIT_CODE, Failure
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE, Failure
+from ddprun.core.leader_state import LeaderState, Over, StartOrder
 
 
 def taken(found: LeaderState) -> list[Any]:

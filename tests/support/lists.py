@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob_operator.kube.listing import place_of
+from ddpjob_operator.kube.watch.listing import place_of
 
 
 def taken(sink: Any, raws: list[Any], version: int, *scope: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 import ddpjob
 from ddpjob import process
-from ddpjob.agent.memory import Memory
+from ddprun.memory import Memory
 
 RANKS = 2
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpjob.agent.core import crash
-from ddpjob.agent.forkserver import CRASH_DESCRIPTOR
+from ddprun.core import crash
+from ddprun.forkserver import CRASH_DESCRIPTOR
 
 FACTS = '''
 """The documentation of the script."""

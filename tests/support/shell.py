@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import yaml
 
-from ddpjob_operator.cli.main import main
+from ddpjob_cli.commands.main import main
 
 SECONDS_MAX = 150  # two attempts that import torch, on a slow machine
 
@@ -54,7 +54,7 @@ class Cli:
     def start(self, *words: object, **options: Any) -> subprocess.Popen[str]:
         """`ddpjob …` in the background."""
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"} | options
-        argv = [sys.executable, "-m", "ddpjob_operator.cli", *map(str, words)]
+        argv = [sys.executable, "-m", "ddpjob_cli", *map(str, words)]
         return subprocess.Popen(argv, cwd=self.folder, env=self.env, **options)
 
     def run(self, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -11,10 +11,10 @@ from typing import Any
 from virtual_time import VirtualLoop
 from worlds import manifest
 
-from ddpjob_operator.kube.client import NO_ANSWER, ApiError, Page, RequestLimits
+from ddpjob_operator.kube.api.client import NO_ANSWER, ApiError, Page, RequestLimits
+from ddpjob_operator.kube.api.reach import Reach
+from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.reach import Reach
-from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 
 Raw = dict[str, Any]

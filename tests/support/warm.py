@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from ddpjob.agent import preload
+from ddprun import preload
 
 _ends_early = False
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.api.client import ApiError
 
 
 @dataclass(frozen=True)

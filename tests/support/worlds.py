@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
+from ddpjob_operator.gangs import kueue
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import ConflictingObject, Container, Node, Observed, Pod, Refusal
@@ -141,8 +142,8 @@ class World:
             assert name not in self.groups, f"{name} is there already"
             self._made += 1
             uid = f"group-{self._made}"
-            queue, owner = adapter.queue, self.job.metadata.uid
-            asks = {} if queue is None else {"nodes": self.job.spec.nodes, "asked": queue.asks(self.job)}
+            owner = self.job.metadata.uid
+            asks = {"nodes": self.job.spec.nodes, "asked": kueue.asks(self.job)} if adapter.admits_first else {}
             self.groups[name] = ObservedGroup(action.adapter, name, uid, owner, attempt, **asks)  # type: ignore[arg-type]
         elif isinstance(action, TellGroup):
             assert self.groups[action.name].uid == action.uid, "what is told carries the uid that was seen"

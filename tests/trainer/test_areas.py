@@ -10,11 +10,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.shared import Shared, State
-from ddpjob.core import memory
-from ddpjob.core.memory import Held, Version
+from ddpjob.checkpoint.shared import Shared
+from ddpjob_core import memory
+from ddpjob_core.memory import Held, Version
+from ddprun.memory import Memory
 
 BYTES = 1 << 12
 
@@ -26,7 +26,7 @@ def packed_state(step: int) -> packed.Packed:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Shared]]:
     """Two of one node, whose memory has room for two states."""
-    monkeypatch.setattr(memory, "PART_BYTES", BYTES // 4)
+    monkeypatch.setattr(packed, "PIECE_BYTES", BYTES // 4)
     agent = Memory(2)
     agent.begin(0)
     both = [Shared(agent.where(rank), 1, 0) for rank in range(2)]
@@ -48,23 +48,27 @@ def copy(rank: Shared, step: int, area: int, *, counts: bool = True) -> Held:
     return held
 
 
-def write(rank: Shared, step: int, *, parts: int = 99, assumed: bool = False) -> bool:
-    """What a survivor does, and is killed after so many parts."""
-    state = State(packed_state(step), step, 0, assumed=assumed)
-    cut, written = state.parts.write, []
+def write(rank: Shared, step: int, *, pieces: int = 99, assumed: bool = False) -> bool:
+    """What a survivor does, and is killed after so many pieces."""
+    state, written, copy_piece = packed_state(step), [], packed.copy_piece
 
-    def write_part(*where: int) -> None:
-        written.append(where)
-        if len(written) > parts:
+    def copy_some(target: torch.Tensor, source: torch.Tensor) -> None:
+        written.append(len(source))
+        if len(written) > pieces:
             raise InterruptedError
-        cut(*where)
+        copy_piece(target, source)
 
-    state.parts.write = write_part  # type: ignore[method-assign,assignment]
-    with rank.begun(state) as is_begun:
-        try:
-            return is_begun and rank.write_parts(state, takes_over=True)
-        except InterruptedError:
-            return False
+    held = Held(Version(1, 0, step), 0, state.size, packed.total(state.tensors), assumed)
+    packed.copy_piece = copy_some
+    try:
+        with rank.locked() as alone:
+            assert alone
+            rank.write_rescued(state, held, 1)
+    except InterruptedError:
+        return False
+    finally:
+        packed.copy_piece = copy_piece
+    return True
 
 
 def newest(rank: Shared) -> tuple[int, float]:
@@ -79,7 +83,7 @@ def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Share
     """A script without a folder has that nowhere else: the training would go back to the save before, or to step 0."""
     copy(ranks[0], 3, 1 - area)
     copy(ranks[0], 5, area)
-    assert not write(ranks[0], 8, parts=1)
+    assert not write(ranks[0], 8, pieces=1)
     assert newest(ranks[1]) == (5, 5.0)
     assert write(ranks[1], 8)
     assert newest(ranks[0]) == (8, 8.0)
@@ -88,7 +92,7 @@ def test_a_rescue_that_is_cut_short_leaves_what_was_saved_last(ranks: list[Share
 def test_each_state_that_survivors_write_leaves_the_one_before_until_it_is_whole(ranks: list[Shared]) -> None:
     """One that was late makes its step, after a third one has written the step before."""
     for step in range(1, 6):
-        assert not write(ranks[0], step, parts=2)
+        assert not write(ranks[0], step, pieces=2)
         assert step == 1 or newest(ranks[1]) == (step - 1, step - 1.0)
         assert write(ranks[1], step)
         assert newest(ranks[0]) == (step, float(step))
@@ -106,23 +110,14 @@ def test_a_copy_does_not_count_where_survivors_write_over_it(ranks: list[Shared]
     """Half of one state and half of another would be a state that no training has had."""
     copy(ranks[0], 5, 0)
     copied = copy(ranks[0], 6, 1, counts=False)
-    assert not write(ranks[1], 6, parts=1)
+    assert not write(ranks[1], 6, pieces=1)
     assert not ranks[0].count_copy(1, copied), "and its writer does what survivors do"
     assert newest(ranks[0]) == (5, 5.0)
     assert write(ranks[1], 6)
     assert newest(ranks[0]) == (6, 6.0)
 
 
-def test_a_copy_does_not_count_where_a_survivor_has_died_as_it_began_another_state(ranks: list[Shared]) -> None:
-    """The cells would say of its bits what is true of another state: the next generation refuses both."""
-    copy(ranks[0], 5, 0)
-    copied = copy(ranks[0], 6, 1, counts=False)
-    ranks[0].node[memory.area_cell(1, memory.AREA_SUM)] += 1
-    assert not ranks[0].count_copy(1, copied)
-    assert newest(ranks[0]) == (5, 5.0)
-
-
-def test_who_copies_waits_until_a_survivor_has_written_its_part(ranks: list[Shared]) -> None:
+def test_who_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> None:
     """Both would write into the area that does not have the newest state."""
     began, done = threading.Event(), threading.Event()
 
@@ -131,7 +126,7 @@ def test_who_copies_waits_until_a_survivor_has_written_its_part(ranks: list[Shar
         with ranks[0].alone():
             done.set()
 
-    with ranks[1].begun(State(packed_state(7), 7, 0, assumed=False)):
+    with ranks[1].locked():
         thread = threading.Thread(target=copies)
         thread.start()
         began.wait()
@@ -140,14 +135,27 @@ def test_who_copies_waits_until_a_survivor_has_written_its_part(ranks: list[Shar
     assert done.is_set()
 
 
-@pytest.mark.parametrize("who", ["reserves", "writes"])
-def test_a_process_that_was_forked_meanwhile_does_not_keep_the_others_from_writing(
-    ranks: list[Shared], who: str
-) -> None:
+def test_one_rank_writes_at_a_time_and_one_that_dies_leaves_that_to_the_others(ranks: list[Shared]) -> None:
+    """Parts of two writers would be a state of no step."""
+    (read, write_end), (release, hold) = os.pipe(), os.pipe()
+    if (pid := os.fork()) == 0:
+        with ranks[0].locked():
+            os.write(write_end, b"x")
+            os.read(release, 1)
+    os.read(read, 1)
+    with ranks[1].locked() as alone:
+        assert not alone
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert write(ranks[1], 8)
+    for descriptor in (read, write_end, release, hold):
+        os.close(descriptor)
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_others_from_writing(ranks: list[Shared]) -> None:
     """A DataLoader starts its workers while room is reserved in a thread: as long as they lived nothing could be
     written, and a rank that died cost all steps since the last save."""
-    state = State(packed_state(7), 7, 0, assumed=False)
-    with ranks[0].locked() if who == "reserves" else ranks[0].begun(state) as has_lock:
+    with ranks[0].locked() as has_lock:
         assert has_lock
         if (worker := os.fork()) == 0:
             signal.pause()

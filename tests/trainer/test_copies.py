@@ -18,7 +18,7 @@ from memory_node import Node, parts, rescue, settle, steps
 import ddpjob
 from ddpjob import process
 from ddpjob.checkpoint import packed
-from ddpjob.core import copies
+from ddpjob_core import copies
 
 
 @pytest.fixture
@@ -235,13 +235,13 @@ def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node:
         step = ddpjob.Snapshot("snapshots").load(**objects)
 
         def die() -> None:
-            write = packed.Parts.write
+            copy = packed.copy_piece
 
-            def half(self: Any, descriptor: int, offset: int, begin: int, end: int) -> None:
-                write(self, descriptor, offset, begin, end // 2)
+            def half(target: torch.Tensor, source: torch.Tensor) -> None:
+                copy(target[: len(target) // 2], source[: len(target) // 2])
                 os._exit(1)
 
-            packed.Parts.write = half  # type: ignore[method-assign]
+            packed.copy_piece = half
 
         steps(step, (dies_at or until) - 1, **objects)
         if dies_at:

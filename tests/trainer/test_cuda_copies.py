@@ -60,7 +60,7 @@ TRAIN = """
 import contextlib, hashlib, os, random, signal, threading
 import torch
 import ddpjob
-from ddpjob.core import copies
+from ddpjob_core import copies
 
 copies.COST_MAX = 1e9  # every fourth step is copied
 rank, generation = int(os.environ["RANK"]), int(os.environ["DDPJOB_GENERATION"])

@@ -20,11 +20,11 @@ from memory_node import Node, parts, rescue, settle
 
 import ddpjob
 from ddpjob import process
-from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import packed, streams
 from ddpjob.checkpoint.device_copies import would_go_on
-from ddpjob.core import copies
 from ddpjob.group.join import end_without_abort
+from ddpjob_core import copies
+from ddprun.memory import Memory
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ import torch
 from last_moment import LastMoment, Mark
 import ddpjob
 from ddpjob.checkpoint import packed, streams
-from ddpjob.core import copies
+from ddpjob_core import copies
 
 copies.COST_MAX = 1e9
 Mark.is_done = lambda _: True

@@ -28,7 +28,7 @@ import yaml
 from shell import Cli
 
 import ddpjob
-from ddpjob.core.rules import RESUMABLE_EXIT_CODE
+from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 REPOSITORY = Path(__file__).parents[2]
 TOLERANCE = 1e-5  # of the parameters' length; measured at full length: 1.2e-6 (digits), 1.7e-6 (byte_lm)

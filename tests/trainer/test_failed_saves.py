@@ -17,8 +17,8 @@ import torch
 
 import ddpjob
 from ddpjob import process
-from ddpjob.core import rules
-from ddpjob.core.failures import Failure
+from ddpjob_core import rules
+from ddpjob_core.failures import Failure
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from script_ends import finish
 
 import ddpjob
-from ddpjob.agent import forkserver
 from ddpjob.group import gloo_teardown, join
+from ddprun import forkserver
 
 PR_SET_NAME = 15
 
@@ -109,7 +109,7 @@ def test_what_never_ends_is_not_waited_for_longer_than_was_asked(monkeypatch: py
 ENDS = """
 import datetime, os, torch.distributed as dist
 from ddpjob.reporting import watchdog
-from ddpjob.core.heartbeat import PAGE_BYTES
+from ddpjob_core.heartbeat import PAGE_BYTES
 store, moment = dist.HashStore(), datetime.timedelta(milliseconds=20)
 watchdog.POLL_SECONDS, watchdog.collectives_begun = 0, lambda: store.wait(["never"], moment)
 codes = []

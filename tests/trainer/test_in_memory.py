@@ -18,11 +18,11 @@ from memory_node import Node, parts, rescue, settle, steps
 
 import ddpjob
 from ddpjob import process
-from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import packed, recall, writers
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.core import memory
-from ddpjob.core.memory import Held, Version
+from ddpjob_core import memory
+from ddpjob_core.memory import Held, Version
+from ddprun.memory import Memory
 
 
 @pytest.fixture
@@ -1024,13 +1024,13 @@ def test_a_rank_that_dies_while_it_writes_the_state_leaves_none(node: Node) -> N
     """Half a state must not be taken for one."""
 
     def die_in_writing(_: Any) -> None:
-        write = packed.Parts.write
+        copy = packed.copy_piece
 
-        def half(self: Any, descriptor: int, offset: int, begin: int, end: int) -> None:
-            write(self, descriptor, offset, begin, end // 2)
+        def half(target: torch.Tensor, source: torch.Tensor) -> None:
+            copy(target[: len(target) // 2], source[: len(target) // 2])
             os._exit(1)
 
-        packed.Parts.write = half
+        packed.copy_piece = half
 
     with pytest.raises(AssertionError, match="did not end well"):
         node.run(0, lambda: train(6, die_in_writing))

@@ -15,7 +15,7 @@ import ddpjob
 from ddpjob import process
 from ddpjob.checkpoint import packed, room
 from ddpjob.checkpoint.kept import Kept
-from ddpjob.core import memory
+from ddpjob_core import memory
 
 
 @pytest.fixture

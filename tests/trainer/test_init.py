@@ -15,9 +15,9 @@ import torch.distributed as dist
 from script_ends import finish
 
 import ddpjob
-from ddpjob.core import stall_limits
-from ddpjob.core.rank_info import RankInfo
 from ddpjob.group import join, stop
+from ddpjob_core import stall_limits
+from ddpjob_core.rank_info import RankInfo
 
 TRAINER = str(Path(ddpjob.__file__).parents[1])
 

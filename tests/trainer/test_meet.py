@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob.agent import ports
 from ddpjob.group import meet
+from ddprun import ports
 
 HOST = "127.0.0.1"
 TEN_SECONDS = dt.timedelta(seconds=10)

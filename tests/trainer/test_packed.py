@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import os
 import pickle
 from typing import Any
 
@@ -19,17 +18,13 @@ def memory_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def there_and_back(value: Any) -> Any:
-    descriptor = os.memfd_create("test")
-    try:
-        state = packed.pack(value)
-        packed.write(descriptor, 4096, state)
-        from_file = packed.read(descriptor, 4096, state.size)
-        from_peer = packed.in_place(memory_of(packed.as_bytes(state)))
-    finally:
-        os.close(descriptor)
-    assert str(from_file) == str(from_peer) == str(packed.own(from_peer))
-    return from_file
+def there_and_back(value: Any, threads: int = 1) -> Any:
+    state = packed.pack(value)
+    memory = torch.zeros(state.size, dtype=torch.uint8, device="cpu")
+    packed.write(state, memory, threads)
+    there, small = packed.in_place(memory), packed.loads(packed.dumps(value))
+    assert str(there) == str(packed.own(there)) == str(small)
+    return packed.own(there)
 
 
 def test_tensors_of_any_shape_and_type_come_back_with_the_same_bits_and_strides() -> None:
@@ -79,14 +74,30 @@ def test_tied_weights_are_written_once_and_come_back_as_one() -> None:
 
 
 def test_ten_thousand_tensors_come_back() -> None:
-    """The kernel takes only so many pieces in a call: the rest must not be left out."""
     values = [torch.full((1 + number % 3,), float(number)) for number in range(10_000)]
-    state = packed.pack(values)
-    descriptor = os.memfd_create("test")
-    packed.write(descriptor, 0, state)
-    back = packed.read(descriptor, 0, state.size)
-    os.close(descriptor)
-    assert torch.equal(torch.cat(back), torch.cat(values))
+    assert torch.equal(torch.cat(there_and_back(values)), torch.cat(values))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_state_of_several_pieces_is_whole_whatever_the_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """A node with other processors would else refuse what another one has written; and torch has its threads back."""
+    monkeypatch.setattr(packed, "PIECE_BYTES", 1 << 18)
+    values, before = [torch.randn(300_001), torch.zeros(0), torch.randn(2, 3, 400, 500)], torch.get_num_threads()
+    assert all(map(torch.equal, there_and_back(values, threads), values))
+    assert packed.total(values, threads) == packed.total(values)
+    assert all(map(torch.equal, packed.own(values, threads), values))
+    assert torch.get_num_threads() == before
+
+
+def test_a_small_state_is_left_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To start threads takes longer than to copy it."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    assert packed.threads(2, 1 << 20) == 1
+    assert packed.threads(2, 1500 << 20) == packed.THREADS_MAX
+    assert packed.threads(8, 1500 << 20) == 2, "each of eight ranks of a node loads it at the same time"
+    assert packed.threads(64, 1500 << 20) == 1
 
 
 @pytest.mark.parametrize("at", [0, 100, 4000])
@@ -106,13 +117,19 @@ def test_what_is_no_state_is_refused_without_running_anything() -> None:
     data = len(body).to_bytes(8, "little") + (16 + len(body)).to_bytes(8, "little") + body
     with pytest.raises(StateError, match="no plain value"):
         packed.in_place(memory_of(data))
+    with pytest.raises(StateError, match="no plain value"):
+        packed.loads(body)
+    for broken in (b"", body[:3], packed.dumps({"x": torch.ones(4)})[:-6]):
+        with pytest.raises(StateError):
+            packed.loads(broken)
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2, device="meta"), torch.nested.nested_tensor([torch.zeros(1)])])
 def test_a_tensor_without_plain_bytes_is_refused(wrong: torch.Tensor) -> None:
     """A training with one goes on from its folder, and says why."""
-    with pytest.raises(StateError, match="kept in memory"):
-        packed.pack({"x": wrong})
+    for packs in (packed.pack, packed.dumps):
+        with pytest.raises(StateError, match="kept in memory"):
+            packs({"x": wrong})
 
 
 def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

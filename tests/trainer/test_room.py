@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 
-from ddpjob.agent.memory import Memory
 from ddpjob.checkpoint import packed, room
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.core.memory import Held, Version
+from ddpjob_core.memory import Held, Version
+from ddprun.memory import Memory
 
 MIB = 1 << 20
 

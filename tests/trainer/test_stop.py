@@ -194,7 +194,7 @@ def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_gr
 def test_a_rank_that_waits_for_the_agreement_of_a_lost_one_gives_up_as_the_symptom_that_it_is(
     end_ranks, steps, meeting_file
 ):
-    from ddpjob.core import rules
+    from ddpjob_core import rules
 
     def body(rank: int) -> None:
         world = ddpjob.init(init_method=meeting_file, rank=rank, world_size=2, timeout_step_seconds=0.5)

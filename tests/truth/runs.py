@@ -94,7 +94,7 @@ def _agent(folder: Path, draw: Draw, life: int) -> tuple[int, str]:
         "DDPJOB_UID": "truth",
     }
     words = ["--nproc-per-node", "2", "--max-restarts", "3", "train.py"]
-    agent = warm.start("ddpjob.agent", words, cwd=folder, env=env, ends_early=True)
+    agent = warm.start("ddprun", words, cwd=folder, env=env, ends_early=True)
     try:
         out, err = agent.communicate(timeout=SECONDS_MAX)
     except subprocess.TimeoutExpired:

@@ -134,7 +134,7 @@ def main() -> int:
     import torch._dynamo
     import torch.distributed.optim
 
-    import ddpjob.agent.run  # noqa: F401 - what an agent imports is in each copy of this process
+    import ddprun.run  # noqa: F401 - what an agent imports is in each copy of this process
 
     torch.set_num_threads(1)
     if options.one is not None:

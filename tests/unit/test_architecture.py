@@ -14,7 +14,7 @@ from ddpjob_operator.plan.decide import RULES
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/dev/architecture.md").read_text()
-ROOMS = ("", "operator/ddpjob_operator/", "trainer/ddpjob/")
+ROOMS = ("", "operator/", "operator/ddpjob_operator/", "operator/ddpjob_cli/", "trainer/", "trainer/ddpjob/")
 
 
 def _first_column(heading: str) -> list[str]:

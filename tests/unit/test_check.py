@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from worlds import manifest
 
 import check_page
-from ddpjob_operator import check
-from ddpjob_operator.check import Finding, Job
-from ddpjob_operator.check.job import known
-from ddpjob_operator.check.notebook import parts as read_notebook
-from ddpjob_operator.cli import check_files, main
+import ddpjob_check as check
+from ddpjob_check import Finding, Job
+from ddpjob_check.job import known
+from ddpjob_check.notebook import parts as read_notebook
+from ddpjob_cli.commands import check_files, main
+from ddpjob_cli.manifest import yamlfile
 from ddpjob_operator.job import launcher, validation
 from ddpjob_operator.job.command import read
-from ddpjob_operator.manifest import yamlfile
 from ddpjob_operator.plan import finish
 
 ROOT = Path(__file__).parents[2]
@@ -728,6 +728,12 @@ def test_a_variable_of_slurm_is_an_error_that_says_how_to_set_it(
     assert recipe in said
 
 
+def test_a_variable_of_slurm_that_is_made_a_number_without_a_default_is_an_error(job_file) -> None:
+    """int(None) raises a TypeError in the first lines of the script."""
+    said = ran(job_file(SLURM.replace('environ["SLURM_PROCID"]', 'getenv("SLURM_PROCID")'), *PYTHON, nodes=2)).stdout
+    assert "error[variable-of-other-launcher]: os.getenv('SLURM_PROCID'): nothing sets it here, so this is a T" in said
+
+
 WITH_ENV = {"env": [{"name": n, "value": f"$({v})"} for n, v in (("SLURM_PROCID", "RANK"), ("SLURM_NTASKS", "NNODES"))]}
 OTHERWISE = [
     (SLURM, ["python", "train.py"], WITH_ENV),
@@ -1289,7 +1295,7 @@ def test_the_script_is_found_also_in_a_shell_and_behind_a_launcher_by_its_path(
         ("python3.11 -X dev -u train.py", "python", ["train.py"], ""),
         ("python -m torch.distributed.run -m pkg", "torch.distributed.run", ["pkg.py", "pkg/__main__.py"], ""),
         ("torchrun --no-python python train.py", "torchrun", ["train.py"], ""),
-        ("python -m ddpjob.agent train.py", "ddprun", ["train.py"], ""),
+        ("python -m ddprun train.py", "ddprun", ["train.py"], ""),
         ("./train.py --x", "python", ["./train.py"], "--x"),
         ("python -c pass", "python", [], ""),
         ("/entrypoint train", "", [], ""),

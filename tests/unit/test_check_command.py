@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator.check.job import mistakes
+from ddpjob_check.job import mistakes
 from ddpjob_operator.job import api, validation
 
 NEW = (

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import job
 
-from ddpjob_operator import check
-from ddpjob_operator.check import Job
-from ddpjob_operator.check.job import known
-from ddpjob_operator.cli import check_files
-from ddpjob_operator.manifest.yamlfile import InputError
+import ddpjob_check as check
+from ddpjob_check import Job
+from ddpjob_check.job import known
+from ddpjob_cli.commands import check_files
+from ddpjob_cli.manifest.yamlfile import InputError
 
 FIXTURES = Path(__file__).parent / "check/fixtures"
 EXAMPLES = sorted((Path(__file__).parents[2] / "trainer/examples").glob("*.py"))

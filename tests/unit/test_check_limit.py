@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ddpjob_operator import check
-from ddpjob_operator.check.rule import TooLongError
-from ddpjob_operator.cli import main
-from ddpjob_operator.cli.cpu_limit import CpuLimit
+import ddpjob_check as check
+from ddpjob_check.rule import TooLongError
+from ddpjob_cli.commands import main
+from ddpjob_cli.commands.cpu_limit import CpuLimit
 
 WRONG = "import torch.distributed as d, os\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))\n"
 HEAD = "import os, torch\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpjob_operator.check import Job, check
+from ddpjob_check import Job, check
 
 STOPS = "if ddpjob.should_stop(step):\n    raise ddpjob.Stopped(step)\n"
 HANDLER = "signal.signal(signal.SIGTERM, lambda *_: save())\n"

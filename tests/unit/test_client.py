@@ -24,11 +24,11 @@ import yaml
 from fake_cluster import FakeCluster, fake_cluster, kubeconfig, pod
 from worlds import manifest
 
-from ddpjob_operator.cli.main import main
-from ddpjob_operator.client import jobs, read_ahead, watch
-from ddpjob_operator.client.connection import Target, connect
-from ddpjob_operator.client.errors import ClusterError
-from ddpjob_operator.client.logs import ClusterLogs
+from ddpjob_cli.client import jobs, read_ahead, watch
+from ddpjob_cli.client.connection import Target, connect
+from ddpjob_cli.client.errors import ClusterError
+from ddpjob_cli.client.logs import ClusterLogs
+from ddpjob_cli.commands.main import main
 
 Ddpjob = Callable[..., "Done"]
 
@@ -311,7 +311,7 @@ def test_what_needs_no_cluster_does_not_import_its_client() -> None:
     """`ddpjob --help` and the local run start at once, also where the Kubernetes client is not installed."""
     slow = "{'kubernetes', 'urllib3', 'pathspec', 'torch', 'yaml', 'rich'}"
     look = f"import sys; print({slow} & set(sys.modules))"
-    text = f"import ddpjob_operator.cli.main, ddpjob_operator.client.errors; {look}"
+    text = f"import ddpjob_cli.commands.main, ddpjob_cli.client.errors; {look}"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -394,7 +394,7 @@ def test_the_shell_completes_the_names_of_jobs(cluster: FakeCluster) -> None:
 
     def offered(typed: str) -> list[str]:
         words = {"_DDPJOB_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))}
-        argv = [sys.executable, "-c", "from ddpjob_operator.cli.main import main; main()"]
+        argv = [sys.executable, "-c", "from ddpjob_cli.commands.main import main; main()"]
         done = subprocess.run(argv, env={**os.environ, **words}, capture_output=True, text=True, check=True)
         assert done.stderr == ""
         return done.stdout.split()
@@ -1028,7 +1028,7 @@ def test_a_log_keeps_its_bytes_whether_it_is_followed_or_not(cluster: FakeCluste
     cluster.add("pods", pod("digits", exit_code=0))
     printed = b"caf\xe9 \xff\n"
     cluster.logs["digits-1-0"] = [printed[:-1].decode(errors="surrogateescape")]
-    argv = [sys.executable, "-m", "ddpjob_operator.cli", "logs", "digits", "--cluster"]
+    argv = [sys.executable, "-m", "ddpjob_cli", "logs", "digits", "--cluster"]
     assert subprocess.run(argv, capture_output=True, check=True).stdout == printed
     assert subprocess.run([*argv, "-f"], capture_output=True, check=True).stdout == b"[0:0] " + printed
 
@@ -1215,7 +1215,7 @@ def test_followed_logs_say_what_the_job_waits_for(
 def test_top_is_drawn_again_until_ctrl_c(cluster: FakeCluster) -> None:
     """Ctrl-C is its regular end."""
     job = cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
-    argv = ["-m", "ddpjob_operator.cli", "top"]
+    argv = ["-m", "ddpjob_cli", "top"]
     with pexpect.spawn(sys.executable, argv, dimensions=(24, 80), timeout=30, encoding="utf-8") as terminal:
         terminal.expect_exact("312/1125")
         job["status"]["display"]["step"] = "400/1125"
@@ -1233,7 +1233,7 @@ def test_top_prints_its_table_once_on_a_terminal_that_cannot_be_drawn_on(
     """The shell of an editor: it showed nothing until Ctrl-C."""
     monkeypatch.setenv("TERM", "dumb")
     cluster.add("ddpjobs", stored(display={"step": "312/1125"}))
-    argv = ["-m", "ddpjob_operator.cli", "top"]
+    argv = ["-m", "ddpjob_cli", "top"]
     with pexpect.spawn(sys.executable, argv, dimensions=(24, 80), timeout=30, encoding="utf-8") as terminal:
         terminal.expect_exact("312/1125")
         terminal.expect(pexpect.EOF)
@@ -1243,7 +1243,7 @@ def test_top_prints_its_table_once_on_a_terminal_that_cannot_be_drawn_on(
 def test_ctrl_c_ends_the_command_and_not_the_job(cluster: FakeCluster) -> None:
     """Somebody closes the laptop; the training goes on."""
     cluster.add("ddpjobs", stored())
-    argv = [sys.executable, "-m", "ddpjob_operator.cli", "logs", "digits", "--cluster", "-f"]
+    argv = [sys.executable, "-m", "ddpjob_cli", "logs", "digits", "--cluster", "-f"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         cluster.wait_for("get ddpjobs.training.ddpjob.io", 2)
         process.send_signal(signal.SIGINT)

@@ -15,9 +15,9 @@ from fake_cluster import FakeCluster, fake_cluster, pod
 from shell import eventually
 from worlds import manifest
 
-from ddpjob.agent import processes
-from ddpjob_operator.cli.main import main
-from ddpjob_operator.client import stacks
+from ddpjob_cli.client import stacks
+from ddpjob_cli.commands.main import main
+from ddprun import processes
 
 DDPRUN = {"command": ["ddprun", "train.py"]}
 Ddpjob = Callable[..., tuple[int, str, str]]
@@ -143,7 +143,7 @@ def test_what_is_run_in_a_pod_signals_agents_and_no_other_process(tmp_path: Path
     script = tmp_path / "train.py"
     script.write_text("import time; print('up', flush=True); time.sleep(600)")
     agent = subprocess.Popen(
-        [sys.executable, "-m", "ddpjob.agent", "--no-preload", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "ddprun", "--no-preload", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "ddprun"])
     assert agent.stdout is not None

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from ddpjob_operator.cli.main import cli
+from ddpjob_cli.commands.main import cli
 from ddpjob_operator.job import schema
 from ddpjob_operator.kube import program
 
@@ -44,7 +44,7 @@ def test_the_list_of_commands_cuts_no_summary() -> None:
 def test_help_imports_click_and_the_command_line_alone(arguments: list[str]) -> None:
     """With YAML, msgspec and the types of a job, each look at the help and each Tab takes twice as long."""
     code = (
-        "import sys; before = set(sys.modules); from ddpjob_operator.cli.main import main\n"
+        "import sys; before = set(sys.modules); from ddpjob_cli.commands.main import main\n"
         "try: main()\n"
         "finally: print(*set(sys.modules) - before, file=sys.stderr)"
     )
@@ -53,7 +53,7 @@ def test_help_imports_click_and_the_command_line_alone(arguments: list[str]) -> 
     imported = {name for name in done.stderr.split() if name.partition(".")[0] not in sys.stdlib_module_names}
     ours = {name for name in imported if name.startswith("ddpjob")}
     assert {name.partition(".")[0] for name in imported - ours} == {"click"}
-    assert {name for name in ours if not name.startswith("ddpjob_operator.cli")} == {"ddpjob_operator"}
+    assert {name for name in ours if not name.startswith("ddpjob_cli.commands")} == {"ddpjob_cli"}
     slow = {"asyncio", "http.client", "ipaddress", "json", "pathlib", "ssl", "subprocess", "urllib.parse"}
     assert not slow & set(done.stderr.split()), "take milliseconds each"
 
@@ -70,7 +70,7 @@ def test_the_completion_script_asks_ddpjob_for_its_words(shell: str) -> None:
 
 
 def test_a_shell_that_loads_the_script_is_offered_the_commands_and_options() -> None:
-    program_ = [sys.executable, "-m", "ddpjob_operator.cli"]
+    program_ = [sys.executable, "-m", "ddpjob_cli"]
     for typed, offered in {"ddpjob comp": "plain,completion", "ddpjob check --for": "plain,--format"}.items():
         environ = os.environ | {
             "_DDPJOB_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" "))

@@ -1,6 +1,6 @@
 """Where a process was that a signal has killed."""
 
-from ddpjob.agent.core.crash import calls
+from ddprun.core.crash import calls
 
 SEGFAULT = """Fatal Python error: Segmentation fault
 
@@ -12,8 +12,8 @@ Current thread 0x00007f0000000002 (most recent call first):
   File "/usr/lib/python3.11/ctypes/__init__.py", line 519 in string_at
   File "/app/train.py", line 3 in inner
   File "/app/train.py", line 7 in <module>
-  File "/opt/site-packages/ddpjob/agent/forkserver.py", line 424 in run_source
-  File "/opt/site-packages/ddpjob/agent/forkserver.py", line 512 in <module>
+  File "/opt/site-packages/ddprun/forkserver.py", line 424 in run_source
+  File "/opt/site-packages/ddprun/forkserver.py", line 512 in <module>
 
 Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
 """

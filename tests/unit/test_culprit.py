@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from worlds import World, digits, job
 
-from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.executor import Executor
-from ddpjob_operator.kube.job_state import JobState
-from ddpjob_operator.kube.runtime import SYSTEM
+from ddpjob_operator.kube.api.client import ApiError
+from ddpjob_operator.kube.api.runtime import SYSTEM
+from ddpjob_operator.kube.work.executor import Executor
+from ddpjob_operator.kube.work.job_state import JobState
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.plan.actions import DeletePod, EndPod, Plan
 from ddpjob_operator.plan.kept_log import GRACE_SECONDS_MAX, KUBELET_SECONDS

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from ddpjob_operator.cli.main import cli
+from ddpjob_cli.commands.main import cli
 from ddpjob_operator.job import validation
 
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -11,9 +11,9 @@ import pytest
 from msgspec.structs import replace
 from worlds import World, digits, job, manifest
 
-from ddpjob_operator.cli import options
+from ddpjob_cli.commands import options
+from ddpjob_cli.manifest import yamlfile
 from ddpjob_operator.job import api, launcher, validation
-from ddpjob_operator.manifest import yamlfile
 from ddpjob_operator.plan.actions import CreatePod
 from ddpjob_operator.pods import build, environment, naming
 

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 from worlds import START, digits
 
-from ddpjob.core import rules
+from ddpjob_core import rules
 from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.failures.sentences import shortened
 from ddpjob_operator.job import api

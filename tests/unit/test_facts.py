@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from worlds import START, World, digits
 
-from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.store import Store
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.store import Store
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import Container, Pod
 

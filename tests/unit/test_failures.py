@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob.core import failures, rules
-from ddpjob.core.failures import Failure, Precedence, root_cause
+from ddpjob_core import failures, rules
+from ddpjob_core.failures import Failure, Precedence, root_cause
 from ddpjob_operator.failures import termination_message
 
 CRASH = Failure(3, exit_code=139, signal="SIGSEGV", step=41, time=1796000000.5)

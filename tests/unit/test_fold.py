@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_operator.local.fold import HELD_SECONDS, UNSURE_SECONDS, Fold
+from ddpjob_cli.local.shown.fold import HELD_SECONDS, UNSURE_SECONDS, Fold
 
 DATA = Path(__file__).parent / "data/logs"
 T0 = 7.25

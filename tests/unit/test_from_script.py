@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from ddpjob_operator import check
-from ddpjob_operator.check.job import known
-from ddpjob_operator.cli import from_script, sources
-from ddpjob_operator.cli.from_script import Start
-from ddpjob_operator.convert import command
+import ddpjob_check as check
+from ddpjob_check.job import known
+from ddpjob_cli.commands import from_script, sources
+from ddpjob_cli.commands.from_script import Start
+from ddpjob_cli.manifest import yamlfile
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_convert import command
 from ddpjob_operator.job import api, naming, validation
 from ddpjob_operator.job.launcher import command_of
-from ddpjob_operator.manifest import yamlfile
-from ddpjob_operator.manifest.yamlfile import InputError
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "trainer/examples").rglob("*.py"))
@@ -375,7 +375,7 @@ def test_a_mistake_in_a_notebook_is_named_by_its_cell(tmp_path: Path) -> None:
     cells = ["import os", "import torch.distributed as d\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))"]
     path = tmp_path / "try.ipynb"
     path.write_text(json.dumps({"cells": [{"cell_type": "code", "source": cell} for cell in cells]}))
-    words = [sys.executable, "-m", "ddpjob_operator.cli", "run", "try.ipynb", "--nodes", "2"]
+    words = [sys.executable, "-m", "ddpjob_cli", "run", "try.ipynb", "--nodes", "2"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("try.ipynb:cell 2:2: error[rank-is-local-rank]")
@@ -415,13 +415,13 @@ def test_one_node_is_told_as_one() -> None:
 
 @pytest.mark.parametrize("typed", ["print('a script')\n", JOB])
 def test_stdin_is_a_script_or_a_yaml(typed: str, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "ddpjob_operator.cli", "run", "-", "--dry-run"]
+    words = [sys.executable, "-m", "ddpjob_cli", "run", "-", "--dry-run"]
     done = subprocess.run(words, input=typed, capture_output=True, text=True, check=True, cwd=tmp_path)
     assert ("stdin.py" in done.stdout) == typed.startswith("print")
 
 
 def test_stdin_that_is_no_utf_8_is_one_line(tmp_path: Path) -> None:
     """`iconv` forgotten: a stack of this program was shown."""
-    words = [sys.executable, "-m", "ddpjob_operator.cli", "run", "-", "--dry-run"]
+    words = [sys.executable, "-m", "ddpjob_cli", "run", "-", "--dry-run"]
     done = subprocess.run(words, input="print('é')".encode("latin-1"), capture_output=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, b"stdin:1: it is not UTF-8\n")

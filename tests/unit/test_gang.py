@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from worlds import World, digits, job
 
-from ddpjob_operator.describe.job import describe
+from ddpjob_cli.describe.job import describe
 from ddpjob_operator.gangs import choice, native
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, validation

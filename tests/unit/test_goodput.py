@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import World, digits
 
-from ddpjob.core.failures import Failure
+from ddpjob_core.failures import Failure
 from ddpjob_operator.job import api, bounds, validation
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 

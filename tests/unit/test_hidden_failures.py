@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from worlds import World, digits
 
-from ddpjob_operator.describe import ending
+from ddpjob_cli.describe import ending
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.job.status import find_condition
 

@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 from worlds import World, digits
 
-from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.observed.cluster import Container
 
 

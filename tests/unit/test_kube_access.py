@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from ddpjob_operator.kube.access import GANG_RIGHTS, RIGHTS, missing_rights
-from ddpjob_operator.kube.client import Client
+from ddpjob_operator.kube.api.access import GANG_RIGHTS, RIGHTS, missing_rights
+from ddpjob_operator.kube.api.client import Client
 
 ALL = [{"verbs": list(r.verbs), "apiGroups": [r.group], "resources": [r.resource]} for r in RIGHTS]
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from slow_server import play
 from wire import GOOD, Fate, Wire
 
+from ddpjob_operator.kube.api.client import NO_ANSWER, ApiError
+from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.claims import ALL_CLAIM, NAMESPACE_CLAIM, Claims, namespace_of
-from ddpjob_operator.kube.client import NO_ANSWER, ApiError
 from ddpjob_operator.kube.lease import Durations
-from ddpjob_operator.kube.runtime import Runtime
 
 Raw = dict[str, Any]
 DURATIONS = Durations()

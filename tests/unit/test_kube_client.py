@@ -11,8 +11,8 @@ import kopf
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.kube.client import ApiError, Client, Page, RequestLimits
-from ddpjob_operator.kube.login import LoginError, login
+from ddpjob_operator.kube.api.client import ApiError, Client, Page, RequestLimits
+from ddpjob_operator.kube.api.login import LoginError, login
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PATIENT = RequestLimits(request_seconds=30, silence_seconds=30, retry_after_seconds_max=0.5)
@@ -212,20 +212,6 @@ def test_a_create_is_answered_with_metadata_alone_and_the_rest_is_as_it_was_sent
 def test_a_server_that_answers_a_create_with_the_whole_object_is_understood_too() -> None:
     whole = {"kind": "Pod", "metadata": {"name": "a-1-0", "uid": "u"}, "spec": {"nodeName": "n"}}
     assert talk(Script(lambda: web.json_response(whole)), lambda c: c.create("/pods", {})) == whole
-
-
-def test_of_versions_no_more_than_what_names_an_object_is_kept() -> None:
-    metadata = {"name": "a", "uid": "u", "resourceVersion": "7", "labels": {"x": "y"}}
-    more = {"annotations": {"a": "b"}, "managedFields": []}
-    listed = {"metadata": {"resourceVersion": "9"}, "items": [{"metadata": metadata | more}]}
-    script = Script(lambda: web.json_response(listed))
-
-    async def versions(client: Client) -> list[Page]:
-        return [page async for page in client.versions("/pods", "a=b")]
-
-    assert talk(script, versions) == [([{"metadata": metadata}], "9")]
-    assert "as=PartialObjectMetadataList;" in script.asked[0].headers["Accept"]
-    assert script.asked[0].headers["Accept-Encoding"] == "identity", "the API server's CPU is scarcer than its network"
 
 
 WRITES: dict[str, Callable[[Client], Awaitable[Any]]] = {

@@ -12,10 +12,10 @@ import pytest
 from slow_server import SlowServer, Town, play
 from worlds import World, digits
 
-from ddpjob_operator.kube import decisions
-from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.log import JsonLines
 from ddpjob_operator.kube.settings import OperatorSettings
+from ddpjob_operator.kube.work import decisions
 
 
 def told(world: World) -> list[str]:

@@ -10,8 +10,9 @@ import pytest
 from cancelling import ends_although
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.events import (
+from ddpjob_operator.kube.api.client import ApiError
+from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
+from ddpjob_operator.kube.work.events import (
     LATER_SECONDS,
     PASSING_LATER_SECONDS,
     PASSING_SECONDS,
@@ -21,7 +22,6 @@ from ddpjob_operator.kube.events import (
     Events,
     body,
 )
-from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.plan.actions import Event
 
 JOB = api.Metadata(name="digits", namespace="team", uid="u")

@@ -12,8 +12,8 @@ import aiohttp
 import pytest
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import bounded_server, exposition
-from ddpjob_operator.kube.exposition import Exposition, Snapshot
+from ddpjob_operator.kube.ports import bounded_server, exposition
+from ddpjob_operator.kube.ports.exposition import Exposition, Snapshot
 from ddpjob_operator.metrics.meter import Meter, Moment
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)

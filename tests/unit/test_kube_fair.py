@@ -16,13 +16,13 @@ from slow_server import SlowServer, Town, play
 from virtual_time import START
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.in_flight import InFlight
-from ddpjob_operator.kube.job_state import JobState, JobStates
-from ddpjob_operator.kube.receive import Sender
-from ddpjob_operator.kube.reports import Reports
-from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.store import Jobs
+from ddpjob_operator.kube.api.client import ApiError
+from ddpjob_operator.kube.api.in_flight import InFlight
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.ports.receive import Sender
+from ddpjob_operator.kube.watch.store import Jobs
+from ddpjob_operator.kube.work.job_state import JobState, JobStates
+from ddpjob_operator.kube.work.reports import Reports
 from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.plan.actions import Plan
 

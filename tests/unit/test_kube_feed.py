@@ -6,8 +6,9 @@ import asyncio
 import json
 from typing import Any
 
+from ddpjob_operator.job import storage
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
-from ddpjob_operator.kube.store import Jobs
+from ddpjob_operator.kube.watch.store import Jobs
 
 KEY = ("team", "digits")
 
@@ -71,6 +72,20 @@ def test_a_list_goes_into_our_copy_and_what_it_lacks_is_gone() -> None:
     feed.retain(set(), 9)
     assert jobs.get(KEY) is None
     assert told(feed) == []
+
+
+def test_a_list_is_no_news_of_a_job_of_which_a_part_is_kept() -> None:
+    """Thousands of jobs that have ended would be read again, one by one, after every list."""
+    changed: list[tuple[str, str]] = []
+    jobs = Jobs(changed.append, limits=storage.StoredLimits.of(0))
+    feed = Feed(jobs)
+    ended = job(4) | {"spec": {"template": "x" * 5000}, "status": {"state": "Succeeded", "attempt": 1}}
+    for _ in range(2):
+        with feed.one_observation():
+            feed.put(ended)
+        feed.retain({KEY}, 4)
+    assert storage.is_cut(jobs.get(KEY) or {})
+    assert changed == [KEY]
 
 
 def test_a_job_that_python_cannot_read_reaches_kopf_cut() -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 
-from ddpjob_operator.kube import forward
-from ddpjob_operator.kube.forward import Forwarder
-from ddpjob_operator.kube.receive import PATH, Receiver, Sender
-from ddpjob_operator.kube.tokens import BadTokenError, BoundPod
+from ddpjob_operator.kube.api.tokens import BadTokenError, BoundPod
+from ddpjob_operator.kube.ports import forward
+from ddpjob_operator.kube.ports.forward import Forwarder
+from ddpjob_operator.kube.ports.receive import PATH, Receiver, Sender
 from ddpjob_operator.observed.reports import Report
 
 POD = BoundPod("default", "digits-1-0", "uid-0")

@@ -6,9 +6,9 @@ import asyncio
 
 import aiohttp
 
-from ddpjob_operator.kube.client import Client
-from ddpjob_operator.kube.health import Health
+from ddpjob_operator.kube.api.client import Client
 from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.ports.health import Health
 from ddpjob_operator.kube.settings import OperatorSettings
 
 

@@ -11,12 +11,12 @@ from free_port import free_port
 from worlds import START
 
 from ddpjob_operator.job import crd
-from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.api.served_crd import OPENAPI
+from ddpjob_operator.kube.api.tokens import BoundPod
 from ddpjob_operator.kube.installation import check
-from ddpjob_operator.kube.receive import PATH, Receiver
-from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.served_crd import OPENAPI
-from ddpjob_operator.kube.tokens import BoundPod
+from ddpjob_operator.kube.ports.receive import PATH, Receiver
 
 KIND = "/apis/training.ddpjob.io/v1alpha1"
 DEPLOYMENT = "/apis/apps/v1/namespaces/ddpjob/deployments/ddpjob-operator"

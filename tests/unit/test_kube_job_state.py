@@ -7,7 +7,7 @@ import datetime as dt
 from msgspec.structs import replace
 from worlds import START
 
-from ddpjob_operator.kube.job_state import JobState
+from ddpjob_operator.kube.work.job_state import JobState
 from ddpjob_operator.observed.cluster import Container, Pod
 
 AHEAD = dt.timedelta(minutes=23)  # the API server's clock, against ours

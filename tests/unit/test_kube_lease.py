@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wire import GOOD, Fate, Wire
 
-from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.api.client import ApiError
+from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.lease import ADDRESS, Candidate, Durations, Leader, Lease
-from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
 
 START = 70_000.25  # a clock that starts at an odd moment

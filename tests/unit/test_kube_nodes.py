@@ -10,15 +10,15 @@ import pytest
 from lists import taken
 from worlds import job
 
-from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.client import ApiError, Client
-from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.executor import ConflictError, Executor
-from ddpjob_operator.kube.job_state import JobState
-from ddpjob_operator.kube.lookup import Caches, Lookup
-from ddpjob_operator.kube.nodes import Nodes
-from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.store import Jobs, Store
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.store import Jobs, Store
+from ddpjob_operator.kube.work.events import Events
+from ddpjob_operator.kube.work.executor import ConflictError, Executor
+from ddpjob_operator.kube.work.job_state import JobState
+from ddpjob_operator.kube.work.lookup import Caches, Lookup
 from ddpjob_operator.observed.cluster import Node
 from ddpjob_operator.plan.actions import DeletePod, Plan
 
@@ -175,7 +175,7 @@ def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: Nod
 
 def test_only_the_last_ten_thousand_removed_nodes_are_remembered(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster that adds and removes nodes all day would fill the operator's memory."""
-    monkeypatch.setattr("ddpjob_operator.kube.nodes.GONE_MAX", 3)
+    monkeypatch.setattr("ddpjob_operator.kube.watch.nodes.GONE_MAX", 3)
     taken(nodes, [node("a"), *(node(f"n{i}") for i in range(9))], 1)
     for i in range(9):
         nodes.remove("", f"n{i}", f"n{i}")

@@ -9,7 +9,7 @@ import pytest
 from worlds import job
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube import observe
+from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.pods import build
 

@@ -12,17 +12,17 @@ import pytest
 from worlds import START, UID, manifest
 
 from ddpjob_operator.job import validation
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.login import LoginError
+from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
+from ddpjob_operator.kube.api.tokens import BoundPod
 from ddpjob_operator.kube.claims import Claims
-from ddpjob_operator.kube.client import ApiError, Client
-from ddpjob_operator.kube.executor import is_refusal
-from ddpjob_operator.kube.job_state import REFUSED_SECONDS, JobState
 from ddpjob_operator.kube.lease import Durations, Leader
-from ddpjob_operator.kube.login import LoginError
-from ddpjob_operator.kube.lookup import is_absent
 from ddpjob_operator.kube.operator import BROKEN_END_SECONDS, LAPSED_SECONDS, Operator
-from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.tokens import BoundPod
+from ddpjob_operator.kube.work.executor import is_refusal
+from ddpjob_operator.kube.work.job_state import REFUSED_SECONDS, JobState
+from ddpjob_operator.kube.work.lookup import is_absent
 from ddpjob_operator.observed.reports import Report
 
 
@@ -258,9 +258,8 @@ def test_an_operator_that_is_told_to_end_does_so_in_time_and_for_one_reason() ->
 
     async def run() -> Operator:
         made = Operator(OperatorSettings(), Client(), end_within=limits.append)
-        made.run("first", asyncio.sleep(0))
-        made.run("second", asyncio.sleep(0))
-        await asyncio.sleep(0.01)
+        tasks = [made.run("first", asyncio.sleep(0)), made.run("second", asyncio.sleep(0))]
+        await asyncio.gather(*tasks)  # it learns of both ends first: its callbacks were added before those of gather
         made.end()
         return made
 

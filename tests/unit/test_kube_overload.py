@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from slow_server import SlowServer, Town, play
 
-from ddpjob_operator.kube.client import ApiError
+from ddpjob_operator.kube.api.client import ApiError
 
 JOBS, NODES = 20, 8
 AFTER_SECONDS = 5.0

@@ -13,18 +13,18 @@ import pytest
 from worlds import START, World, digits, manifest
 
 from ddpjob_operator.job import validation
-from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.client import ApiError, Client, Page
-from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.executor import GONE_MAX, RECONCILE_SECONDS, Executor
-from ddpjob_operator.kube.job_state import UNDELETABLE_SECONDS, JobStates
-from ddpjob_operator.kube.lookup import Caches, Lookup
-from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.api.client import ApiError, Client, Page
+from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import _job_of
-from ddpjob_operator.kube.reconcile import Reconciler
-from ddpjob_operator.kube.reports import Reports
-from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.store import Jobs, Store
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.store import Jobs, Store
+from ddpjob_operator.kube.work.events import Events
+from ddpjob_operator.kube.work.executor import GONE_MAX, RECONCILE_SECONDS, Executor
+from ddpjob_operator.kube.work.job_state import UNDELETABLE_SECONDS, JobStates
+from ddpjob_operator.kube.work.lookup import Caches, Lookup
+from ddpjob_operator.kube.work.reconcile import Reconciler
+from ddpjob_operator.kube.work.reports import Reports
 from ddpjob_operator.observed import facts
 from ddpjob_operator.observed.cluster import Container, Pod
 from ddpjob_operator.plan.actions import Settings

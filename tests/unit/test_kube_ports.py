@@ -21,12 +21,12 @@ import pytest
 import uvloop
 from aiohttp.http_parser import DeflateBuffer
 
-from ddpjob_operator.kube import bounded_server
-from ddpjob_operator.kube.bounded_server import BoundedServer
-from ddpjob_operator.kube.exposition import Exposition, Snapshot
-from ddpjob_operator.kube.health import Health
-from ddpjob_operator.kube.receive import Receiver, Sender
-from ddpjob_operator.kube.tokens import BoundPod
+from ddpjob_operator.kube.api.tokens import BoundPod
+from ddpjob_operator.kube.ports import bounded_server
+from ddpjob_operator.kube.ports.bounded_server import BoundedServer
+from ddpjob_operator.kube.ports.exposition import Exposition, Snapshot
+from ddpjob_operator.kube.ports.health import Health
+from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.metrics.meter import Meter, Moment
 
 BOUND_SECONDS = 20.0

@@ -8,7 +8,8 @@ import pytest
 from cancelling import ends_although
 from slow_server import play
 
-from ddpjob_operator.kube.queue import (
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.work.queue import (
     BACK_OFF_SECONDS_MAX,
     OUTDATED_MIN,
     QUICK_SECONDS,
@@ -18,7 +19,6 @@ from ddpjob_operator.kube.queue import (
     RetryError,
     Schedule,
 )
-from ddpjob_operator.kube.runtime import Runtime
 
 START = 10_000.25  # a clock that starts at an odd moment
 

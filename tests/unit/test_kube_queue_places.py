@@ -16,18 +16,16 @@ from slow_server import play
 from virtual_time import VirtualLoop
 from worlds import World, job
 
-from ddpjob_operator.gangs import kueue
-from ddpjob_operator.kube.client import ApiError, Client
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.reach import Reach
+from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.queue_places import ASK_SECONDS, QueuePlaces
-from ddpjob_operator.kube.reach import Reach
-from ddpjob_operator.kube.runtime import Runtime
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.store import Key
+from ddpjob_operator.kube.watch.queue_places import ASK_SECONDS, QueuePlaces
+from ddpjob_operator.kube.watch.store import Key
 
 API = "/apis/visibility.kueue.x-k8s.io"
 MAIN = f"{API}/v1beta1/namespaces/team/localqueues/main/pendingworkloads"
-QUEUE = kueue.ADAPTER.queue
 
 
 def item(name: str, before: int, before_in_local_queue: int = 0) -> dict[str, Any]:
@@ -54,10 +52,8 @@ class Kueue:
         self.told: list[Key] = []
         log = logging.getLogger("test_kube_queue_places")
         runtime = Runtime(clock=lambda: self.seconds, log=log)
-        assert QUEUE is not None
-        assert QUEUE.places is not None
         client = cast(Client, self)
-        self.places = QueuePlaces(client, QUEUE.places, lambda: list(self.jobs), self.told.append, runtime)
+        self.places = QueuePlaces(client, lambda: list(self.jobs), self.told.append, runtime)
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Any:
         self.asked.append(path)

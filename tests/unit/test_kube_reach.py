@@ -9,9 +9,9 @@ from aiohttp import web
 from free_port import free_port
 from kopf import ConnectionInfo
 
-from ddpjob_operator.kube.client import ApiError, Client
-from ddpjob_operator.kube.reach import SPREAD_SECONDS, Reach
-from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.reach import SPREAD_SECONDS, Reach
+from ddpjob_operator.kube.api.runtime import Runtime
 
 LONG = 3600.0
 

@@ -20,10 +20,10 @@ import pytest
 
 from ddpjob.reporting.progress import encode
 from ddpjob.reporting.sender import ReportSender as Library
-from ddpjob_operator.kube import bounded_server, receive
-from ddpjob_operator.kube.receive import PATH, Receiver, Sender
-from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.api.tokens import BadTokenError, BoundPod, NoKeysError
+from ddpjob_operator.kube.ports import bounded_server, receive
+from ddpjob_operator.kube.ports.receive import PATH, Receiver, Sender
 from ddpjob_operator.observed.reports import BadReportError, Report
 
 BOUND_SECONDS = 10.0

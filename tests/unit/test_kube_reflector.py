@@ -9,12 +9,18 @@ from collections.abc import AsyncIterator, Sequence, Set
 from typing import Any
 
 import pytest
+from slow_server import play
+from virtual_time import VirtualLoop
 
-from ddpjob_operator.kube.api_error import bad_answer
-from ddpjob_operator.kube.client import ApiError, Page
-from ddpjob_operator.kube.listing import take
-from ddpjob_operator.kube.reflector import STALE_LISTS_MAX, Reflector
-from ddpjob_operator.kube.store import ObjectKey
+from ddpjob_operator.kube.api.api_error import bad_answer
+from ddpjob_operator.kube.api.client import ApiError, Page
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.listing import take
+from ddpjob_operator.kube.watch.reflector import STALE_LISTS_MAX, Reflector
+from ddpjob_operator.kube.watch.store import ObjectKey, Store
+from ddpjob_operator.kube.work import measuring
+from ddpjob_operator.metrics.meter import Meter
 
 
 def event(kind: str, name: str, version: int) -> dict[str, Any]:
@@ -59,6 +65,12 @@ class Copy:
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         self.calls.append(f"remove {name}")
+
+    def has(self, raw: Any) -> bool:
+        return f"put {raw['metadata']['name']}" in self.calls
+
+    def begin_anew(self, namespace: str) -> None:
+        self.calls.append(f"begin anew in {namespace}")
 
     def one_observation(self, namespace: str = "") -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -171,8 +183,9 @@ def test_a_list_older_than_what_was_seen_replaces_nothing() -> None:
 
 
 def test_a_cluster_restored_from_a_backup_is_believed_in_the_end() -> None:
+    """All that it has looks older than what was known: a job of the present did not start for a day."""
     _, copy, _ = follow([(["a"], 100), (["old"], 50)], [[GONE]])
-    assert copy.calls[-1] == "retain ['old']"
+    assert copy.calls[-3:] == ["begin anew in team", "put old", "retain ['old']"]
 
 
 def test_a_cluster_restored_from_a_backup_is_not_believed_too_soon() -> None:
@@ -203,3 +216,114 @@ def test_an_object_of_a_list_is_held_no_longer_than_it_takes_to_put_it() -> None
 
     asyncio.run(take(pages(), Copy(), put))
     assert held == [4, 3, 2, 1] * 3
+
+
+class Lossy:
+    """An API server whose watches last five minutes and show nothing but where they have come to."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, int] = {}
+        self.at = self.asked = 0
+        self.meanwhile: dict[str, int] = {}
+        """What is created between the end of a watch and the list."""
+        self.error: ApiError | None = None
+
+    async def pages(self, path: str, selector: str) -> AsyncIterator[Page]:
+        self.asked += 1
+        if self.error:
+            raise self.error
+        self.there |= self.meanwhile
+        self.at = max(self.at, *self.there.values(), 1)
+        yield Page([event("", name, at)["object"] for name, at in self.there.items()], str(self.at))
+
+    async def watch(self, path: str, version: str, selector: str) -> AsyncIterator[Any]:
+        await asyncio.sleep(299)
+        yield event("BOOKMARK", "", self.at)
+        await asyncio.sleep(1)
+
+
+class Neglected:
+    """Our copy of a Lossy server, for so long; what it has told of."""
+
+    def __init__(self) -> None:
+        self.server, self.meter = Lossy(), Meter()
+        self.changes: list[str] = []
+        self.copy: Store[Any] = Store(
+            observe.service, lambda _: ("team", "digits"), lambda *_: self.changes.append("x")
+        )
+
+    def runs(self, lose: Any, seconds: float = 900) -> None:
+        """lose: called once the first list is there."""
+
+        async def story() -> None:
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualLoop)
+            about = {"runtime": Runtime(clock=loop.time), "watcher": measuring.OfWatches(self.meter)}
+            reflector = Reflector(self.server, "services", "team", "", self.copy, **about)  # type: ignore[arg-type]
+            running = asyncio.create_task(reflector.run())
+            await reflector.synced.wait()
+            lose()
+            await asyncio.sleep(seconds)
+            running.cancel()
+
+        play(story)
+
+    def names(self) -> list[str]:
+        return sorted(place for place in self.server.there if self.copy.entry("team", place))
+
+    def missed(self) -> float | None:
+        return self.meter.registry.get_sample_value("ddpjob_watch_missed_total", {"resource": "services"})
+
+
+@pytest.fixture
+def neglected() -> Neglected:
+    made = Neglected()
+    made.server.there = {"a": 7, "b": 8}
+    return made
+
+
+def test_a_change_that_the_watch_has_not_shown_is_found_named_and_counted(
+    neglected: Neglected, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last event of a job's last pod is lost by a proxy: the job would run for ever."""
+    assert neglected.missed() == 0
+
+    def lose() -> None:
+        neglected.server.there |= {"b": 9, "c": 10}
+        neglected.server.at = 11
+
+    neglected.runs(lose)
+    assert neglected.names() == ["a", "b", "c"]
+    assert neglected.missed() == 2
+    assert "services in team: the watch has not shown 2 changes, among them one of c" in caplog.text
+
+
+def test_a_deletion_that_the_watch_has_not_shown_is_found(neglected: Neglected) -> None:
+    """A pod that is gone would count as running, and a job that is gone would get pods."""
+    neglected.runs(lambda: neglected.server.there.pop("b"))
+    assert len(neglected.copy) == 1
+
+
+def test_what_has_happened_between_a_watch_and_the_list_is_not_called_missed(neglected: Neglected) -> None:
+    """An alert on it would fire in every busy cluster."""
+    neglected.runs(lambda: neglected.server.meanwhile.update(new=20))
+    assert neglected.names() == ["a", "b", "new"]
+    assert neglected.missed() == 0
+
+
+def test_a_list_of_what_is_known_is_no_news(neglected: Neglected) -> None:
+    """Each list would cost a reconcile of every job."""
+    neglected.runs(neglected.changes.clear, seconds=3000)
+    assert 4 <= neglected.server.asked <= 7, "about every ten minutes"
+    assert neglected.changes == []
+
+
+def test_a_list_that_is_refused_does_not_end_the_watch(neglected: Neglected) -> None:
+    """A busy server would be asked for all pods again and again, and nothing be seen meanwhile."""
+
+    def lose() -> None:
+        neglected.server.error = ApiError(429, "TooManyRequests", "busy")
+
+    neglected.runs(lose, seconds=1500)
+    assert neglected.server.asked == 3
+    assert neglected.server.at == 8

@@ -11,17 +11,17 @@ import pytest
 from worlds import START, UID, digits, manifest
 
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.client import Client
-from ddpjob_operator.kube.job_state import JobState, JobStates
-from ddpjob_operator.kube.lookup import Caches
-from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.api.client import Client
+from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.receive import Sender
-from ddpjob_operator.kube.reports import FIRST_REPORT_SECONDS, WAITING_SECONDS_MAX, Reports
-from ddpjob_operator.kube.runtime import Runtime
+from ddpjob_operator.kube.ports.receive import Sender
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.store import Jobs, Key, Store
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.store import Jobs, Key, Store
+from ddpjob_operator.kube.work.job_state import JobState, JobStates
+from ddpjob_operator.kube.work.lookup import Caches
+from ddpjob_operator.kube.work.reports import FIRST_REPORT_SECONDS, WAITING_SECONDS_MAX, Reports
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport, BadReportError, Phase, Report, read_report
 

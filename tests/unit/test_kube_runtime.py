@@ -9,7 +9,7 @@ import pytest
 
 LOWERED = """
 import resource
-from ddpjob_operator.kube.runtime import allow_open_files
+from ddpjob_operator.kube.api.runtime import allow_open_files
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
 allow_open_files({count})
 print(*resource.getrlimit(resource.RLIMIT_NOFILE))

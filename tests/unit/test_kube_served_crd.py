@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 from ddpjob_operator.job import crd
-from ddpjob_operator.kube.client import ApiError, Client
-from ddpjob_operator.kube.served_crd import OPENAPI, dropped_fields, report_old_crd
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.served_crd import OPENAPI, dropped_fields, report_old_crd
 
 LOG = logging.getLogger("test.served_crd")
 

@@ -10,9 +10,9 @@ import pytest
 from lists import taken
 
 from ddpjob_operator.job.bounds import UnreadableError
-from ddpjob_operator.kube.client import Page
-from ddpjob_operator.kube.listing import take
-from ddpjob_operator.kube.store import Jobs, Key, Store
+from ddpjob_operator.kube.api.client import Page
+from ddpjob_operator.kube.watch.listing import take
+from ddpjob_operator.kube.watch.store import Jobs, Key, Store
 
 KEY = ("team", "digits")
 
@@ -198,7 +198,7 @@ def test_changes_of_a_job_that_we_have_are_taken_and_those_of_another_one_are_no
 
 
 def test_the_answer_to_our_own_write_is_no_news() -> None:
-    """Whoever wrote goes on with it; a second look costs each job of a storm as much as the first."""
+    """Whoever wrote goes on with it; a second reconcile costs each job of a storm as much as the first."""
     changed: list[Key] = []
     jobs = Jobs(changed.append)
     jobs.put(job(5))

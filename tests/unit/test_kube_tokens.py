@@ -14,9 +14,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
-from ddpjob_operator.kube import tokens
-from ddpjob_operator.kube.client import ApiError
-from ddpjob_operator.kube.tokens import BadTokenError, BoundPod, NoKeysError, Verifier
+from ddpjob_operator.kube.api import tokens
+from ddpjob_operator.kube.api.client import ApiError
+from ddpjob_operator.kube.api.tokens import BadTokenError, BoundPod, NoKeysError, Verifier
 
 ISSUER = "https://kubernetes.default.svc.cluster.local"
 POD = BoundPod("default", "digits-1-0", "7d0c6f1e-0000-4000-8000-0000000000aa")

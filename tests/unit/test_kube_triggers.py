@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from worlds import START, manifest
 
-from ddpjob_operator.kube.triggers import (
+from ddpjob_operator.kube.watch.triggers import (
     ALL_ENDED_SECONDS,
     ALL_RUN_SECONDS,
     SOME_CHANGED_SECONDS,

@@ -14,7 +14,8 @@ from worlds import START, World, job, manifest
 
 from ddpjob_operator.gangs import choice, kueue
 from ddpjob_operator.job import api, validation
-from ddpjob_operator.kube import observe, reading
+from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.observed.cluster import Pod, Refusal
 from ddpjob_operator.observed.groups import Admission, GangApi, ObservedGroup, Placement
 from ddpjob_operator.plan.actions import CreatePod, DeleteGroup, DeletePod, TellGroup
@@ -793,8 +794,9 @@ def test_what_a_workload_is_written_with_is_what_it_is_compared_with(version: st
     ]
     for each in jobs:
         raw = kueue.body(each, 0, version)
-        assert kueue.asked(raw) == kueue.asks(each)
-        assert observe.group(kueue.ADAPTER)({**raw, "metadata": {**raw["metadata"], "uid": "u"}}).asked
+        assert observe.group(kueue.ADAPTER)({**raw, "metadata": {**raw["metadata"], "uid": "u"}}).asked == kueue.asks(
+            each
+        )
 
 
 def test_a_job_that_is_admitted_keeps_its_place_whatever_its_labels_become_and_then_queues_as_they_say() -> None:

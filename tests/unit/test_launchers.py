@@ -9,7 +9,7 @@ import pytest
 import yaml
 from shell import Cli
 
-from ddpjob_operator.cli import launchers
+from ddpjob_cli.commands import launchers
 
 INIT = "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
 STORE = "from torch.distributed import TCPStore\nimport os\nhost, port = os.environ['MASTER_ADDR'], 1\n"
@@ -48,8 +48,8 @@ def test_ddprun_starts_a_script_without_a_word_about_it(cli: Cli) -> None:
         (INIT, ["--nodes", "1:2"], "ddprun cannot train with a changing number of nodes"),
         (INIT, ["--nodes", "2", "--set", "spec.minNodes=1"], "ddprun cannot train with a changing number of nodes"),
         ("import os\nos.environ['KMP_AFFINITY'] = 'none'\n" + INIT, [], "line 2 sets KMP_AFFINITY, which torch reads"),
-        ("import os\nos.environ.setdefault('KMP_DUPLICATE_LIB_OK', '1')\n" + INIT, [], "line 2 sets KMP_DUPLICATE_LIB_OK"),
-        ("import os\nos.environ.update(TORCH_COMPILE_DEBUG='1')\nimport helpers\n", [], "line 2 sets TORCH_COMPILE_DEBUG"),
+        ("import os\nos.environ.setdefault('KMP_BLOCKTIME', '1')\n" + INIT, [], "line 2 sets KMP_BLOCKTIME"),
+        ("import os\nos.environ.update(TORCH_COMPILE_DEBUG='1')\nimport mine\n", [], "line 2 sets TORCH_COMPILE_DEBUG"),
         (STORE + "TCPStore(host, port)\n", [], "line 4 connects to a store that torchrun serves"),
         (STORE + "TCPStore(host, port, 2, False)\n", [], "line 4 connects to a store that torchrun serves"),
     ],
@@ -99,7 +99,7 @@ def test_ddprun_passes_a_local_rank_that_the_script_takes_as_an_option(cli: Cli)
     ("name", "text", "why"),
     [
         ("job.yaml", "kind: DDPJob\n", "says in its command what starts the ranks"),
-        ("spawn.py", "import torch.multiprocessing as mp\nmp.spawn(print)\n", "starts the processes of its node by itself"),
+        ("spawn.py", "import torch\ntorch.multiprocessing.spawn(print)\n", "starts the processes of its node by itself"),
     ],
 )  # fmt: skip
 def test_a_launcher_for_what_has_its_own_is_refused(cli: Cli, name: str, text: str, why: str) -> None:

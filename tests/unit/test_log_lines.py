@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from worlds import digits
 
-from ddpjob.core.members import Members
+from ddpjob_core.members import Members
 from ddpjob_operator.failures import log_lines, root_cause, sentences
 
 DATA = Path(__file__).parent / "data/logs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpjob.core.members import Members
+from ddpjob_core.members import Members
 
 LATER = Members((0, 2, 5))  # two pods were left out
 REORDERED = Members((3, 1))

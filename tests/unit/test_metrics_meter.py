@@ -15,14 +15,15 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 from slow_server import SlowServer, Town, play
 
 import metrics_page
-from ddpjob.core import budget
+from ddpjob_core import budget
 from ddpjob_operator.gangs import ADAPTERS
 from ddpjob_operator.job import api, reasons
-from ddpjob_operator.kube import access, measuring
-from ddpjob_operator.kube.client import Client
-from ddpjob_operator.kube.exposition import Snapshot, read
+from ddpjob_operator.kube.api import access
+from ddpjob_operator.kube.api.client import Client
 from ddpjob_operator.kube.operator import Operator
+from ddpjob_operator.kube.ports.exposition import Snapshot, read
 from ddpjob_operator.kube.settings import OperatorSettings
+from ddpjob_operator.kube.work import measuring
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment, Queue
 

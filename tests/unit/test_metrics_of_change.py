@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 from worlds import World, digits
 
-from ddpjob.core.failures import Failure
+from ddpjob_core.failures import Failure
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.of_change import Restart, of_change
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 from worlds import World, digits
 
-from ddpjob.core.failures import Failure
+from ddpjob_core.failures import Failure
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan.actions import CreatePod, DeletePod
 from ddpjob_operator.pods import build

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ddpjob.agent.core.rank_ends import MESSAGE_BYTES_MAX, NodeEnd, as_message, findings, node_end, of_message
-from ddpjob.core.findings import NO_PROCESS_GROUP, REPLICAS_DIFFER
+from ddpjob_core.findings import NO_PROCESS_GROUP, REPLICAS_DIFFER
+from ddprun.core.rank_ends import MESSAGE_BYTES_MAX, NodeEnd, as_message, findings, node_end, of_message
 
 NAMES = ["net.0.weight", "net.0.bias"]
 

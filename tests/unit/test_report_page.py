@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import START, UID
 
+from ddpjob_cli.local.kept.history import Facts, History
+from ddpjob_cli.local.kept.report_page import ReportPage, page
+from ddpjob_cli.local.kept.series import POINTS_MAX, Series
 from ddpjob_operator.job import api
-from ddpjob_operator.local.history import Facts, History
-from ddpjob_operator.local.report_page import ReportPage, page
-from ddpjob_operator.local.series import POINTS_MAX, Series
 
 FACTS = Facts(job="digits", run=UID, started=START, nodes=2, nproc_per_node=1, ranks_follow_nodes=True, backend="gloo")
 HOSTILE = "</script></style></title><script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x1b[31m\0"

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 from worlds import START, World, digits
 
-from ddpjob.core.failures import Failure
-from ddpjob_operator.describe import ending
-from ddpjob_operator.describe.job import describe
+from ddpjob_cli.describe import ending
+from ddpjob_cli.describe.job import describe
+from ddpjob_cli.local.shown import told
+from ddpjob_core.failures import Failure
 from ddpjob_operator.failures import sentences
 from ddpjob_operator.job import api
 from ddpjob_operator.job.status import find_condition
-from ddpjob_operator.local import told
 from ddpjob_operator.observed.cluster import Container
 from ddpjob_operator.observed.reports import AgentCounts, AgentReport
 from ddpjob_operator.plan.actions import Settings

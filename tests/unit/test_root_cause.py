@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from worlds import START
 
-from ddpjob.core import failure_policy, rules
-from ddpjob.core.members import Members
+from ddpjob_core import failure_policy, rules
+from ddpjob_core.members import Members
 from ddpjob_operator.failures import log_lines, root_cause, sentences
 from ddpjob_operator.job import api
 from ddpjob_operator.observed.cluster import Container, Pod

@@ -6,10 +6,10 @@ import datetime as dt
 
 import pytest
 
-from ddpjob.core import budget, rules
-from ddpjob.core.budget import Attempt, Limits, RestartHistory
-from ddpjob.core.failure_policy import Action, PolicyRule
-from ddpjob.core.failures import Failure
+from ddpjob_core import budget, rules
+from ddpjob_core.budget import Attempt, Limits, RestartHistory
+from ddpjob_core.failure_policy import Action, PolicyRule
+from ddpjob_core.failures import Failure
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
 NOTHING, ALLOWED = RestartHistory(), Limits()

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from shell import Cli
 
-from ddpjob_operator.cli import script_words, sources
+from ddpjob_cli.commands import script_words, sources
 from ddpjob_operator.job.launcher import command_of
 
 TRAIN = """

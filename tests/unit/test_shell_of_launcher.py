@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob_operator.check import exit_codes, shells
-from ddpjob_operator.job import shell
+from ddpjob_operator.job import exit_codes, shell, shells
 
 FIXTURES = Path(__file__).parent / "check/fixtures"
 
@@ -110,6 +109,10 @@ def test_the_command_itself_may_be_a_shell_or_start_one(words: list[str], is_los
         "sh -c 'exec torchrun t.py'; echo done",
         "(torchrun t.py)",
         "set -e\ntorchrun t.py\ncp a b",
+        "exec bash -c 'torchrun t.py; true'",
+        "torchrun t.py > >(tee log) 2>&1",
+        "trap 'echo bye' TERM; torchrun t.py & wait",
+        "trap 'pkill torchrun' TERM; torchrun t.py; true",
     ],
 )
 def test_a_shell_that_waits_for_its_launcher_keeps_signals_to_itself(script: str) -> None:
@@ -127,6 +130,8 @@ def test_a_shell_that_waits_for_its_launcher_keeps_signals_to_itself(script: str
         "if a; then exec torchrun t.py --resume; fi; exec torchrun t.py",
         "trap 'kill -TERM $pid' TERM; torchrun t.py & pid=$!; wait $pid",
         "exec torchrun t.py > >(tee log) 2>&1",
+        "stop() { kill -TERM $pid; }; trap stop SIGTERM; torchrun t.py & pid=$!; wait $pid",
+        "trap 'kill -TERM $pid' EXIT; torchrun t.py & pid=$!; wait $pid",
         "f() { exec torchrun t.py; }; f",
         "python prep.py; exec torchrun t.py",
         "bash run.sh; echo done",
@@ -145,6 +150,7 @@ def test_only_what_hands_the_exit_code_over_makes_0_a_proof() -> None:
     assert exit_codes.is_handed_over(["torchrun", "t.py"])
     assert exit_codes.is_handed_over(["bash", "-c", "torchrun a.py || torchrun b.py"])
     assert not exit_codes.is_handed_over(["bash", "-c", "torchrun t.py | tee log"])
+    assert not exit_codes.is_handed_over(["bash", "-c", "timeout 1h torchrun t.py || [ $? -eq 124 ]"])
     assert not exit_codes.is_handed_over(["bash", "run.sh"])
     assert not exit_codes.is_handed_over(["python", "launch.py"])
 

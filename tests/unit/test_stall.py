@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from worlds import START
 
-from ddpjob.core import stall_limits
+from ddpjob_core import stall_limits
 from ddpjob_operator.job import api
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.reports import Phase, Report

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
-from ddpjob.agent.core import stall_monitor, stall_rules
-from ddpjob.agent.core.stall_monitor import (
+from ddpjob.reporting.watchdog import innermost, last_collective, stack, table, waited_in, waits_apart
+from ddpjob_core import heartbeat, stall_limits
+from ddpjob_core.failures import Failure
+from ddprun.core import stall_monitor, stall_rules
+from ddprun.core.stall_monitor import (
     BY_COLLECTIVES,
     BY_START,
     BY_STEPS,
@@ -16,12 +19,9 @@ from ddpjob.agent.core.stall_monitor import (
     HeartbeatTracker,
     StallReport,
 )
-from ddpjob.agent.core.stall_rules import Position, Standstill, failure, kept_waiting
-from ddpjob.agent.heartbeats import Heartbeats
-from ddpjob.agent.watch_ranks import position
-from ddpjob.core import heartbeat, stall_limits
-from ddpjob.core.failures import Failure
-from ddpjob.reporting.watchdog import innermost, last_collective, stack, table, waited_in, waits_apart
+from ddprun.core.stall_rules import Position, Standstill, failure, kept_waiting
+from ddprun.heartbeats import Heartbeats
+from ddprun.watch_ranks import position
 
 # ---- one node ----------------------------------------------------------------------------------------------
 

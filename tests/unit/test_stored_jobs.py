@@ -12,19 +12,20 @@ import pytest
 from worlds import START, digits, manifest
 
 from ddpjob_operator.job import storage
-from ddpjob_operator.kube import observe, reading
-from ddpjob_operator.kube.api_error import ApiError
-from ddpjob_operator.kube.client import Client
-from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.executor import Executor
-from ddpjob_operator.kube.job_state import JobStates
-from ddpjob_operator.kube.lookup import Caches, Lookup
-from ddpjob_operator.kube.nodes import Nodes
-from ddpjob_operator.kube.queue import RetryError
-from ddpjob_operator.kube.reconcile import Reconciler
-from ddpjob_operator.kube.reports import Reports
-from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.store import Jobs, Key, Store
+from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api.api_error import ApiError
+from ddpjob_operator.kube.api.client import Client
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.store import Jobs, Key, Store
+from ddpjob_operator.kube.work.events import Events
+from ddpjob_operator.kube.work.executor import Executor
+from ddpjob_operator.kube.work.job_state import JobStates
+from ddpjob_operator.kube.work.lookup import Caches, Lookup
+from ddpjob_operator.kube.work.queue import RetryError
+from ddpjob_operator.kube.work.reconcile import Reconciler
+from ddpjob_operator.kube.work.reports import Reports
 from ddpjob_operator.plan.actions import Settings
 
 Raw = dict[str, Any]

@@ -24,11 +24,11 @@ import pytest
 import yaml
 from fake_cluster import FakeCluster, fake_cluster, pod
 
-from ddpjob_operator.cli.main import cli, main
-from ddpjob_operator.client import pack
+from ddpjob_cli.client import pack
+from ddpjob_cli.commands.main import cli, main
+from ddpjob_cli.manifest import yamlfile
+from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import validation
-from ddpjob_operator.manifest import yamlfile
-from ddpjob_operator.manifest.yamlfile import InputError
 
 LOCAL_RANK = "import os; d.init_process_group('gloo', rank=int(os.environ['LOCAL_RANK']), world_size=4)\n"
 SOUND = "import torch.distributed as dist\nprint('trains')\n"
@@ -633,7 +633,7 @@ def test_a_job_that_its_ttl_deletes_may_have_finished(folder: Path, cluster: Fak
 
 
 def test_ctrl_c_ends_following_and_says_that_the_job_goes_on(folder: Path, cluster: FakeCluster) -> None:
-    argv = [sys.executable, "-m", "ddpjob_operator.cli", "submit", "train.py", "--follow"]
+    argv = [sys.executable, "-m", "ddpjob_cli", "submit", "train.py", "--follow"]
     with subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         cluster.wait_for("get ddpjobs.training.ddpjob.io")
         process.send_signal(signal.SIGINT)

@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from rich.cells import cell_len
 from worlds import START, job
 
-from ddpjob_operator.describe import figures
+from ddpjob_cli.describe import figures
+from ddpjob_cli.local.kept.history import History
+from ddpjob_cli.local.shown import table
+from ddpjob_cli.local.shown.table import NodeRow, RunMoment, Usage
 from ddpjob_operator.job import api
-from ddpjob_operator.local import table
-from ddpjob_operator.local.history import History
-from ddpjob_operator.local.table import NodeRow, RunMoment, Usage
 
 NODES = (
     NodeRow(0, "rank 0", "Running", 312, (4312,), Usage(98.4, 1_230_000_000, 87.0, 12_300_000_000)),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from worlds import manifest
 
 import pod_types as tool
-from ddpjob_operator.cli import main
+from ddpjob_cli.commands import main
+from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import pod_types, template, validation
-from ddpjob_operator.manifest.yamlfile import InputError
 
 TRAINER = "spec.template.spec.containers[0]"
 

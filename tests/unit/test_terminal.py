@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob_operator.cli import from_script, main, output
-from ddpjob_operator.describe.terminal import HELD_MAX, TerminalPieces, for_terminal
+from ddpjob_cli.commands import from_script, main, output
+from ddpjob_cli.describe.terminal import HELD_MAX, TerminalPieces, for_terminal
 
 OBEYED = {
     "title": "\x1b]0;owned\x07",

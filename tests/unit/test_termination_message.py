@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ddpjob.core.failures import Failure, first_line
+from ddpjob_core.failures import Failure, first_line
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.failures.termination_message import ContainerReport
 

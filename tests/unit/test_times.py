@@ -11,8 +11,8 @@ from worlds import START, digits, job
 
 from ddpjob_operator.job import api
 from ddpjob_operator.job.times import START_BACK_OFF_SECONDS, start_back_off_seconds
-from ddpjob_operator.kube.job_state import JobState
-from ddpjob_operator.kube.nodes import Nodes
+from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.work.job_state import JobState
 from ddpjob_operator.observed.cluster import ConflictingObject, Node
 from ddpjob_operator.plan.actions import Settings
 

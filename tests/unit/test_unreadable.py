@@ -11,17 +11,17 @@ import pytest
 from worlds import START, digits, manifest
 
 from ddpjob_operator.job import validation
-from ddpjob_operator.kube import observe
-from ddpjob_operator.kube.client import ApiError, Client
-from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.executor import Executor
-from ddpjob_operator.kube.job_state import JobStates
-from ddpjob_operator.kube.lookup import Caches, Lookup
-from ddpjob_operator.kube.nodes import Nodes
-from ddpjob_operator.kube.reconcile import Reconciler
-from ddpjob_operator.kube.reports import Reports
-from ddpjob_operator.kube.runtime import Runtime
-from ddpjob_operator.kube.store import Jobs, Store
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.store import Jobs, Store
+from ddpjob_operator.kube.work.events import Events
+from ddpjob_operator.kube.work.executor import Executor
+from ddpjob_operator.kube.work.job_state import JobStates
+from ddpjob_operator.kube.work.lookup import Caches, Lookup
+from ddpjob_operator.kube.work.reconcile import Reconciler
+from ddpjob_operator.kube.work.reports import Reports
 from ddpjob_operator.plan.actions import Settings
 
 KEY = ("default", "digits")
@@ -154,7 +154,7 @@ def test_where_the_server_refuses_the_condition_the_event_alone_says_it() -> Non
 
 
 def test_a_server_that_is_away_is_asked_again() -> None:
-    from ddpjob_operator.kube.queue import RetryError
+    from ddpjob_operator.kube.work.queue import RetryError
 
     cluster = Cluster(broken(state="Resizing"), ApiError(0, "NoAnswer", "connection refused"))
     with pytest.raises(RetryError):

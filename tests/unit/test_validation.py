@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from worlds import job, manifest
 
+from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_operator.job import launcher, topology, validation
-from ddpjob_operator.manifest import override, yamlfile
 
 
 def problems(**spec: Any) -> list[str]:

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob.agent.core import deadlock
-from ddpjob.agent.core.deadlock import Call, GroupCalls, Standing, Waits
-from ddpjob.agent.core.stall_rules import Position, failure
-from ddpjob.agent.watch_ranks import waiting as position_of_answer
 from ddpjob.reporting import waiting
+from ddprun.core import deadlock
+from ddprun.core.deadlock import Call, GroupCalls, Standing, Waits
+from ddprun.core.stall_rules import Position, failure
+from ddprun.watch_ranks import waiting as position_of_answer
 
 C10D = "/x/site-packages/torch/distributed/distributed_c10d.py"
 

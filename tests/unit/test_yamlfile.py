@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ddpjob_cli.manifest import override, yamlbounds, yamlfile
 from ddpjob_operator.job import validation
-from ddpjob_operator.manifest import override, yamlbounds, yamlfile
 
 GOOD = """apiVersion: training.ddpjob.io/v1alpha1
 kind: DDPJob

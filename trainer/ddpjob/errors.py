@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ddpjob import process
-from ddpjob.core import rules
+from ddpjob_core import rules
 
 
 class DDPJobError(Exception):

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ddpjob.core.heartbeat import CELLS_BYTES
-from ddpjob.core.rank_info import RankInfo, on_node
+from ddpjob_core.heartbeat import CELLS_BYTES
+from ddpjob_core.rank_info import RankInfo, on_node
 
 
 class Process:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import re
 
-from ddpjob.core.failures import abridged
+from ddpjob_core.failures import abridged
 
 MASK = "***"
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ddpjob.core import rules
-from ddpjob.core.failures import Failure, Precedence
-from ddpjob.core.members import Members
+from ddpjob_core import rules
+from ddpjob_core.failures import Failure, Precedence
+from ddpjob_core.members import Members
 from ddpjob_operator.failures import log_lines, termination_message
 from ddpjob_operator.failures.redaction import mask, shown
 from ddpjob_operator.failures.termination_message import ContainerReport, signal_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ddpjob.core import rules
+from ddpjob_core import rules
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, wording
 from ddpjob_operator.observed.cluster import THIS_MACHINE

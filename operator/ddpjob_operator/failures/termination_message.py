@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ddpjob.core import failures, rules
-from ddpjob.core.failures import (
+from ddpjob_core import failures, rules
+from ddpjob_core.failures import (
     BRIEF_MAX,
     LAST_ERROR,
     UNUSED_PARAMETERS,
@@ -26,7 +26,7 @@ from ddpjob.core.failures import (
     with_last_error,
     with_next,
 )
-from ddpjob.core.findings import FAILURE_IN_LOG, FINDINGS_MAX, Finding
+from ddpjob_core.findings import FAILURE_IN_LOG, FINDINGS_MAX, Finding
 from ddpjob_operator.failures.log_lines import BORDER, LINE_MAX, PREFIX, is_of_no_rank
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE

@@ -6,59 +6,15 @@ write another one: docs/dev/gang-adapters.md.
 
 from __future__ import annotations
 
-import datetime as dt
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.observed.groups import Admission, ObservedGroup, Placement, Tell
+from ddpjob_operator.observed.groups import Admission
 
 Raw = Mapping[str, Any]
 Body = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Places:
-    """An API of its own by which a queue tells the places of those that wait."""
-
-    group: str
-    versions: tuple[str, ...]
-    """The first that is served is taken."""
-    path: Callable[[str, str, str], str]
-    """What is read, by apiVersion, namespace and the queue's name."""
-    read: Callable[[Raw], dict[str, int]]
-    """The places, from 1, by the names of the objects that wait."""
-
-
-@dataclass(frozen=True)
-class Queue:
-    """What is needed where pods are made only once the group is admitted, and the group is told how the job is."""
-
-    reads_for_group: Callable[[api.DDPJob, str], tuple[str, ...]]
-    """The paths of what the group's body is completed with, by job and apiVersion."""
-    complete: Callable[[Body, Sequence[Raw]], None]
-    """Puts into the group's body what was read."""
-    placement: Callable[[Raw], Placement]
-    """What the admitted object says of the pods."""
-    nodes: Callable[[Raw], int | None]
-    """For how many pods the object asks."""
-    name: Callable[[Raw], str]
-    """In which queue the object is."""
-    asks: Callable[[api.DDPJob], tuple[str, ...]]
-    """What of the object follows what may change of a job that waits: its queue, its priority, its topology."""
-    asked: Callable[[Raw], tuple[str, ...]]
-    """The same, as the object has it."""
-    told: Callable[[Raw], tuple[bool, bool]]
-    """Whether it was told that all pods run, and that the job is over."""
-    reads_for_pods: Callable[[Placement, str], tuple[str, ...]]
-    """The paths of what the pods are completed with, by apiVersion."""
-    place: Callable[[Body, ObservedGroup, Sequence[Raw]], None]
-    """Puts into a pod what the queue has decided, with what was read."""
-    tell: Callable[[Raw, Tell, str, dt.datetime], Body | None]
-    """The object's new status, by the object as it is now, a sentence and the time; None: nothing is to be told."""
-    places: Places | None = None
-    """None: it tells nobody's place."""
 
 
 UID_DIGITS = 5
@@ -84,13 +40,9 @@ class Adapter:
     """Puts a pod of an attempt into its group: labels, annotations, fields."""
     read: Callable[[Raw], Admission]
     """What the object says."""
-    queue: Queue | None = None
-    """None: the scheduler sees the pods, and binds all or none."""
-
-    @property
-    def admits_first(self) -> bool:
-        """Whether no pod is made before the group is admitted."""
-        return self.queue is not None
+    admits_first: bool = False
+    """Whether it is a queue (kueue.py): no pod is made before the group is admitted, and the group is told how the job
+    is. Else the scheduler sees the pods, and binds all or none."""
 
     @property
     def resource(self) -> str:

@@ -15,13 +15,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from ddpjob_operator.gangs.adapter import Adapter, Body, Places, Queue, Raw
+from ddpjob_operator.gangs.adapter import Adapter, Body, Raw
 from ddpjob_operator.job import api, bounds, launcher, podspec
 from ddpjob_operator.job.bounds import text
 from ddpjob_operator.observed.groups import Admission, ObservedGroup, Placement, Tell
 from ddpjob_operator.pods import build, naming
 
 GROUP = "kueue.x-k8s.io"
+# The API by which it tells the places of those that wait; the first version that is served is taken.
+PLACES_GROUP, PLACES_VERSIONS = "visibility.kueue.x-k8s.io", ("v1beta1", "v1beta2")
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
 DEFAULT_QUEUE = "default"
@@ -158,15 +160,17 @@ def placement(raw: Raw) -> Placement:
     )
 
 
-def nodes(raw: Raw) -> int | None:
-    """The count of its pods."""
-    podsets = (raw.get("spec") or {}).get("podSets") or ()
-    return bounds.integer(podsets[0].get("count"), 0, bounds.NODES_MAX) if podsets else None
-
-
-def queue_name(raw: Raw) -> str:
-    """The LocalQueue."""
-    return text((raw.get("spec") or {}).get("queueName"))
+def observed(raw: Raw) -> dict[str, Any]:
+    """What only a queue says of a group: its pods, its queue, and what it was told."""
+    podsets, queue = (raw.get("spec") or {}).get("podSets") or (), text((raw.get("spec") or {}).get("queueName"))
+    return {
+        "placement": placement(raw),
+        "nodes": bounds.integer(podsets[0].get("count"), 0, bounds.NODES_MAX) if podsets else None,
+        "queue": queue,
+        "asked": (queue, *_asked(raw)),
+        "is_ready": _is_true(raw, "PodsReady"),
+        "is_over": _is_true(raw, "Finished"),
+    }
 
 
 def asks(job: api.DDPJob) -> tuple[str, ...]:
@@ -175,12 +179,12 @@ def asks(job: api.DDPJob) -> tuple[str, ...]:
     return _queue(job), _priority(job)[2], str(_topology_request(job).get("required") or "")
 
 
-def asked(raw: Raw) -> tuple[str, ...]:
-    """The same of a Workload."""
+def _asked(raw: Raw) -> tuple[str, str]:
+    """The priority class and the topology of a Workload."""
     spec = raw.get("spec") or {}
     priority = spec.get("priorityClassName") or (spec.get("priorityClassRef") or {}).get("name")
     podsets = spec.get("podSets") or [{}]
-    return queue_name(raw), text(priority), text((podsets[0].get("topologyRequest") or {}).get("required"))
+    return text(priority), text((podsets[0].get("topologyRequest") or {}).get("required"))
 
 
 def pending_path(api_version: str, namespace: str, queue: str) -> str:
@@ -196,11 +200,6 @@ def read_places(raw: Raw) -> dict[str, int]:
         if before is not None:
             found[text(item["metadata"]["name"])] = before + 1
     return found
-
-
-def told(raw: Raw) -> tuple[bool, bool]:
-    """By the conditions PodsReady and Finished."""
-    return _is_true(raw, "PodsReady"), _is_true(raw, "Finished")
 
 
 def reads_for_pods(placed: Placement, api_version: str) -> tuple[str, ...]:
@@ -310,23 +309,5 @@ ADAPTER = Adapter(
     body=body,
     pod=pod,
     read=read,
-    queue=Queue(
-        reads_for_group=reads_for_group,
-        complete=complete,
-        placement=placement,
-        nodes=nodes,
-        name=queue_name,
-        asks=asks,
-        asked=asked,
-        told=told,
-        reads_for_pods=reads_for_pods,
-        place=place,
-        tell=tell,
-        places=Places(
-            group="visibility.kueue.x-k8s.io",
-            versions=("v1beta1", "v1beta2"),
-            path=pending_path,
-            read=read_places,
-        ),
-    ),
+    admits_first=True,
 )

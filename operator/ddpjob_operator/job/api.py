@@ -8,12 +8,13 @@ Field names follow batch/v1 Job and torchrun. Times are timezone-aware datetimes
 from __future__ import annotations
 
 import datetime as dt
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
-from ddpjob.core import budget, failure_policy
-from ddpjob_operator.job import bounds
+from ddpjob_core import budget, failure_policy
+from ddpjob_operator.job import bounds, ranges
 
 GROUP = "training.ddpjob.io"
 VERSION = "v1alpha1"
@@ -130,7 +131,7 @@ class Stall(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tru
     """Longest time without a step. Unset: learned from the job's own steps. 0: off."""
 
 
-class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True, dict=True):
     """The observed state, written by the operator alone."""
 
     state: State | None = None
@@ -209,6 +210,16 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """The texts that `kubectl get` shows."""
     conditions: Annotated[list[Condition], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
     """Accepted, Running, Suspended, FailureTarget, Complete, Failed, as in batch/v1 Job; SaveFailed, Suspicious."""
+
+    @cached_property
+    def started(self) -> frozenset[int]:
+        """startedNodes as a set."""
+        return ranges.parse(self.started_nodes)
+
+    @cached_property
+    def completed(self) -> frozenset[int]:
+        """completedNodes as a set."""
+        return ranges.parse(self.completed_nodes)
 
 
 class Gang(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from ddpjob.core import findings, members
+from ddpjob_core import findings, members
 
 # Ten years: longer is a typing error, and a date beyond the year 9999 is none.
 SECONDS_MAX = 315_360_000

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ddpjob.core import budget
-from ddpjob.core.budget import Known, Limits, RestartHistory, Spent
-from ddpjob.core.failure_policy import PolicyRule
+from ddpjob_core import budget
+from ddpjob_core.budget import Known, Limits, RestartHistory, Spent
+from ddpjob_core.failure_policy import PolicyRule
 from ddpjob_operator.job import api, validation
 
 

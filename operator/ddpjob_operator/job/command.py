@@ -148,7 +148,7 @@ def _is_script(word: str) -> bool:
 def _of_module(module: str, rest: list[str]) -> Command:
     if module in launcher.MODULES:
         return _of_torchrun(module, rest)
-    if module == "ddpjob.agent":
+    if module == "ddprun":
         return _of_torchrun("ddprun", rest)
     top = module.split(".")[0]
     if top in _INSTALLERS:

@@ -6,8 +6,8 @@ With such a contradiction the job hangs or fails, because the launcher waits for
 
 from __future__ import annotations
 
+import contextlib
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ddpjob_operator.job import api, bounds, programs
+from ddpjob_operator.job import api, bounds, programs, shell
 from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
@@ -37,13 +37,11 @@ LAUNCHERS = ("torchrun", "ddprun")
 LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
 MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
 SHELLS = ("sh", "bash", "dash", "zsh", "ash")
-_SHELL_WORDS = {"then", "do", "else", "!", "{", "(", "exec", "time", "env", "command", "nohup"}
+_STARTS_OTHERS = {"exec", "env", "command", "nohup"}
 # A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
 )
-# What a shell runs in a word, as far as it has no quotes and no further one in it.
-_SUBSTITUTED = re.compile(r"\$\([^()\"'`#\n]*\)|`[^`\"'#\n]*`")
 # What a shell makes another text of on each node. A part of the host's name may be the same: ${HOSTNAME%-*}.
 _OTHER_ON_EACH_NODE = re.compile(
     r"\$(RANDOM|HOSTNAME|\$)(?!\w)|\$\{(RANDOM|HOSTNAME|\$)\}|(\$\(|`)(date|uuidgen|hostname(?=[^)`|]*[)`]))\b"
@@ -162,7 +160,7 @@ def _found(words: list[str]) -> Launcher | None:
         return None
     # What follows the script belongs to the script.
     name = words[begin - 1] if words[begin - 1] in MODULES else words[begin - 1].rsplit("/", 1)[-1]
-    return Launcher("ddprun" if name == "ddpjob.agent" else name, read_options(words[begin:])[0])
+    return Launcher(name, read_options(words[begin:])[0])
 
 
 def options_begin(words: list[str]) -> int | None:
@@ -170,13 +168,26 @@ def options_begin(words: list[str]) -> int | None:
     its help or its version."""
     for i, (word, following) in enumerate(pairwise([*words, ""])):
         begin = 0
-        if programs.name(word) in LAUNCHERS or LAUNCHER_FILE.search(word):
+        if _is_program(word):
             begin = i + 1
-        elif word == "-m" and (following in MODULES or following == "ddpjob.agent"):
+        elif word == "-m" and _is_module(following):
             begin = i + 2
         if begin and not programs.tells_of_itself(words[begin : begin + 1]):
             return begin
     return None
+
+
+def starts_ranks(word: str) -> bool:
+    """True for the program, the file or the module of torchrun or ddprun."""
+    return _is_program(word) or _is_module(word)
+
+
+def _is_program(word: str) -> bool:
+    return programs.name(word) in LAUNCHERS or LAUNCHER_FILE.search(word) is not None
+
+
+def _is_module(word: str) -> bool:
+    return word in MODULES or word == "ddprun"
 
 
 def command_of(template: dict[str, Any]) -> list[str]:
@@ -418,29 +429,15 @@ def shell_script(words: list[str]) -> str | None:
 
 
 def shell_words(text: str) -> list[str]:
-    """The words of a shell's script without its comments. Raises ValueError for a quote that is not closed.
-
-    Unlike shlex a shell goes on in the next line after a backslash, has no comment within a word: ${HOSTNAME##*-}, and
-    takes a command in a word for a part of it: --nproc-per-node=$(nvidia-smi -L | wc -l).
-    """
-    hidden = re.sub(r"(?<=[^\s;&|()])#", "\0", shell_lines(text))
-    hidden = _SUBSTITUTED.sub(lambda found: found[0].replace(" ", "\1"), hidden)
-    return [word.replace("\0", "#").replace("\1", " ") for word in shlex.split(hidden, comments=True)]
-
-
-def shell_lines(text: str) -> str:
-    """A shell's script with its wrapped lines in one. A line of comment ends with it, also after a backslash."""
-    return re.sub(r"^([ \t]*#.*)|\\\n", lambda found: found[1] or " ", text, flags=re.MULTILINE)
+    """The words of all commands of a shell's script. Raises ValueError if it cannot be read."""
+    return [word for command in shell.commands(text) for word in command]
 
 
 def shell_commands(script: str) -> Iterator[list[str]]:
-    """The words of each command of a shell's script, without the variables that are set before it."""
-    for line in re.split(r"&&|\|\||;|\n", shell_lines(script)):
-        try:
-            split = shell_words(line)
-        except ValueError:  # an unclosed quote, or one that the split has cut
-            continue
-        yield list(dropwhile(lambda word: word in _SHELL_WORDS or "=" in word, split))
+    """The words of each command of a shell's script that can be read, without what only starts the program."""
+    with contextlib.suppress(shell.ShellSyntaxError):
+        for words in shell.commands(script):
+            yield list(dropwhile(lambda word: word in _STARTS_OTHERS or "=" in word, words))
 
 
 def _after_options(words: list[str]) -> list[str]:

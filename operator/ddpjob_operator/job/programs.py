@@ -7,8 +7,9 @@ from itertools import dropwhile
 
 # Programs that start what follows them, and change nothing about it.
 WRAPPERS = set(
-    "conda coverage dumb-init env exec gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys numactl pdm "
-    "pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini uv viztracer xvfb-run".split()
+    "chrt conda coverage dumb-init env exec flock gosu hatch ionice kernprof mamba micromamba ncu nice nohup nsys "
+    "numactl pdm pipenv poetry py-spy rye setsid stdbuf strace su-exec sudo taskset time timeout tini unbuffer uv "
+    "viztracer xvfb-run".split()
 )
 # Their options whose next word is a name and no program: `conda run -n ray`.
 _NAME_FOLLOWS = {"-n", "--name", "-p", "--prefix", "--with", "--extra", "--group", "--package", "-u", "--user"}

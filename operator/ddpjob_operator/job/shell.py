@@ -19,6 +19,8 @@ _ENDS_WORD = set(" \t\r\n;&|()<>")
 _REDIRECT = re.compile(r"(?:\d{1,3}|\{\w+\})?(?:<<<|<<-|<<|&>>|&>|>>|>\||<>|>&|<&|[<>](?!\())")
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]{0,100}\])?\+?=")
 _NAME = re.compile(r"[^\s;&|()<>\"'\\$`]+")
+_VARIABLE = re.compile(r"\$[A-Za-z_]\w*")
+_EXPANSION = re.compile(r"\$(?:[A-Za-z_]|\{|\(\()")
 _RESERVED = frozenset(
     "if then elif else fi while until for select do done case esac in function { } ! [[ time coproc".split()
 )
@@ -40,6 +42,8 @@ class Word:
     """The scripts in $( ) and backquotes."""
     beside: tuple[ShellScript, ...] = ()
     """The scripts in <( ) and >( ), which run beside the command."""
+    expanded: tuple[str, ...] = ()
+    """The expansions of variables as they are written: $NAME, ${NAME:-0}, $((NAME + 1))."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +63,8 @@ class Simple(ShellNode):
     """Of its redirections."""
     document: list[str] = field(default_factory=list)
     """The text of a here-document or a <<< word, where it has one; the last counts."""
+    expanded: list[str] = field(default_factory=list)
+    """The documents in which the shell expands variables."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +190,13 @@ def words_of(node: ShellNode) -> tuple[Word, ...]:
     return node.targets if isinstance(node, (GroupNode, If)) else ()
 
 
+def commands(script: str) -> Iterator[list[str]]:
+    """Yield the words of each simple command of a script, without the variables that are set before it."""
+    for node in walk(parse(script)):
+        if isinstance(node, Simple) and node.words:
+            yield [word.value for word in node.words]
+
+
 def walk(node: ShellNode) -> Iterator[ShellNode]:
     """A command and all below it, in the order in which they are written."""
     yield node
@@ -198,7 +211,7 @@ class _Reader:
         if depth > DEPTH_MAX:
             raise ShellSyntaxError("too deep")
         self.text, self.at, self._depth = text, at, depth
-        self._documents: list[tuple[str, bool, list[str]]] = []  # here-documents whose text is still to come
+        self._documents: list[tuple[Word, bool, list[str], list[str]]] = []  # here-documents whose text follows
 
     # ---- lists ---------------------------------------------------------------------------------------------
 
@@ -349,11 +362,12 @@ class _Reader:
             raise ShellSyntaxError("[[ has no end")
         words = self.text[self.at : end.end()].split()
         self.at = end.end()
-        return Simple(words=tuple(Word(word.strip("\"'")) for word in words), text=self._from(begin))
+        plain = tuple(Word(word.strip("\"'"), expanded=() if word[0] == "'" else (word,)) for word in words)
+        return Simple(words=plain, text=self._from(begin))
 
     def _arithmetic(self, begin: int) -> ShellNode:
         inside = self._skip_brackets("((", "))")
-        return Simple(words=(Word("(("), Word(inside), Word("))")), text=self._from(begin))
+        return Simple(words=(Word("(("), Word(inside, expanded=(f"(({inside}",)), Word("))")), text=self._from(begin))
 
     def _function(self, begin: int) -> ShellNode:
         self._take("function")
@@ -369,9 +383,10 @@ class _Reader:
         words: list[Word] = []
         targets: list[Word] = []
         document: list[str] = []
+        expanded: list[str] = []
         while self._skip() < len(self.text):
             if (found := _REDIRECT.match(self.text, self.at)) is not None:
-                self._redirect(found[0], targets, document)
+                self._redirect(found[0], targets, document, expanded)
                 continue
             if self.text[self.at] in "\n;&|)" or (self.text[self.at] == "(" and not words):
                 break
@@ -386,7 +401,7 @@ class _Reader:
         if not (assigned or words or targets):
             raise ShellSyntaxError(f"no command at {self.text[self.at : self.at + 10]!r}")
         # A here-document is read at the end of the line.
-        return Simple(tuple(assigned), tuple(words), tuple(targets), document, text=self._from(begin))
+        return Simple(tuple(assigned), tuple(words), tuple(targets), document, expanded, text=self._from(begin))
 
     def _value(self) -> Word:
         """Of an assignment; an array's is unknown."""
@@ -408,34 +423,37 @@ class _Reader:
     def _targets(self) -> tuple[Word, ...]:
         targets: list[Word] = []
         while self._skip() < len(self.text) and (found := _REDIRECT.match(self.text, self.at)) is not None:
-            self._redirect(found[0], targets, [])
+            self._redirect(found[0], targets, [], [])
         return tuple(targets)
 
-    def _redirect(self, operator: str, targets: list[Word], document: list[str]) -> None:
+    def _redirect(self, operator: str, targets: list[Word], document: list[str], expanded: list[str]) -> None:
         self.at += len(operator)
         kind = operator.lstrip("0123456789")
         self._skip()
         word = self._word()
         if kind in ("<<", "<<-"):
-            self._documents.append((word.value, kind == "<<-", document))
+            self._documents.append((word, kind == "<<-", document, expanded))
         elif kind == "<<<":
             document.append(word.value)
+            expanded += word.expanded
         else:
             targets.append(word)
 
     def _read_documents(self) -> None:
         """The lines of the here-documents that began in the line before."""
-        for end, is_indented, document in self._documents:
+        for end, is_indented, document, expanded in self._documents:
             lines: list[str] = []
             while self.at < len(self.text):
                 line_end = self.text.find("\n", self.at)
                 line_end = len(self.text) if line_end < 0 else line_end
                 line, self.at = self.text[self.at : line_end], min(len(self.text), line_end + 1)
                 line = line.lstrip("\t") if is_indented else line
-                if line == end:
+                if line == end.value:
                     break
                 lines.append(line)
             document.append("\n".join(lines))
+            if not end.quoted:
+                expanded.append(document[-1])
         self._documents = []
 
     # ---- words ---------------------------------------------------------------------------------------------
@@ -444,6 +462,7 @@ class _Reader:
         value: list[str] = []
         runs: list[ShellScript] = []
         beside: list[ShellScript] = []
+        expanded: list[str] = []
         begin, quoted = self.at, False
         while not self._at_end_of_word() or self._peek("<(", ">("):
             character = self.text[self.at]
@@ -453,7 +472,7 @@ class _Reader:
                 value.append(self.text[self.at + 1 : end])
                 self.at, quoted = end + 1, True
             elif character == '"':
-                self._double_quoted(value, runs)
+                self._double_quoted(value, runs, expanded)
                 quoted = True
             elif character == "\\":
                 value.append(self.text[self.at + 1 : self.at + 2].replace("\n", ""))
@@ -462,12 +481,12 @@ class _Reader:
                 self.at += 2
                 beside.append(self._inner(value))
             else:
-                self._part(value, runs)
+                self._part(value, runs, expanded)
         if self.at == begin:
             raise ShellSyntaxError(f"no word at {self.text[begin : begin + 10]!r}")
-        return Word("".join(value), quoted, tuple(runs), tuple(beside))
+        return Word("".join(value), quoted, tuple(runs), tuple(beside), tuple(expanded))
 
-    def _double_quoted(self, value: list[str], runs: list[ShellScript]) -> None:
+    def _double_quoted(self, value: list[str], runs: list[ShellScript], expanded: list[str]) -> None:
         self.at += 1
         while self.text[self.at : self.at + 1] != '"':
             if self.at >= len(self.text):
@@ -478,10 +497,10 @@ class _Reader:
                 value.append(following.replace("\n", "") if following in '$`"\\\n' else character + following)
                 self.at += 2
             else:
-                self._part(value, runs)
+                self._part(value, runs, expanded)
         self.at += 1
 
-    def _part(self, value: list[str], runs: list[ShellScript]) -> None:
+    def _part(self, value: list[str], runs: list[ShellScript], expanded: list[str]) -> None:
         """Characters, or an expansion."""
         begin = self.at
         if self.text.startswith("$((", begin):
@@ -495,10 +514,14 @@ class _Reader:
             self._skip_brackets("{", "}")
         elif self.text[begin] == "`":
             runs.append(self._backquoted())
+        elif (variable := _VARIABLE.match(self.text, begin)) is not None:
+            self.at = variable.end()
         else:
             plain = _NAME.match(self.text, begin)
             self.at = plain.end() if plain and self.text[begin] != "$" else begin + 1
         value.append(self.text[begin : self.at])
+        if _EXPANSION.match(self.text, begin):
+            expanded.append(value[-1])
 
     def _inner(self, value: list[str] | None) -> ShellScript:
         """The script up to the closing bracket."""

@@ -2,9 +2,9 @@
 
 Of a job that has begun all is kept. Any other (new, suspended, over, invalid, managed by another controller) is kept
 whole while it is small and there is room; else `cut` leaves what decides whether there is anything to do for it. The
-reconcile reads it again (kube/reconcile.py) unless `rests_until` says that there is nothing to do, and gives it back at
-its end. A job that would begin needs a place in the Room of those that have begun, else it waits (plan/lifecycle.py).
-What has begun goes on also without a place: then each of its reconciles reads it.
+reconcile reads it again (kube/work/reconcile.py) unless `rests_until` says that there is nothing to do, and gives it
+back at its end. A job that would begin needs a place in the Room of those that have begun, else it waits
+(plan/lifecycle.py). What has begun goes on also without a place: then each of its reconciles reads it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import hashlib
 
 from msgspec.structs import replace
 
-from ddpjob.core import budget
+from ddpjob_core import budget
 from ddpjob_operator.job import api
 
 REPORT_SECONDS_MAX = 60.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Set
 
-from ddpjob.core.members import Members
+from ddpjob_core.members import Members
 from ddpjob_operator.job import api, bounds, launcher
 from ddpjob_operator.job.podspec import grace_seconds
 

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube import lease
-from ddpjob_operator.kube.client import ApiError, Client, Raw
+from ddpjob_operator.kube.api.client import ApiError, Client, Raw
+from ddpjob_operator.kube.api.limit import at_most
+from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.lease import NEVER, Candidate, Durations
-from ddpjob_operator.kube.limit import at_most
-from ddpjob_operator.kube.runtime import SYSTEM, Runtime
 
 NAMESPACE_CLAIM = api.GROUP
 """Name of the Lease of one namespace."""

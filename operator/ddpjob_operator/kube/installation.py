@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Mapping
 import aiohttp
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.client import ApiError, Client
-from ddpjob_operator.kube.runtime import SYSTEM
-from ddpjob_operator.kube.served_crd import UPGRADE, dropped_fields, older
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.runtime import SYSTEM
+from ddpjob_operator.kube.api.served_crd import UPGRADE, dropped_fields, older
 
 TRIES = 5
 WAIT_SECONDS = 3.0

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.client import ApiError, Client, Raw
-from ddpjob_operator.kube.limit import at_most
-from ddpjob_operator.kube.runtime import SYSTEM, Runtime
+from ddpjob_operator.kube.api.client import ApiError, Client, Raw
+from ddpjob_operator.kube.api.limit import at_most
+from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 
 API_VERSION = "coordination.k8s.io/v1"
 ADDRESS = f"{api.GROUP}/progress-address"

@@ -20,16 +20,16 @@ import kopf
 import prometheus_client
 import uvloop
 
+from ddpjob_operator.kube.api.client import Client, RequestLimits
+from ddpjob_operator.kube.api.reach import Reach
+from ddpjob_operator.kube.api.runtime import allow_open_files
 from ddpjob_operator.kube.claims import Claims, namespace_of
-from ddpjob_operator.kube.client import Client, RequestLimits
 from ddpjob_operator.kube.handlers import handlers
 from ddpjob_operator.kube.lease import Leader
 from ddpjob_operator.kube.log import set_up_log
-from ddpjob_operator.kube.measuring import Requests
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.reach import Reach
-from ddpjob_operator.kube.runtime import allow_open_files
 from ddpjob_operator.kube.settings import OperatorSettings
+from ddpjob_operator.kube.work.measuring import Requests
 from ddpjob_operator.metrics.meter import Meter
 
 OPEN_FILES = 16_384  # 4,000 connections of trainers, 256 on each other port (bounded_server.py), and the watches

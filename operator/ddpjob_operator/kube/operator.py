@@ -7,39 +7,41 @@ operators the one that holds the Lease runs the queue, and the others keep their
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Set, Sized
+from collections.abc import Callable, Coroutine, Mapping, Set, Sized
 from functools import partial
 from importlib import metadata
 from typing import Any
 
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, storage, topology, validation
-from ddpjob_operator.kube import access, decisions, exposition, measuring, observe, reading, served_crd, triggers
-from ddpjob_operator.kube.bounded_server import BoundedServer
+from ddpjob_operator.kube.api import access, reading, served_crd
+from ddpjob_operator.kube.api.client import Client, collection
+from ddpjob_operator.kube.api.in_flight import InFlight
+from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
+from ddpjob_operator.kube.api.tokens import BoundPod, Verifier
 from ddpjob_operator.kube.claims import Claims
-from ddpjob_operator.kube.client import Client, collection
-from ddpjob_operator.kube.events import Events
-from ddpjob_operator.kube.executor import Executor
-from ddpjob_operator.kube.forward import Forwarder
-from ddpjob_operator.kube.gangs import Gang, waits_for
-from ddpjob_operator.kube.health import Health
-from ddpjob_operator.kube.in_flight import InFlight
-from ddpjob_operator.kube.job_state import JobStates
-from ddpjob_operator.kube.journal import Journal
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
 from ddpjob_operator.kube.lease import Leader
-from ddpjob_operator.kube.lookup import Caches, Lookup
-from ddpjob_operator.kube.nodes import Nodes
-from ddpjob_operator.kube.queue import Priority, Queue
-from ddpjob_operator.kube.receive import Receiver, Sender
-from ddpjob_operator.kube.reconcile import Reconciler
-from ddpjob_operator.kube.reflector import Reflector
-from ddpjob_operator.kube.reports import Reports
-from ddpjob_operator.kube.runtime import SYSTEM, Runtime
-from ddpjob_operator.kube.second_look import SecondLook, Watched
+from ddpjob_operator.kube.ports import exposition
+from ddpjob_operator.kube.ports.bounded_server import BoundedServer
+from ddpjob_operator.kube.ports.forward import Forwarder
+from ddpjob_operator.kube.ports.health import Health
+from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.store import Jobs, Key, Store
-from ddpjob_operator.kube.tokens import BoundPod, Verifier
+from ddpjob_operator.kube.watch import observe, triggers
+from ddpjob_operator.kube.watch.gangs import Gang, waits_for
+from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.reflector import Reflector
+from ddpjob_operator.kube.watch.store import Jobs, Key, Store
+from ddpjob_operator.kube.work import decisions, measuring
+from ddpjob_operator.kube.work.events import Events
+from ddpjob_operator.kube.work.executor import Executor
+from ddpjob_operator.kube.work.job_state import JobStates
+from ddpjob_operator.kube.work.journal import Journal
+from ddpjob_operator.kube.work.lookup import Caches, Lookup
+from ddpjob_operator.kube.work.queue import Priority, Queue
+from ddpjob_operator.kube.work.reconcile import Reconciler
+from ddpjob_operator.kube.work.reports import Reports
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter, Moment
 from ddpjob_operator.observed import facts
@@ -85,7 +87,7 @@ class Operator:
         self._runtime = runtime
         self.meter = meter or Meter()
         self._exposition = exposition.Exposition(self.meter, self.snapshot)
-        self._watch_restarted = restarted = measuring.watch_restarted(self.meter)
+        self._watcher = measuring.OfWatches(self.meter)
         self._leadership_lost_at: float | None = None
         """Since when the tasks of the last leadership are being cancelled."""
         self.caches = Caches(
@@ -96,7 +98,7 @@ class Operator:
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
         self._prepare_to_lead()
-        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "restarted": restarted}
+        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "watcher": self._watcher}
         told["away"] = lambda: client.reach.lost
         self.reflectors = [
             Reflector(client, plural, namespace, naming.LABEL_JOB, sink, **told)
@@ -124,7 +126,7 @@ class Operator:
         where = self.settings.watched
         told = (self._enqueue, self._enqueue_all)
         places = self.settings.queue_places
-        about = (self._runtime, self._watch_restarted)
+        about = (self._runtime, self._watcher)
         return Gang(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
 
     def _prepare_to_lead(self) -> None:
@@ -159,9 +161,6 @@ class Operator:
         )
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
-        self._second_look = SecondLook(
-            self._client, partial(self._watched, lookup), runtime.log, measuring.changes_missed(self.meter)
-        )
         self.reconciler = Reconciler(
             self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in, self._observed
         )
@@ -169,23 +168,6 @@ class Operator:
         told: dict[str, Any] = {"watcher": watchers[0], "kind": lambda key: triggers.kind(job(key))}
         told["about"] = lambda key: decisions.about(key, job(key))
         self.queue: Queue[Key] = Queue(self.reconciler.reconcile, runtime, **told)
-
-    def _watched(self, lookup: Lookup) -> Iterator[Watched]:
-        caches, label = self.caches, naming.LABEL_JOB
-
-        def of(plural: str, namespace: str, *more: Any) -> Watched:
-            return Watched(plural, namespace, collection(plural, namespace), *more)
-
-        for namespace in self.settings.watched:
-            yield of(api.PLURAL, namespace, "", caches.jobs, lookup.read_job)
-            yield of("pods", namespace, label, caches.pods, lookup.list_pods)
-            yield of("services", namespace, label, caches.services, lookup.list_services)
-            for gang in caches.gangs.values():
-                if gang.api_in(namespace).api_version:
-                    again = partial(lookup.list_gang, gang)
-                    yield Watched(gang.adapter.plural, namespace, gang.path(namespace), label, gang.store, again)
-        if not self.settings.namespaces:
-            yield of("nodes", "", "", caches.nodes, lookup.read_node)
 
     @property
     def exit_code(self) -> int:
@@ -344,7 +326,6 @@ class Operator:
         self.leads = True
         self.meter.leads(self._runtime.now())
         parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
-        parts["second look"] = self._second_look.run()
         parts |= {f"places {n}": g.places.run() for n, g in self.caches.gangs.items() if g.places is not None}
         self._leading = [self.run(name, work) for name, work in parts.items()]
         self._enqueue_all()

@@ -11,7 +11,7 @@ import typing
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpjob.core import budget
+from ddpjob_core import budget
 from ddpjob_operator.job import api, reasons
 
 Kind = Literal["counter", "gauge", "histogram", "info", "stateset"]
@@ -138,7 +138,7 @@ WATCH_RESTARTS = Metric(
 MISSED = Metric(
     "ddpjob_watch_missed",
     "counter",
-    "Jobs and nodes that a watch has not shown a change of, as a second look has found; they are read again.",
+    "Objects whose newest change a watch has left out, as a later list has shown. Deletions are not counted.",
     ("resource",),
 )
 LEADER = Metric("leader_election_master_status", "gauge", "1 for the operator that holds the Lease.", ("name",))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from ddpjob.core import rules
+from ddpjob_core import rules
 from ddpjob_operator.observed import hidden_failure
 from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.observed.reports import AgentReport, Report

@@ -10,7 +10,7 @@ import functools
 
 import msgspec
 
-from ddpjob.core.failures import Failure
+from ddpjob_core.failures import Failure
 from ddpjob_operator.job.bounds import NOT_READABLE
 
 _BEGINS = '{"ddpjob"'

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec.structs import force_setattr
 
-from ddpjob.core import budget, rules
-from ddpjob.core.failures import Failure
+from ddpjob_core import budget, rules
+from ddpjob_core.failures import Failure
 from ddpjob_operator.job import bounds
 from ddpjob_operator.job.bounds import NOT_READABLE
 

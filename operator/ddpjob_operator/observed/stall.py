@@ -24,8 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ddpjob.core import stall_limits
-from ddpjob.core.stall_limits import Learned, Limit
+from ddpjob_core import stall_limits
+from ddpjob_core.stall_limits import Learned, Limit
 from ddpjob_operator.job import api
 from ddpjob_operator.job.wording import duration
 from ddpjob_operator.observed.reports import Phase, Report

@@ -92,7 +92,7 @@ class Settings:
 
     progress_write_seconds: float = 10.0
     """Progress alone writes the status at most this often; with more than a hundred jobs less often, for all of them
-    together may write 10 times a second (kube/reports.py)."""
+    together may write 10 times a second (kube/work/reports.py)."""
     lost_node_seconds: float = 30.0
     """A node that is not ready for so long is lost; the cluster itself takes 10 to 50 s to call it not ready."""
     config_error_seconds: float = 600.0

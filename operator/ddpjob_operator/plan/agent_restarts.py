@@ -1,5 +1,5 @@
 """Restarts without new pods: what the leader's agent reports of them becomes part of the status, by the ledger in
-`ddpjob.core.budget`."""
+`ddpjob_core.budget`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import datetime as dt
 
 from msgspec.structs import replace
 
-from ddpjob.core.budget import Spent, newly_spent, with_newly_spent
-from ddpjob.core.failures import Failure
+from ddpjob_core.budget import Spent, newly_spent, with_newly_spent
+from ddpjob_core.failures import Failure
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
 from ddpjob_operator.job import api, budgets, ranges, topology
@@ -52,7 +52,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     ran = {place for place in view.members if naming.replacement(status, place) == 0}
     if agent.replacement == naming.replacement(status, leader):
         ran.add(leader)
-    status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) | ran))
+    status = replace(status, started_nodes=ranges.text(status.started | ran))
     # The agent has judged these restarts by the steps until now, so they are no progress for the next verdict.
     status = replace(status, furthest_step=budgets.furthest(status))
     if is_broken(status):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from ddpjob.core.findings import FINDINGS_MAX
+from ddpjob_core.findings import FINDINGS_MAX
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.job import api
 from ddpjob_operator.plan.view import View

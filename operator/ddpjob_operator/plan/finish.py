@@ -9,9 +9,8 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from ddpjob_operator.check import shells
 from ddpjob_operator.failures import sentences
-from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, variables
+from ddpjob_operator.job import api, budgets, launcher, podspec, reasons, shells, variables
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
 from ddpjob_operator.job.times import earliest, is_past
@@ -96,7 +95,7 @@ def _display(status: api.Status, *, silent: bool) -> api.Display:
     """
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
-    completed = len(ranges.parse(status.completed_nodes)) if over or status.state == "Running" else 0
+    completed = len(status.completed) if over or status.state == "Running" else 0
     ready = completed if over else min(nodes.total, nodes.ready + completed)
     shown = api.Display(nodes=f"{ready}/{nodes.total}", restarts=budgets.by_class(status.restarts or api.Restarts()))
     if progress is None or not (over or is_of_this_attempt(status, progress)):

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from ddpjob_operator.gangs import choice
+from ddpjob_operator.gangs import choice, kueue
 from ddpjob_operator.gangs.adapter import Adapter
-from ddpjob_operator.job import api, bounds, ranges, reasons, wording
+from ddpjob_operator.job import api, bounds, reasons, wording
 from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.observed.cluster import Refusal
 from ddpjob_operator.observed.groups import ObservedGroup, Tell
@@ -283,8 +283,8 @@ def _is_outdated(view: View, adapter: Adapter, group: ObservedGroup) -> bool:
     was told that the job is over."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
     # A new group would go on where somebody has stopped the one that is there.
-    if adapter.queue is not None and group.asked and not group.admission.stopped:
-        differs |= group.asked != adapter.queue.asks(view.job)
+    if adapter.admits_first and group.asked and not group.admission.stopped:
+        differs |= group.asked != kueue.asks(view.job)
     return (differs or group.is_over) and not group.admission.holds_quota and not _is_away(view, adapter)
 
 
@@ -323,4 +323,4 @@ def _has_pods(view: View, status: api.Status) -> bool:
     """Whether pods of this attempt were made already."""
     if _upcoming(status) != status.attempt:
         return False
-    return bool(view.pods or view.deleted_pods or ranges.parse(status.started_nodes))
+    return bool(view.pods or view.deleted_pods or status.started)

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 
 from msgspec.structs import replace
 
-from ddpjob.core import budget, rules
-from ddpjob.core.failures import abridged
+from ddpjob_core import budget, rules
+from ddpjob_core.failures import abridged
 from ddpjob_operator.failures import root_cause, sentences
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, reasons, topology, wording
+from ddpjob_operator.job import api, budgets, launcher, podspec, reasons, topology, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, is_broken, saved_step, unsettled_failure
 from ddpjob_operator.job.times import after, is_past
@@ -86,9 +86,9 @@ def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
     """Pods have waited in vain for those whose trainer has not started, as torchrun does for ten minutes: they find no
     node, or their image takes long. Nothing has failed: all pods are made again, and startDeadlineSeconds counts from
     the first try."""
-    started = ranges.parse(status.started_nodes)
+    started = status.started
     late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
-    if not late or view.is_enough(status.started_nodes) or launcher.restarts_in_place(view.spec):
+    if not late or view.is_enough(status.started) or launcher.restarts_in_place(view.spec):
         return None
     trigger = next(_triggers(view, status), None)
     is_patient = is_past(after(status.attempt_time, GIVES_UP_AFTER_SECONDS), view.now)
@@ -168,7 +168,7 @@ def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFai
 def _gone(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     for pod in sorted((p for p in view.pods.values() if p.uid in view.lost), key=lambda p: p.place):
         yield reasons.NODE_LOST, failure_of(view, status, pod.place, root_cause.NODE_LOST)
-    ran = ranges.parse(status.started_nodes) - ranges.parse(status.completed_nodes)
+    ran = status.started - status.completed
     for place in sorted(ran.intersection(view.members) - set(view.pods)):
         yield reasons.RANK_FAILED, failure_of(view, status, place, root_cause.GONE)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Sequence, Set
 
-from ddpjob.core.failures import Precedence
+from ddpjob_core.failures import Precedence
 from ddpjob_operator.failures import root_cause
-from ddpjob_operator.job import api, ranges
+from ddpjob_operator.job import api
 from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.settlement import context
@@ -29,9 +29,9 @@ IMPORT_SECONDS = 60
 def late(view: View, status: api.Status) -> Set[int]:
     """The places that have started and failed, and were in no group when the training ended. status: with the nodes
     that have started and completed until now."""
-    completed, started = ranges.parse(status.completed_nodes), ranges.parse(status.started_nodes)
+    completed, started = status.completed, status.started
     # What was seen to fail before the others completed may have been one of them.
-    if not view.is_elastic or not view.is_enough(status.completed_nodes) or is_broken(view.recorded):
+    if not view.is_elastic or not view.is_enough(status.completed) or is_broken(view.recorded):
         return set()
     if not completed <= set(view.known_pods):
         return set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ddpjob_operator.job import api, ranges, reasons, wording
+from ddpjob_operator.job import api, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, is_broken
 from ddpjob_operator.job.times import after, earliest, is_past
@@ -52,7 +52,7 @@ def completed(view: View, status: api.Status) -> Decision | None:
     is_stopped = status.state == "Suspended" and status.start_time is None
     unfit = not status.attempt or status.state == "Failing" or is_stopped
     nodes = view.participants(status)
-    if unfit or not view.is_enough(status.completed_nodes) or not ranges.parse(status.completed_nodes) >= nodes:
+    if unfit or not view.is_enough(status.completed) or not status.completed >= nodes:
         return None
     text = f"all {len(nodes)} nodes completed" if view.spec.nodes > 1 else "the node completed"
     text = f"{len(nodes)} of {view.spec.nodes} nodes trained, and completed" if len(nodes) < view.spec.nodes else text
@@ -169,7 +169,7 @@ def running(view: View, status: api.Status, missing: str = "") -> Decision:
 
 
 def _how_many_run(view: View, status: api.Status) -> str:
-    count, nodes = len(ranges.parse(status.completed_nodes)), len(view.participants(status))
+    count, nodes = len(status.completed), len(view.participants(status))
     done = f" and {count} completed" if count else ""
     restarts = agent_restarts.count(status)
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""

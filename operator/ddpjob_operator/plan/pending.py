@@ -102,7 +102,7 @@ def completed_long_ago(view: View, status: api.Status) -> tuple[str, dt.datetime
 
     Without reports nobody can know whether those hang in a collective; and one node may well have more to do.
     """
-    done, running_time = ranges.parse(status.completed_nodes), status.running_time
+    done, running_time = status.completed, status.running_time
     pods = view.known_pods
     ended = [pods[place].trainer.ended_at or running_time for place in done if place in pods]
     times = [at for at in ended if at is not None] or ([running_time] if running_time else [])

@@ -49,7 +49,7 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     if all_stop or all_start or not launcher.restarts_in_place(view.spec):
         return []
     waiting = {p.place for p in view.active if p.deletion_requested_at is None}
-    known = set(view.pods) | ranges.parse(status.started_nodes)
+    known = set(view.pods) | status.started
     lost = sorted((known - waiting).intersection(view.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
     if any(_group_ended(p) for p in ended) or not _one_was_in_the_last_group(view, status, waiting, lost):
@@ -74,7 +74,7 @@ def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int]
         for report in view.seen.reports.values()
         if report.attempt == status.attempt
     }
-    ran = ranges.parse(status.started_nodes)
+    ran = status.started
     first = waiting & ran if ran.intersection(lost) else waiting
     numbers = ((place, naming.replacement(status, place)) for place in waiting)
     return any((number == 0 and place in first) or (place, number) in started for place, number in numbers)
@@ -93,7 +93,7 @@ def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int])
     status = replace(
         with_new_ranks(status, view.now + dt.timedelta(seconds=wait)),
         replacements={**status.replacements, **numbers},
-        started_nodes=ranges.text(ranges.parse(status.started_nodes) - set(lost)),
+        started_nodes=ranges.text(status.started - set(lost)),
     )
     names = ", ".join(naming.pod_name(view.job, status.attempt, place, numbers[str(place)]) for place in lost[:3])
     more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""

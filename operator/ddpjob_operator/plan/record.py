@@ -58,21 +58,21 @@ def _with_nodes(view: View, status: api.Status) -> api.Status:
     address = str(naming.endpoint(view.job, status.attempt)) if known is None else known
     status = replace(
         status,
-        started_nodes=ranges.text(ranges.parse(status.started_nodes) | started),
-        completed_nodes=ranges.text(ranges.parse(status.completed_nodes) | completed),
+        started_nodes=ranges.text(status.started | started),
+        completed_nodes=ranges.text(status.completed | completed),
         attempt_nodes=(status.attempt_nodes or view.spec.nodes) if view.is_elastic and status.attempt else None,
         nodes=api.Nodes(total=view.spec.nodes, ready=ready),
         master_addr=address if status.attempt else "",
     )
     # One that was in no group is no part of it any more, also when its pod is gone.
     if late := late_nodes.late(view, status):
-        status = replace(status, started_nodes=ranges.text(ranges.parse(status.started_nodes) - late))
+        status = replace(status, started_nodes=ranges.text(status.started - late))
     return status
 
 
 def _with_the_group(view: View, status: api.Status, started: set[int], completed: set[int]) -> set[int]:
     """The places that have started, when some have completed."""
-    known = ranges.parse(status.started_nodes) | completed
+    known = status.started | completed
     if view.is_elastic and topology.is_enough(view.spec, known):
         # The first nodes that complete make room for pods that waited: those find no group to join any more.
         return started & known

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 
-from ddpjob_operator.job import api, ranges
+from ddpjob_operator.job import api
 from ddpjob_operator.job.times import after
 from ddpjob_operator.observed import stall
 from ddpjob_operator.observed.cluster import Observed
@@ -19,7 +19,7 @@ def last_report_at(status: api.Status, seen: Observed) -> dt.datetime | None:
     makes a step. A shell that has only begun to listen has missed nothing yet.
     """
     progress, report, tracker = status.progress, seen.reports.get(0), seen.trackers.get(0)
-    if progress is None or progress.attempt != status.attempt or 0 in ranges.parse(status.completed_nodes):
+    if progress is None or progress.attempt != status.attempt or 0 in status.completed:
         return None
     if report is not None and (report.final or report.phase is None):
         return None

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from ddpjob.core import budget, rules
-from ddpjob.core.failures import abridged
+from ddpjob_core import budget, rules
+from ddpjob_core.failures import abridged
 from ddpjob_operator.failures import root_cause, sentences, termination_message
 from ddpjob_operator.failures.redaction import shown
-from ddpjob_operator.job import api, budgets, launcher, podspec, ranges, topology
+from ddpjob_operator.job import api, budgets, launcher, podspec, topology
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.actions import Settings
 from ddpjob_operator.plan.transitions import with_failure
@@ -170,9 +170,9 @@ def _avoided(
 def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
     """The first node that has completed in this attempt beside the others, as what explains the complaints of its
     peers. It explains none of a peer whose pod was made after that, because those two were never in one group."""
-    if view.is_elastic and view.is_enough(status.completed_nodes):
+    if view.is_elastic and view.is_enough(status.completed):
         return None  # an elastic group may have ended its training without a node that it had lost
-    pods, completed = view.known_pods, ranges.parse(status.completed_nodes).intersection(view.members)
+    pods, completed = view.known_pods, status.completed.intersection(view.members)
     peers = [pod for place, pod in pods.items() if place not in completed]
     places = [n for n in completed if n not in pods or not any(_was_made_after(peer, pods[n]) for peer in peers)]
     if not places:
@@ -227,7 +227,7 @@ def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.
 def _only_complaints(view: View, status: api.Status, failure: api.JobFailure) -> bool:
     """Whether nothing but the complaints of its ranks says why an attempt has ended: neither a node that did not report
     for a while, nor too few nodes that ever ran, so that a rank has waited in vain for one that has no GPU yet."""
-    is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started_nodes)
+    is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
     return failure.reason == root_cause.PEER_LOST and not is_explained
 
 

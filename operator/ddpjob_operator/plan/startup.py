@@ -9,7 +9,7 @@ from dataclasses import replace as replaced
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import sentences
-from ddpjob_operator.job import api, ranges, reasons, wording
+from ddpjob_operator.job import api, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import is_restarted
 from ddpjob_operator.job.times import after, earliest, is_past, start_back_off_seconds
@@ -145,7 +145,7 @@ def nodes_missing(view: View, status: api.Status) -> Decision | None:
         return Decision(status, missing, earliest(view.active_deadline(status), view.start_deadline(status)))
     count = sum(isinstance(action, CreatePod) for action in missing)
     text = f"attempt {status.attempt}: creating {count} of {view.spec.nodes} pods"
-    more = count + len(ranges.parse(status.started_nodes) | set(view.pods)) < view.spec.nodes
+    more = count + len(status.started | set(view.pods)) < view.spec.nodes
     return _waiting(view, status, "Pending", reasons.CREATING_PODS, text, missing, view.now if more else None)
 
 
@@ -242,7 +242,7 @@ def _waiting(
 def _to_create(view: View, status: api.Status) -> tuple[Action, ...]:
     if view.is_elastic and status.completed_nodes:
         return ()  # the training has ended: a new node would find no group to join
-    known = ranges.parse(status.started_nodes) | set(view.pods)
+    known = status.started | set(view.pods)
     avoid = () if gang.names_nodes(view, status) else tuple(sorted(a.node for a in _in_force(status, view.now)))
     missing = [place for place in view.members if place not in known]
     if view.is_elastic and view.members.leader in missing:

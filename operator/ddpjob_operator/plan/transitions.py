@@ -9,7 +9,7 @@ import datetime as dt
 
 from msgspec.structs import replace
 
-from ddpjob.core.failures import BRIEF_MAX, abridged
+from ddpjob_core.failures import BRIEF_MAX, abridged
 from ddpjob_operator.failures import root_cause
 from ddpjob_operator.job import api, bounds, budgets
 from ddpjob_operator.job.reasons import Reason

@@ -9,9 +9,8 @@ from functools import cached_property
 
 from msgspec.structs import replace
 
-from ddpjob.core.members import Members
-from ddpjob_operator.check import exit_codes
-from ddpjob_operator.job import api, launcher, podspec, ranges, times, topology
+from ddpjob_core.members import Members
+from ddpjob_operator.job import api, exit_codes, launcher, podspec, times, topology
 from ddpjob_operator.job.times import after, earliest, is_past
 from ddpjob_operator.job.validation import Problem
 from ddpjob_operator.observed import stall
@@ -115,7 +114,7 @@ class View:
     def failed(self, status: api.Status) -> list[Pod]:
         """The pods of the present attempt that ended otherwise than completed, those that are gone included. A node
         that is recorded as completed stays so, whatever becomes of its pod."""
-        completed = ranges.parse(status.completed_nodes)
+        completed = status.completed
         failed = [p for p in self.known_pods.values() if p.has_failed and p.place not in completed]
         return [p for p in failed if not self.comes_too_late(status, p.place)]
 
@@ -129,21 +128,21 @@ class View:
         """Whether the group trains with fewer nodes than all."""
         return launcher.min_nodes(self.spec) is not None
 
-    def is_enough(self, nodes: str) -> bool:
-        """Whether the group trains with the nodes in these ranges."""
-        return topology.is_enough(self.spec, ranges.parse(nodes))
+    def is_enough(self, places: Set[int]) -> bool:
+        """Whether the group trains with these places."""
+        return topology.is_enough(self.spec, places)
 
     def trains_with_fewer(self, status: api.Status) -> bool:
         """Whether an elastic job has enough nodes: it waits for no other, and no other that ends breaks it."""
-        return self.is_elastic and self.is_enough(status.started_nodes)
+        return self.is_elastic and self.is_enough(status.started)
 
     def participants(self, status: api.Status) -> Set[int]:
         """The places that the training needs: all, or those of an elastic job that have started."""
-        return ranges.parse(status.started_nodes).intersection(self.members) if self.is_elastic else set(self.members)
+        return status.started.intersection(self.members) if self.is_elastic else set(self.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:
         """Whether an elastic job had ended its training when the node started: it finds no group to join."""
-        has_started = place in ranges.parse(status.started_nodes)
+        has_started = place in status.started
         return self.is_elastic and bool(status.completed_nodes) and not has_started
 
     def stop(self, pods: Sequence[Pod], grace_seconds: int | None) -> tuple[DeletePod, ...]:
@@ -168,7 +167,7 @@ class View:
 
     def start_deadline(self, status: api.Status) -> dt.datetime | None:
         """When all nodes, or enough of them, must have run; None once they have in this attempt."""
-        if self.is_enough(status.started_nodes):
+        if self.is_enough(status.started):
             return None
         return after(status.starting_since or status.attempt_time, self.spec.start_deadline_seconds)
 

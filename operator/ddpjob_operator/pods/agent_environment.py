@@ -1,13 +1,13 @@
 """The environment of a pod's `ddprun` beside torchrun's variables: budgets, and what the user wants of restarts.
 
-A pod's environment is written once, so it holds what was left when the pod was made (`ddpjob.core.budget`).
+A pod's environment is written once, so it holds what was left when the pod was made (`ddpjob_core.budget`).
 """
 
 from __future__ import annotations
 
 import json
 
-from ddpjob.core.budget import Grant
+from ddpjob_core.budget import Grant
 from ddpjob_operator.job import api, budgets, launcher
 
 PREFLIGHT_FAILURES = 2  # one lost node is bad luck

@@ -1,4 +1,4 @@
-"""Copies of the state in the agent's memory, made at boundaries while all goes well (`core/copies.py` has the rules).
+"""Copies of the state in the agent's memory, made at boundaries while all goes well (rules: `ddpjob_core/copies.py`).
 
 Where no survivor can write the state after a failure: a rank that trains alone, and a script in which parameters change
 between a boundary and the next optimizer step. The memory has two areas, and a copy goes into the one that has not the
@@ -26,10 +26,10 @@ from ddpjob import process
 from ddpjob.checkpoint import packed, room
 from ddpjob.checkpoint.kept import Kept
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.core import copies, memory
-from ddpjob.core.copies import Plan
-from ddpjob.core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, PID, PLACED, SAVED, UNABLE, Held, Version
 from ddpjob.errors import StateError
+from ddpjob_core import copies, memory
+from ddpjob_core.copies import Plan
+from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, PID, PLACED, SAVED, UNABLE, Held, Version
 
 PACES_LEAST = 3
 AGAIN_SECONDS = 0.001
@@ -255,7 +255,7 @@ class Copies:
             slot = COPY_SLOTS[versions.index(own)]
         else:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
-        shared.write_slot(slot, at.step, packed.pack(at.small()))
+        shared.write_slot(slot, at.step, packed.dumps(at.small()))
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> tuple[int, Held] | None:
         """Into which area the state was written; it does not count yet. None: it has outgrown the areas. Raises

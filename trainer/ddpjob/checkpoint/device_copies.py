@@ -7,8 +7,8 @@ for them on the device, and not on the host. Buffers change before that, in the 
 
 A copy counts when its bytes are there and the device has done the backward pass after it: then the gradients were
 summed over all ranks, so each of them has come to the boundary. The host looks at its boundaries. It waits only for
-what its device has to do in the step after an earlier look (`core/copies.py`): so no host is further than two looks
-from another one, all find the same plan, and random states of a step are not written over while it may count.
+what its device has to do in the step after an earlier look (`ddpjob_core/copies.py`): so no host is further than two
+looks from another one, all find the same plan, and random states of a step are not written over while it may count.
 """
 
 import os
@@ -25,9 +25,9 @@ from ddpjob.checkpoint.copies import Boundary, Copies
 from ddpjob.checkpoint.kept import BUFFERS, Kept
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.streams import Mark, Streams, Ticket
-from ddpjob.core import copies, memory
-from ddpjob.core.memory import Held, Version
 from ddpjob.errors import StateError
+from ddpjob_core import copies, memory
+from ddpjob_core.memory import Held, Version
 
 ON_DEVICE = "after a failure nobody knows which step a GPU has come to"
 SUMMED_AT_ONCE = 1 << 20  # bytes: a thread takes as long to start

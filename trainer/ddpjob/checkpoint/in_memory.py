@@ -8,9 +8,9 @@ from ddpjob import process
 from ddpjob.checkpoint import device_copies, recall, streams
 from ddpjob.checkpoint.memory import Keeper
 from ddpjob.checkpoint.shared import Shared
-from ddpjob.core.memory import Found, Version
 from ddpjob.errors import StateError
 from ddpjob.group.join import World, store_of
+from ddpjob_core.memory import Found, Version
 
 _ALONE = (
     "Snapshot() has no folder: the state is kept in the memory of the pods alone, and the training begins at step 0 "

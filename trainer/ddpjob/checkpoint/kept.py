@@ -201,13 +201,13 @@ class Kept:
         elif isinstance(value, torch.optim.Optimizer):
             if type(value).state_dict is not torch.optim.Optimizer.state_dict:
                 raise StateError(f"{name}: a {type(value).__name__} has a state_dict() of its own")
-            packed.pack(_groups(value))
+            packed.dumps(_groups(value))
             self._optimizers[name] = value
         else:
             self._others[name] = self._objects[name]
             if not hasattr(value, "state_dict"):
                 self.by_value.append(name)
-            if packed.pack(copied(state_of(value), name)).size > SMALL_BYTES_MAX:
+            if len(packed.dumps(copied(state_of(value), name))) > SMALL_BYTES_MAX:
                 raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
 
     def small(self, *, buffers: bool = True) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.slots import PLACE, Slots
 from ddpjob.checkpoint.streams import Streams
 from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
-from ddpjob.core import memory
-from ddpjob.core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, RESERVED, Version
 from ddpjob.errors import StateError
+from ddpjob_core import memory
+from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Version
 
 PROOF_STEPS = 3
 RANDOM = "random numbers"
@@ -557,7 +557,7 @@ class Keeper(Survivor):
             shared.cells[CLOCK] = 2 * step
         if not self._is_armed or not self._has_room_for(kept):
             self._arm(kept, step)
-        elif memory.proves_again(step, shared.node[RESERVED]):
+        elif memory.proves_again(step, shared.reserved()):
             self._sum = step, kept.total()
 
     def _slot_to_write(self, step: int) -> int:
@@ -583,7 +583,7 @@ class Keeper(Survivor):
     def _has_room_for(self, kept: Kept) -> bool:
         """Whether the state still fits. Optimizers make more of it when a parameter has its first gradient."""
         count, self._tensors = self._tensors, kept.count_tensors()
-        if self._tensors <= count or packed.pack(kept.large()).size <= self._shared.node[RESERVED]:
+        if self._tensors <= count or packed.pack(kept.large()).size <= self._shared.reserved():
             return True
         with self._lock:
             self._shared.cells[PID], self._is_armed = 0, False
@@ -594,7 +594,7 @@ class Keeper(Survivor):
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size
-        if self._shared.node[RESERVED] >= size:
+        if self._shared.reserved() >= size:
             self._promise()
         elif self._room is None or not self._room.is_alive():
             self._room = threading.Thread(target=self._reserve, args=(size,), name="ddpjob-memory-room", daemon=True)
@@ -603,9 +603,9 @@ class Keeper(Survivor):
     def _reserve(self, size: int) -> None:
         """In a thread: the kernel needs half a second for a large area. The next boundary may be long after it."""
         with self._guarded():
-            while self._shared.node[RESERVED] < size:
+            while self._shared.reserved() < size:
                 with self._shared.locked() as alone:
-                    if alone and self._shared.node[RESERVED] < size:
+                    if alone and self._shared.reserved() < size:
                         self._take(memory.area_bytes(size))
                         break
                 time.sleep(AGAIN_SECONDS)

@@ -6,7 +6,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def reason(error: BaseException) -> str:
-    """disk full: No space left on device (errno 28); the number tells whether a restart can help (core/rules.py)"""
+    """disk full: No space left on device (errno 28); the number tells if a restart can help (ddpjob_core/rules.py)"""
     if isinstance(error, OSError) and error.strerror:
         full = "disk full: " if error.errno in _DISK_FULL else ""
         return f"{full}{error.strerror} (errno {error.errno})"

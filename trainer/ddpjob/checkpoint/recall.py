@@ -13,14 +13,16 @@ import torch
 import torch.distributed as dist
 
 from ddpjob import process
-from ddpjob.checkpoint import crew, packed, random_states
+from ddpjob.checkpoint import packed, random_states
 from ddpjob.checkpoint.alike import digest
 from ddpjob.checkpoint.kept import BUFFERS, merged
 from ddpjob.checkpoint.shared import Shared
 from ddpjob.checkpoint.slots import PLACE
 from ddpjob.checkpoint.state_dicts import misfit, unwrapped
-from ddpjob.core import memory
-from ddpjob.core.memory import (
+from ddpjob.errors import StateError
+from ddpjob.group import gather
+from ddpjob_core import memory
+from ddpjob_core.memory import (
     COPIES,
     COPY_SLOTS,
     EARLY,
@@ -36,8 +38,6 @@ from ddpjob.core.memory import (
     Proof,
     Version,
 )
-from ddpjob.errors import StateError
-from ddpjob.group import gather
 
 PIECE_BYTES = 64 << 20
 
@@ -199,7 +199,7 @@ def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
 
 def _checked(large: Any, small: Any, found: Found, objects: Mapping[str, Any]) -> dict[str, Any]:
     state = merged(large, small)
-    threads = crew.threads(process.number("LOCAL_WORLD_SIZE", 1), found.held.size)
+    threads = packed.threads(process.number("LOCAL_WORLD_SIZE", 1), found.held.size)
     if packed.total(packed.tensors_of(large), threads) != found.held.total:
         raise StateError("its bits do not add up to what was written")
     if missing := sorted(objects.keys() - state.keys()):
@@ -334,11 +334,11 @@ def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
     """A small value of that rank, on all ranks."""
     if world_size == 1:
         return value
-    body = packed.as_bytes(packed.pack(value)) if rank == source else b""
+    body = packed.dumps(value) if rank == source else b""
     (size,) = _gathered([len(body)], world_size)[source]
     memory = torch.frombuffer(bytearray(body) if rank == source else bytearray(size), dtype=torch.uint8)
     _broadcast(memory, source, rank, is_written=rank != source)
-    return packed.own(packed.in_place(memory))  # torch's generators take no view that begins within its memory
+    return packed.loads(memory.numpy().tobytes())
 
 
 def _broadcast(memory: torch.Tensor, source: int, rank: int, *, is_written: bool) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ddpjob.core import memory
+from ddpjob_core import memory
 
 MIB = 1 << 20
 

@@ -53,12 +53,12 @@ from ddpjob.checkpoint.in_memory import InMemory
 from ddpjob.checkpoint.reasons import reason
 from ddpjob.checkpoint.recall import Fetched
 from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of, without_copies
-from ddpjob.core.memory import Found, Version, is_newer
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Stopped, Superseded
 from ddpjob.group import gather, stop
 from ddpjob.group.join import World, active, before_leaving, rank_in_group, store_of
 from ddpjob.reporting import termination
 from ddpjob.reporting.progress import pause, report_resumed, report_save_failed, report_saved
+from ddpjob_core.memory import Found, Version, is_newer
 
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # of the digits in a state's name

@@ -18,22 +18,21 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob import process, threads
-from ddpjob.checkpoint import crew, packed
+from ddpjob.checkpoint import packed
 from ddpjob.checkpoint.copies import Boundary, Copies
 from ddpjob.checkpoint.kept import Kept, OutgrownError, ReplacedError
 from ddpjob.checkpoint.places import Places
-from ddpjob.checkpoint.shared import Shared, State
-from ddpjob.core import memory
-from ddpjob.core.memory import ANSWER, CLOCK, COPIES, PID, RESERVED, SAVED, UNABLE, Version
-from ddpjob.core.rules import RESUMABLE_EXIT_CODE
+from ddpjob.checkpoint.shared import Shared
 from ddpjob.errors import StateError
 from ddpjob.reporting import termination
+from ddpjob_core import memory
+from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE, Held, Version
+from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _FORWARD, _BACKWARD = DistributedDataParallel.forward.__code__, torch.autograd.backward.__code__
 AGAIN_SECONDS = 0.001
 DIRTY_SECONDS = 0.05  # more than the optimizer's step has usually taken
 TRIES_LEAST = 50  # to write the state; where the rank gets a processor it has hundreds
-STILL_SECONDS = 0.05  # a part of 16 MiB takes 4 ms on an idle machine
 HELD_UP = 4  # so many times that is waited, where the main thread does not wait for a peer
 
 
@@ -51,9 +50,7 @@ class Survivor(abc.ABC):
         self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
         self._names_each_step = False  # the script: values too, at the last boundary and at the step before it
         self._answered = threading.Lock()
-        self._state: State | None = None  # what is being written
-        self._moved = 0, 0.0  # how many parts were written, and since when
-        self._tries = 0
+        self._tries, self._wrote = 0, (0, 0.0)  # WROTE as it was seen last, and since when
         self._ends = False  # by an exception: no boundary follows
         self._is_asked = False  # by its agent, to write the state
         self._is_armed = False  # there is room, and proof that nothing large changes between boundary and step
@@ -115,23 +112,24 @@ class Survivor(abc.ABC):
             self._copies.stop()  # the device may go on without the lost rank: nothing of that counts
             return
         with self._answered:
-            cells = self._shared.cells
+            shared, cells = self._shared, self._shared.cells
             if not cells[PID] or cells[ANSWER] != memory.NONE:
                 return
             answer, began = None, time.monotonic()
-            self._moved, self._tries = (0, began), 0
+            self._tries, self._wrote = 0, (shared.node[WROTE], began)
             with self._guarded():
                 while answer is None and self._has_time(began):
                     answer = self._try_to_save(began)
                     if answer is None:
                         self._pause()
-            self._state = None
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
         """Whether that part of the time is not over. By tries too: a rank without a processor has only lost time."""
-        size, now = self._shared.node[RESERVED], time.monotonic()
-        is_early = now < (self._moved[1] if part == 1 else began) + part * memory.limit_seconds(size)
+        size, now, wrote = self._shared.reserved(), time.monotonic(), self._shared.node[WROTE]
+        if wrote != self._wrote[0]:  # another rank is writing
+            self._wrote = wrote, now
+        is_early = now < (self._wrote[1] if part == 1 else began) + part * memory.limit_seconds(size)
         return now < began + part * memory.longest_seconds(size) and (is_early or self._tries < part * TRIES_LEAST)
 
     def _pause(self) -> None:
@@ -232,33 +230,25 @@ class Survivor(abc.ABC):
         return taken < usual or threads.would_run(self._pid, self._pid)
 
     def _write(self, kept: Kept, step: int) -> int | None:
-        """Write what the other ranks of this node do not; None: the state is not whole yet."""
-        shared, now = self._shared, time.monotonic()
-        loads = self._resumed[1] if step == self._resumed[0] else 0
+        """Write the state; None while another rank of this node is writing. If that one dies, this one writes."""
+        shared, (resumed, loads) = self._shared, self._resumed
+        loads = loads if step == resumed else 0
         if self._copies is not None and self._copies.write_now(self._at(kept, step, False), loads):
             return SAVED
-        if (done := shared.parts_done(step)) != self._moved[0]:
-            self._moved = done, now
-        takes_over = now > self._moved[1] + STILL_SECONDS
-        helps = memory.helps(shared.local_rank, shared.others(), len(os.sched_getaffinity(0)))
-        if not (helps or takes_over) or not shared.has_work(step, takes_over=takes_over):
-            return None
-        if self._state is None or self._state.step != step:
-            self._state = self._state_of(kept, step)
-            self._check_unchanged(kept, step)  # the script may change them meanwhile; later the sum would not agree
-        with shared.begun(self._state) as is_begun:
-            if is_begun and shared.write_parts(self._state, takes_over=takes_over):
-                return SAVED
-        return None
-
-    def _state_of(self, kept: Kept, step: int) -> State:
-        state = packed.pack(kept.large())
-        if state.size > self._shared.node[RESERVED]:
-            room = self._shared.node[RESERVED]
-            raise StateError(f"it has grown to {state.size} bytes since room was made for {room}")
-        resumed, loads = self._resumed
-        threads = crew.threads(1 + len(self._shared.others()), state.size)
-        return State(state, step, loads if step == resumed else 0, assumed=self._assumed, threads=threads)
+        with shared.locked() as alone:
+            if not alone:
+                return None
+            if not self._is_there(step):
+                state = packed.pack(kept.large())
+                if state.size > shared.reserved():
+                    room = shared.reserved()
+                    raise StateError(f"it has grown to {state.size} bytes since room was made for {room}")
+                threads = packed.threads(1, state.size)
+                version = Version(shared.attempt, shared.generation, step)
+                held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._assumed)
+                self._check_unchanged(kept, step)  # the script may change them meanwhile: then the sum does not agree
+                shared.write_rescued(state, held, threads)
+        return SAVED
 
     @contextlib.contextmanager
     def _guarded(self) -> Any:

@@ -25,8 +25,6 @@ from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob import process
-from ddpjob.core import stall_limits
-from ddpjob.core.rank_info import RankInfo, on_node
 from ddpjob.errors import (
     ConfigurationError,
     DDPJobError,
@@ -39,6 +37,8 @@ from ddpjob.group import meet, stop
 from ddpjob.group.gloo_teardown import never_destroy, settle
 from ddpjob.reporting import termination
 from ddpjob.reporting.progress import report_start
+from ddpjob_core import stall_limits
+from ddpjob_core.rank_info import RankInfo, on_node
 
 TIMEOUT_SECONDS_MAX = 10**9  # 31 years
 CLOSE_SECONDS = 10.0  # how long a finished rank waits for the others before it leaves without them

@@ -27,9 +27,9 @@ import time
 from typing import Any
 
 from ddpjob import process
-from ddpjob.core import rules, stall_limits
 from ddpjob.errors import RendezvousError
 from ddpjob.reporting import termination
+from ddpjob_core import rules, stall_limits
 
 POLL_SECONDS = 0.5
 POLL_SECONDS_REQUESTED = 0.02

@@ -33,10 +33,10 @@ from time import monotonic
 from typing import Any, Literal
 
 from ddpjob import process
-from ddpjob.core import heartbeat
 from ddpjob.errors import ConfigurationError
 from ddpjob.reporting import injected_faults, termination, watchdog
 from ddpjob.reporting.sender import ReportSender
+from ddpjob_core import heartbeat
 
 METRICS_MAX = 16
 SENTENCE_CHARACTERS_MAX = 300

@@ -1,6 +1,6 @@
 """What a rank leaves for its agent at its end: whether it has formed a process group, and checksums of its DDP modules.
 
-`agent/core/rank_ends.py` compares them between ranks. The numbers go through a file, and no collective: a script that
+`ddprun/core/rank_ends.py` compares them between ranks. The numbers go through a file, and no collective: a script that
 ends, or hangs, is not changed by them. A rank that was forked by the fork server has all this; another one, or a child
 of a rank, writes nothing.
 
@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 from ddpjob import own_files, process
-from ddpjob.core.members import Members
+from ddpjob_core.members import Members
 
 MODULES_MAX = 64  # a search over hyperparameters makes one after the other
 RECENT = 32  # backward passes of which the last are kept

@@ -26,9 +26,9 @@ from types import TracebackType
 from typing import Any
 
 from ddpjob import own_files, process
-from ddpjob.core import rules
-from ddpjob.core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged, first_line, quoted
 from ddpjob.errors import Stopped
+from ddpjob_core import rules
+from ddpjob_core.failures import BAD_NODES_MAX, EXCEPTION_MAX, Failure, abridged, first_line, quoted
 
 BYTES_MAX = 4096  # the kubelet reads no more; an exception of EXCEPTION_MAX characters, 6 bytes each in JSON, fits
 FRAMES_MAX = 40

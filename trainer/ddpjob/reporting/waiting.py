@@ -1,4 +1,4 @@
-"""What this rank waits in, as a proof of a deadlock needs it (`agent/core/deadlock.py`).
+"""What this rank waits in, as a proof of a deadlock needs it (`ddprun/core/deadlock.py`).
 
 It claims nothing that it does not know: an answer is left out if another thread may begin collectives, if a GPU may
 work for the rank, or if torch's flight recorder does not show every collective of a group. It is read only after the

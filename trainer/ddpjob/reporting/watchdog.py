@@ -1,13 +1,13 @@
 """The rank's side of ddprun's watchdog: its heartbeat, in memory that it shares with its agent.
 
-`progress`, `pause` and `report_start` write their values into cells; the agent (`agent/heartbeats.py`) reads them, and
+`progress`, `pause` and `report_start` write their values into cells; the agent (`ddprun/heartbeats.py`) reads them, and
 asks the rank where it is when the group is stalled. A daemon thread answers, because a rank that is blocked in a
 collective runs no Python handler: where each thread is, and the last collectives of torch's flight recorder. Both go to
 stderr, and a summary to the agent. While something holds the interpreter this thread cannot run, so faulthandler writes
 the stacks on a signal of its own.
 
-DDPJOB_BEATS names the memory (`core/heartbeat.py` has its layout); without it the cells are this process's own, and no
-agent reads them.
+DDPJOB_BEATS names the memory (`ddpjob_core/heartbeat.py` has its layout); without it the cells are this process's own, and
+no agent reads them.
 """
 
 import atexit
@@ -25,8 +25,10 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from ddpjob import process
-from ddpjob.core import heartbeat
-from ddpjob.core.heartbeat import (
+from ddpjob.reporting import waiting
+from ddpjob.reporting.waiting import operation, shape
+from ddpjob_core import heartbeat
+from ddpjob_core.heartbeat import (
     ANSWERED,
     ASKED,
     CELLS_BYTES,
@@ -43,8 +45,6 @@ from ddpjob.core.heartbeat import (
     STEP,
     WAITED_IN,
 )
-from ddpjob.reporting import waiting
-from ddpjob.reporting.waiting import operation, shape
 
 T = TypeVar("T")
 TEXT_CHARACTERS_MAX = 120
@@ -152,8 +152,8 @@ def _keep_out_of_torch() -> None:
 
 def _waited_in() -> int:
     """Of this process, where it ends by the timeout of a rank that waited for another one."""
-    from ddpjob.core import rules
     from ddpjob.reporting.termination import cause_line, ending
+    from ddpjob_core import rules
 
     error = ending()
     line = "" if error is None else cause_line(error)

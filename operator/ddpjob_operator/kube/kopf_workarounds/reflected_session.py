@@ -20,7 +20,7 @@ import kopf
 import orjson
 
 from ddpjob_operator.job import api
-from ddpjob_operator.kube.store import Jobs, Key, ObjectKey
+from ddpjob_operator.kube.watch.store import Jobs, Key, ObjectKey
 
 Raw = dict[str, Any]
 _VERSION = {"groupVersion": f"{api.GROUP}/{api.VERSION}", "version": api.VERSION}
@@ -54,7 +54,8 @@ class Feed:
     def put(self, raw: Raw) -> None:
         """A job as it was at its resourceVersion."""
         if self._lists:
-            self._jobs.put(raw)
+            if not self._jobs.has(raw):  # else each list would be news of all jobs of which a part is kept
+                self._jobs.put(raw)
         elif not self._jobs.take(raw):
             self._jobs.put_quietly(raw)  # kopf's handler tells
             metadata = raw["metadata"]
@@ -68,6 +69,14 @@ class Feed:
         metadata = {"namespace": namespace, "name": name, "uid": uid}
         body = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata}
         self._events.put_nowait({"type": what, "object": body})
+
+    def has(self, raw: Raw) -> bool:
+        """True if a job is known as it was at its resourceVersion, or later."""
+        return self._jobs.has(raw)
+
+    def begin_anew(self, namespace: str) -> None:
+        """The cluster was restored from a backup."""
+        self._jobs.begin_anew(namespace)
 
     @contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:

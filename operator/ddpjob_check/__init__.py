@@ -1,0 +1,151 @@
+"""`ddpjob check`: reads a training script, without running it, for the classic mistakes of DDP.
+
+In:   the text of a script or notebook, and what is known of its job (job.py).
+Out:  findings, each with its line, what happens, and what to write instead.
+
+A script is parsed once (script.py), and each rule is a function of it and of its job (rule.py has the list). A rule
+that is not sure reports nothing, because a false finding costs more trust than a missed one; an error is certain.
+
+Called by: `ddpjob check`, and by `run`, `submit` and `init` before they start anything.
+Must not know: files, processes, the clock. Commands are read by `ddpjob_operator.job`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from ddpjob_check import (
+    alone,
+    checkpoints,
+    collectives,
+    data,
+    elastic,
+    folders,
+    gradients,
+    groups,
+    local_rank,
+    names,
+    ranks,
+    schedulers,
+    starting,
+    steps,
+    stops,
+    wrapping,
+)
+from ddpjob_check.reached import Certainty
+from ddpjob_check.rule import LEFT_OUT, SYNTAX, Finding, Found, Job, Limited, Rule, Severity, TooLongError, unlimited
+from ddpjob_check.script import Script
+
+__all__ = ["RULES", "Finding", "Found", "Job", "Rule", "check", "kept"]
+
+_IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
+_NOTHING_KNOWN = Job()
+LEFT_OUT_MAX = 5  # rules that are named
+_MODULES = (
+    ranks,
+    collectives,
+    wrapping,
+    steps,
+    gradients,
+    data,
+    stops,
+    folders,
+    checkpoints,
+    groups,
+    names,
+    starting,
+    local_rank,
+    alone,
+    schedulers,
+    elastic,
+)
+RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule))
+"""All rules, in the order of docs/check.md."""
+
+
+def check(file: str, text: str, job: Job = _NOTHING_KNOWN, limited: Limited = unlimited) -> list[Finding]:
+    """All findings in a script, in the order of its lines. A script that does not parse is a finding itself.
+
+    limited: does one part of the work. Rules that it gives up are named by a finding.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "\d" in a text is no mistake of DDP
+            script = limited(lambda: Script(text))
+        findings = list(_findings(file, script, job if job.script else replace(job, script=(file,)), limited))
+        kept_findings: list[Finding] = limited(lambda: kept(findings, text))
+        return kept_findings
+    except SyntaxError as error:
+        return [_of_syntax(file, text, error)]
+    except ValueError as error:  # a null byte
+        return [Finding(file, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
+    except (RecursionError, MemoryError):
+        return [Finding(file, 1, 1, SYNTAX, "error", "nested too deeply to be read")]
+    except TooLongError:
+        return [
+            Finding(file, 1, 1, LEFT_OUT, "warning", "this file takes too long to follow, so nothing in it is checked")
+        ]
+
+
+# Type parameters and type aliases, and quotes within the braces of an f-string: Python 3.12.
+_NEWER = re.compile(r"\s*(?:(?:async\s+)?def|class)\s+\w+\s*\[|\s*type\s+\w+\s*(?:\[.*\]\s*)?=")
+
+
+def _of_syntax(file: str, text: str, error: SyntaxError) -> Finding:
+    """An error, or a warning if the Python that runs the script may be newer than the one that reads it."""
+    number, lines = error.lineno or 1, text.splitlines()
+    line = lines[number - 1] if number <= len(lines) else ""
+    newer = sys.version_info < (3, 12) and (_NEWER.match(line) or "f-string" in error.msg)
+    said = f"not valid Python {sys.version_info[0]}.{sys.version_info[1]}" if newer else "not valid Python"
+    severity: Severity = "warning" if newer else "error"
+    return Finding(file, number, error.offset or 1, SYNTAX, severity, f"{said}: {error.msg}")
+
+
+def _findings(file: str, script: Script, job: Job, limited: Limited) -> Iterator[Finding]:
+    certainty = Certainty(script, job)
+    left_out = []
+    for rule in RULES:
+        findings = _of_rule(rule, file, script, job, certainty, limited)
+        if findings is None:
+            left_out.append(rule.name)
+        yield from findings or ()
+    if left_out:
+        more = f" and {len(left_out) - LEFT_OUT_MAX} more" if len(left_out) > LEFT_OUT_MAX else ""
+        why = f"this file takes too long to follow, so it is not checked for {', '.join(left_out[:LEFT_OUT_MAX])}{more}"
+        yield Finding(file, 1, 1, LEFT_OUT, "warning", why)
+
+
+def _of_rule(
+    rule: Rule, file: str, script: Script, job: Job, certainty: Certainty, limited: Limited
+) -> list[Finding] | None:
+    """What a rule finds; None if that takes too long."""
+
+    def find() -> Iterator[Finding]:
+        for found in rule.find(script, job):
+            severity = found.severity or rule.severity
+            if severity == "error" and found.node is not None and not certainty.runs(found.node):
+                severity = "warning"
+            yield Finding(file, found.line, found.column, rule.name, severity, found.message)
+
+    try:
+        findings: list[Finding] = limited(lambda: list(find()))
+    except TooLongError:
+        return None
+    return findings
+
+
+def kept(findings: Iterable[Finding], text: str) -> list[Finding]:
+    """The findings without those that a `# ddpjob: ignore[rule]` on their line, or alone above it, suppresses."""
+    lines = text.splitlines()
+    return sorted(f for f in set(findings) if f.rule not in _ignored(lines, f.line))
+
+
+def _ignored(lines: list[str], line: int) -> set[str]:
+    same = lines[line - 1] if 0 < line <= len(lines) else ""
+    above = lines[line - 2].strip() if 1 < line <= len(lines) + 1 else ""
+    texts = [same, above if above.startswith("#") else ""]
+    return {name.strip() for text in texts for listed in _IGNORE.findall(text) for name in listed.split(",")}

@@ -1,0 +1,284 @@
+"""Checkpoints: which rank saves, what is saved, and onto which device it is loaded."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpjob_check.groups import backends
+from ddpjob_check.nodes import (
+    Function,
+    dotted,
+    has_hidden_arguments,
+    is_method,
+    name_of,
+    parameters_of,
+    text_in,
+    words_of,
+)
+from ddpjob_check.ranks import at
+from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.script import DDP, Script
+
+_WRAPPERS = {DDP, "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torch.compile", "torch.nn.DataParallel"}
+_DEVICE_WORDS = ("cuda", "gpu", "device", "cpu")
+
+
+@rule(
+    "warning",
+    wrong='torch.save(model.module.state_dict(), "model.pt")',
+    right='if rank == 0:\n    torch.save(model.module.state_dict(), "model.pt")',
+)
+def save_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
+    """All ranks hold the same parameters. If all write them into one file at once, the file may be damaged."""
+    if not script.is_distributed or job.has_one_rank:
+        return
+    for call in script.calls_to("torch.save"):
+        path = script.argument(call, "f", 1)
+        if path is None or script.depends_on_rank(path, by_arguments=True) or _is_buffer(script, path):
+            continue
+        if script.on_every_rank(call):
+            yield at(
+                call,
+                f"torch.save(…, {script.text_of(path)}): every rank writes the same file at the same time; save on "
+                "rank 0 only",
+            )
+
+
+@rule("warning", wrong='torch.save(model, "model.pt")', right='torch.save(model.module.state_dict(), "model.pt")')
+def save_whole_module(script: Script, job: Job) -> Iterator[Found]:
+    """A pickled module names the classes of your files and holds the DDP wrapper: it loads only with
+    weights_only=False, and not after a rename."""
+    if not script.is_distributed:
+        return
+    for call in script.calls_to("torch.save"):
+        what = script.argument(call, "obj", 0)
+        if what is not None and is_module(script, what):
+            yield at(
+                call,
+                f"torch.save({script.text_of(what)}, …) saves the whole module: loading it needs weights_only=False "
+                "and the same source files; save its state_dict() (of .module under DDP)",
+            )
+
+
+def is_module(script: Script, value: ast.expr) -> bool:
+    """Whether a value is certainly an nn.Module: made by a class of torch or of this file, then perhaps moved."""
+    todo, seen = [value], set[object]()
+    while todo:
+        for origin in script.origins(todo.pop()):
+            if origin in seen:
+                continue
+            seen.add(origin)
+            if isinstance(origin, ast.Call) and isinstance(origin.func, ast.Attribute) and origin.func.attr in _MOVES:
+                todo.append(origin.func.value)
+            elif not _makes_a_module(script, origin):
+                return False
+    return True
+
+
+def _makes_a_module(script: Script, origin: object) -> bool:
+    if isinstance(origin, ast.Attribute):
+        return origin.attr == "module" and any(script.called(o) == DDP for o in script.origins(origin.value))
+    if not isinstance(origin, ast.Call):
+        return False
+    defined = script.definition(origin.func)
+    if isinstance(defined, ast.ClassDef):
+        return any(script.full_name(b) == "torch.nn.Module" for b in defined.bases)
+    name = script.called(origin)
+    return (
+        name in _WRAPPERS
+        or name.startswith("torchvision.models.")
+        or (name.startswith("torch.nn.") and name.count(".") == 2 and name[9:10].isupper())
+    )
+
+
+_MOVES = {"to", "cuda", "cpu", "train", "eval", "half", "float", "double"}
+
+
+@rule(
+    "warning",
+    wrong='model = DDP(net)\ntorch.save(model.state_dict(), "m.pt")\nnet.load_state_dict(torch.load("m.pt"))',
+    right='model = DDP(net)\ntorch.save(model.module.state_dict(), "m.pt")\nnet.load_state_dict(torch.load("m.pt"))',
+)
+def state_of_wrapper(script: Script, job: Job) -> Iterator[Found]:
+    """The names in the state of a DDP model begin with `module.`, those of the network in it do not: a state that is
+    saved of one is refused by the other, with “Missing key(s)”, or with strict=False not loaded at all."""
+    if script.uses_a_framework or script.mentions("consume_prefix_in_state_dict_if_present", "removeprefix"):
+        return
+    if any("module." in text_in(node) for node in script.nodes) or not script.calls_to(DDP):
+        return
+    saves = [(state, place) for call in script.calls_to("torch.save") for state, place in _states_saved(script, call)]
+    saved = [(state, place) for state, place in saves if not _is_asked_for(script, state)]
+    for load in script.methods_called("load_state_dict"):
+        into = load.func.value if isinstance(load.func, ast.Attribute) else None
+        value = script.argument(load, "state_dict", 0)
+        of, loaded = "" if _is_asked_for(script, load) else _level(script, into, load), _loaded(script, value)
+        for state, place in saved if of and loaded else ():
+            level = _level(script, state.func.value, state) if isinstance(state.func, ast.Attribute) else ""
+            if loaded and level and level != of and _is_the_same_file(script, place, loaded):
+                wrapped, plain = (state, load) if level == "wrapped" else (load, state)
+                model = script.text_of(wrapped.func.value) if isinstance(wrapped.func, ast.Attribute) else "model"
+                yield at(
+                    wrapped,
+                    f"{script.text_of(wrapped.func)}(…) is of the DDP wrapper, whose names begin with module., and "
+                    f"line {plain.lineno} of the network without it; use {model}.module.{name_of(wrapped.func)}(…)",
+                )
+                break
+
+
+def _is_asked_for(script: Script, call: ast.Call) -> bool:
+    """True for `model.module.state_dict() if isinstance(model, DDP) else model.state_dict()`."""
+    words = (words_of(name_of(n)) for test in script.enclosing_tests(call) for n in ast.walk(test))
+    return any(w & _ASKS for w in words)
+
+
+_ASKS = {"ddp", "distributed", "gpus", "hasattr", "isinstance", "module", "multi", "parallel", "world"}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a state lies: in which file, and under which key of the dict there; "": it is the whole file."""
+
+    path: ast.expr
+    key: str
+
+
+def _states_saved(script: Script, save: ast.Call) -> Iterator[tuple[ast.Call, _Place]]:
+    """The calls of state_dict() whose result torch.save gets, itself or in a dict."""
+    what, path = script.argument(save, "obj", 0), script.argument(save, "f", 1)
+    for origin in script.origins(what) if path is not None else ():
+        if isinstance(origin, ast.Call) and is_method(origin, "state_dict") and path:
+            yield origin, _Place(path, "")
+        elif isinstance(origin, ast.Dict):
+            for key, value in zip(origin.keys, origin.values, strict=True):
+                for state in script.origins(value):
+                    if isinstance(state, ast.Call) and is_method(state, "state_dict") and key is not None and path:
+                        yield state, _Place(path, text_in(key))
+
+
+def _loaded(script: Script, value: ast.expr | None) -> _Place | None:
+    """The place that torch.load reads a value from."""
+    for origin in script.origins(value):
+        key, inner = "", origin
+        if isinstance(origin, ast.Subscript):
+            key, inner = text_in(origin.slice), next(iter(script.origins(origin.value)), origin)
+        if isinstance(inner, ast.Call) and script.called(inner) == "torch.load":
+            path = script.argument(inner, "f", 0)
+            return None if path is None else _Place(path, key)
+    return None
+
+
+def _is_the_same_file(script: Script, saved: _Place, loaded: _Place) -> bool:
+    """True if both have the same path, or the file that is loaded is called a checkpoint to go on from."""
+    if saved.key != loaded.key:
+        return False
+    if ast.dump(saved.path) == ast.dump(loaded.path):
+        return True
+    if {o for o in script.origins(saved.path) if isinstance(o, ast.expr)} & set(script.origins(loaded.path)):
+        return True
+    texts = script.texts(saved.path)
+    words = {w for n in ast.walk(loaded.path) for w in words_of(name_of(n))}
+    return bool(texts and texts == script.texts(loaded.path)) or bool(words & _GOES_ON)
+
+
+_GOES_ON = {"resume", "resumed", "latest"}
+
+
+def _level(script: Script, model: ast.expr | None, place: ast.AST, depth: int = 0) -> str:
+    """wrapped, or plain: what a model is in this line; "" where that is not certain."""
+    if isinstance(model, ast.Attribute) and model.attr == "module":
+        return "plain"
+    if not isinstance(model, ast.Name | ast.Attribute) or depth > _DEPTH_MAX:
+        return ""
+    function, text = script.function(place), dotted(model)
+    sets = [n for n in script.nodes if isinstance(n, ast.Assign) and any(dotted(t) == text for t in n.targets)]
+    here = [n for n in sets if script.function(n) is function]
+    if here:
+        return _level_after(script, text, [n for n in here if n.lineno < getattr(place, "lineno", 0)], here)
+    if function is not None and isinstance(model, ast.Name) and model.id in parameters_of(function):
+        return _level_given(script, function, model.id, depth)
+    return _level_elsewhere(script, model, function, sets, depth)
+
+
+_DEPTH_MAX = 4
+
+
+def _level_after(script: Script, text: str, before: list[ast.Assign], here: list[ast.Assign]) -> str:
+    """By the last line before it that sets the name; here: all that do, in this function."""
+    last = max(before, key=lambda n: n.lineno, default=None)
+    if last is None:
+        return ""
+    if script.called(last.value) == DDP:
+        return "wrapped"
+    if any(script.called(n.value) == DDP for n in before):
+        return ""
+    becomes = any(script.called(n.value) == DDP for n in here)
+    given = any(dotted(a) == text for call in script.calls_to(DDP) for a in call.args[:1])
+    makes = all(_makes_a_module(script, o) and script.called(o) != DDP for o in script.origins(last.value))
+    return "plain" if becomes or given or makes else ""
+
+
+def _level_given(script: Script, function: Function, name: str, depth: int) -> str:
+    """What all callers give for a parameter."""
+    names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
+    levels = set()
+    for caller in script.callers(function):
+        position = names.index(name) if name in names else None
+        is_bound = isinstance(caller.call.func, ast.Attribute) and names[:1] == ["self"]
+        given = script.argument(caller.call, name, None if position is None else position - is_bound)
+        levels.add("" if caller.starts_process else _level(script, given, caller.call, depth + 1))
+    return levels.pop() if len(levels) == 1 else ""
+
+
+def _level_elsewhere(
+    script: Script, model: ast.expr, function: Function | None, sets: list[ast.Assign], depth: int
+) -> str:
+    """By the one function that sets self.model, or the module: as it is where that calls this one, else at its end."""
+    setting = {script.function(n) for n in sets}
+    if len(setting) != 1 or function is None:
+        return "wrapped" if all(script.called(o) == DDP for o in script.origins(model)) else ""
+    where = setting.pop()
+    calls = [c.call for c in script.callers(function)]
+    while calls and depth < _DEPTH_MAX and not any(script.function(c) is where for c in calls):
+        depth += 1
+        calls = [c.call for call in calls if (f := script.function(call)) is not None for c in script.callers(f)]
+    inside = [c for c in calls if script.function(c) is where]
+    lines = [c.lineno for c in inside] or [END]
+    levels = {_level_after(script, dotted(model), [n for n in sets if n.lineno < line], sets) for line in lines}
+    return levels.pop() if len(levels) == 1 else ""
+
+
+END = 10**9
+
+
+@rule("warning", wrong='state = torch.load("model.pt")', right='state = torch.load("model.pt", map_location="cpu")')
+def load_without_map_location(script: Script, job: Job) -> Iterator[Found]:
+    """torch.load puts tensors on the device that they were saved from: all ranks of a node load onto GPU 0, whose
+    memory may not suffice."""
+    uses_gpus = "nccl" in backends(script, job) or script.mentions("cuda", "device_ids") or job.gpus
+    if not script.is_distributed or job.gpus == 0 or job.has_one_rank or not uses_gpus:
+        return
+    for call in script.calls_to("torch.load"):
+        path = script.argument(call, "f", 0)
+        if path is None or script.argument(call, "map_location", 1) is not None or has_hidden_arguments(call):
+            continue
+        if _is_buffer(script, path) or any(_speaks_of_device(test) for test in script.enclosing_tests(call)):
+            continue
+        if script.on_every_rank(call):
+            yield at(
+                call,
+                f"torch.load({script.text_of(path)}) without map_location puts the tensors of all ranks on the GPU "
+                'that saved them, mostly GPU 0; pass map_location="cpu", or this rank\'s device',
+            )
+
+
+def _speaks_of_device(test: ast.expr) -> bool:
+    """`if args.gpu is None: load(path)`: another branch loads the same with a device."""
+    return any(word in name_of(n).lower() for n in ast.walk(test) for word in _DEVICE_WORDS)
+
+
+def _is_buffer(script: Script, path: ast.expr) -> bool:
+    """Memory, or a file of this process alone."""
+    own = {"io.BytesIO", "tempfile.NamedTemporaryFile", "tempfile.TemporaryFile", "tempfile.mkstemp"}
+    return any(script.called(o) in own for o in script.origins(path))

@@ -1,0 +1,248 @@
+"""Collectives that only some ranks call, also in a function of the file that only some of them call."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+
+from ddpjob_check.nodes import Function, before, leaves, means_one_process, name_of, parameters_of, words_of
+from ddpjob_check.ranks import COLLECTIVES, Guard, at, guard, has_group, is_local, short_name
+from ddpjob_check.rule import Found, Job, Severity, rule
+from ddpjob_check.script import DDP, Script
+
+_NEW_GROUP = "torch.distributed.new_group"
+# Decorators that run a function as it stands.
+_TRANSPARENT = {"no_grad", "inference_mode", "enable_grad", "autocast", "compile", "record", "staticmethod", "property"}
+_HAS_BUFFERS = ("register_buffer", "Buffer", "running_mean", "running_var")
+
+
+@rule(
+    "error",
+    wrong="if rank == 0:\n    dist.all_reduce(loss)\n    print(loss)",
+    right="dist.all_reduce(loss)\nif rank == 0:\n    print(loss)",
+)
+def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
+    """A collective ends when all ranks have called it. If only some call it, or a function of the file that calls it,
+    they wait until the timeout. So may a forward pass through DDP, which broadcasts the buffers of the model."""
+    if job.has_one_rank or not script.uses_torch:
+        return
+    for call in script.calls:
+        guarding = guard(script, call) if _is_worth_a_look(script, call) else None
+        if guarding is None or (job.nproc == 1 and is_local(script, guarding.test)):
+            continue
+        # The collective that a call certainly leads to: itself, or one in a function of the file.
+        waits = call if _waits(script, call) else collective_in(script, script.functions_called(call))
+        if waits is not None and not _others_join(script, call, guarding, waits):
+            yield at(call, _message(script, call, guarding, waits), _severity(script, job, guarding))
+        elif waits is None and (model := _forward(script, call)) and not _others_run(script, call, guarding):
+            yield at(call, _of_forward(script, call, guarding, model), "warning")
+
+
+def _is_worth_a_look(script: Script, call: ast.Call) -> bool:
+    """True for what may wait: a collective, a function of the file, and a model."""
+    return _waits(script, call) or bool(script.functions_called(call)) or _calls_a_value(call)
+
+
+def _calls_a_value(call: ast.Call) -> bool:
+    return name_of(call.func).lower().endswith(("model", "net", "ddp"))
+
+
+def _severity(script: Script, job: Job, guarding: Guard) -> Severity:
+    certain = guarding.is_certain and (job.nproc is not None or not is_local(script, guarding.test))
+    return "error" if certain else "warning"
+
+
+def _message(script: Script, call: ast.Call, guarding: Guard, waits: ast.Call) -> str:
+    name = short_name(script, waits)
+    here = f"{name}()" if waits is call else f"{script.text_of(call.func)}() calls {name}() (line {waits.lineno})"
+    return (
+        f"{here} {guarding.to_text(script)}: the other ranks never call it, and these wait for them until the timeout; "
+        "call it on all ranks"
+    )
+
+
+def _of_forward(script: Script, call: ast.Call, guarding: Guard, model: str) -> str:
+    return (
+        f"{script.text_of(call.func)}(…) {guarding.to_text(script)} runs {model} through DDP, which broadcasts the "
+        f"model's buffers to ranks that do not take part; call {model}.module, or run it on all ranks"
+    )
+
+
+# ---------------------------------------------------------------- what a call waits for
+
+
+def _waits(script: Script, call: ast.Call) -> bool:
+    """True for what ends only when all ranks have called it."""
+    name = script.called(call)
+    if name == DDP:
+        return script.argument(call, "process_group") is None
+    if name == _NEW_GROUP:
+        return script.argument(call, "use_local_synchronization") is None
+    return name in COLLECTIVES and not has_group(script, call)
+
+
+def collective_in(
+    script: Script, functions: list[Function], seen: frozenset[Function] = frozenset()
+) -> ast.Call | None:
+    """The first collective that all ranks which call this function call in any case; None: it is not plain to see."""
+    function = functions[0] if len(functions) == 1 else None
+    if function is None or function in seen or _is_changed(script, function):
+        return None
+    for call in script.calls_in(function):
+        inner = call if _waits(script, call) else None
+        if inner is None and (called := script.functions_called(call)) and len(seen) < _CALLS_MAX:
+            inner = collective_in(script, called, seen | {function})
+        if inner is not None and not _may_be_left_out(script, call) and guard(script, call) is None:
+            return inner
+    return None
+
+
+_CALLS_MAX = 5
+_CONDITIONS = (ast.IfExp, ast.BoolOp, ast.ExceptHandler, ast.match_case, ast.Lambda)
+
+
+def _is_changed(script: Script, function: Function) -> bool:
+    """True if a call does not simply run the body: a generator, or a decorator that may do otherwise."""
+    names = {name_of(d.func if isinstance(d, ast.Call) else d) for d in function.decorator_list}
+    own = (n for n in ast.walk(function) if isinstance(n, ast.Yield | ast.YieldFrom))
+    return not names <= _TRANSPARENT or any(script.function(n) is function for n in own)
+
+
+def _may_be_left_out(script: Script, call: ast.Call) -> bool:
+    """True if a condition other than that of a group at all stands before a call in its function."""
+    for child, parent in script.above(call):
+        if isinstance(parent, ast.If) and child is not parent.test:
+            if not _means_alone(script, parent.test, holds=child not in parent.body):
+                return True
+        elif isinstance(parent, _CONDITIONS) or (isinstance(parent, ast.Try) and parent.handlers):
+            return True
+        if any(_leaves(script, statement) for statement in before(parent, child)):
+            return True
+    return False
+
+
+def _means_alone(script: Script, test: ast.expr, *, holds: bool) -> bool:
+    """True if a condition is for a single process. A parameter is what the caller makes of it: evaluate(ddp=False)."""
+    function = script.function(test)
+    given = parameters_of(function) if function is not None else set()
+    return means_one_process(test, holds=holds) and not any(
+        isinstance(n, ast.Name) and n.id in given and not isinstance(script.parent(n), ast.Attribute)
+        for n in ast.walk(test)
+    )
+
+
+def _leaves(script: Script, statement: ast.stmt) -> bool:
+    """True for a return in a statement before it, unless that is for a single process: `if world_size == 1: return`."""
+    if isinstance(statement, ast.If) and _means_alone(script, statement.test, holds=True):
+        return False
+    branches = [n for n in ast.walk(statement) if isinstance(n, ast.If) and leaves(n.body)]
+    return any(not isinstance(n.body[-1], ast.Raise) for n in branches)
+
+
+# ---------------------------------------------------------------- a forward pass on some ranks
+
+
+def _forward(script: Script, call: ast.Call) -> str | None:
+    """The DDP model, as it is called there, that a call runs with a broadcast of its buffers."""
+    if _broadcasts(script, call.func):
+        return script.text_of(call.func)
+    for function in script.functions_called(call):
+        for inner in script.calls_in(function):
+            given = _given(script, call, function, inner.func)
+            if _broadcasts(script, inner.func if given is None else given):
+                return script.text_of(inner.func if given is None else given)
+    return None
+
+
+def _given(script: Script, call: ast.Call, function: Function, name: ast.expr) -> ast.expr | None:
+    """What this call gives for a parameter of a function."""
+    names = [p.arg for p in (*function.args.posonlyargs, *function.args.args)]
+    if not isinstance(name, ast.Name) or name.id not in names:
+        return None
+    is_method = isinstance(call.func, ast.Attribute) and names[0] in ("self", "cls")
+    return script.argument(call, name.id, names.index(name.id) - is_method)
+
+
+def _broadcasts(script: Script, model: ast.expr) -> bool:
+    if not isinstance(model, ast.Name | ast.Attribute) or not script.is_wrapped(model):
+        return False
+    wraps = [o for o in script.origins(model) if isinstance(o, ast.Call) and script.called(o) == DDP]
+    return all(script.argument(w, "broadcast_buffers") is None for w in wraps) and all(
+        _may_have_buffers(script, script.argument(w, "module", 0)) for w in wraps
+    )
+
+
+def _may_have_buffers(script: Script, module: ast.expr | None) -> bool:
+    """False for a model whose layers this file shows, and which have none: no BatchNorm, no register_buffer."""
+    if script.mentions(*_HAS_BUFFERS) or any("Norm" in name for name in script.identifiers):
+        return True
+    return not all(_is_shown(script, origin) for origin in script.origins(module))
+
+
+def _is_shown(script: Script, origin: object) -> bool:
+    while (
+        isinstance(origin, ast.Call)
+        and name_of(origin.func) in ("to", "cuda")
+        and isinstance(origin.func, ast.Attribute)
+    ):
+        origin = origin.func.value
+    if not isinstance(origin, ast.Call):
+        return isinstance(origin, ast.Name) and all(
+            _is_shown(script, o) for o in script.origins(origin) if o is not origin
+        )
+    own = script.definition(origin.func)
+    if isinstance(own, ast.ClassDef):
+        inside = [n for n in ast.walk(own) if isinstance(n, ast.Call) and name_of(n.func)[:1].isupper()]
+        return all(script.called(n).startswith("torch.nn.") or script.definition(n.func) for n in inside)
+    return script.called(origin).startswith("torch.nn.")
+
+
+# ---------------------------------------------------------------- the other ranks
+
+
+def _others_join(script: Script, call: ast.Call, guarding: Guard, waits: ast.Call) -> bool:
+    """True if the ranks that do not pass may call it elsewhere: `if rank: barrier(); load(); if not rank: …`."""
+    name = script.called(waits)
+    if _has_counterpart(script, call, guarding, lambda other: _leads_to(script, other, name)):
+        return True
+    others = [c for statement in guarding.others for c in ast.walk(statement) if isinstance(c, ast.Call)]
+    if not guarding.ours:  # before a return, the others log and clean up
+        others = [c for c in others if script.functions_called(c) or not words_of(name_of(c.func)).isdisjoint(_JOINS)]
+    return any(_may_call(script, c, name) for c in others)
+
+
+_JOINS = {"barrier", "broadcast", "gather", "join", "reduce", "sync", "synchronize", "wait"}
+
+
+def _has_counterpart(script: Script, call: ast.Call, guarding: Guard, meets: Callable[[ast.Call], bool]) -> bool:
+    return any(
+        other is not call
+        and not any(n is other for branch in guarding.ours for n in ast.walk(branch))
+        and any(script.depends_on_rank(test) for test in script.enclosing_tests(other))
+        and meets(other)
+        for other in script.calls_in(script.function(call))
+    )
+
+
+def _others_run(script: Script, call: ast.Call, guarding: Guard) -> bool:
+    """True if the other ranks run the same model or function."""
+    what = ast.dump(call.func)
+    return _has_counterpart(script, call, guarding, lambda other: ast.dump(other.func) == what)
+
+
+def _leads_to(script: Script, call: ast.Call, name: str) -> bool:
+    if script.called(call) == name:
+        return True
+    return any(script.called(inner) == name for f in script.functions_called(call) for inner in script.calls_in(f))
+
+
+def _may_call(script: Script, call: ast.Call, name: str) -> bool:
+    """Whether a call may lead to that collective: itself, by a function of the file, or by one that is not known."""
+    if script.called(call) == name:
+        return True
+    functions = script.functions_called(call)
+    if functions:
+        inner = [c for f in functions for c in script.calls_in(f)]
+        return any(script.called(n) in (name, "") or script.functions_called(n) for n in inner)
+    full = script.called(call)
+    return not full.startswith(("torch.", "print", "os.", "time.", "logging.", "len", "range", "str", "int"))

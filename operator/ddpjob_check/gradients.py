@@ -1,0 +1,217 @@
+"""Gradients that a script averages by itself, parameter by parameter."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from ddpjob_check.nodes import Function, is_method, leaves, name_of, words_of
+from ddpjob_check.ranks import COLLECTIVES, at
+from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.script import DDP, Script
+
+# What a script may ask of a group, or do with it, without averaging gradients.
+_NO_AVERAGE = {
+    f"torch.distributed.{name}"
+    for name in (
+        "init_process_group destroy_process_group get_rank get_world_size get_backend get_node_local_rank barrier "
+        "monitored_barrier is_initialized is_available is_nccl_available is_gloo_available is_torchelastic_launched "
+        "gather_object all_gather_object broadcast_object_list"
+    ).split()
+}
+_MEASURES = set(
+    "acc accuracy correct count counts loss losses metric metrics n num perplexity ppl running seen total".split()
+)
+
+
+@rule(
+    "error",
+    wrong="for param in model.parameters():\n    if type(param) is torch.Tensor:\n        dist.all_reduce(param.grad)",
+    right="for param in model.parameters():\n    dist.all_reduce(param.grad)",
+)
+def gradients_not_averaged(script: Script, job: Job) -> Iterator[Found]:
+    """model.parameters() yields torch.nn.Parameter, so `type(param) is torch.Tensor` is never true: no gradient is
+    averaged, every rank trains a model of its own, and no error is raised."""
+    if job.has_one_rank or not any(script.called(c) in COLLECTIVES for c in script.calls):
+        return
+    for node in script.nodes:
+        if isinstance(node, ast.If) and _averages_nothing(script, node):
+            yield at(node.test, _message(script, node.test))
+        elif isinstance(node, ast.comprehension):
+            yield from (at(test, _message(script, test)) for test in node.ifs if _is_never(script, test))
+
+
+def _message(script: Script, test: ast.expr) -> str:
+    return (
+        f"{script.text_of(test)}: parameters() yields torch.nn.Parameter, so this test has the same result for all "
+        "of them, and no gradient is averaged; remove the test, or use isinstance(…, torch.Tensor)"
+    )
+
+
+def _averages_nothing(script: Script, node: ast.If) -> bool:
+    if _is_never(script, node.test):
+        return _has_collective(script, node.body) and not _has_collective(script, node.orelse)
+    if not (_is_always(script, node.test) and leaves(node.body)):
+        return False
+    block = getattr(script.parent(node), "body", [])
+    return node in block and _has_collective(script, block[block.index(node) + 1 :])
+
+
+def _has_collective(script: Script, body: list[ast.stmt]) -> bool:
+    calls = [n for s in body for n in ast.walk(s) if isinstance(n, ast.Call)]
+    return any(script.called(c) in COLLECTIVES or isinstance(script.definition(c.func), Function) for c in calls)
+
+
+def _is_never(script: Script, test: ast.expr) -> bool:
+    if isinstance(test, ast.BoolOp):
+        return isinstance(test.op, ast.And) and any(_is_never(script, v) for v in test.values)
+    if isinstance(test, ast.UnaryOp):
+        return isinstance(test.op, ast.Not) and _is_always(script, test.operand)
+    return _compares_type(script, test, ast.Is | ast.Eq | ast.In)
+
+
+def _is_always(script: Script, test: ast.expr) -> bool:
+    if isinstance(test, ast.BoolOp):
+        return isinstance(test.op, ast.Or) and any(_is_always(script, v) for v in test.values)
+    if isinstance(test, ast.UnaryOp):
+        return isinstance(test.op, ast.Not) and _is_never(script, test.operand)
+    return _compares_type(script, test, ast.IsNot | ast.NotEq | ast.NotIn)
+
+
+def _compares_type(script: Script, test: ast.expr, operators: object) -> bool:
+    """Whether the type of a parameter is compared, by one of these operators, with types that no parameter has."""
+    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], operators):  # type: ignore[arg-type]
+        return False
+    for one, other in ((test.left, test.comparators[0]), (test.comparators[0], test.left)):
+        typed = _typed(script, one)
+        if typed is not None and _is_parameter(script, typed):
+            kinds = other.elts if isinstance(other, ast.Tuple | ast.List | ast.Set) else [other]
+            return all(_is_other_type(script, k) for k in kinds)
+    return False
+
+
+def _typed(script: Script, node: ast.expr) -> ast.Name | None:
+    """p for type(p), p.__class__ and type(p).__name__."""
+    for origin in script.origins(node):
+        value = origin
+        if isinstance(value, ast.Attribute) and value.attr in ("__name__", "__qualname__"):
+            value = value.value
+        if isinstance(value, ast.Call) and name_of(value.func) == "type" and len(value.args) == 1:
+            value = value.args[0]
+        elif isinstance(value, ast.Attribute) and value.attr == "__class__":
+            value = value.value
+        else:
+            return None
+        return value if isinstance(value, ast.Name) else None
+    return None
+
+
+def _is_other_type(script: Script, node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant):
+        return node.value in ("Tensor", "Variable", "FloatTensor")
+    name = script.full_name(node)
+    return name.startswith("torch.") and name.endswith(("Tensor", "Variable"))
+
+
+def _is_parameter(script: Script, name: ast.Name) -> bool:
+    """Whether a name is the variable of a loop over parameters()."""
+    child: ast.AST = name
+    while (parent := script.parent(child)) is not None and not isinstance(parent, Function):
+        generators = getattr(parent, "generators", [])
+        loops = [parent] if isinstance(parent, ast.For | ast.comprehension) else generators
+        if any(_binds(loop.target, name.id) and _gives_parameters(script, loop.iter) for loop in loops):
+            return True
+        child = parent
+    return False
+
+
+def _binds(target: ast.expr, name: str) -> bool:
+    """The variable itself, or the last of `name, param` and `i, param`."""
+    last = target.elts[-1] if isinstance(target, ast.Tuple | ast.List) and target.elts else target
+    return name_of(last) == name
+
+
+def _gives_parameters(script: Script, iterated: ast.expr, depth: int = 0) -> bool:
+    if depth > 6:
+        return False
+    for origin in script.origins(iterated):
+        if isinstance(origin, ast.Call) and name_of(origin.func) in (
+            "list",
+            "enumerate",
+            "reversed",
+            "sorted",
+            "tuple",
+        ):
+            return bool(origin.args) and _gives_parameters(script, origin.args[0], depth + 1)
+        if isinstance(origin, ast.Call) and name_of(origin.func) == "filter" and len(origin.args) == 2:
+            return _gives_parameters(script, origin.args[1], depth + 1)
+        if isinstance(origin, ast.Subscript):
+            return isinstance(origin.slice, ast.Constant) and origin.slice.value == "params"
+        return isinstance(origin, ast.Call) and name_of(origin.func) in ("parameters", "named_parameters")
+    return False
+
+
+# ---------------------------------------------------------------- accumulation
+
+
+@rule(
+    "error",
+    wrong="for i, x in enumerate(loader):\n    with model.no_sync():\n        model(x).sum().backward()",
+    right="for i, x in enumerate(loader):\n    with model.no_sync() if i % 4 != 3 else nullcontext():\n"
+    "        model(x).sum().backward()",
+)
+def no_sync_always(script: Script, job: Job) -> Iterator[Found]:
+    """Within no_sync() backward() only adds up gradients, and the next backward() outside of it averages them. Without
+    one outside, every rank trains a model of its own, and no error is raised."""
+    if job.has_one_rank or script.uses_a_framework or not script.mentions("no_sync"):
+        return
+    if not script.methods_called("step") or not script.calls_to(DDP) or _averages_otherwise(script):
+        return
+    backwards = script.methods_called("backward")
+    contexts = [_no_sync(script, call) for call in backwards]
+    first = contexts[0] if contexts else None
+    if first is not None and None not in contexts and _all_forward_inside(script):
+        yield at(
+            first,
+            f"with {script.text_of(first)}: every backward() of this script is inside, so no gradient is averaged; "
+            "leave no_sync() for the backward() before optimizer.step()",
+        )
+
+
+def _averages_otherwise(script: Script) -> bool:
+    """True if gradients or parameters may be averaged by hand, or the switch of DDP is set by hand."""
+    if script.mentions(
+        "require_backward_grad_sync", "PeriodicModelAverager", "PostLocalSGDOptimizer", "average_parameters"
+    ):
+        return True
+    contexts = [n for n in script.nodes if isinstance(n, ast.Attribute) and n.attr == "no_sync"]
+    known = [n for n in script.nodes if isinstance(n, ast.withitem) and is_method(n.context_expr, "no_sync")]
+    return len(contexts) != len(known) or any(exchanges(script, call) for call in script.calls)
+
+
+def _no_sync(script: Script, call: ast.Call, seen: frozenset[Function] = frozenset()) -> ast.expr | None:
+    """The no_sync() in which a call certainly stands, or all calls of its function do."""
+    for _, parent in script.above(call):
+        if isinstance(parent, ast.With):
+            for item in parent.items:
+                if is_method(item.context_expr, "no_sync"):
+                    return item.context_expr
+    function = script.function(call)
+    callers = [] if function is None or function in seen else script.callers(function)
+    found = [_no_sync(script, c.call, seen | {function}) for c in callers if function]
+    return found[0] if found and None not in found else None
+
+
+def _all_forward_inside(script: Script) -> bool:
+    """True if the wrapped model is called within no_sync() as well: DDP decides in the forward pass."""
+    forwards = [c for c in script.calls if isinstance(c.func, ast.Name | ast.Attribute) and script.is_wrapped(c.func)]
+    return bool(forwards) and any(_no_sync(script, c) is not None for c in forwards)
+
+
+def exchanges(script: Script, call: ast.Call) -> bool:
+    """Whether a call may send something other than a measure, such as the loss for a log."""
+    name = script.called(call)
+    if not name.startswith("torch.distributed.") or name in _NO_AVERAGE:
+        return False
+    words = {w for n in ast.walk(call.args[0]) for w in words_of(name_of(n))} if call.args else set()
+    return name not in COLLECTIVES or words.isdisjoint(_MEASURES) or bool(words & {"grad", "param", "params"})

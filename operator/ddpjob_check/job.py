@@ -1,0 +1,268 @@
+"""What a DDPJob tells about the script that it runs, and the mistakes in the YAML itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_check import in_command, names, room
+from ddpjob_check.rule import Job, Severity, command_line
+from ddpjob_check.starting import DEPRECATED
+from ddpjob_operator.job import api, command, launcher, shells, topology, variables
+from ddpjob_operator.job import template as templates
+from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container, trainer_path
+
+FieldPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True)
+class YamlRule:
+    """A rule about the YAML alone."""
+
+    name: str
+    severity: Severity
+    why: str
+
+
+YAML_RULES = (
+    YamlRule(
+        "image-missing",
+        "warning",
+        "A container without an image runs locally, where none is used; a cluster refuses the job.",
+    ),
+    YamlRule(
+        "unknown-field",
+        "warning",
+        "A field of the pod template that the API does not have, and that resembles none: an API server refuses it, "
+        "unless it is newer than the list of fields in this version. What resembles a field is refused at once.",
+    ),
+    YamlRule(
+        "memory-limit-too-small",
+        "warning",
+        "With `--parameters`: the pod's limit has no room for the state that ddprun keeps in memory, so a rank that is "
+        "killed costs the steps since the last save ([memory.md](memory.md#what-it-costs)).",
+    ),
+    YamlRule("script-missing", "error", "The command ends after its launcher: `[torchrun]`. It starts nothing."),
+    YamlRule(
+        "words-in-one",
+        "error",
+        "`command: [torchrun train.py]` or `[torchrun, train.py --lr 0.1]`: no shell reads the command, so this is one "
+        "program, or one file, with a space in its name. Write one word an entry: `[torchrun, train.py]`.",
+    ),
+    YamlRule(
+        "variable-keeps-nodes-apart",
+        "error",
+        "With several nodes: a variable in `env` whose value is the same on all of them and may not be (`RANK`, "
+        "`NODE_RANK`, `PET_NODE_RANK`, `MASTER_ADDR: localhost`), or is another number than the job's (`WORLD_SIZE`, "
+        "`PET_NNODES`), where the command's program reads it. A value such as `$(NODE_RANK)` differs on each node. "
+        "A local run takes `localhost`.",
+    ),
+    YamlRule(
+        "variable-of-ranks",
+        "error",
+        "`torchrun --nnodes=$WORLD_SIZE --node-rank=$RANK`, as in a PyTorchJob: with several processes a node they are "
+        "variables of the ranks, and not set before torchrun has started them. `$NNODES` and `$NODE_RANK` are meant.",
+    ),
+    YamlRule(
+        "variable-of-ranks-unset",
+        "warning",
+        "A shell reads `$RANK` with several processes a node, and only the ranks have it, so `tee log_$RANK` is "
+        "one file for all nodes. In an option of the launcher it is `variable-of-ranks`.",
+    ),
+    YamlRule(
+        "variable-of-other-launcher-unset",
+        "warning",
+        "A shell reads `$SLURM_JOB_ID` or another variable of Slurm or MPI, which is empty. In an option of a launcher "
+        "that must have a value, or as a rank of the script, it is `variable-of-other-launcher`.",
+    ),
+    YamlRule(
+        "not-expanded",
+        "warning",
+        "`$DATA`, `~/data`, `*.csv`, `>` or `&&` in a command that no shell reads: the program gets that text. "
+        "Kubernetes replaces `$(DATA)` by a value of `env`; `[sh, -c, …]` starts a shell.",
+    ),
+    YamlRule(
+        "argument-taken-by-launcher",
+        "warning",
+        "`torchrun train.py --log 5`: argparse before Python 3.12.8 takes `--log` for an abbreviation of torchrun's "
+        "`--log-dir` and `--logs-specs`, and ends with “ambiguous option”. What follows `--` is the script's: "
+        "`torchrun train.py -- --log 5`.",
+    ),
+    YamlRule(
+        "rendezvous-overridden",
+        "warning",
+        "Another variable of the rendezvous in `env`: it counts in place of the job's. The job has an Event of it.",
+    ),
+    YamlRule(
+        "exit-code-lost",
+        "warning",
+        "A shell's script ends with 0 although its launcher has failed: `torchrun train.py | tee log`, `|| true`, "
+        "`; echo done`, `&`, `trap 'exit 0' EXIT` ([failures.md](failures.md#when-the-exit-code-is-lost)).",
+    ),
+    YamlRule(
+        "pipefail-in-sh",
+        "warning",
+        "`sh -c 'set -o pipefail; …'`: where sh is dash, as in Debian and Ubuntu, it has no such option, and ends at "
+        "once.",
+    ),
+    YamlRule(
+        "shell-keeps-signals",
+        "warning",
+        "A shell that waits for its launcher does not hand SIGTERM over to it, so a drain or a stop saves nothing: "
+        "`torchrun train.py; echo done`. `exec torchrun train.py` gets it.",
+    ),
+    YamlRule(
+        "launcher-option",
+        "warning",
+        "The launcher, or an option of it, has a consequence. The job has an Event of it.",
+    ),
+)
+_EVERYWHERE = {
+    "argument-taken-by-launcher", "not-expanded", "variable-of-ranks-unset", "variable-of-other-launcher-unset",
+    "exit-code-lost", "pipefail-in-sh",
+}  # fmt: skip
+CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "warning") - _EVERYWHERE
+"""What is of no account to a local run, and what it says itself, as Events."""
+
+
+def known(job: api.DDPJob) -> Job:
+    """The context in which the job's script is checked."""
+    template = job.spec.template
+    words = launcher.command_of(template)
+    by, started = launcher.find(words), command.read(words)
+    return Job(
+        nodes=job.spec.nodes,
+        min_nodes=launcher.min_nodes(job.spec),
+        nproc=topology.nproc_per_node(job.spec),
+        gpus=_gpus(template),
+        backend=topology.backend(job.spec),
+        launcher=by.name if by else started.launcher,
+        launcher_options=dict(by.options) if by else {},
+        words=started.words,
+        script=started.named,
+        variables=_variables(template),
+        mounts=mounts(template),
+        name=job.metadata.name,
+        only_leader_has_name=not topology.all_have_dns_names(job.spec),
+        known=True,
+    )
+
+
+def _variables(template: dict[str, Any]) -> frozenset[str] | None:
+    """The names in env, and those that the command sets; None where more may be set, by envFrom or in a shell."""
+    trainer = trainer_container(template) or {}
+    words = launcher.command_of(template)
+    if trainer.get("envFrom") or command.is_shell(words):
+        return None
+    named = {str(entry.get("name")) for entry in mappings(trainer, "env")}
+    return frozenset(named | set(re.findall(r"\b(\w+)=", " ".join(words))))
+
+
+def mistakes(
+    job: api.DDPJob, parameters: int = 0, script: str = "", given: Collection[str] = (), *, local: bool = False
+) -> Iterator[tuple[FieldPath, str, str]]:
+    """(field, rule, message) of what is wrong in the YAML itself and yet a valid job. parameters: of the model; 0: not
+    known. script: the text of the job's script; "": not known. given: variables that the trainer has from outside.
+    local: all nodes are on this machine."""
+    template = job.spec.template
+    by = launcher.facts(job.spec).launcher
+    if not launcher.facts(job.spec).trainer.get("image"):
+        yield (
+            trainer_path(template),
+            "image-missing",
+            "the trainer has no image, and a cluster refuses the job; add image",
+        )
+    for deviation in templates.deviations(template):
+        if deviation.kind == "unknown":
+            yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
+    yield from _of_launch(job, local)
+    yield from _of_command(job, script, given)
+    if by and by.name in ("torch.distributed.launch", "launch.py"):
+        yield command_path(template), "launch-deprecated", DEPRECATED
+    if parameters and (said := room.too_small(job, parameters, _gpus(template))):
+        yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", said
+    if not topology.all_have_dns_names(job.spec):
+        for field, text in _texts(template):
+            if name := names.other_node(text, job.metadata.name):
+                yield field, "other-node-named", f"{name}: {names.FIX}"
+    if job.spec.backend == "nccl" and _gpus(template) == 0:
+        yield (
+            ("spec", "backend"),
+            "nccl-without-gpu",
+            "nccl needs a GPU in each process, and the trainer's resources.limits have none; add nvidia.com/gpu, or "
+            "use gloo",
+        )
+
+
+def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, str]]:
+    """What keeps the nodes apart, and what the job has Events of."""
+    template = job.spec.template
+    words = launcher.command_of(template)
+    if "command" in launcher.facts(job.spec).trainer and command.starts_nothing(words):
+        said = "the command ends after the launcher and its options, and names no script to start; add it"
+        yield command_path(template), "script-missing", said
+    if word := command.joined(words):
+        said = f"{json.dumps(word)}: no shell reads the command, so this is one word with spaces; write {_apart(word)}"
+        yield command_path(template), "words-in-one", said
+    by_python = command.read(words).launcher == "python"
+    env = (*trainer_path(template), "env")
+    wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
+    yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
+    # A pod with one process has them, as that of a script without a launcher.
+    if topology.nproc_per_node(job.spec) > 1 or launcher.min_nodes(job.spec) is not None:
+        for name, meant in launcher.of_ranks(job.spec):
+            said = f"{name} is a variable of the ranks, not set before the launcher has started them; use {meant}"
+            yield command_path(template), "variable-of-ranks", said
+    if set(variables.overridden(template)) - {name for _, name, _ in wrong}:
+        yield env, "rendezvous-overridden", variables.remark(template)
+    yield from ((command_path(template), rule, text) for rule, text in _of_shell(words))
+    yield from ((command_path(template), "launcher-option", text) for text in launcher.warnings(job.spec))
+
+
+def _apart(word: str) -> str:
+    """The list that is meant, as YAML."""
+    try:
+        words = shlex.split(word)
+    except ValueError:  # an open quote
+        words = word.split()
+    needs_shell = re.search(r"[$`|;&<>*]", word) is not None
+    return command_line(["sh", "-c", f"exec {word}"] if needs_shell else words).removeprefix("command: ")
+
+
+def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
+    """What the shell around the launcher keeps to itself."""
+    yield from (("exit-code-lost", text) for text in shells.lost_exit_codes(words))
+    if shells.pipefail_in_sh(words):
+        yield "pipefail-in-sh", shells.PIPEFAIL_IN_SH
+    if by := shells.keeps_signals(words):
+        yield "shell-keeps-signals", shells.KEEPS_SIGNALS.format(launcher=by)
+
+
+def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:
+    """What the trainer's command, arguments and variables say."""
+    trainer, path = trainer_container(template) or {}, trainer_path(template)
+    for field in ("command", "args"):
+        for number, word in enumerate(listed if isinstance(listed := trainer.get(field), list) else ()):
+            yield (*path, field, number), str(word)
+    for number, entry in enumerate(mappings(trainer, "env")):
+        yield (*path, "env", number), str(entry.get("value", ""))
+
+
+def _gpus(template: Mapping[str, Any]) -> int | None:
+    """GPUs of a pod; None where resource claims may bring some."""
+    resources = (trainer_container(template) or {}).get("resources")
+    claimed = isinstance(resources, Mapping) and resources.get("claims")
+    return None if claimed else gpus(template)
+
+
+def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterator[tuple[FieldPath, str, str]]:
+    """What the command does otherwise than it looks."""
+    path = command_path(job.spec.template)
+    yield from ((path, "argument-taken-by-launcher", text) for text in in_command.taken_arguments(job))
+    for place, text in in_command.unexpanded(job, script):
+        yield path if place == ("command",) else (*trainer_path(job.spec.template), *place), "not-expanded", text
+    yield from ((path, rule, text) for rule, text in in_command.unset_variables(job, given))

@@ -1,0 +1,267 @@
+"""--local_rank: an option that torch.distributed.launch passes to a script, and no other launcher does."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ddpjob_check.groups import backends
+from ddpjob_check.nodes import bindings_in, is_main_guard, is_true, name_of, text_in
+from ddpjob_check.option import UNKNOWN
+from ddpjob_check.ranks import at
+from ddpjob_check.reached import Paths
+from ddpjob_check.rule import Found, Job, Severity, command_line, rule
+from ddpjob_check.script import INIT, Script
+from ddpjob_operator.job.arguments import behind_script
+
+_LAUNCH = "torch.distributed.launch"
+_OLD, _NEW = "--local_rank", "--local-rank"
+
+
+def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequence[str] = ()) -> list[str]:
+    """The command that starts a script, or -m and a module, with the rank on its node as this option.
+
+    torch.distributed.launch passes --local-rank alone since torch 2.0, so a shell writes the old spelling.
+    """
+    if _NEW in _names(option):
+        return ["python", "-m", _LAUNCH, *script, *behind_script(arguments)]
+    words = [*map(shlex.quote, script), f"{_OLD}=$LOCAL_RANK", *map(shlex.quote, arguments)]
+    return ["torchrun", "--no-python", "sh", "-c", f"exec python {' '.join(words)}"]
+
+
+def word_that_passes(option: ast.Call) -> str:
+    """The argument by which ddprun passes the rank: torchrun's macro, which it replaces for each rank."""
+    return f"{_NEW if _NEW in _names(option) else _OLD}=${{local_rank}}"
+
+
+def _recipe(job: Job, option: ast.Call) -> str:
+    """That command as docs/launching.md writes it."""
+    return command_line(command_that_passes(job.script, option, job.words))
+
+
+@rule(
+    "warning",
+    wrong='parser.add_argument("--local_rank", type=int)',
+    right='parser.add_argument("--local-rank", "--local_rank", type=int)',
+)
+def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
+    """torch.distributed.launch passes --local-rank since torch 2.0 and passed --local_rank before: a script with only
+    the old one, or with neither, exits with “unrecognized arguments” (exit code 2). The new one alone works with all
+    versions that DDPJob supports. torchrun passes none, so it must not be required there."""
+    launched = job.launcher.startswith(_LAUNCH) or job.launcher == "launch.py"
+    if launched and "use_env" not in job.launcher_options:
+        yield from _refuses_what_is_passed(script, job)
+    elif job.by_torchrun or job.launcher == "ddprun":
+        yield from _requires_what_is_not_passed(script, job)
+    elif not job.launcher and script.is_distributed and not _reads_local_rank(script):
+        yield from (
+            _one_spelling(call, _recipe(job, call)) for call in _options(script) if _has_only_the_old_name(call)
+        )
+
+
+def _refuses_what_is_passed(script: Script, job: Job) -> Iterator[Found]:
+    """torch.distributed.launch starts it, and its parser ends with an error."""
+    if not script.methods_called("parse_known_args") and not script.mentions("ignore_unknown_options"):
+        options = list(_options(script))
+        yield from (
+            _one_spelling(call, _recipe(job, call), "error") for call in options if _has_only_the_old_name(call)
+        )
+        if not any(name.startswith("--local") for call in script.calls for name in _names(call)):
+            yield from (
+                at(
+                    call,
+                    f"{script.text_of(call)}: torch.distributed.launch passes --local-rank, which is not declared, and "
+                    "argparse refuses it; start it with torchrun, which passes nothing, or add --use-env",
+                    "error",
+                )
+                for call in script.methods_called("parse_args")
+                if _knows_all_options(script, call)
+            )
+
+
+def _requires_what_is_not_passed(script: Script, job: Job) -> Iterator[Found]:
+    """required=True, and torchrun passes nothing."""
+    for call in () if _is_given(job) else _required(script):
+        yield at(
+            call,
+            f"--local-rank is required, and {job.launcher} does not pass it, so argparse exits with an error; without "
+            f'an edit: {_recipe(job, call)}; else use int(os.environ["LOCAL_RANK"])',
+            "error",
+        )
+
+
+def _required(script: Script) -> Iterator[ast.Call]:
+    for call in _options(script):
+        if is_true(script.argument(call, "required")) and {_OLD, _NEW} & set(_names(call)):
+            yield call
+
+
+def must_be_passed(script: Script) -> ast.Call | None:
+    """The option for the local rank, where it is required or nothing else tells the script this rank. By its default
+    each rank trains alone, all ranks of a node use one GPU, or set_device(None) raises an error."""
+    return next(_required(script), None) or _option_that_alone_says_it(script)
+
+
+def _one_spelling(call: ast.Call, recipe: str, severity: Severity | None = None) -> Found:
+    return at(
+        call,
+        f'{name_of(call.func)}("{_OLD}"): since torch 2.0 torch.distributed.launch passes --local-rank, which is '
+        f'refused; declare both: "{_NEW}", "{_OLD}"; without an edit: {recipe}',
+        severity,
+    )
+
+
+def _options(script: Script) -> Iterator[ast.Call]:
+    """argparse's add_argument(…) and click's option(…); those under a condition may be for another version of torch."""
+    calls = [*script.methods_called("add_argument"), *script.calls_to("click.option", "typer.Option")]
+    yield from (c for c in calls if all(is_main_guard(test) for test in script.enclosing_tests(c)))
+
+
+def _names(call: ast.Call) -> list[str]:
+    return [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+
+
+def _has_only_the_old_name(call: ast.Call) -> bool:
+    return _OLD in _names(call) and "--local-rank" not in _names(call)
+
+
+def _reads_local_rank(script: Script) -> bool:
+    return any(script.variable_read(n) == "LOCAL_RANK" for n in script.nodes)
+
+
+def _knows_all_options(script: Script, call: ast.Call) -> bool:
+    """Whether parse_args() reads the command line by a parser of which this file shows every option."""
+    if call.args or call.keywords or not isinstance(call.func, ast.Attribute):
+        return False
+    parsers = script.origins(call.func.value)
+    made_here = all(isinstance(p, ast.Call) and script.called(p) == "argparse.ArgumentParser" for p in parsers)
+    inherits = any(isinstance(p, ast.Call) and script.argument(p, "parents") for p in parsers)
+    name = name_of(call.func.value)
+    given_away = any(
+        name and name == name_of(a) for c in script.calls for a in (*c.args, *(k.value for k in c.keywords))
+    )
+    takes_the_rest = any(script.argument(c, "nargs") for c in _options(script))
+    return made_here and not (inherits or given_away or takes_the_rest)
+
+
+# ---------------------------------------------------------------- a script that takes the default for a single process
+
+
+@rule(
+    "error",
+    wrong='command: [torchrun, train.py]    # add_argument("--local_rank", default=-1), and -1 is a single process',
+    right='command: [torchrun, --no-python, sh, -c, "exec python train.py --local_rank=$LOCAL_RANK"]',
+)
+def local_rank_not_passed(script: Script, job: Job) -> Iterator[Found]:
+    """torchrun and ddprun set LOCAL_RANK and pass no --local_rank. A script from before them that takes its default, -1
+    or None, for a single process forms no group there: each rank trains a model of its own, and the job succeeds. Where
+    it is the GPU, by the default 0 or -1 all ranks of a node use the first, which NCCL refuses (Duplicate GPU
+    detected), and None is refused by torch.cuda.set_device()."""
+    # A single process may use all GPUs of its node, so without a launcher it is a mistake on several nodes only.
+    starts_ranks = job.by_torchrun or job.launcher == "ddprun" or (job.launcher == "python" and (job.nodes or 1) > 1)
+    if not starts_ranks or job.has_one_rank or _is_given(job):
+        return
+    option, so = (
+        default_means_alone(script),
+        "the script forms no group, so each rank trains alone and the job succeeds",
+    )
+    severity: Severity = "error"
+    if option is None and (job.nproc or 1) > 1 and job.gpus != 0:
+        option, so = default_is_one_gpu(script), f"all {job.nproc} ranks of a node use its first GPU"
+        severity = "error" if backends(script, job) == {"nccl"} else "warning"
+    if option is None and job.gpus != 0:
+        option, so = default_is_no_device(script), "set_device(None) raises an error"
+        severity = "error"
+    if option is None or (_NEW in _names(option) and _launch_passes_it(job)):
+        return
+    yield at(
+        option,
+        f"{script.text_of(option)}: {job.launcher} does not pass it, and where it has its default {so}; without an "
+        f'edit: {_recipe(job, option)}; else use int(os.environ["LOCAL_RANK"])',
+        severity,
+    )
+
+
+def default_means_alone(script: Script) -> ast.Call | None:
+    """The option for the local rank without which the script certainly forms no group, and trains all the same."""
+    option = _option_that_alone_says_it(script)
+    default = None if option is None else _default(script, option)
+    if default not in (None, -1):
+        return None
+    alone = Paths(script, lambda node: default if _is_local_rank(script, node) else UNKNOWN)
+    return None if any(alone.reaches(call) for call in script.calls_to(INIT)) else option
+
+
+def default_is_one_gpu(script: Script) -> ast.Call | None:
+    """The option for the local rank whose default every rank of a node takes for its GPU: 0, or -1, which
+    set_device() ignores."""
+    option = _option_that_alone_says_it(script)
+    hides_others = any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set)
+    if option is None or _default(script, option) not in (0, -1) or hides_others:
+        return None
+    return option if _sets_its_device(script) else None
+
+
+def default_is_no_device(script: Script) -> ast.Call | None:
+    """The option for the local rank without a default that every rank gives to set_device()."""
+    option = _option_that_alone_says_it(script)
+    return option if option is not None and _default(script, option) is None and _sets_its_device(script) else None
+
+
+def _sets_its_device(script: Script) -> bool:
+    """True if the local rank of the option is the device, in any case."""
+    calls = script.calls_to("torch.cuda.set_device")
+    chosen = [script.argument(call, "device", 0) for call in calls]
+    is_its_own = [device is not None and _is_local_rank(script, device) for device in chosen]
+    return bool(is_its_own) and all(is_its_own)
+
+
+def _option_that_alone_says_it(script: Script) -> ast.Call | None:
+    """The one option for the local rank, where nothing else tells it and the script forms the group by hand."""
+    options = [call for call in _options(script) if {_OLD, _NEW} & set(_names(call))]
+    # One option may be declared once for each spelling.
+    if (
+        not (len(options) == 1 or (len(options) == 2 and {_OLD, _NEW} == {n for o in options for n in _names(o)}))
+        or not script.calls_to(INIT)
+        or script.starts
+        or script.frameworks - _TRAIN_BY_HAND
+    ):
+        return None
+    return None if is_true(script.argument(options[0], "required")) or _is_set(script) else options[0]
+
+
+def _default(script: Script, option: ast.Call) -> Any:
+    """As it is written; NotImplemented where it is no literal."""
+    try:
+        return ast.literal_eval(script.argument(option, "default") or ast.Constant(None))
+    except ValueError:
+        return NotImplemented
+
+
+def _is_local_rank(script: Script, node: ast.expr) -> bool:
+    return all(isinstance(o, ast.expr) and name_of(o) == "local_rank" for o in script.origins(node))
+
+
+# A script may take its models from these, and still form the group itself.
+_TRAIN_BY_HAND = {"transformers"}
+
+
+def _is_given(job: Job) -> bool:
+    return any(word.startswith((_OLD, _NEW)) for word in job.words)
+
+
+def _launch_passes_it(job: Job) -> bool:
+    return (job.launcher.startswith(_LAUNCH) or job.launcher == "launch.py") and "use_env" not in job.launcher_options
+
+
+def _is_set(script: Script) -> bool:
+    """Whether the script may get its local rank from elsewhere: the environment, or a function."""
+    named = [node for node in script.nodes if text_in(node) in ("LOCAL_RANK", "local_rank")]
+    if any(getattr(script.parent(node), "arg", "") not in ("dest", "help") for node in named):
+        return True
+    given = [(k, k.value) for c in script.calls for k in c.keywords if k.arg == "local_rank"]
+    bound = [(t, value) for n in script.nodes for target, value in bindings_in(n) for t in ast.walk(target)
+             if name_of(t) == "local_rank"]  # fmt: skip
+    return any(not isinstance(value, ast.AST) or name_of(value) != "local_rank" for _, value in (*given, *bound))

@@ -1,0 +1,230 @@
+"""Which lines a run reaches: what its options decide, and what is certain.
+
+An error of `check` refuses a run, so it must be about a line that the run certainly executes.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+from ddpjob_check.nodes import Function, before, is_main_guard, leaves, means_one_process, name_of
+from ddpjob_check.option import UNKNOWN
+from ddpjob_check.options import ScriptOptions
+from ddpjob_check.otherwise import means_otherwise
+from ddpjob_check.rule import Job
+from ddpjob_check.script import Script
+
+_DEPTH_MAX = 3
+_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.eq, ast.IsNot: operator.ne, ast.Lt: operator.lt,
+    ast.LtE: operator.le, ast.Gt: operator.gt, ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b, ast.NotIn: lambda a, b: a not in b,
+}  # fmt: skip
+
+
+class Paths:
+    """Which lines may run, with some values known: those for which `value` does not return UNKNOWN."""
+
+    def __init__(self, script: Script, value: Callable[[ast.expr], Any]) -> None:
+        self._script, self._value = script, value
+
+    def reaches(self, node: ast.AST, seen: frozenset[ast.AST] = frozenset()) -> bool:
+        """True if a node may run, or if an error is raised in its place."""
+        if self._ends_before(node):
+            return True
+        for child, parent in self._script.above(node):
+            if isinstance(parent, ast.If) and child is not parent.test:
+                holds = self.holds(parent.test)
+                if holds is not None and holds != (child in parent.body):
+                    return any(isinstance(s, ast.Raise) for s in (parent.body if holds else parent.orelse))
+            for earlier in before(parent, child):
+                if isinstance(earlier, ast.If) and leaves(earlier.body) and self.holds(earlier.test):
+                    return False
+        function = self._script.function(node)
+        callers = [] if function is None or function in seen else self._script.callers(function)
+        return not callers or any(self.reaches(c.call, seen | {function}) for c in callers if function)
+
+    def _ends_before(self, node: ast.AST) -> bool:
+        """True for `if args.launcher == "none": raise …` before a node: the run ends there."""
+        return any(
+            isinstance(earlier, ast.If)
+            and leaves(earlier.body)
+            and not isinstance(earlier.body[-1], ast.Return | ast.Continue | ast.Break)
+            and self.holds(earlier.test) is True
+            for child, parent in self._script.above(node)
+            for earlier in before(parent, child)
+        )
+
+    def holds(self, test: ast.expr, depth: int = 0) -> bool | None:
+        """True if a condition is true; None if the known values do not decide it."""
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            inner = self.holds(test.operand, depth)
+            return None if inner is None else not inner
+        if isinstance(test, ast.BoolOp):
+            values, decisive = [self.holds(value, depth) for value in test.values], isinstance(test.op, ast.Or)
+            return decisive if decisive in values else None if None in values else not decisive
+        if isinstance(test, ast.Compare):
+            return self._compares(test)
+        known = self._value(test)
+        if known is not UNKNOWN:
+            return bool(known)
+        origins = self._script.origins(test)
+        if depth > _DEPTH_MAX or origins == [test]:
+            return None
+        results = {self.holds(o, depth + 1) if isinstance(o, ast.expr) else None for o in origins}
+        return results.pop() if len(results) == 1 else None
+
+    def _compares(self, test: ast.Compare) -> bool | None:
+        compare = _COMPARISONS.get(type(test.ops[0]))
+        left, right = self._value(test.left), _literal(test.comparators[0])
+        if len(test.ops) != 1 or compare is None or left is UNKNOWN or right is UNKNOWN:
+            return None
+        try:
+            return bool(compare(left, right))
+        except TypeError:
+            return None
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError):
+        return UNKNOWN
+
+
+class Certainty:
+    """Which lines some rank of the job certainly executes, unless another error ends it before."""
+
+    def __init__(self, script: Script, job: Job) -> None:
+        self._script, self._job = script, job
+        self._skips: dict[ast.AST, bool] = {}
+
+    @cached_property
+    def _paths(self) -> Paths:
+        return Paths(self._script, self._value)
+
+    @cached_property
+    def _options(self) -> ScriptOptions:
+        return ScriptOptions(self._script, self._job.words)
+
+    def _value(self, node: ast.expr) -> Any:
+        if self._script.called(node) == "torch.cuda.is_available":
+            return UNKNOWN if self._job.gpus is None else self._job.gpus > 0
+        return self._options.value(node)
+
+    def runs(self, node: ast.AST) -> bool:
+        """True if this node certainly runs: no condition that the job may not meet stands before it."""
+        todo, seen = [node], set[Function]()
+        while todo:
+            place = todo.pop()
+            if self._may_be_skipped(place):
+                continue
+            function = self._script.function(place)
+            if function is None:
+                return True
+            if function not in seen:
+                seen.add(function)
+                todo += self._places_of(function)
+        return False
+
+    def _places_of(self, function: Function) -> Iterator[ast.AST]:
+        """The places that call a function of the file, or name it: fire.Fire(main), Process(target=train)."""
+        yield from (c.call for c in self._script.callers(function))
+        owner = self._script.scope(function)
+        names = {function.name}
+        if isinstance(owner, ast.ClassDef) and (function.name.startswith("__") or owner.bases):
+            names.add(owner.name)  # an instance calls it
+        yield from (n for name in names for n in self._uses.get(name, ()))
+
+    @cached_property
+    def _uses(self) -> dict[str, list[ast.AST]]:
+        uses: dict[str, list[ast.AST]] = {}
+        for node in self._script.nodes:
+            if isinstance(self._script.parent(node), ast.ClassDef):
+                continue  # a class that is made of another one runs nothing
+            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
+                uses.setdefault(name_of(node), []).append(node)
+        return uses
+
+    def _may_be_skipped(self, node: ast.AST) -> bool:
+        if node not in self._skips:
+            self._skips[node] = any(self._skips_below(parent, child) for child, parent in self._script.above(node))
+        return self._skips[node]
+
+    def _skips_below(self, parent: ast.AST, child: ast.AST) -> bool:
+        if isinstance(parent, ast.If | ast.IfExp) and child is not parent.test:
+            inside = parent.body if isinstance(parent, ast.If) else [parent.body]
+            if not self._is_met(parent.test, child in inside):
+                return True
+        if isinstance(parent, ast.BoolOp) and child in parent.values:
+            earlier = parent.values[: parent.values.index(child)]
+            if not all(self._is_met(value, isinstance(parent.op, ast.And)) for value in earlier):
+                return True
+        if isinstance(parent, ast.ExceptHandler | ast.match_case):
+            return True
+        if isinstance(parent, ast.Try) and child in parent.body and any(map(goes_on, parent.handlers)):
+            return True
+        return any(self._may_leave(statement) for statement in before(parent, child))
+
+    def _may_leave(self, statement: ast.stmt) -> bool:
+        """True for `if args.evaluate: return` before a line. An error in its place ends the run as well."""
+        if not isinstance(statement, ast.If) or not leaves(statement.body):
+            return False
+        return not isinstance(statement.body[-1], ast.Raise) and not self._is_met(statement.test, False)
+
+    def _is_met(self, test: ast.expr, wanted: bool) -> bool:
+        """True if a condition certainly is `wanted`, on some rank and in some step at least."""
+        known = self._paths.holds(test)
+        if known is not None:
+            return known == wanted
+        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+            return self._is_met(test.operand, not wanted)
+        if isinstance(test, ast.BoolOp):
+            met = [self._is_met(value, wanted) for value in test.values]
+            return all(met) if isinstance(test.op, ast.And) == wanted else any(met)
+        if is_main_guard(test):
+            return wanted
+        if means_one_process(test, holds=not wanted) or means_otherwise(self._script, test, not wanted):
+            return True
+        if self._script.called(test) == "torch.cuda.is_available":
+            return wanted  # what is wrong there is about GPUs
+        return self._script.depends_on_rank(test) or self._counts(test)
+
+    def _counts(self, test: ast.expr) -> bool:
+        """True for `step % 100 == 0`, where a loop changes the step."""
+        names = [n for n in ast.walk(test) if isinstance(n, ast.Name)]
+        return any(n.id in self._counters.get(self._script.scope(n), ()) for n in names)
+
+    @cached_property
+    def _counters(self) -> dict[ast.AST, set[str]]:
+        counters: dict[ast.AST, set[str]] = {}
+        for node in self._script.nodes:
+            if isinstance(node, ast.For | ast.AugAssign):
+                target = node.target
+                if (
+                    isinstance(node, ast.For)
+                    and isinstance(target, ast.Tuple)
+                    and name_of_call(node.iter) == "enumerate"
+                ):
+                    target = target.elts[0]
+                elif isinstance(node, ast.For) and name_of_call(node.iter) not in ("range", "trange", "tqdm", "count"):
+                    continue
+                if isinstance(target, ast.Name):
+                    counters.setdefault(self._script.scope(node), set()).add(target.id)
+        return counters
+
+
+def name_of_call(node: ast.expr) -> str:
+    """range for `range(n)`; "" for what is no call."""
+    return name_of(node.func) if isinstance(node, ast.Call) else ""
+
+
+def goes_on(handler: ast.ExceptHandler) -> bool:
+    """True if a script may go on after an error: `except RuntimeError: init_process_group("gloo")`."""
+    last = handler.body[-1]
+    ends = leaves(handler.body) and not isinstance(last, ast.Return | ast.Continue | ast.Break)
+    return not ends and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")

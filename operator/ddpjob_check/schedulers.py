@@ -1,0 +1,83 @@
+"""Variables of Slurm and of MPI, which start no job here."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+from collections.abc import Iterator
+
+from ddpjob_check.ranks import at
+from ddpjob_check.rule import Found, Job, command_line, rule
+from ddpjob_check.script import Script
+from ddpjob_check.starting import is_conditional
+
+# What each is called here. All of them are set in a rank, and in a pod with one process.
+COUNTERPARTS = {
+    "SLURM_PROCID": "RANK",
+    "SLURM_NTASKS": "WORLD_SIZE",
+    "SLURM_NPROCS": "WORLD_SIZE",
+    "SLURM_LOCALID": "LOCAL_RANK",
+    "SLURM_NODEID": "NODE_RANK",
+    "SLURM_NNODES": "NNODES",
+    "SLURM_JOB_NUM_NODES": "NNODES",
+    "OMPI_COMM_WORLD_RANK": "RANK",
+    "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_NODE_RANK": "LOCAL_RANK",
+}
+
+
+@rule(
+    "error",
+    wrong='rank = int(os.environ["SLURM_PROCID"])',
+    right='rank = int(os.environ["RANK"])',
+)
+def variable_of_other_launcher(script: Script, job: Job) -> Iterator[Found]:
+    """srun and mpirun set SLURM_PROCID and OMPI_COMM_WORLD_RANK. In a DDPJob nothing does: os.environ[…] raises a
+    KeyError at the start, int(os.getenv(…)) a TypeError. What the job sets can be given these names
+    ([launching.md](launching.md#with-a-launcher))."""
+    if job.variables is None or not (job.by_torchrun or job.launcher in ("ddprun", "python")):
+        return
+    own = {name for name, _, _ in script.variables_set}
+    missing = [name for name in COUNTERPARTS if name not in job.variables | own and _is_only_read(script, name)]
+    for node in sorted((n for n in script.nodes if script.variable_read(n) in missing), key=_place):
+        is_item = isinstance(node, ast.Subscript)
+        if (is_item or _is_number(script, node)) and script.on_every_rank(node) and not is_conditional(script, node):
+            name = script.variable_read(node)
+            yield at(
+                node,
+                f"{script.text_of(node)}: nothing sets it here, so this is a {'KeyError' if is_item else 'TypeError'}; "
+                "without an edit: "
+                f'{_recipe(script, job)}; else use os.environ["{COUNTERPARTS[name]}"]',
+            )
+            return
+
+
+def _is_only_read(script: Script, name: str) -> bool:
+    """Not asked for elsewhere: `"SLURM_PROCID" in os.environ`, os.environ.setdefault("SLURM_PROCID", …)."""
+    reads = sum(script.variable_read(n) == name for n in script.nodes)
+    return reads == sum(isinstance(n, ast.Constant) and n.value == name for n in script.nodes)
+
+
+def _is_number(script: Script, node: ast.AST) -> bool:
+    """int(os.getenv("SLURM_PROCID")), which has no default."""
+    outer = script.parent(node)
+    has_default = not isinstance(node, ast.Call) or len(node.args) > 1 or bool(node.keywords)
+    return not has_default and isinstance(outer, ast.Call) and script.called(outer) == "int" and node in outer.args
+
+
+def _place(node: ast.AST) -> tuple[int, int]:
+    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
+
+
+def _recipe(script: Script, job: Job) -> str:
+    """As docs/launching.md writes it. A launcher sets the variables of the ranks after those of the pod were made."""
+    read = {script.variable_read(node) for node in script.nodes}
+    names = [name for name in COUNTERPARTS if name in read]
+    if job.launcher == "python" and job.nproc == 1 and not job.is_elastic:
+        return f"env: [{', '.join(f'{{name: {name}, value: $({COUNTERPARTS[name]})}}' for name in names)}]"
+    given = " ".join(f"{name}=${COUNTERPARTS[name]}" for name in names)
+    line = f"{given} exec python {shlex.join((*job.script, *job.words))}"
+    launcher = "ddprun" if job.launcher == "ddprun" else "torchrun"
+    return command_line([launcher, "--no-python", "sh", "-c", line])

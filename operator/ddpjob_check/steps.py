@@ -1,0 +1,218 @@
+"""Loops whose collectives all ranks must call equally often."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import TypeAlias
+
+from ddpjob_check.local_values import LocalValues, leavings
+from ddpjob_check.nodes import Function, dotted, is_method, leaves, name_of, words_of
+from ddpjob_check.ranks import COLLECTIVES, at, guard, has_group, is_for_some, is_rank
+from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.script import DDP, Kind, Script
+
+Loop: TypeAlias = ast.For | ast.AsyncFor | ast.While
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_RANKS = {Kind.GLOBAL, Kind.LOCAL, Kind.INDEX}
+# With Join ranks may have different numbers of steps, and no_sync() leaves some out.
+_ALLOWS_UNEVEN = ("join", "Join", "no_sync", "monitored_barrier")
+
+
+@rule(
+    "error",
+    wrong="for step in range(20 if rank == 0 else 30):\n    dist.all_reduce(loss)",
+    right="for step in range(20):\n    dist.all_reduce(loss)",
+)
+def uneven_steps(script: Script, job: Job) -> Iterator[Found]:
+    """Each step of DDP and each collective waits for all ranks. If one rank makes fewer of them, the others wait for it
+    until the timeout."""
+    if job.has_one_rank:
+        return
+    for loop in (n for n in script.nodes if isinstance(n, _LOOPS)):
+        steps = _steps(script, loop)
+        if not steps or script.mentions(*_ALLOWS_UNEVEN):
+            continue
+        count = _count(loop)
+        if count is not None and _range_varies(script, count) and not _others_join(script, loop, steps):
+            yield at(
+                loop,
+                f"{_head(script, loop)}: the ranks run this loop different numbers of times, and "
+                f"{script.text_of(steps[0].func)}(…) in it waits for all ranks; run the same number of steps on all",
+            )
+            continue
+        for leaving in _leaves_on_some(script, loop, steps):
+            yield at(
+                leaving,
+                f"if {script.text_of(leaving.test)}: only some ranks leave this loop here, and the others wait for "
+                f"them in {script.text_of(steps[0].func)}(…); broadcast the decision, so that all ranks leave together",
+            )
+        yield from _leaves_by_itself(script, loop, steps)
+
+
+def _steps(script: Script, loop: Loop) -> list[ast.Call]:
+    """The calls in a loop that wait for all ranks: collectives, DDP's backward(), functions of the file with such."""
+    calls = [n for s in loop.body for n in ast.walk(s) if isinstance(n, ast.Call)]
+    function = script.function(loop)
+    waiting = [c for c in calls if script.function(c) is function and _waits_for_all(script, c)]
+    return sorted(waiting, key=lambda c: (c.lineno, c.col_offset))
+
+
+def _waits_for_all(script: Script, call: ast.Call) -> bool:
+    if _is_collective(script, call):
+        return guard(script, call) is None
+    defined = script.definition(call.func)
+    if isinstance(defined, Function):
+        return any(isinstance(n, ast.Call) and _is_collective(script, n) for n in ast.walk(defined))
+    return is_method(call, "backward") and bool(script.calls_to(DDP)) and not script.uses_a_framework
+
+
+def _is_collective(script: Script, call: ast.Call) -> bool:
+    return script.called(call) in COLLECTIVES and not has_group(script, call)
+
+
+def _count(loop: Loop) -> ast.expr | None:
+    """What decides how often a loop runs: the call of range(), or the condition."""
+    if isinstance(loop, ast.While):
+        return loop.test if isinstance(loop.test, ast.Compare) else None
+    counted: ast.expr = loop.iter
+    while isinstance(counted, ast.Call) and name_of(counted.func) in ("enumerate", "tqdm", "trange", "islice", "zip"):
+        if name_of(counted.func) == "trange":
+            return counted
+        ranges = [a for a in counted.args if isinstance(a, ast.Call) and name_of(a.func) == "range"]
+        if name_of(counted.func) == "islice":
+            return ast.Call(counted.func, counted.args[1:2], []) if len(counted.args) == 2 else None
+        counted = (ranges or counted.args or [ast.Constant(None)])[0]
+    return counted if isinstance(counted, ast.Call) and name_of(counted.func) == "range" else None
+
+
+def _range_varies(script: Script, count: ast.expr) -> bool:
+    if isinstance(count, ast.Compare):
+        compares = not isinstance(count.ops[0], ast.In | ast.NotIn | ast.Is | ast.IsNot)
+        return compares and sum(_varies(script, s) for s in count.comparators) == 1
+    if not isinstance(count, ast.Call) or not 1 <= len(count.args) <= 2:
+        return False  # range(rank, n, world_size) is about the same for all
+    return sum(_varies(script, a) for a in count.args) == 1
+
+
+def _varies(script: Script, value: ast.expr, depth: int = 0) -> bool:
+    """Whether a number is certainly another one on another rank."""
+    if depth > 6:
+        return False
+    if isinstance(value, ast.BinOp):
+        sides = [_varies(script, side, depth + 1) for side in (value.left, value.right)]
+        return isinstance(value.op, ast.Add | ast.Sub | ast.Mult | ast.Mod) and sum(sides) == 1
+    if isinstance(value, ast.IfExp):
+        return is_for_some(script, value.test) and ast.dump(value.body) != ast.dump(value.orelse)
+    if isinstance(value, ast.Call):
+        inner = name_of(value.func) in ("int", "round", "abs") and len(value.args) == 1
+        return _is_certain_rank(script, value) or (inner and _varies(script, value.args[0], depth + 1))
+    if isinstance(value, ast.Subscript):
+        return _is_certain_rank(script, value) or _picks_by_rank(script, value, depth)
+    return isinstance(value, ast.Name | ast.Attribute) and _name_varies(script, value, depth)
+
+
+def _is_certain_rank(script: Script, value: ast.expr) -> bool:
+    kinds = script.kinds(value)
+    return bool(kinds) and kinds <= _RANKS
+
+
+def _name_varies(script: Script, name: ast.Name | ast.Attribute, depth: int) -> bool:
+    if _is_certain_rank(script, name):
+        return True
+    if _is_sent(script, name):
+        return False
+    origins = [o for o in script.origins(name) if isinstance(o, ast.expr)]
+    if origins == [name] or not origins:
+        return is_rank(script, name) and not _is_counted(script, name)
+    if len(origins) == 1:
+        return _varies(script, origins[0], depth + 1)
+    decided = [o for o in origins if any(is_for_some(script, t) for t in script.enclosing_tests(o))]
+    return bool(decided) and len({ast.dump(o) for o in origins}) > 1
+
+
+def _is_sent(script: Script, name: ast.expr) -> bool:
+    """True if a collective gets the number, or may give it: all ranks may have the same."""
+    text = dotted(name)
+    given = (a for c in script.calls if script.called(c) in COLLECTIVES for a in c.args)
+    may_agree = any(
+        isinstance(o, ast.Call) and words_of(name_of(o.func)) & {"broadcast", "reduce", "sync", "gather"}
+        for o in script.origins(name)
+    )
+    return may_agree or any(dotted(n) == text for a in given for n in ast.walk(a))
+
+
+def _is_counted(script: Script, name: ast.expr) -> bool:
+    """`for rank in range(world_size)`: each rank goes through all of them."""
+    loops = [n.target for n in script.nodes if isinstance(n, ast.For | ast.AsyncFor | ast.comprehension)]
+    return any(name_of(n) == name_of(name) for target in loops for n in ast.walk(target))
+
+
+def _picks_by_rank(script: Script, value: ast.Subscript, depth: int) -> bool:
+    """[20, 30][rank]."""
+    if not _varies(script, value.slice, depth + 1):
+        return False
+    for container in script.origins(value.value):
+        listed = container.values if isinstance(container, ast.Dict) else getattr(container, "elts", [])
+        if len({ast.dump(e) for e in listed}) < 2:
+            return False
+    return True
+
+
+def _others_join(script: Script, loop: Loop, steps: list[ast.Call]) -> bool:
+    """`for _ in range(rank): barrier()`, and the rest of them after it: range(world_size - rank)."""
+    names = {ast.dump(s.func) for s in steps}
+    others = [n for n in script.nodes if isinstance(n, _LOOPS) and n is not loop]
+    return any(
+        script.function(n) is script.function(loop)
+        and (count := _count(n)) is not None
+        and _range_varies(script, count)
+        and any(ast.dump(s.func) in names for s in _steps(script, n))
+        for n in others
+    )
+
+
+def _leaves_on_some(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterator[ast.If]:
+    """The ifs right in a loop by which some ranks leave it, and the others do not."""
+    for i, statement in enumerate(loop.body):
+        if not isinstance(statement, ast.If) or statement.orelse or not is_for_some(script, statement.test):
+            continue
+        last = statement.body[-1]
+        later = [s for s in loop.body[i + 1 :] if isinstance(s, ast.If) and leaves(s.body)]
+        leaves_loop = isinstance(last, ast.Return | ast.Break)
+        if leaves_loop and not later and not _joined_inside(script, statement, steps):
+            yield statement
+
+
+def _leaves_by_itself(script: Script, loop: Loop, steps: list[ast.Call]) -> Iterator[Found]:
+    """A loop that each rank leaves by a value of its own: the loss of its batch, its clock."""
+    values = LocalValues(script, script.function(loop))
+    waits = f"the others wait for it in {script.text_of(steps[0].func)}(…)"
+    fix = "average or broadcast it first, so that all ranks do the same"
+    if isinstance(loop, ast.While) and values.decide(loop.test):
+        test = script.text_of(loop.test)
+        yield at(
+            loop,
+            f"while {test}: each rank has a value of its own here, and where one leaves, {waits}; {fix}",
+            "warning",
+        )
+    for branch in leavings(loop):
+        if not values.decide(branch.test) or _joined_inside(script, branch, steps):
+            continue
+        skips = isinstance(branch.body[-1], ast.Continue)
+        if not skips or any(step.lineno > branch.lineno for step in steps):
+            leaves_it = "skips the rest of the turn" if skips else "leaves the loop"
+            text = f"if {script.text_of(branch.test)}: each rank has a value of its own here"
+            yield at(branch, f"{text}, and where one {leaves_it}, {waits}; {fix}", "warning")
+
+
+def _joined_inside(script: Script, statement: ast.If, steps: list[ast.Call]) -> bool:
+    """Whether the steps themselves are in the branch: that is another mistake, or none."""
+    inside = {id(n) for n in ast.walk(statement)}
+    return any(id(s) in inside for s in steps)
+
+
+def _head(script: Script, loop: Loop) -> str:
+    if isinstance(loop, ast.While):
+        return f"while {script.text_of(loop.test)}"
+    return f"for {script.text_of(loop.target)} in {script.text_of(loop.iter)}"

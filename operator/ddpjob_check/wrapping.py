@@ -1,0 +1,219 @@
+"""The model and its wrapper: DDP is there, the step goes through it, and the group that it needs is formed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+
+from ddpjob_check.checkpoints import is_module
+from ddpjob_check.gradients import exchanges
+from ddpjob_check.nodes import Function, is_main_guard, is_method, name_of
+from ddpjob_check.ranks import COLLECTIVES, at
+from ddpjob_check.rule import Found, Job, rule
+from ddpjob_check.script import DDP, Script
+
+# What averages gradients, or trains otherwise than by the same model on every rank.
+_WRAPPERS = {
+    "DDP", "DistributedDataParallel", "DistributedDataParallelCPU", "DistributedOptimizer", "FSDP",
+    "FullyShardedDataParallel", "PeriodicModelAverager", "Pipe", "PipelineStage", "PostLocalSGDOptimizer",
+    "ZeroRedundancyOptimizer", "distribute_module", "distribute_tensor", "dist_autograd", "fully_shard", "grad_hook",
+    "parallelize_module", "register_hook", "register_post_accumulate_grad_hook", "replicate", "rpc", "share_memory",
+    "share_memory_",
+}  # fmt: skip
+_KEEPS = ("torch.", "torchsummary.", "torchinfo.")
+_BUILTINS = {"print", "len", "id", "type", "str", "repr", "isinstance", "hasattr", "next", "list", "sum", "super"}
+
+
+@rule(
+    "error",
+    wrong="model = Net()\noptimizer = Adam(model.parameters())",
+    right="model = DDP(Net())\noptimizer = Adam(model.parameters())",
+)
+def model_not_wrapped(script: Script, job: Job) -> Iterator[Found]:
+    """Without DistributedDataParallel nothing averages the gradients: every rank trains a model of its own on its part
+    of the data, and no error is raised."""
+    if script.uses_a_framework or job.has_one_rank or not any(map(script.on_every_rank, script.inits)):
+        return
+    if _may_average(script) or not any(map(script.on_every_rank, script.methods_called("backward"))):
+        return
+    for call in script.calls:
+        model = _trained(script, call)
+        if model is None or not script.methods_called("step") or not script.on_every_rank(call):
+            continue
+        outer = script.parent(call)  # what gets the optimizer may average in its step()
+        given_away = isinstance(outer, ast.Call) and not _keeps(script, outer)
+        if is_module(script, model) and not given_away and not _varies_or_leaves(script, call, model):
+            yield at(
+                call,
+                f"{script.text_of(call.func)}({script.text_of(model)}.parameters(), …): the model is not wrapped, so "
+                f"every rank trains one of its own; {script.text_of(model)} = DistributedDataParallel(…) first",
+            )
+            return
+
+
+def _trained(script: Script, call: ast.Call) -> ast.expr | None:
+    """The model in `torch.optim.Adam(model.parameters(), …)`."""
+    name = script.called(call)
+    params = script.argument(call, "params", 0)
+    if not name.startswith("torch.optim.") or not name.rpartition(".")[2][:1].isupper() or "lr_scheduler" in name:
+        return None
+    if not isinstance(params, ast.Call) or not is_method(params, "parameters"):
+        return None
+    return params.func.value if isinstance(params.func, ast.Attribute) else None
+
+
+def _may_average(script: Script) -> bool:
+    """Whether anything in this file, or that it imports by name, may average gradients."""
+    renamed = {name for name, full in script.imported.items() if full.rpartition(".")[2] in _WRAPPERS}
+    if script.mentions(*_WRAPPERS, *renamed) or _has_star_import(script):
+        return True
+    return any(exchanges(script, call) for call in script.calls)
+
+
+def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
+    """Whether the ranks mean to train different models, or a function of another file may wrap this one."""
+    makers = set(script.origins(model))
+    others = [*call.args[1:], *(k.value for k in call.keywords if k.arg != "params")]
+    made_from = [*others, *(_unmoved(m) for m in makers if isinstance(m, ast.expr))]
+    if any(script.depends_on_rank(value, by_arguments=True) for value in made_from):
+        return True
+    return any(
+        not makers.isdisjoint(script.origins(given)) and not _keeps(script, other)
+        for other in script.calls
+        for given in (*other.args, *(k.value for k in other.keywords))
+        if isinstance(given, ast.Name | ast.Attribute)
+    )
+
+
+def _unmoved(maker: ast.expr) -> ast.expr:
+    """`Net()` for `Net().to(rank)`: on another device it is the same model."""
+    while isinstance(maker, ast.Call) and isinstance(maker.func, ast.Attribute) and maker.func.attr in ("to", "cuda"):
+        maker = maker.func.value
+    return maker
+
+
+def _keeps(script: Script, call: ast.Call) -> bool:
+    """Whether a call that gets the model certainly does not wrap it: this file shows what it does, or torch's docs."""
+    name = script.called(call)
+    shown = script.definition(call.func) is not None or name_of(call.func) == "__init__"
+    of_class = isinstance(call.func, ast.Attribute) and any(script.callers(f) for f in script.methods_named(name))
+    return shown or of_class or name.startswith(_KEEPS) or name in _BUILTINS
+
+
+def _has_star_import(script: Script) -> bool:
+    return any(isinstance(n, ast.ImportFrom) and any(a.name == "*" for a in n.names) for n in script.nodes)
+
+
+# ---------------------------------------------------------------- the step
+
+
+@rule("error", wrong="loss = model.module(x).mean()\nloss.backward()", right="loss = model(x).mean()\nloss.backward()")
+def forward_around_ddp(script: Script, job: Job) -> Iterator[Found]:
+    """DDP averages gradients only of a forward pass that went through it: after model.module(x) every rank trains a
+    model of its own, and no error is raised."""
+    if script.uses_a_framework or job.has_one_rank or script.mentions("no_sync"):
+        return
+    for call in script.calls:
+        inner = call.func.value if is_method(call, "forward") and isinstance(call.func, ast.Attribute) else call.func
+        name = _wrapper(script, call, inner)
+        if name and not _goes_through_ddp(script, call) and _leads_to_backward(script, call):
+            yield at(
+                call,
+                f"{script.text_of(call)}: the forward pass goes around DDP, so backward() averages no gradient; call "
+                f"{name}(…)",
+            )
+
+
+def _wrapper(script: Script, call: ast.Call, inner: ast.expr) -> str:
+    """The wrapper that a forward pass of this certainly goes around: model for model.module, and for the network that
+    the same function has wrapped before; "" if there is none."""
+    if isinstance(inner, ast.Attribute) and inner.attr == "module" and script.is_wrapped(inner.value):
+        return script.text_of(inner.value)
+    if not isinstance(inner, ast.Name):
+        return ""
+    made = script.origins(inner)
+    is_known = len(made) == 1 and made[0] is not inner and script.called(made[0]) != DDP
+    for ddp in script.calls_to(DDP) if is_known else ():
+        kept = script.parent(ddp)
+        is_before = script.function(ddp) is script.function(call) and ddp.lineno < call.lineno
+        if not is_before or not isinstance(kept, ast.Assign) or any(script.enclosing_tests(ddp)):
+            continue
+        if script.origins(script.argument(ddp, "module", 0)) == made:
+            return script.text_of(kept.targets[0])
+    return ""
+
+
+def _goes_through_ddp(script: Script, call: ast.Call) -> bool:
+    """Whether a wrapped model is called in the same function too: this one, or a student beside its teacher."""
+    return any(script.is_wrapped(c.func) for c in script.calls_in(script.function(call)))
+
+
+def _leads_to_backward(script: Script, call: ast.Call) -> bool:
+    """Whether backward() is called in this function on what certainly is made from this call's result."""
+    function = script.function(call)
+    if any(isinstance(p, ast.With) for _, p in script.above(call)) and script.mentions("no_grad", "inference_mode"):
+        return False
+    statements = [s for s in script.nodes if isinstance(s, ast.Assign | ast.Expr) and script.function(s) is function]
+    made: set[str] = set()
+    for statement in sorted(statements, key=lambda s: s.lineno):
+        inside = list(ast.walk(statement.value))
+        uses = call in inside or any(isinstance(n, ast.Name) and n.id in made for n in inside)
+        if isinstance(statement, ast.Assign):
+            names = {n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+            made = made | names if uses else made - names
+        elif uses and any(is_method(n, "backward") for n in inside):
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- the group
+
+# Packages that form no group; what others do is not known.
+_NO_GROUP = {
+    "PIL", "cv2", "datasets", "ddpjob", "einops", "matplotlib", "mlflow", "numpy", "pandas", "requests", "safetensors",
+    "scipy", "sklearn", "tensorboard", "tensorboardX", "tiktoken", "timm", "torch", "torchaudio", "torchtext",
+    "torchvision", "tqdm", "wandb", "yaml",
+}  # fmt: skip
+_FORMS_A_GROUP = (
+    "init_process_group", "init_device_mesh", "init_rpc", "DeviceMesh", "fully_shard", "is_initialized", "is_available",
+    "is_torchelastic_launched", "exec", "runpy", "import_module", "__import__",
+)  # fmt: skip
+_NEEDS_A_GROUP = {DDP, *COLLECTIVES, "torch.distributed.get_rank", "torch.distributed.get_world_size"}
+
+
+@rule("error", wrong="model = DDP(net)", right="dist.init_process_group()\nmodel = DDP(net)")
+def init_missing(script: Script, job: Job) -> Iterator[Found]:
+    """DDP, the collectives and get_rank() need a process group: without init_process_group() they raise “Default
+    process group has not been initialized”."""
+    if script.inits or script.uses_a_framework or script.mentions(*_FORMS_A_GROUP) or not _shows_all(script):
+        return
+    for call in script.calls:
+        if script.called(call) in _NEEDS_A_GROUP and _runs_always(script, call):
+            yield at(
+                call,
+                f"{script.text_of(call.func)}(…): this script never forms a process group; call "
+                "torch.distributed.init_process_group(), or ddpjob.init(), first",
+            )
+            return
+
+
+def _shows_all(script: Script) -> bool:
+    """Whether no file that is imported may form the group."""
+    known = _NO_GROUP | sys.stdlib_module_names
+    relative = any(isinstance(n, ast.ImportFrom) and n.level for n in script.nodes)
+    tops = {full.split(".")[0] for full in script.imported.values()}
+    return not relative and not _has_star_import(script) and tops <= known
+
+
+def _runs_always(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
+    """Whether this certainly runs when the file is started: no condition but the main guard leads to it."""
+    if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
+        return False
+    if any(isinstance(parent, ast.Try | ast.ClassDef) for _, parent in script.above(node)):
+        return False
+    function = script.function(node)
+    if function is None:
+        return True
+    callers = () if function in seen else script.callers(function)
+    return any(_runs_always(script, c.call, seen | {function}) for c in callers)

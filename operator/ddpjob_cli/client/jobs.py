@@ -1,0 +1,203 @@
+"""DDPJobs of a namespace: found by name, listed, changed."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ddpjob_cli.client.connection import Cluster, Raw
+from ddpjob_cli.client.errors import ClusterError, NotFoundError
+from ddpjob_cli.describe.job import EventLine, PodLine
+from ddpjob_cli.describe.table import parse_time
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.job import api, launcher, validation
+from ddpjob_operator.job.typos import suggestion
+from ddpjob_operator.pods import naming
+
+ALL = f"/apis/{api.GROUP}/{api.VERSION}/{api.PLURAL}"
+NAMED_MAX = 10  # names that a message lists
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A job as the API server has it: its document, and the same as a value."""
+
+    raw: Raw
+    job: api.DDPJob
+
+    @property
+    def created(self) -> dt.datetime | None:
+        """When it was created."""
+        return parse_time(self.raw["metadata"].get("creationTimestamp"))
+
+    @property
+    def trainer(self) -> str:
+        """The name of the trainer's container."""
+        return str(launcher.facts(self.job.spec).trainer.get("name") or "trainer")
+
+
+class NoJobError(InputError):
+    """A name that no job has."""
+
+
+class JobGoneError(ClusterError):
+    """A job that was there, and is no more."""
+
+
+def of_raw(raw: Raw) -> Stored:
+    """A job as the API server has it; what cannot be read of it has its default."""
+    return Stored(raw, validation.parse(raw)[0])
+
+
+def path_of(cluster: Cluster, name: str = "") -> str:
+    """The path of a job, or of all in the namespace."""
+    path = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/{cluster.namespace}/{api.PLURAL}"
+    return f"{path}/{name}" if name else path
+
+
+def items(cluster: Cluster, *, all_namespaces: bool = False, selector: str | None = None) -> list[Raw]:
+    """All jobs, or those with some labels, by namespace and name."""
+    params = {"labelSelector": selector} if selector else {}
+    found = cluster.get(ALL if all_namespaces else path_of(cluster), **params).get("items") or []
+    return sorted(found, key=lambda raw: (raw["metadata"].get("namespace", ""), raw["metadata"]["name"]))
+
+
+def find(cluster: Cluster, name: str) -> Stored:
+    """A job by its name. Raises NoJobError with the names that are there, InputError for what is no name."""
+    check_name(name)
+    try:
+        return of_raw(cluster.get(path_of(cluster, name)))
+    except NotFoundError:
+        raise NoJobError(_not_there(cluster, name)) from None
+
+
+def again(cluster: Cluster, before: Stored) -> Stored:
+    """The same job now. Raises JobGoneError where it was deleted, or another of its name has taken its place."""
+    name = before.job.metadata.name
+    try:
+        now = of_raw(cluster.get(path_of(cluster, name)))
+    except NotFoundError:
+        ttl = before.job.spec.ttl_seconds_after_finished
+        why = "" if ttl is None else f"; it may have finished, because its ttlSecondsAfterFinished is {ttl}"
+        raise JobGoneError(f"{name} was deleted{why}") from None
+    if now.job.metadata.uid != before.job.metadata.uid:
+        raise JobGoneError(f"{name} was deleted, and created again")
+    return now
+
+
+def patch(cluster: Cluster, name: str, spec: Raw) -> Stored:
+    """Change fields of a spec. Raises InputError where the job is not there."""
+    check_name(name)
+    try:
+        return of_raw(cluster.patch(path_of(cluster, name), {"spec": spec}))
+    except NotFoundError:
+        raise NoJobError(_not_there(cluster, name)) from None
+
+
+def pods(cluster: Cluster, name: str) -> list[Raw]:
+    """The pods of a job that are still there, by attempt and node rank."""
+    selector = f"{naming.LABEL_JOB}={name}"
+    found = cluster.get(f"/api/v1/namespaces/{cluster.namespace}/pods", labelSelector=selector).get("items") or []
+    return sorted(found, key=lambda pod: (attempt_of(pod), place_of(pod), pod["metadata"].get("creationTimestamp", "")))
+
+
+def changing_pods(cluster: Cluster, name: str) -> Iterator[Raw]:
+    """Those pods, and then each as it changes, until the server ends that after some minutes. Raises ClusterError."""
+    params = {"watch": "true", "labelSelector": f"{naming.LABEL_JOB}={name}", "timeoutSeconds": "300"}
+    for line in cluster.lines(f"/api/v1/namespaces/{cluster.namespace}/pods", **params):
+        with contextlib.suppress(ValueError):  # the last one may be cut off
+            event = json.loads(line)
+            if isinstance(event, dict) and event.get("type") in ("ADDED", "MODIFIED"):
+                yield event["object"]
+
+
+def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[EventLine]:
+    """The Events of a job, the newest last; of_pods: those of its pods as well."""
+    name = job.job.metadata.name
+    path = f"/api/v1/namespaces/{cluster.namespace}/events"
+    params = {} if of_pods else {"fieldSelector": f"involvedObject.name={name},involvedObject.kind={api.KIND}"}
+    pod_names = {pod["metadata"]["name"] for pod in pods(cluster, name)} if of_pods else set()
+
+    def wanted(about: Raw) -> bool:
+        if about.get("kind") == api.KIND:
+            return about.get("name") == name and about.get("uid") in (None, "", job.job.metadata.uid)
+        return about.get("kind") == "Pod" and about.get("name") in pod_names
+
+    found = [event for event in cluster.get(path, **params).get("items") or [] if wanted(event["involvedObject"])]
+    return sorted(
+        (_event(event) for event in found), key=lambda e: e.time or dt.datetime.max.replace(tzinfo=dt.timezone.utc)
+    )
+
+
+def pod_line(pod: Raw, trainer: str) -> PodLine:
+    """A pod as describe shows it."""
+    metadata, spec = pod["metadata"], pod.get("spec") or {}
+    return PodLine(metadata["name"], spec.get("nodeName") or "", state_of(pod, trainer))
+
+
+def state_of(pod: Raw, trainer: str) -> str:
+    """Running, Pending (ErrImagePull), Failed (exit code 1), Failed (OOMKilled, exit code 137), Failed (Evicted)"""
+    status = pod.get("status") or {}
+    phase = "Terminating" if pod["metadata"].get("deletionTimestamp") else status.get("phase") or "Unknown"
+    for container in [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]:
+        state = container.get("state") or {}
+        waiting, ended = state.get("waiting") or {}, state.get("terminated") or {}
+        if waiting.get("reason") not in (None, "PodInitializing", "ContainerCreating"):
+            return f"{phase} ({waiting['reason']})"
+        if container.get("name") == trainer and ended:
+            return f"{phase} ({_end_of(status, ended)})" if ended.get("exitCode") else phase
+    if phase == "Failed" and status.get("reason"):
+        return f"{phase} ({status['reason']})"
+    unscheduled = (c for c in status.get("conditions") or () if c.get("type") == "PodScheduled")
+    return next((f"{phase} ({c.get('reason')})" for c in unscheduled if c.get("status") == "False"), phase)
+
+
+def _end_of(pod_status: Raw, terminated: Raw) -> str:
+    """exit code 1, or why the kubelet ended it as well: OOMKilled, Evicted."""
+    reason = pod_status.get("reason") or terminated.get("reason")
+    code = f"exit code {terminated.get('exitCode')}"
+    return code if reason in (None, "Error") else f"{reason}, {code}"
+
+
+def attempt_of(pod: Raw) -> int:
+    """The attempt of a pod, from its label."""
+    return _number(pod, naming.LABEL_ATTEMPT)
+
+
+def place_of(pod: Raw) -> int:
+    """The node of the job that a pod is, from its label."""
+    return _number(pod, naming.LABEL_RANK)
+
+
+def check_name(name: str) -> None:
+    """Raises InputError for what cannot be a job's name: it would be another path of the API."""
+    if not re.fullmatch(api.NAME_PATTERN, name):
+        raise InputError(f"{name!r} is not the name of a DDPJob: lower-case letters, digits and -")
+
+
+def _not_there(cluster: Cluster, name: str) -> str:
+    text = f"no DDPJob {name} in namespace {cluster.namespace}"
+    try:
+        names = [raw["metadata"]["name"] for raw in items(cluster)]
+    except ClusterError:
+        return f"{text} ({cluster.context})"
+    shown = ", ".join(names[:NAMED_MAX]) + (", …" if len(names) > NAMED_MAX else "")
+    return f"{text} ({cluster.context}){suggestion(name, names)} (there: {shown or 'none'})"
+
+
+def _number(pod: Raw, label: str) -> int:
+    text = (pod["metadata"].get("labels") or {}).get(label, "")
+    return int(text) if text.isdigit() else 0
+
+
+def _event(raw: Raw) -> EventLine:
+    series = raw.get("series") or {}
+    time = series.get("lastObservedTime") or raw.get("lastTimestamp") or raw.get("eventTime")
+    about = raw["involvedObject"]
+    told = "" if about.get("kind") == api.KIND else f"{str(about.get('kind')).lower()}/{about.get('name')}"
+    text = str(raw.get("message") or "")
+    return EventLine(parse_time(time), str(raw.get("type") or ""), str(raw.get("reason") or ""), text, told)

@@ -1,0 +1,354 @@
+"""The logs of a job's pods; of a pod that is gone, the end that the job's status keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Generator, Iterator
+from dataclasses import dataclass
+
+from ddpjob_cli.client import jobs, read_ahead, several, watch
+from ddpjob_cli.client.connection import Cluster, Raw
+from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.job import api, launcher, topology
+
+DRAIN_SECONDS = 10.0  # after the job's end, from one line of a log to the next
+_RETRY_SECONDS = 1.0
+_QUEUE_MAX = 10_000  # lines that wait for a reader of stdout that is slower than the job
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class LogPart:
+    """Which lines of a log are wanted, and how."""
+
+    tail: int | None = None
+    """The last so many of each pod."""
+    since_seconds: float | None = None
+    """Those of the last so many seconds."""
+    timestamps: bool = False
+    """Each line begins with its time, as the container runtime has it."""
+
+    def params(self) -> dict[str, str]:
+        """The parameters of a request for a log as it is now."""
+        wanted = {
+            "tailLines": None if self.tail is None else str(self.tail),
+            "sinceSeconds": None if self.since_seconds is None else str(max(1, round(self.since_seconds))),
+            "timestamps": "true" if self.timestamps else None,
+        }
+        return {name: value for name, value in wanted.items() if value is not None}
+
+
+class ClusterLogs:
+    """The source of `ddpjob logs` for a job in a cluster. on_look is called with the job at each look of follow()."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        stored: jobs.Stored,
+        say: Say,
+        *,
+        part: LogPart = LogPart(),
+        on_look: Callable[[jobs.Stored], None] = lambda _: None,
+    ) -> None:
+        self.name = stored.job.metadata.name
+        self.stored = stored
+        """The job at the last look."""
+        self.cluster, self._say, self._part, self._on_look = cluster, say, part, on_look
+        self._pods = [pod for pod in jobs.pods(cluster, self.name) if _has_log(pod, stored.trainer)]
+
+    def attempts(self) -> list[int]:
+        """The attempts that have logs, in order."""
+        failure = self._kept()
+        return sorted({*map(jobs.attempt_of, self._pods), *([failure.attempt] if failure else [])})
+
+    def nodes(self, attempt: int) -> list[int]:
+        """The nodes that have a log in an attempt, in order."""
+        failure = self._kept()
+        kept = {failure.node_rank} if failure and failure.attempt == attempt else set()
+        return sorted({jobs.place_of(pod) for pod in self._pods if jobs.attempt_of(pod) == attempt} | kept)
+
+    def gone(self, attempt: int) -> list[int]:
+        """The nodes that ran in an attempt and have no log any more, in order."""
+        status, spec = self.stored.job.status, self.stored.job.spec
+        is_static = launcher.min_nodes(spec) is None
+        ran = status.started if attempt == status.attempt else set(range(spec.nodes * is_static))
+        return sorted(set(ran) - set(self.nodes(attempt)))
+
+    def why_none(self) -> str:
+        """Why no node has a log: what the job waits for, or how it has ended."""
+        from ddpjob_cli.describe.job import UNSEEN
+
+        status = self.stored.job.status
+        if status.state is None:
+            return f"no node has a log yet: {UNSEEN}"
+        over = watch.ended(self.stored)
+        return f"no node has a log{'' if over else ' yet'}: {status.state}: {status.message or status.reason}"
+
+    def node_of_rank(self, rank: int) -> int:
+        """The node on which a rank runs. Raises InputError."""
+        spec = self.stored.job.spec
+        world = topology.world_size(spec)
+        if rank >= world:
+            raise InputError(f"--rank {rank}: {self.name} has ranks 0 to {world - 1}")
+        if not topology.ranks_follow_nodes(spec):
+            raise InputError(f"--rank {rank}: torchrun numbers the nodes as they arrive; choose by --node")
+        return rank // topology.nproc_per_node(spec)
+
+    def prefix(self, node: int) -> str:
+        """[1:1] where a node is one rank, else [1], as of a node that the job had before it was scaled down."""
+        spec = self.stored.job.spec
+        rank = topology.rank_of_place(spec, node) if node < spec.nodes else None
+        return f"[{node}] " if rank is None else f"[{node}:{rank}] "
+
+    def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
+        """What nodes have printed up to now, one after the other, as (node, piece).
+
+        Raises ClusterError at the end for those whose log could not be read: a node that is lost must not hide what the
+        others tell of it.
+        """
+        of_attempt = [pod for pod in self._pods if jobs.attempt_of(pod) == attempt]
+        pods = {node: [pod for pod in of_attempt if jobs.place_of(pod) == node] for node in nodes}
+        logs = read_ahead.each(self._log_of, list(itertools.chain(*pods.values())))
+        wrong: list[several.Wrong] = []
+        failure = self._kept()
+        for node, own in pods.items():
+            for pieces in itertools.islice(logs, len(own)):
+                try:
+                    for piece in pieces:
+                        yield node, piece
+                except ClusterError as error:  # noqa: PERF203 - the next may be readable
+                    wrong.append(error)
+            if not own and failure and (failure.attempt, failure.node_rank) == (attempt, node):
+                yield node, self._end_of(failure)
+        several.refuse(wrong)
+
+    def _log_of(self, pod: Raw) -> Generator[bytes, None, None]:
+        """The log of a pod as it is now, with the end of its last line."""
+        end = b"\n"
+        try:
+            for piece in self.cluster.pieces(_log_path(pod), container=self.stored.trainer, **self._part.params()):
+                yield piece
+                end = piece[-1:]
+        except NoAnswerError as error:
+            raise NoAnswerError(_not_shown(pod, error)) from None
+        yield b"" if end == b"\n" else b"\n"
+
+    def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
+        """What nodes print until the job ends, or the attempt where `later` is false, as (node, lines).
+
+        Raises JobGoneError where the job is deleted meanwhile.
+        """
+        uids = [pod["metadata"]["uid"] for pod in self._pods]
+        streams = _Streams(self.cluster, self.stored.trainer, self._part, uids, self._say)
+        seen = watch.Watch(self.cluster, self.stored, self._say)
+        was_over = watch.ended(self.stored)
+
+        def add(pod: Raw) -> None:
+            of = jobs.attempt_of(pod)
+            right_attempt = of >= attempt if later else of == attempt
+            if right_attempt and (nodes is None or jobs.place_of(pod) in nodes) and _has_log(pod, self.stored.trainer):
+                streams.add(pod)
+
+        # A pod that has ended and is deleted between two looks would leave nothing of what its ranks have said.
+        threading.Thread(target=self._watch_pods, args=(add, streams.is_closed), daemon=True).start()
+        try:
+            while True:
+                self._look_for_pods(add)
+                over = watch.ended(seen.now) or (not later and seen.now.job.status.attempt > attempt)
+                if over:
+                    yield from streams.rest()
+                    if was_over and not streams.has_any():
+                        yield from self._of_gone_pods(attempt, nodes)
+                    return
+                yield from streams.until(seen.due_in())
+                self.stored = seen.look()
+                streams.tell_unread(api_answers=seen.answers)
+                self._on_look(self.stored)
+        finally:
+            streams.close()
+
+    def _of_gone_pods(self, attempt: int, nodes: Collection[int] | None) -> Iterator[tuple[int, bytes]]:
+        """What the status keeps of a job whose pods are all gone, or the reason why there is nothing."""
+        failure = self._kept()
+        if failure and failure.attempt == attempt and (nodes is None or failure.node_rank in nodes):
+            yield failure.node_rank or 0, self._end_of(failure)
+        else:
+            self._say(f"{self.name}: {self.why_none()}")
+
+    def _end_of(self, failure: api.JobFailure) -> bytes:
+        self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
+        return failure.log_tail.rstrip("\n").encode() + b"\n"
+
+    def _look_for_pods(self, add: Callable[[Raw], None]) -> None:
+        with contextlib.suppress(NoAnswerError):  # the look at the job says so
+            for pod in jobs.pods(self.cluster, self.name):
+                add(pod)
+
+    def _watch_pods(self, add: Callable[[Raw], None], is_closed: Callable[[], bool]) -> None:
+        """Pods as they change, where the user may watch them; each second is looked anyway."""
+        while not is_closed():
+            try:
+                for pod in jobs.changing_pods(self.cluster, self.name):
+                    add(pod)
+            except NoAnswerError:
+                pass
+            except ClusterError:
+                return
+            time.sleep(_RETRY_SECONDS)
+
+    def _kept(self) -> api.JobFailure | None:
+        """The failure whose log the status keeps, where its pod is gone."""
+        failure = self.stored.job.status.last_failure
+        there = {pod["metadata"]["name"] for pod in self._pods}
+        return failure if failure and failure.log_tail and failure.pod not in there else None
+
+
+class _Streams:
+    """A thread for each pod, which reads its log to the end, again where the connection breaks."""
+
+    def __init__(self, cluster: Cluster, container: str, part: LogPart, begun: Collection[str], say: Say) -> None:
+        """begun: the uids of the pods of which a part is shown; of those that come later all is."""
+        self._cluster, self._container, self._part, self._begun, self._say = cluster, container, part, begun, say
+        self._lines: queue.Queue[tuple[int, bytes]] = queue.Queue(_QUEUE_MAX)
+        self._threads: dict[str, threading.Thread] = {}
+        self._why: dict[str, str] = {}
+        self._last: dict[str, str] = {}
+        """The time of the last line of each pod, by its uid."""
+        self._told: set[str] = set()
+        self._unread: dict[str, int] = {}
+        """How often in a row the log of a pod could not be read, by its uid."""
+        self._adding = threading.Lock()
+        self._closed = threading.Event()
+
+    def add(self, pod: Raw) -> None:
+        """Follow a pod, if it is not followed yet."""
+        uid = pod["metadata"]["uid"]
+        with self._adding:
+            if uid not in self._threads:
+                self._threads[uid] = threading.Thread(target=self._read, args=(pod,), daemon=True)
+                self._threads[uid].start()
+
+    def has_any(self) -> bool:
+        """Whether there was a pod to read."""
+        return bool(self._threads)
+
+    def is_closed(self) -> bool:
+        """Whether nobody reads any more."""
+        return self._closed.is_set()
+
+    def until(self, seconds: float) -> Iterator[tuple[int, bytes]]:
+        """The lines that come within so many seconds."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                yield self._lines.get(timeout=left)
+
+    def rest(self) -> Iterator[tuple[int, bytes]]:
+        """All lines until every pod has ended; a log of which nothing comes for some seconds is given up."""
+        end = time.monotonic() + DRAIN_SECONDS
+        while time.monotonic() < end and any(thread.is_alive() for thread in list(self._threads.values())):
+            for line in self.until(0.1):
+                yield line
+                end = time.monotonic() + DRAIN_SECONDS
+        while not self._lines.empty():
+            yield self._lines.get()
+
+    def close(self) -> None:
+        """Stop reading; the threads end with their connections or the program."""
+        self._closed.set()
+
+    def _read(self, pod: Raw) -> None:
+        uid = pod["metadata"]["uid"]
+        while not self._closed.is_set():
+            try:
+                self._read_once(pod)
+                path = _log_path(pod).removesuffix("/log")
+                now = self._cluster.get(path)
+                if now["metadata"]["uid"] != pod["metadata"]["uid"] or not _runs(now, self._container):
+                    return
+            except CutOffError:
+                self._unread.pop(uid, None)  # read again also where the pod has ended: its last lines say why
+            except NoAnswerError as error:
+                self._unread[uid] = self._unread.get(uid, 0) + 1
+                self._why[uid] = _not_shown(pod, error)
+            except ClusterError as error:
+                if not isinstance(error, NotFoundError):
+                    self._say(_not_shown(pod, error))
+                return
+            self._closed.wait(_RETRY_SECONDS)
+
+    def _read_once(self, pod: Raw) -> None:
+        """Read from the last line on, until the log or the connection ends."""
+        uid, place = pod["metadata"]["uid"], jobs.place_of(pod)
+        before = self._last.get(uid, "")
+        begin = self._part.params() if uid in self._begun and not before else {}
+        params = {"container": self._container, "follow": "true", **begin, "timestamps": "true"}
+        if before:
+            # Whole seconds: what was read comes again. With its zone: it is the node's, and not always UTC.
+            params["sinceTime"] = re.sub(r"\.\d+", "", before)
+        for line in self._cluster.lines(_log_path(pod), **params):
+            at, _, text = line.partition(" ")
+            if not _TIME.match(at):
+                self._tell(f"the log of {pod['metadata']['name']}: {line}")
+            elif at > before:
+                self._last[uid] = max(at, self._last.get(uid, ""))
+                text = f"{at} {text}" if self._part.timestamps else text
+                self._put(place, text.encode(errors="surrogateescape") + b"\n")
+
+    def tell_unread(self, *, api_answers: bool) -> None:
+        """Say once which logs cannot be read though the API server answers: those of a node that is lost. Called at
+        each look at the job."""
+        if not api_answers:
+            self._unread.clear()
+            return
+        # The first failure may be of a moment ago, when the API server did not answer either.
+        new = [uid for uid, times in self._unread.copy().items() if times > 1 and uid not in self._told]
+        if new:
+            self._told.update(new)
+            more = f" (and {len(new) - 1} more)" if len(new) > 1 else ""
+            self._say(f"{self._why[new[0]]}{more}; still trying")
+
+    def _tell(self, text: str) -> None:
+        """Say once what a kubelet writes into a log: `failed to create fsnotify watcher: too many open files`."""
+        if text not in self._told:
+            self._told.add(text)
+            self._say(text)
+
+    def _put(self, place: int, line: bytes) -> None:
+        while not self._closed.is_set():
+            with contextlib.suppress(queue.Full):
+                self._lines.put((place, line), timeout=1)
+                break
+
+
+def _log_path(pod: Raw) -> str:
+    metadata = pod["metadata"]
+    return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
+
+
+def _not_shown(pod: Raw, error: ClusterError) -> str:
+    node = (pod.get("spec") or {}).get("nodeName")
+    return f"the log of {pod['metadata']['name']}{f' on {node}' if node else ''} is not shown: {error}"
+
+
+def _has_log(pod: Raw, container: str) -> bool:
+    """Whether the trainer runs, or has run."""
+    state = _state(pod, container)
+    return "running" in state or "terminated" in state
+
+
+def _runs(pod: Raw, container: str) -> bool:
+    return "running" in _state(pod, container)
+
+
+def _state(pod: Raw, container: str) -> Raw:
+    statuses = (pod.get("status") or {}).get("containerStatuses") or ()
+    return next((s.get("state") or {} for s in statuses if s.get("name") == container), {})

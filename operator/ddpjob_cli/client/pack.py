@@ -1,0 +1,252 @@
+"""A folder of code as one archive: what is in it, what is left out, and whether it fits into a ConfigMap.
+
+The same files give the same bytes. Sizes are known from the file system before anything is read.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import gzip
+import hashlib
+import io
+import os
+import stat
+import tarfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ddpjob import own_files
+from ddpjob_cli.client.gitignore import Ignored
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.job import wording
+
+PACKED_BYTES_MAX = 900_000  # a ConfigMap holds 1 MiB
+FIT = "at most 900 kB packed fit into a ConfigMap"
+READ_BYTES_MAX = 20 << 20  # source text packs to a fifth; what is larger than that is data
+FILES_MAX = 5000
+FOLDERS_DEEP_MAX = 100
+HELP = "docs/your-code.md has three other ways: an image of your own, a volume (PVC), git"
+
+# What is never a part of a program: caches, environments, repositories.
+_IGNORED_FOLDERS = frozenset(
+    ".git .hg .svn __pycache__ .venv node_modules .mypy_cache .pytest_cache .ruff_cache .ipynb_checkpoints .tox .nox "
+    ".idea .vscode .eggs".split()
+)
+_IGNORED_FILES = ("*.pyc", "*.pyo", ".DS_Store", "*.swp")
+# Whoever may read ConfigMaps of the namespace could read them.
+_SECRET_FOLDERS = frozenset([".ssh", ".aws", ".kube", ".gnupg", ".azure", ".docker"])
+_SECRET_FILES = (
+    ".env .env.* *.env *.pem *.key *.p12 *.pfx *.jks *.keytab *.kubeconfig kubeconfig kubeconfig.* id_rsa id_rsa.* "
+    "id_dsa id_ecdsa id_ed25519 .netrc .pypirc .npmrc .git-credentials .htpasswd credentials.json client_secret*.json "
+    "service-account*.json service_account*.json secrets.yaml secrets.yml secrets.json secrets.toml"
+).split()
+# What Snapshot leaves in its folder: a job that found it would go on from this machine's training.
+_SNAPSHOT_FILE = "writer-*.json"
+_KEY_BEGINS = (b"-----BEGIN ", b"PRIVATE KEY")
+
+
+@dataclass
+class Folder:
+    """What is in a folder: paths below it with their sizes, and what is left out with the reason."""
+
+    root: Path
+    files: dict[str, int] = field(default_factory=dict)
+    links: dict[str, str] = field(default_factory=dict)
+    """Symbolic links within the folder: path and target, both relative."""
+    secrets: list[str] = field(default_factory=list)
+    outside: list[str] = field(default_factory=list)
+    """Symbolic links that lead out of the folder, in a circle or nowhere."""
+    snapshots: list[str] = field(default_factory=list)
+    """Folders of snapshots."""
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files."""
+        return sum(self.files.values())
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A packed folder."""
+
+    data: bytes
+    files: int
+    remarks: tuple[str, ...] = ()
+    """What was left out and why, a sentence each."""
+
+    def __str__(self) -> str:
+        """12 files (8.4 kB)"""
+        return f"{wording.count(self.files, 'file')} ({_size(len(self.data))})"
+
+    @property
+    def digest(self) -> str:
+        """The first 16 hexadecimal digits of its SHA-256."""
+        return hashlib.sha256(self.data).hexdigest()[:16]
+
+
+def pack(root: Path, made: Mapping[str, str] | None = None, without: str = "") -> Archive:
+    """The archive (tar.gz) of a folder. Raises InputError where it does not fit, or cannot be read.
+
+    made: files that are added, with their text. without: the path of one in the folder that stays here.
+    """
+    folder = scan(root)
+    folder.files.pop(without, None)
+    if len(folder.files) > FILES_MAX:
+        raise InputError(f"{folder.root}: more than {FILES_MAX:,} files, so it is no program. {_largest(folder)}")
+    if folder.bytes > READ_BYTES_MAX:
+        raise InputError(f"{folder.root}: {_size(folder.bytes)}, and {FIT}. {_largest(folder)}")
+    contents = {**dict(_contents(folder)), **_of_texts(made or {})}
+    if not contents and not folder.links:
+        raise InputError(f"{root}: there is nothing in it to pack")
+    data = _tar(contents, folder)
+    if len(data) > PACKED_BYTES_MAX:
+        raise InputError(f"{root}: {_size(len(data))} packed, and {FIT}. {_largest(folder)}")
+    return Archive(data, len(contents) + len(folder.links), tuple(_remarks(folder)))
+
+
+def pack_texts(made: Mapping[str, str]) -> Archive:
+    """The archive of files that are in no folder. Raises InputError where it does not fit."""
+    data = _tar(_of_texts(made), Folder(Path()))
+    if len(data) > PACKED_BYTES_MAX:
+        raise InputError(f"{', '.join(made)}: {_size(len(data))} packed, and {FIT}; {HELP}")
+    return Archive(data, len(made))
+
+
+def scan(root: Path) -> Folder:
+    """Find what belongs to the program, by .gitignore and by name; no other file is read. Raises InputError."""
+    folder = Folder(root)
+    if not root.is_dir():
+        raise InputError(f"{root}: no such folder")
+    ignored, left = Ignored(root), [""]
+    while left and len(folder.files) <= FILES_MAX:
+        left += reversed(_scan(folder, left.pop(), ignored))
+    return folder
+
+
+def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
+    """Scan one folder, and return those in it that are to be scanned. below: its path in the root, with a slash at its
+    end, or empty."""
+    if below.count("/") > FOLDERS_DEEP_MAX:
+        raise InputError(f"{folder.root / below}: more than {FOLDERS_DEEP_MAX} folders deep, so it is no program")
+    ignored.enter(below)
+    entries = _entries(folder.root / below)
+    if below and any(fnmatch.fnmatchcase(entry.name, _SNAPSHOT_FILE) for entry in entries):
+        folder.snapshots.append(below)
+        return []
+    inside = []
+    for entry in entries:
+        path = below + entry.name
+        is_folder = entry.is_dir(follow_symlinks=False)
+        if _is_ignored(path, entry.name, is_folder, ignored):
+            continue
+        if entry.name in _SECRET_FOLDERS if is_folder else _matches(entry.name, _SECRET_FILES):
+            folder.secrets.append(path + ("/" if is_folder else ""))
+        elif entry.is_symlink():
+            _add_link(folder, path)
+        elif is_folder and not os.path.exists(os.path.join(entry.path, "pyvenv.cfg")):
+            inside.append(f"{path}/")
+        elif entry.is_file(follow_symlinks=False):
+            folder.files[path] = entry.stat(follow_symlinks=False).st_size
+    return inside
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(path) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+
+
+def _is_ignored(path: str, name: str, is_folder: bool, ignored: Ignored) -> bool:
+    if name in _IGNORED_FOLDERS or (not is_folder and _matches(name, _IGNORED_FILES)):
+        return True
+    return ignored.has(path, is_folder=is_folder)
+
+
+def _matches(name: str, patterns: Any) -> bool:
+    return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in patterns)
+
+
+def _add_link(folder: Folder, path: str) -> None:
+    """Links are kept as links, because a link to a folder may lead back to where it is."""
+    link, root = folder.root / path, folder.root.resolve()
+    try:
+        target = link.resolve(strict=True)
+    except (OSError, RuntimeError):  # a circle is a RuntimeError before Python 3.13
+        folder.outside.append(path)
+        return
+    if target == root or root in target.parents:
+        folder.links[path] = os.path.relpath(target, (root / path).parent)
+    else:
+        folder.outside.append(path)
+
+
+def _largest(folder: Folder) -> str:
+    """The parts that are largest, and what to do."""
+    parts: dict[str, int] = {}
+    for path, size in folder.files.items():
+        top = path.split("/", 1)[0] + ("/" if "/" in path else "")
+        parts[top] = parts.get(top, 0) + size
+    ordered = sorted(parts.items(), key=lambda part: -part[1])[:3]
+    shown = ", ".join(f"{path} {_size(size)}" for path, size in ordered)
+    return f"The largest: {shown}. Put data into .gitignore, or name a smaller folder with --code DIR; {HELP}"
+
+
+def _contents(folder: Folder) -> Iterator[tuple[str, tuple[bytes, bool]]]:
+    """Path, content and whether it is a program; private keys are left out."""
+    for path in list(folder.files):
+        try:
+            with open(own_files.open_file(folder.root / path, os.O_RDONLY), "rb") as file:
+                data = file.read(READ_BYTES_MAX + 1)
+                runs = bool(os.fstat(file.fileno()).st_mode & stat.S_IXUSR)
+        except OSError as error:
+            raise InputError(f"{folder.root / path}: {error.strerror}") from None
+        if all(word in data[:200] for word in _KEY_BEGINS):
+            folder.secrets.append(path)
+        else:
+            yield path, (data, runs)
+
+
+def _of_texts(made: Mapping[str, str]) -> dict[str, tuple[bytes, bool]]:
+    return {path: (text.encode(), False) for path, text in made.items()}
+
+
+def _tar(contents: dict[str, tuple[bytes, bool]], folder: Folder) -> bytes:
+    """Without times and owners, so that the same code has the same name."""
+    packed = io.BytesIO()
+    zipped = gzip.GzipFile(fileobj=packed, mode="wb", mtime=0, filename="")
+    with zipped, tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for path in sorted({*contents, *folder.links}):
+            member = tarfile.TarInfo(path)
+            if path in folder.links:
+                member.type, member.linkname = tarfile.SYMTYPE, folder.links[path]
+                tar.addfile(member)
+                continue
+            data, runs = contents[path]
+            member.size, member.mode = len(data), 0o755 if runs else 0o644
+            tar.addfile(member, io.BytesIO(data))
+    return packed.getvalue()
+
+
+def _remarks(folder: Folder) -> Iterator[str]:
+    if folder.secrets:
+        yield f"left out, because they look like credentials: {_listed(folder.secrets)}; a Secret is the place for them"
+    if folder.snapshots:
+        yield f"left out, because they are snapshots of another training: {_listed(folder.snapshots)}"
+    if folder.outside:
+        yield f"left out, because these links lead out of the folder or nowhere: {_listed(folder.outside)}"
+
+
+def _listed(paths: list[str]) -> str:
+    more = f" and {wording.count(len(paths) - 5, 'more file')}" if len(paths) > 5 else ""
+    return ", ".join(paths[:5]) + more
+
+
+def _size(number: int) -> str:
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number} B"

@@ -1,0 +1,105 @@
+"""The stacks of the ranks of a job in a cluster: kubectl signals the agent in each pod, which prints to its log."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ddpjob_cli.client import jobs, several, watch
+from ddpjob_cli.client.connection import Cluster, Raw
+from ddpjob_cli.client.errors import ClusterError, NoAnswerError
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_core.heartbeat import STACKS_SIGNAL
+from ddpjob_operator.job import launcher
+from ddprun.core import folded_stacks
+
+ANSWER_SECONDS = 40.0
+EXEC_SECONDS = 30.0
+POLL_SECONDS = 0.5
+BEFORE_SECONDS = 5
+TOGETHER_MAX = 8
+NO_AGENT = 3
+# Signals only a process that handles the signal and is an agent: the ranks handle it too.
+ASK = f"""\
+asked={NO_AGENT}
+for folder in /proc/[0-9]*; do
+  case "$(tr '\\0' ' ' 2>/dev/null <$folder/cmdline)" in *forkserver*) continue;; *ddprun*|*ddprun*) ;; *) continue;; esac
+  while read -r key value; do [ "$key" = SigCgt: ] && caught=$value; done 2>/dev/null <$folder/status
+  [ $((0x${{caught:-0}} >> {STACKS_SIGNAL - 1} & 1)) = 1 ] && kill -{STACKS_SIGNAL} "${{folder#/proc/}}" && asked=0
+  caught=0
+done
+exit $asked
+"""  # noqa: E501
+
+
+def of_job(cluster: Cluster, stored: jobs.Stored, chosen: Sequence[str], node: int | None) -> list[str]:
+    """Return the texts that the agents of a job print. chosen: kubectl's options for the cluster. node: only this one.
+
+    Raises InputError or ClusterError if nothing can be shown.
+    """
+    name = stored.job.metadata.name
+    if watch.ended(stored):
+        raise InputError(f"{name}: has ended ({stored.job.status.state}), so it has no stacks")
+    if not launcher.restarts_in_place(stored.job.spec):
+        raise InputError(f"{name}: its command does not start ddprun, and only ddprun shows the stacks of its ranks")
+    pods = [pod for pod in jobs.pods(cluster, name) if jobs.state_of(pod, stored.trainer) == "Running"]
+    last = max(map(jobs.attempt_of, pods), default=0)
+    pods = [pod for pod in pods if jobs.attempt_of(pod) == last and node in (None, jobs.place_of(pod))]
+    if not pods:
+        raise InputError(f"{name}: no pod is running, so it has no stacks")
+    command = [*_kubectl(stored, pods[0], chosen), "exec", *chosen, "-c", stored.trainer]
+    with ThreadPoolExecutor(TOGETHER_MAX) as threads:
+        asked = [threads.submit(_of_pod, cluster, stored, pod, command) for pod in pods]
+        found, wrong = several.of_each(asked, lambda future: future.result())
+    if not found:
+        several.refuse(wrong)
+    return [*found, *map(str, wrong)]  # a pod that cannot be asked does not hide what the others show
+
+
+def _kubectl(stored: jobs.Stored, pod: Raw, chosen: Sequence[str]) -> list[str]:
+    found = shutil.which("kubectl")
+    if found is None:
+        words = ["kubectl", "exec", *chosen, pod["metadata"]["name"], "-c", stored.trainer, "--", "kill", "-QUIT", "1"]
+        raise ClusterError(
+            f"kubectl is not on the PATH. Where it is, and ddprun is the container's first program, type "
+            f"`{' '.join(words)}`; the stacks are then in ddpjob logs"
+        )
+    return [found]
+
+
+def _of_pod(cluster: Cluster, stored: jobs.Stored, pod: Raw, command: Sequence[str]) -> str:
+    name, began = pod["metadata"]["name"], time.monotonic()
+    before = len(_printed(cluster, stored, pod, BEFORE_SECONDS))
+    words = [*command, name, "--", "sh", "-c", ASK]
+    try:
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=EXEC_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ClusterError(f"no stacks of pod {name}: kubectl exec: {error}") from None
+    if done.returncode:
+        why = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+        is_without = done.returncode == NO_AGENT
+        text = "no ddprun runs in it now" if is_without else f"kubectl exec: {why[0]}"
+        raise ClusterError(f"no stacks of pod {name}: {text}")
+    while time.monotonic() - began < ANSWER_SECONDS:
+        found = _printed(cluster, stored, pod, BEFORE_SECONDS + math.ceil(time.monotonic() - began))
+        if len(found) > before:
+            return found[-1]
+        time.sleep(POLL_SECONDS)
+    raise ClusterError(f"no stacks of pod {name}: its ddprun did not answer within {ANSWER_SECONDS:.0f} s")
+
+
+def _printed(cluster: Cluster, stored: jobs.Stored, pod: Raw, seconds: int) -> list[str]:
+    """The texts in the last seconds of a pod's log."""
+    metadata = pod["metadata"]
+    path = f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
+    try:
+        pieces = b"".join(cluster.pieces(path, container=stored.trainer, sinceSeconds=str(seconds)))
+    except NoAnswerError:
+        return []
+    return folded_stacks.printed(pieces.decode(errors="replace"))

@@ -1,0 +1,104 @@
+"""`ddpjob submit`: a job and its code, created together or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ddpjob_cli.client import code, jobs
+from ddpjob_cli.client.connection import Cluster, Raw
+from ddpjob_cli.client.errors import ClusterError, ExistsError, NoAnswerError, NotFoundError
+from ddpjob_cli.client.pack import Archive
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.job import api
+
+JSON_PATCH = "application/json-patch+json"
+_TRIES = 5
+
+
+def submit(cluster: Cluster, document: Raw, archive: Archive | None) -> jobs.Stored:
+    """Create a job, and the ConfigMap with its code, which is deleted with it. Raises InputError, ClusterError.
+
+    The server is first asked for both without creating them: what it refuses leaves nothing behind.
+    """
+    name = document["metadata"]["name"]
+    body = code.into(document, archive) if archive else document
+    try:
+        cluster.create(jobs.path_of(cluster), body, dryRun="All")
+    except ExistsError:
+        raise InputError(_is_there(cluster, name)) from None
+    if archive:
+        with contextlib.suppress(ExistsError):
+            cluster.create(_config_maps(cluster), code.config_map(archive), dryRun="All")
+    try:
+        made = jobs.of_raw(cluster.create(jobs.path_of(cluster), body))
+    except NoAnswerError as error:
+        look = f"ddpjob get {name} tells; delete it before you submit it again"
+        raise ClusterError(f"{error}. Whether {name} was created is not known: {look}") from None
+    if archive:
+        try:
+            _give(cluster, code.config_map(archive), made.raw)
+        except BaseException:
+            _remove(cluster, name)
+            raise
+    return made
+
+
+def as_new(document: Raw) -> None:
+    """Remove what an API server has written into a job, and refuses of a new one; of a job that it has, also what is
+    bound to that object."""
+    document.pop("status", None)
+    metadata = document["metadata"]
+    of_object = ("ownerReferences", "finalizers") if "uid" in metadata else ()
+    for field in (*api.SET_BY_THE_SERVER, *of_object):
+        metadata.pop(field, None)
+
+
+def objects(document: Raw, archive: Archive | None) -> list[Raw]:
+    """What submit creates, as documents for `kubectl apply --server-side`."""
+    return [code.config_map(archive), code.into(document, archive)] if archive else [document]
+
+
+def _give(cluster: Cluster, wanted: Raw, owner: Raw) -> None:
+    """Create the ConfigMap, or make the job one more owner of the one that is there.
+
+    Again where the one that is there is removed meanwhile: with the last job that had the same code.
+    """
+    name = wanted["metadata"]["name"]
+    for _ in range(_TRIES):
+        try:
+            cluster.create(_config_maps(cluster), code.owned(wanted, owner))
+            return
+        except ExistsError:
+            pass
+        try:
+            there = cluster.get(f"{_config_maps(cluster)}/{name}")
+            if there.get("binaryData") != wanted["binaryData"] or not there["metadata"].get("ownerReferences"):
+                raise ClusterError(f"ConfigMap {name} is there, and has not this code: delete it")
+            add = {"op": "add", "path": "/metadata/ownerReferences/-", "value": code.reference(owner)}
+            cluster.patch(f"{_config_maps(cluster)}/{name}", [add], JSON_PATCH)
+            return
+        except NotFoundError:
+            pass
+    raise ClusterError(f"ConfigMap {name} is created and removed all the time; try again")
+
+
+def _remove(cluster: Cluster, name: str) -> None:
+    """The job whose code could not be stored: its pods would wait for ever."""
+    try:
+        cluster.delete(jobs.path_of(cluster, name))
+    except ClusterError as error:
+        raise ClusterError(f"{name} waits for code that was not stored, and could not be deleted: {error}") from None
+
+
+def _is_there(cluster: Cluster, name: str) -> str:
+    state = ""
+    with contextlib.suppress(ClusterError, InputError):
+        state = f" ({jobs.find(cluster, name).job.status.state or 'new'})"
+    return (
+        f"there is a DDPJob {name} in namespace {cluster.namespace} already{state}: "
+        f"give this one another name (--name {name}-2), or delete the other (ddpjob delete {name})"
+    )
+
+
+def _config_maps(cluster: Cluster) -> str:
+    return f"/api/v1/namespaces/{cluster.namespace}/configmaps"

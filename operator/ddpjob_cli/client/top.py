@@ -1,0 +1,60 @@
+"""`ddpjob top`: the state and progress of all jobs, drawn again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import time
+from typing import Any
+
+from ddpjob_cli.client import jobs
+from ddpjob_cli.client.connection import Cluster, Raw
+from ddpjob_cli.client.errors import NoAnswerError
+from ddpjob_cli.describe import table
+from ddpjob_operator.failures.redaction import clean
+
+SECONDS = 2.0
+# Jobs that run first, those that have ended last.
+_ORDER = ("Running", "Restarting", "Failing", "Starting", "Pending", None, "Suspended", "Failed", "Succeeded")
+
+
+def text(cluster: Cluster, *, all_namespaces: bool) -> str:
+    """The table once."""
+    return "".join(f"{line}\n" for line in lines(_jobs(cluster, all_namespaces), all_namespaces=all_namespaces))
+
+
+def lines(found: list[Raw], *, all_namespaces: bool) -> list[str]:
+    """How many jobs are in which state, then the table."""
+    states = [(raw.get("status") or {}).get("state") for raw in found]
+    counts = ", ".join(f"{states.count(s)} {s or 'new'}" for s in _ORDER if s in states)
+    head = f"{len(found)} DDPJobs: {counts}" if found else "no DDPJobs"
+    rows = table.table(found, dt.datetime.now(dt.timezone.utc), namespaces=all_namespaces) if found else []
+    return [clean(line) for line in (head, *rows)]
+
+
+def show(cluster: Cluster, *, all_namespaces: bool) -> None:
+    """Draw on the terminal until Ctrl-C. An API server that does not answer is asked again."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console()
+    shown = lines(_jobs(cluster, all_namespaces), all_namespaces=all_namespaces)
+    with contextlib.suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            rows: Any = Text("\n".join(shown[: max(2, console.height - 1)]), no_wrap=True, overflow="ellipsis")
+            live.update(rows, refresh=True)
+            time.sleep(SECONDS)
+            try:
+                shown = lines(_jobs(cluster, all_namespaces), all_namespaces=all_namespaces)
+            except NoAnswerError as error:
+                shown = [clean(str(error)), *shown[1:]]
+
+
+def _jobs(cluster: Cluster, all_namespaces: bool) -> list[Raw]:
+    found = jobs.items(cluster, all_namespaces=all_namespaces)
+    return sorted(found, key=lambda raw: _rank((raw.get("status") or {}).get("state")))
+
+
+def _rank(state: str | None) -> int:
+    return _ORDER.index(state) if state in _ORDER else len(_ORDER)

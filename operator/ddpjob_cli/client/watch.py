@@ -1,0 +1,137 @@
+"""A job looked at again and again: by `get` alone, because not everybody has the right to watch."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from ddpjob_cli.client import jobs
+from ddpjob_cli.client.connection import Cluster
+from ddpjob_cli.client.errors import ClusterError, NoAnswerError
+from ddpjob_operator.job import wording
+from ddpjob_operator.job.status import TERMINAL, find_condition
+
+LOOK_SECONDS = 1.0
+PATIENCE_SECONDS = 600.0  # an API server is upgraded in less; the job does not need it meanwhile
+
+Say = Callable[[str], None]
+
+
+class TooLateError(ClusterError):
+    """What was waited for has not come true in time."""
+
+
+def ended(stored: jobs.Stored) -> bool:
+    """Whether the job has Succeeded or Failed."""
+    return stored.job.status.state in TERMINAL
+
+
+def stopped(stored: jobs.Stored) -> bool:
+    """Whether nothing of the job runs: it is suspended and all its pods have ended, or it never started."""
+    status = stored.job.status
+    suspended = find_condition(status, "Suspended")
+    return status.start_time is None and (status.attempt == 0 or (suspended is not None and suspended.status == "True"))
+
+
+def too_late(stored: jobs.Stored, what: str, seconds: float | None) -> TooLateError:
+    """The error of what has not come true of a job within so many seconds, with how the job is."""
+    status = stored.job.status
+    return TooLateError(
+        f"not {what} within {wording.duration(seconds or 0)}: {stored.job.metadata.name} is "
+        f"{status.state or 'not seen by an operator'}{f': {status.message}' if status.message else ''}"
+    )
+
+
+class Watch:
+    """Looks at a job at most once a second. An API server that does not answer for a while is waited for."""
+
+    def __init__(self, cluster: Cluster, stored: jobs.Stored, say: Say) -> None:
+        self.now = stored
+        self._cluster, self._say = cluster, say
+        self._next = time.monotonic() + LOOK_SECONDS
+        self._silent_since: float | None = None
+
+    @property
+    def answers(self) -> bool:
+        """Whether the server has answered the last look."""
+        return self._silent_since is None
+
+    def due_in(self) -> float:
+        """Seconds until the next look."""
+        return max(0.0, self._next - time.monotonic())
+
+    def look(self) -> jobs.Stored:
+        """The job now, or as it was where the server does not answer. Raises JobGoneError, ClusterError."""
+        try:
+            self.now = jobs.again(self._cluster, self.now)
+            self._silent_since = None
+        except NoAnswerError as error:
+            now = time.monotonic()
+            if self._silent_since is None:
+                self._silent_since = now
+                self._say(f"{error}; still trying, the job is not affected")
+            elif now - self._silent_since > PATIENCE_SECONDS:
+                raise
+        self._next = time.monotonic() + LOOK_SECONDS
+        return self.now
+
+    def states(self) -> Iterator[jobs.Stored]:
+        """The job now, and then as it is each second."""
+        yield self.now
+        while True:
+            time.sleep(self.due_in())
+            yield self.look()
+
+    def until(self, true: Callable[[jobs.Stored], bool], what: str, seconds: float | None) -> jobs.Stored:
+        """The job as soon as something is true of it. Raises TooLateError after so many seconds."""
+        end = None if seconds is None else time.monotonic() + seconds
+        for stored in self.states():
+            if true(stored):
+                return stored
+            if end is not None and time.monotonic() >= end:
+                raise too_late(stored, what, seconds)
+        raise AssertionError("states never ends")
+
+
+class StateLines:
+    """Says what changes: the state with its message, and progress now and then.
+
+    running: also that the job runs and how far it is, which its logs tell as well.
+    """
+
+    PROGRESS_SECONDS = 10.0
+    UNSEEN_SECONDS = 5.0  # an operator that is there gives a new job its state within a second
+
+    def __init__(self, say: Say, *, running: bool = True) -> None:
+        self._say, self._running = say, running
+        self._unseen_from = time.monotonic() + self.UNSEEN_SECONDS
+        self._said = ("", "")
+        self._step: int | None = None
+        self._next = 0.0
+
+    def see(self, stored: jobs.Stored) -> None:
+        """A look at the job."""
+        from ddpjob_cli.describe import progress
+
+        status = stored.job.status
+        told = (status.state or "", status.reason)
+        if status.state is None:
+            self._see_new(stored)
+        elif status.state == "Running" and not self._running:
+            self._said = ("", "")
+            return
+        elif told != self._said and not ended(stored):
+            self._say(f"{status.state}: {status.message or status.reason}")
+            self._said = told
+        step = status.progress.step if status.progress else None
+        if status.state == "Running" and step != self._step and time.monotonic() >= self._next:
+            self._step, self._next = step, time.monotonic() + self.PROGRESS_SECONDS
+            self._say("  ".join(["Running", *progress.step_parts(status), *progress.pace_parts(status)]))
+
+    def _see_new(self, stored: jobs.Stored) -> None:
+        from ddpjob_cli.describe.job import UNSEEN
+
+        if time.monotonic() >= self._unseen_from:
+            self._unseen_from = math.inf
+            self._say(f"{stored.job.metadata.name}: {UNSEEN}")

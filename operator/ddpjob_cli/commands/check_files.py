@@ -1,0 +1,236 @@
+"""`ddpjob check`: reads files, and prints the findings of check/."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import ddpjob_check as check
+from ddpjob_check import Finding, Job, notebook
+from ddpjob_check.job import CLUSTER_ONLY, YAML_RULES, known, mistakes
+from ddpjob_check.rule import SYNTAX
+from ddpjob_cli.commands import kinds
+from ddpjob_cli.commands.cpu_limit import CpuLimit
+from ddpjob_cli.commands.options import NODES_WANTED, range_of
+from ddpjob_cli.local.kept.files import read_script, text_of_script
+from ddpjob_cli.local.script import find
+from ddpjob_cli.manifest.yamlfile import Document, InputError
+from ddpjob_operator.failures.redaction import clean
+from ddpjob_operator.job import api, command, launcher, podspec
+from ddpjob_operator.job.bounds import NODES_MAX, number
+from ddpjob_operator.job.podspec import command_path
+from ddpjob_operator.job.wording import count
+
+_NOTHING_KNOWN = Job()
+WARNINGS_SHOWN = 3  # before a run, whose own lines matter more
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The findings, and sentences about scripts that could not be read."""
+
+    findings: list[Finding]
+    unread: list[str]
+    files: int
+
+    @property
+    def errors(self) -> int:
+        """How many findings are errors."""
+        return sum(f.severity == "error" for f in self.findings)
+
+    @property
+    def exit_code(self) -> int:
+        """2 for a file that is not valid Python, 1 for errors, 0 for warnings or nothing."""
+        broken = any(f.rule == SYNTAX and f.severity == "error" for f in self.findings)
+        return 2 if broken else int(self.errors > 0)
+
+    def to_text(self) -> str:
+        """A line for each finding, without what a terminal would obey: names of files are a stranger's."""
+        return "".join(f"{clean(str(finding))}\n" for finding in self.findings)
+
+    def to_json(self) -> str:
+        """One document: findings (file, line, column, rule, severity, message), errors, warnings."""
+        counts = {"errors": self.errors, "warnings": len(self.findings) - self.errors}
+        return json.dumps({"findings": [asdict(f) for f in self.findings], **counts}, indent=2) + "\n"
+
+    def summary(self) -> str:
+        """One line for people."""
+        warnings = len(self.findings) - self.errors
+        counts = [count(n, word) for n, word in ((self.errors, "error"), (warnings, "warning")) if n]
+        return f"{count(self.files, 'file')} read: {', '.join(counts) or 'nothing found'}"
+
+
+def is_job(path: str) -> bool:
+    """Whether a path names a DDPJob's YAML; all others are scripts."""
+    return kinds.of(path, "script") == "job"
+
+
+def context(nodes: str | None, nproc: int | None) -> Job:
+    """What the options say of scripts without a job. nodes: a number, or MIN:MAX. Raises InputError."""
+    if nodes is None:
+        return Job(nproc=nproc)
+    least, most = range_of(nodes)
+    low, high = (number(text, NODES_MAX) for text in (least or most, most))
+    if not 0 < low <= high:
+        raise InputError(f'--nodes: {NODES_WANTED}, is "{nodes}"')
+    return Job(nodes=high, min_nodes=low if least else None, nproc=nproc, launcher="torchrun" if least else "")
+
+
+def check_all(
+    paths: Sequence[str],
+    jobs: Mapping[str, tuple[Document, api.DDPJob]],
+    alone: Job = _NOTHING_KNOWN,
+    *,
+    apart: bool = False,
+    parameters: int = 0,
+) -> CheckResult:
+    """Check scripts, and jobs with the scripts that they run. Raises InputError for a file that cannot be read.
+
+    A script beside one job is checked as that job's; so a script can be named that lies in an image under another path.
+    apart: scripts and jobs were found in a folder, so that a script is a job's only where its command names it.
+    alone: the context of scripts without a job. parameters: of the model; 0: not known.
+    """
+    sources = {document.source for document, _ in jobs.values()}
+    scripts = [path for path in paths if path not in sources]
+    if scripts and len(jobs) > 1 and not apart:
+        raise InputError(
+            f"{scripts[0]}: belongs to one of {len(jobs)} jobs, and which is not known. Check the jobs one by one."
+        )
+    findings = [finding for document, job in jobs.values() for finding in _of_job(document, job, parameters)]
+    unread: list[str] = []
+    read: list[tuple[str, Job]] = []
+    for document, job in jobs.values():
+        own = _script_of(document.source, job) if apart or not scripts else scripts
+        read += [(script, known(job)) for script in own]
+        unread += [] if own else [_not_read(document, job)]
+    started = {os.path.realpath(script) for script, _ in read}
+    read += [(s, alone) for s in scripts if os.path.realpath(s) not in started]
+    for script, context in read:
+        findings += _of_script(script, context)
+    return CheckResult(sorted(set(findings)), unread, len({*sources, *(script for script, _ in read)}))
+
+
+def parameters(text: str | None) -> int:
+    """A number of parameters as people write it: 350M, 7B; 0 for none. Raises InputError."""
+    number = podspec.quantity(f"{text[:-1]}G" if text.endswith(("B", "b")) else text) if text else 0
+    if text and number < 1:
+        raise InputError(f"--parameters: a number such as 350M or 7B, not {text}")
+    return int(number)
+
+
+def before_run(
+    document: Document,
+    job: api.DDPJob,
+    *,
+    local: bool = True,
+    cpu: bool = False,
+    read_instead: str | None = None,
+    given: Collection[str] = (),
+) -> tuple[list[str], bool]:
+    """The lines to show before a run, local or in a cluster, and whether an error forbids it.
+
+    A script that is not found is not checked: the run itself says what is not there. cpu: no GPU is used.
+    read_instead: the notebook of which the script was made, because people know its cells. given: variables that the
+    trainer has from outside of the job: those of the caller, in a local run.
+    """
+    context = replace(known(job), local=local)
+    context = replace(context, gpus=0) if cpu else context
+    own = _script_of(document.source, job) if read_instead is None else [read_instead]
+    of_job = [f for f in _of_job(document, job, given=given, local=local) if f.rule not in CLUSTER_ONLY]
+    findings = sorted({*of_job, *(f for s in own for f in _of_script(s, context))})
+    errors = [f for f in findings if f.severity == "error"]
+    warnings = [f for f in findings if f.severity != "error"]
+    lines = [str(f) for f in errors] if errors else [str(f) for f in warnings[:WARNINGS_SHOWN]]
+    name = read_instead or " ".join((document.source, *own))
+    if errors:
+        fix = "fix it" if len(errors) == 1 else "fix them"
+        lines.append(f"not started: {count(len(errors), 'error')}; {fix}, or run with --no-check")
+    elif len(warnings) > WARNINGS_SHOWN:
+        lines.append(f"and {count(len(warnings) - WARNINGS_SHOWN, 'more warning')}: ddpjob check {name}")
+    return lines, bool(errors)
+
+
+def _of_script(path: str, context: Job) -> list[Finding]:
+    """A file that is no text is a finding, as one that is not valid Python."""
+    try:
+        raw = read_script(path)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            return [Finding(path, 1, 1, SYNTAX, "error", error.strerror or "too large")]
+        raise InputError(f"{path}: {error.strerror}") from None
+    try:
+        text = text_of_script(raw)
+    except (ValueError, SyntaxError, LookupError) as error:  # "coding: rot13" is known, and of no text
+        return [Finding(path, 1, 1, SYNTAX, "error", f"not valid Python: {error}")]
+    limit = CpuLimit()
+    if path.endswith(kinds.NOTEBOOK):
+        return _of_notebook(path, text, context, limit)
+    return check.check(path, text, context, limit)
+
+
+def for_a_cluster(document: Document, job: api.DDPJob) -> list[str]:
+    """What a cluster would say of the YAML alone."""
+    return [str(finding) for finding in _of_job(document, job)]
+
+
+def _of_notebook(path: str, text: str, context: Job, limit: CpuLimit) -> list[Finding]:
+    """A finding's file is `PATH:cell N`, and its line the one in that cell."""
+    try:
+        parts = notebook.parts(text)
+    except (ValueError, RecursionError) as error:
+        return [Finding(path, 1, 1, SYNTAX, "error", f"not a valid notebook: {error}")]
+    findings = []
+    for part in parts:
+        for found in check.check(path, part.text, context, limit):
+            cell, line = part.place(found.line)
+            findings.append(replace(found, file=f"{path}:cell {cell}", line=line))
+    return [f for f in findings if f.rule != "spawn-without-main-guard"]  # a notebook is not imported
+
+
+def _of_job(
+    document: Document, job: api.DDPJob, parameters: int = 0, given: Collection[str] = (), *, local: bool = False
+) -> list[Finding]:
+    severities = {rule.name: rule.severity for rule in check.RULES} | {r.name: r.severity for r in YAML_RULES}
+    path = document.source
+    findings = [
+        Finding(path, document.line(field), 1, rule, severities[rule], text)
+        for field, rule, text in mistakes(job, parameters, _script_text(path, job), given, local=local)
+    ]
+    return check.kept(findings, _text_of(path)) if findings else []
+
+
+def _text_of(path: str) -> str:
+    """Nothing for a job that comes from no file, or from a pipe, which can be read only once."""
+    try:
+        return read_script(path).decode()
+    except (OSError, ValueError):
+        return ""
+
+
+def _script_text(path: str, job: api.DDPJob) -> str:
+    """The text of the job's script; "" where it is not here, or cannot be read."""
+    try:
+        return "".join(read_script(script).decode(errors="replace") for script in _script_of(path, job))
+    except OSError:
+        return ""
+
+
+def _script_of(path: str, job: api.DDPJob) -> list[str]:
+    """The script that the job's command names, as `ddpjob run` finds it; none elsewhere."""
+    found = find(path, job)
+    return [] if found is None else [os.path.relpath(found) if found.is_relative_to(Path.cwd()) else str(found)]
+
+
+def _not_read(document: Document, job: api.DDPJob) -> str:
+    """Why no script was read, because "nothing found" is then about the YAML alone."""
+    started = command.read(launcher.command_of(job.spec.template))
+    by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
+    why = f"the command {by}names no script that is plain to see"
+    if started.files:
+        why = f"{started.script or f'the module {started.module}'} is not on this machine"
+    where = document.place(command_path(job.spec.template))
+    return f"{where}: {why}, so only the job was read; name it: ddpjob check {document.source} SCRIPT"

@@ -1,0 +1,345 @@
+"""The commands on jobs in a cluster; each is thin, and client/ does the work."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddpjob_cli.commands.output import answer
+
+NO_LIMIT = 86400.0 * 365  # --request-timeout 0, as kubectl has it; sockets take no number without bounds
+COMPLETION_SECONDS = 2.0  # longer, and the shell seems to hang
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
+    from ddpjob_cli.client.connection import Cluster
+    from ddpjob_cli.client.jobs import Stored
+
+    FloatParam = click.ParamType[float]
+    NameParam = click.ParamType[str]
+else:
+    FloatParam = NameParam = click.ParamType  # generic since click 8.2 alone
+
+
+CODES = """Exit codes: 0 done, 1 the cluster refused or did not answer,
+2 wrong input, 130 interrupted."""
+
+
+class Seconds(FloatParam):
+    """30, 30s, 15m, 2h30m."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?", value)
+        if not value or found is None or len(value) > 12:
+            self.fail(f"{value!r} is not a duration such as 30s, 15m or 2h30m", param, ctx)
+        return float(sum(int(n or 0) * unit for n, unit in zip(found.groups(), (86400, 3600, 60, 1), strict=True)))
+
+
+@dataclass(frozen=True)
+class Connect:
+    """The options of a cluster; called, it connects."""
+
+    context: str | None
+    namespace: str | None
+    seconds: float
+    kubeconfig: str | None = None
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether the user has named a cluster or a namespace."""
+        return any(chosen is not None for chosen in (self.context, self.namespace, self.kubeconfig))
+
+    def __call__(self, namespace: str | None = None) -> Cluster:
+        """The cluster, in the given namespace, else that of the options. Raises InputError, ClusterError."""
+        from ddpjob_cli.client.connection import Target, connect
+
+        return connect(Target(self.context, namespace or self.namespace, self.seconds, self.kubeconfig))
+
+
+def cluster_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --namespace, --context, --kubeconfig and --request-timeout, and gives them to the command as a Connect."""
+
+    @click.option("-n", "--namespace", metavar="NS", help="The namespace.  [that of the context]")
+    @click.option("--context", metavar="NAME", help="The context of the kubeconfig.  [the current one]")
+    @click.option("--kubeconfig", metavar="FILE", help="The kubeconfig.  [$KUBECONFIG, or ~/.kube/config]")
+    @click.option(
+        "--request-timeout", type=Seconds(), metavar="TIME", default="10s", show_default=True,
+        help="How long the API server may take to answer; 0: no limit.",
+    )  # fmt: skip
+    @functools.wraps(command)
+    def with_cluster(
+        *args: Any,
+        namespace: str | None,
+        context: str | None,
+        kubeconfig: str | None,
+        request_timeout: float,
+        **more: Any,
+    ) -> Any:
+        seconds = min(request_timeout or NO_LIMIT, NO_LIMIT)
+        return command(Connect(context, namespace, seconds, kubeconfig), *args, **more)
+
+    text = inspect.getdoc(command) or ""
+    with_cluster.__doc__ = text if "Exit codes" in text else f"{text}\n\n\b\n{CODES}"
+    return with_cluster
+
+
+class JobName(NameParam):
+    """digits, or as `get -o name` prints it: ddpjob.training.ddpjob.io/digits."""
+
+    name = "job"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:  # noqa: ARG002
+        """The name alone; what has another kind before it is left for the check of names."""
+        from ddpjob_operator.job import api
+
+        kind, _, name = str(value).rpartition("/")
+        known = {api.KIND.lower(), api.PLURAL, api.SHORT}
+        return name if kind.lower().removesuffix(f".{api.GROUP}") in known else str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The jobs that are there, but for those that are named already."""
+        from click.shell_completion import CompletionItem
+
+        named = ctx.params.get(param.name or "") or ()
+        names = [name for name in _names_there(ctx) if name not in named]
+        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
+
+
+JOB = click.argument("job", type=JobName())
+JOBS = click.argument("names", metavar="JOB...", type=JobName(), nargs=-1, required=True)
+
+
+def _names_there(ctx: click.Context) -> list[str]:
+    """The jobs of the namespace, none where the cluster cannot be asked: a shell shows no message meanwhile."""
+    from ddpjob_cli.client import jobs
+    from ddpjob_cli.client.errors import ClusterError
+    from ddpjob_cli.manifest.yamlfile import InputError
+
+    context, namespace, kubeconfig = (ctx.params.get(name) for name in ("context", "namespace", "kubeconfig"))
+    connect = Connect(context, namespace, COMPLETION_SECONDS, kubeconfig)
+    try:
+        return [raw["metadata"]["name"] for raw in jobs.items(connect())]
+    except (ClusterError, InputError):
+        return []
+
+
+SELECTOR = click.option("-l", "--selector", metavar="LABELS", help="Those with these labels: team=a,!old.")
+
+
+@click.command(short_help="List the jobs of a cluster, or show some.", epilog="Example: ddpjob get -A -o wide")
+@click.argument("names", metavar="[JOB...]", type=JobName(), nargs=-1)
+@SELECTOR
+@click.option("-o", "--output", type=click.Choice(["text", "wide", "name", "json", "yaml"]), default="text")
+@click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
+@cluster_options
+def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: str, all_namespaces: bool) -> int:
+    """List the DDPJobs of a namespace, or show some, in the columns of kubectl."""
+    from ddpjob_cli.client import jobs, output_forms, several
+
+    if names and all_namespaces:
+        raise click.UsageError("JOB and --all-namespaces exclude each other.")
+    _refuse_both(names, selector)
+    cluster = connect()
+    if names:
+        found, wrong = several.of_each(names, lambda name: jobs.find(cluster, name).raw)
+        code = answer(output_forms.of_jobs(found, output, one=len(names) == 1, namespaces=False)) if found else 0
+        several.refuse(wrong)
+        return code
+    found = jobs.items(cluster, all_namespaces=all_namespaces, selector=selector)
+    if not found and output in ("text", "wide"):
+        where = "the cluster" if all_namespaces else f"namespace {cluster.namespace}"
+        said = f" has the labels {selector}" if selector else f" in {where}; start one with ddpjob submit"
+        click.echo(f"no DDPJob{said}", err=True)
+        return 0
+    return answer(output_forms.of_jobs(found, output, one=False, namespaces=all_namespaces))
+
+
+def _refuse_both(names: tuple[str, ...], selector: str | None) -> None:
+    if names and selector:
+        raise click.UsageError("JOB and --selector exclude each other.")
+
+
+@click.command(short_help="Show jobs in full.", epilog="Example: ddpjob describe digits")
+@JOBS
+@cluster_options
+def describe(connect: Connect, names: tuple[str, ...]) -> int:
+    """Show state, progress, restarts, the last failure with the end of its log, pods and Events of each JOB."""
+    from ddpjob_cli.client import jobs, output_forms, several
+
+    cluster = connect()
+    texts, wrong = several.of_each(names, lambda name: output_forms.in_full(cluster, jobs.find(cluster, name), say))
+    code = answer("\n\n".join(texts))
+    several.refuse(wrong)
+    return code
+
+
+@click.command(short_help="Show the Events of a job.", epilog="Example: ddpjob events digits --pods")
+@JOB
+@click.option("--pods", is_flag=True, help="Those of its pods as well.")
+@cluster_options
+def events(connect: Connect, job: str, pods: bool) -> int:
+    """Show the Events of JOB, the newest last. A cluster keeps them for an hour."""
+    from ddpjob_cli.client import jobs, output_forms
+
+    cluster = connect()
+    found = jobs.events(cluster, jobs.find(cluster, job), of_pods=pods)
+    if not found:
+        why = "a cluster keeps them for an hour, and a short job that just trains has none"
+        click.echo(f"{job} has no Events: {why}; ddpjob describe {job} says how it went", err=True)
+        return 0
+    return answer(output_forms.of_events(found))
+
+
+@click.command(
+    "wait",
+    short_help="Wait until jobs have ended, or are in a state.",
+    epilog="Example: ddpjob wait digits --timeout 2h",
+)
+@JOBS
+@click.option("--for", "wanted", metavar="STATE", default="Succeeded", show_default=True,
+              help="A state or condition: Running, Succeeded, Complete, Suspended …; ended; deleted.")  # fmt: skip
+@click.option("--timeout", type=Seconds(), metavar="TIME", help="How long: 30s, 15m, 2h.  [no limit]")
+@cluster_options
+def wait_for(connect: Connect, names: tuple[str, ...], wanted: str, timeout: float | None) -> int:
+    """Wait until each JOB is in a state, and end with 1 as soon as one can no longer be, or after --timeout.
+
+    \b
+    Exit codes: 0 done, 1 a job failed, or the cluster refused or did not answer,
+    2 wrong input, 130 interrupted.
+    """
+    from ddpjob_cli.client import actions
+
+    return 0 if actions.wait(connect(), names, wanted, timeout, say) else 1
+
+
+@click.command(short_help="Stop the pods of jobs, and keep the jobs.", epilog="Example: ddpjob suspend digits")
+@JOBS
+@cluster_options
+def suspend(connect: Connect, names: tuple[str, ...]) -> int:
+    """Stop all pods of each JOB, with their grace period to save; `ddpjob resume` goes on."""
+    from ddpjob_cli.client import actions, several
+
+    cluster = connect()
+    _, wrong = several.of_each(names, lambda name: actions.suspend(cluster, name, say))
+    several.refuse(wrong)
+    return 0
+
+
+@click.command(short_help="Go on with suspended jobs.", epilog="Example: ddpjob resume digits")
+@JOBS
+@cluster_options
+def resume(connect: Connect, names: tuple[str, ...]) -> int:
+    """Start the pods of each suspended JOB again, as a new attempt."""
+    from ddpjob_cli.client import actions, several
+
+    cluster = connect()
+    _, wrong = several.of_each(names, lambda name: actions.resume(cluster, name, say))
+    several.refuse(wrong)
+    return 0
+
+
+STOP_TIMEOUT = click.option(
+    "--timeout",
+    type=Seconds(),
+    metavar="TIME",
+    default="10m",
+    show_default=True,
+    help="How long its pods may take to end.",
+)
+
+
+@click.command(short_help="Stop a job's pods, and start new ones.", epilog="Example: ddpjob restart digits")
+@JOB
+@STOP_TIMEOUT
+@cluster_options
+def restart(connect: Connect, job: str, timeout: float) -> int:
+    """Stop all pods of JOB with their grace period, then start a new attempt; backoffLimit is not charged."""
+    from ddpjob_cli.client import actions
+
+    actions.restart(connect(), job, timeout, say)
+    return 0
+
+
+@click.command(short_help="Change the number of nodes.", epilog="Example: ddpjob scale digits --nodes 4")
+@JOB
+@click.option("--nodes", type=click.IntRange(min=1), metavar="N", required=True, help="The new number of nodes.")
+@STOP_TIMEOUT
+@cluster_options
+def scale(connect: Connect, job: str, nodes: int, timeout: float) -> int:
+    """Change the number of nodes of JOB. A job that runs is stopped first, and started with the new number."""
+    from ddpjob_cli.client import actions
+
+    actions.scale(connect(), job, nodes, timeout, say)
+    return 0
+
+
+@click.command(short_help="Delete jobs.", epilog="Example: ddpjob delete digits")
+@click.argument("names", metavar="[JOB...]", type=JobName(), nargs=-1)
+@SELECTOR
+@click.option("--no-wait", is_flag=True, help="Do not wait until it is gone.")
+@click.option("--timeout", type=Seconds(), metavar="TIME", default="1m", show_default=True, help="How long to wait.")
+@cluster_options
+def delete(connect: Connect, names: tuple[str, ...], selector: str | None, no_wait: bool, timeout: float) -> int:
+    """Delete each JOB with its pods, which get their grace period, and the code that submit has stored."""
+    from ddpjob_cli.client import actions, jobs
+
+    _refuse_both(names, selector)
+    if not names and not selector:
+        raise click.UsageError("Missing argument 'JOB...', or --selector.")
+    cluster = connect()
+    if selector:
+        names = tuple(raw["metadata"]["name"] for raw in jobs.items(cluster, selector=selector))
+        if not names:
+            say(f"no DDPJob in namespace {cluster.namespace} has the labels {selector}")
+    actions.delete(cluster, names, wait=not no_wait, seconds=timeout, say=say)
+    return 0
+
+
+@click.command(short_help="Watch the progress of all jobs.", epilog="Example: ddpjob top -A")
+@click.option("-A", "--all-namespaces", is_flag=True, help="Of all namespaces.")
+@click.option("--once", is_flag=True, help="Print the table once, as if stdout were no terminal.")
+@cluster_options
+def top(connect: Connect, all_namespaces: bool, once: bool) -> int:
+    """Show the state and progress of all jobs, again every two seconds, until Ctrl-C.
+
+    Once, where stdout is no terminal, or one that cannot be drawn on (TERM=dumb).
+    """
+    from ddpjob_cli.client import top as live
+
+    cluster = connect()
+    if once or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        return answer(live.text(cluster, all_namespaces=all_namespaces))
+    live.show(cluster, all_namespaces=all_namespaces)
+    return 0
+
+
+def say(text: str) -> None:
+    """A sentence to stderr, without what a terminal would obey."""
+    from ddpjob_operator.failures.redaction import clean
+
+    click.echo(clean(text), err=True)
+
+
+def end_of(stored: Stored) -> int:
+    """Say how a job has ended; the exit code."""
+    from ddpjob_cli.describe import ending
+
+    say(ending.of_job(stored.job))
+    return 0 if stored.job.status.state == "Succeeded" else 1
+
+
+COMMANDS = (get, describe, events, wait_for, suspend, resume, restart, scale, delete, top)

@@ -1,0 +1,157 @@
+"""`ddpjob convert`: reads documents of other tools, prints DDPJobs, and says on stderr what has no counterpart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import click
+
+from ddpjob_cli.commands.cluster import say
+from ddpjob_cli.commands.output import answer
+
+if TYPE_CHECKING:
+    from ddpjob_cli.manifest.yamlfile import Document
+    from ddpjob_convert.fields import ConvertError
+    from ddpjob_convert.result import Converted, Path, Remark
+
+EPILOG = """\b
+Examples:
+  ddpjob convert pytorchjob.yaml > job.yaml
+  ddpjob convert trainjob.yaml runtime.yaml > job.yaml
+  ddpjob convert --image IMAGE -- torchrun --nnodes 2 --nproc-per-node 8 train.py"""
+
+
+_NAMED_MAX = 20  # documents of other kinds, where none can be converted
+_IS_COMMAND = "ddpjob_cli.commands.convert.is_command"
+
+
+class _WithDashes(click.Command):
+    """Remembers whether `--` was given: click takes it away, and what follows it is always a command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Called by click."""
+        given = list(args)
+        rest = super().parse_args(ctx, args)
+        source = ctx.params.get("source") or ()
+        ctx.meta[_IS_COMMAND] = given[: len(given) - len(source)][-1:] == ["--"]
+        return rest
+
+
+@click.command(
+    cls=_WithDashes,
+    short_help="Make a DDPJob from a PyTorchJob, a TrainJob or a command.",
+    epilog=EPILOG,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("--image", help="The image, if a command is converted.")
+@click.option("--name", help="The job's name, if a command is converted.")
+@click.argument("source", metavar="FILE... | - | COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int:
+    """Make DDPJobs from Kubeflow's PyTorchJob or TrainJob, or from a command line of torchrun or accelerate.
+
+    A TrainJob needs its TrainingRuntime or ClusterTrainingRuntime among the files. Each field without a counterpart is
+    named on stderr with its line and the reason; the DDPJobs go to stdout.
+    """
+    from ddpjob_cli.commands.options import refuse_other_bytes
+    from ddpjob_cli.manifest.yamlfile import InputError
+    from ddpjob_convert import command
+    from ddpjob_convert.fields import ConvertError
+
+    if not (click.get_current_context().meta.get(_IS_COMMAND) or command.is_command(source[0])):
+        for option in (w for w in (("--image", image), ("--name", name)) if w[1]):
+            raise InputError(f"{option[0]}: only for a command; the file has its own")
+        return answer("---\n".join(_from_files(source)))
+    refuse_other_bytes([*source, name or "", image or ""])
+    try:
+        converted = command.convert(source, name, image)
+    except ConvertError as error:
+        raise InputError(f"command: {error}") from None
+    for remark in converted.remarks:
+        say(f"command: {remark.text}")
+    return answer(_checked(converted, "command"))
+
+
+def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
+    from ddpjob_cli.manifest import yamlfile
+    from ddpjob_convert import KINDS, advice, left_out
+
+    everything = [d for path in paths for d in yamlfile.read(path) if d.data is not None]
+    documents = [d for d in everything if isinstance(d.data, Mapping)]
+    jobs = [d for d in documents if d.data.get("kind") in KINDS]
+    if not jobs:
+        there = ", ".join(f"{d.data.get('kind')} (line {d.line(())})" for d in documents) or "nothing"
+        lines = [f"{paths[0]}: no PyTorchJob and no TrainJob in it; there: {there}"]
+        lines += [f"{d.place(())}: {left_out(d.data)}" for d in documents[:_NAMED_MAX] if advice(d.data)]
+        raise yamlfile.InputError("\n".join(lines))
+    used = {id(job.data) for job in jobs}
+    texts = [_converted(job, documents, used) for job in jobs]
+    _say_left_out([d for d in everything if id(d.data) not in used])
+    return iter(texts)
+
+
+def _say_left_out(documents: list[Document]) -> None:
+    """Each document that became no part of a DDPJob: whoever pipes a folder would miss it in the cluster only."""
+    from ddpjob_convert import left_out
+
+    for document in documents:
+        say(f"{document.place(())}: {left_out(document.data)}")
+
+
+def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
+    """The YAML of one job; the id of the runtime that it takes its pods from is added to `used`."""
+    from ddpjob_cli.manifest.yamlfile import InputError
+    from ddpjob_convert import convert as to_job
+    from ddpjob_convert.fields import ConvertError
+
+    others = [d.data for d in documents]
+    try:
+        result = to_job(job.data, others)
+    except ConvertError as error:
+        raise InputError(_place(error, job, documents) + f": {error}") from None
+    used.add(id(result.runtime))
+    for remark in sorted(result.remarks, key=lambda r: _order(r, job, result, documents)):
+        document, path = _home(remark.path, job, result.runtime, documents)
+        say(f"{document.place(path)}: {_dotted(path)}: {remark.text}")
+    return _checked(result, job.place(()))
+
+
+def _order(remark: Remark, job: Document, result: Converted, documents: list[Document]) -> tuple[bool, int]:
+    document, path = _home(remark.path, job, result.runtime, documents)
+    return document is not job, document.line(path)
+
+
+def _place(error: ConvertError, job: Document, documents: list[Document]) -> str:
+    document, path = _home(error.path, job, error.runtime, documents)
+    return f"{document.place(path)}: {_dotted(path)}"
+
+
+def _home(path: Path, job: Document, runtime: object, documents: list[Document]) -> tuple[Document, Path]:
+    """The document that a path is of: one that begins with `runtime` is the runtime's."""
+    if path[:1] != ("runtime",):
+        return job, path
+    return next(d for d in documents if d.data is runtime), path[1:]
+
+
+def _dotted(path: Path) -> str:
+    from ddpjob_operator.job.validation import dotted
+
+    return dotted(path)
+
+
+def _checked(result: Converted, place: str) -> str:
+    """The YAML, with a line on stderr for each variable that its command reads and a DDPJob has not.
+
+    Raises InputError if it is no valid DDPJob, as when the source itself is wrong.
+    """
+    from ddpjob_check.job import mistakes
+    from ddpjob_cli.manifest.yamlfile import InputError
+    from ddpjob_operator.job import validation
+
+    job, problems = validation.parse(result.data)
+    if problems:
+        raise InputError("\n".join(f"{place}: the DDPJob would not be valid: {problem}" for problem in problems))
+    for _, rule, text in mistakes(job):
+        if rule.startswith("variable-of-"):
+            say(f"{place}: {text}")
+    return result.to_yaml()

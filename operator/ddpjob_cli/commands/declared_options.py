@@ -1,0 +1,53 @@
+"""The options that a script and its own files declare, read without running them."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator, Sequence
+
+from ddpjob_check import option_names
+from ddpjob_cli.local.kept.files import read_script
+
+_FILES_MAX = 20
+"""Files that are read: the parser is in the script, or in a module close to it."""
+
+
+def of(scripts: Sequence[str]) -> frozenset[str]:
+    """Return the options that these files declare, and the files beside them that they import. What cannot be read
+    declares none: the run says what is wrong with it."""
+    waiting, read = list(scripts), set[str]()
+    names: frozenset[str] = frozenset()
+    while waiting and len(read) < _FILES_MAX:
+        path = os.path.abspath(waiting.pop(0))
+        if path in read or not os.path.isfile(path):
+            continue
+        read.add(path)
+        tree = _tree(path)
+        if tree is not None:
+            names |= option_names.declared(tree)
+            waiting += _imported(tree, os.path.dirname(path))
+    return names
+
+
+def _tree(path: str) -> ast.AST | None:
+    try:
+        return ast.parse(read_script(path))
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+
+
+def _imported(tree: ast.AST, folder: str) -> Iterator[str]:
+    """Yield the files beside a script, or in the working folder, that it may import; not all of them are there."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in node.names)]
+        else:
+            continue
+        above = max(0, getattr(node, "level", 0) - 1)
+        for place in (os.path.join(folder, *[os.pardir] * above), os.getcwd()):
+            for path in (os.path.join(place, *name.split(".")) for name in names if name):
+                yield from (f"{path}.py", os.path.join(path, "__init__.py"))

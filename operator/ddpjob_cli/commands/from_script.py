@@ -1,0 +1,251 @@
+"""A DDPJob for a training script: what `ddpjob init` prints, and what `ddpjob run train.py` runs.
+
+It reads the script as `ddpjob check` does, without running it, and says what it found in comments. Text in, text out.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ddpjob_check import local_rank
+from ddpjob_check.nodes import text_in
+from ddpjob_check.rule import TooLongError
+from ddpjob_check.script import INIT, Script
+from ddpjob_check.values import STARTERS
+from ddpjob_cli.commands import launchers
+from ddpjob_cli.commands.cpu_limit import CpuLimit
+from ddpjob_cli.commands.options import refuse_other_bytes
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.failures.redaction import clean
+from ddpjob_operator.job import api, yamlvalues
+from ddpjob_operator.job.arguments import behind_script
+from ddpjob_operator.job.naming import name_of
+
+NODES = 1  # as torchrun
+FOUND_MAX = 8
+_PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
+_SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
+_DATA = re.compile(r"(?:^|_)(?:data|dataset|root|folder|dir|path)(?:$|_)")
+
+
+@dataclass(frozen=True)
+class Start:
+    """What to start, as the command line names it."""
+
+    script: str
+    """The file as it is named in the command, or a module."""
+    module: bool = False
+    nodes: str | None = None
+    min_nodes: str = ""
+    """Of an elastic job; "" for one with a fixed number of nodes."""
+    nproc: str | None = None
+    max_restarts: str | None = None
+    arguments: Sequence[str] = ()
+    gpus: bool = False
+    """Whether there are GPUs to ask for."""
+    launcher: str = launchers.TORCHRUN
+    note: str = ""
+    """A sentence about the launcher, for a comment."""
+
+
+@dataclass(frozen=True)
+class FoundScript:
+    """What the script says of how it wants to be started."""
+
+    spawns: bool = False
+    """It starts the processes of its node by itself."""
+    nccl: int = 0
+    """The line in which it asks for nccl alone."""
+    cuda: bool = False
+    local_rank: ast.Call | None = None
+    """The option without which it does not train as one job, and which torchrun does not pass."""
+    notes: tuple[str, ...] = ()
+    """Sentences for comments, as they are if torchrun starts the processes."""
+    needs_torchrun: str = ""
+    """What in it works under torchrun alone; "" if nothing does."""
+
+
+def job_yaml(start: Start, text: str | None) -> str:
+    """The YAML. text: of the script; None where it is a module, which is not read. Raises InputError."""
+    _refuse_unprintable(start)
+    found = FoundScript() if text is None else read(start.script, text)
+    sentences = [note.replace(" torchrun ", f" {start.launcher} ") for note in found.notes[:FOUND_MAX]]
+    nodes = start.nodes or str(NODES)
+    nproc = start.nproc or "1"
+    words = _command(start, found)
+    gpus = (
+        f"\n        resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}"
+        if found.nccl or (found.cuda and start.gpus)
+        else ""
+    )
+    hint = (
+        "" if gpus or not found.cuda else (f"\n        # With GPUs: resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}")
+    )
+    file = f"{name_of(start.script)}.yaml"
+    # Names of options are the script's: one with a line end would add lines to the YAML.
+    sentences += [start.note] if start.note else []
+    notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in sentences)
+    least, restarts = start.min_nodes, start.max_restarts
+    limit = f"\n  backoffLimit: {_scalar(restarts)}     # restarts after a failure" if restarts is not None else ""
+    elastic = f"\n  minNodes: {_scalar(least)}         # it starts with these, and takes in more" if least else ""
+    return f"""# From {start.script}. Here: ddpjob run {file}; in a cluster: kubectl apply -f {file}
+{notes}apiVersion: {api.API_VERSION}
+kind: {api.KIND}
+metadata:
+  name: {_scalar(name_of(start.script), text=True)}
+spec:
+  nodes: {_scalar(nodes)}            # pods; on this machine, groups of processes{elastic}
+  nprocPerNode: {_scalar(nproc)}     # processes on each{limit}
+  template:
+    spec:
+      containers:
+      - name: trainer
+        image: my-image   # yours, with PyTorch and the script; not used by `ddpjob run`
+        command: [{", ".join(_scalar(word, text=True) for word in words)}]{gpus}{hint}
+"""
+
+
+def _command(start: Start, found: FoundScript) -> list[str]:
+    script = f"./{start.script}" if start.script.startswith("-") else start.script
+    arguments = start.arguments
+    if found.local_rank is not None and not found.spawns:
+        if start.launcher != launchers.DDPRUN:
+            return local_rank.command_that_passes([script], found.local_rank, arguments)
+        arguments = [local_rank.word_that_passes(found.local_rank), *arguments]
+    module = ["-m"] if start.module else []
+    if found.spawns:
+        return ["python", *module, script, *arguments]
+    return [start.launcher, *module, script, *behind_script(arguments)]
+
+
+@functools.lru_cache(maxsize=4)
+def read(name: str, text: str) -> FoundScript:
+    """What a script shows without being run. Raises InputError for one that is not valid Python."""
+    try:
+        return CpuLimit()(lambda: _read(Script(text)))
+    except SyntaxError as error:
+        raise InputError(f"{name}:{error.lineno or 1}: not valid Python: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise InputError(f"{name}:1: not valid Python: {error}") from None
+    except TooLongError:
+        return FoundScript(
+            notes=("The script takes too long to follow, so nothing is known of how it wants to be started.",)
+        )
+
+
+def _read(script: Script) -> FoundScript:
+    spawned = script.calls_to(*STARTERS) or script.calls_to(*_PROCESSES)
+    nccl = next((call.lineno for call in script.calls_to(INIT) if _is_nccl(call)), 0)
+    cuda = bool(nccl) or any(isinstance(n, ast.Attribute) and n.attr == "cuda" for n in ast.walk(script.tree))
+    passed = local_rank.must_be_passed(script)
+    notes = (*_of_launch(script, spawned, passed), *_of_gpus(nccl), *_of_arguments(script.tree), *_of_files(script))
+    return FoundScript(bool(spawned), nccl, cuda, passed, notes, "" if spawned else launchers.why_torchrun(script))
+
+
+def _refuse_unprintable(start: Start) -> None:
+    """Such a name would be lines of its own in YAML, or no text at all."""
+    if not start.script.isprintable():
+        kind = "a module" if start.module else "a file"
+        raise InputError(f"{start.script!r}: {kind} whose name has control characters or is not UTF-8: rename it")
+    refuse_other_bytes(start.arguments)
+
+
+def _of_launch(script: Script, spawned: list[ast.Call], passed: ast.Call | None) -> Iterator[str]:
+    if spawned:
+        yield (
+            f"Line {spawned[0].lineno} starts the processes of its node by itself, so no launcher starts it; "
+            "on several nodes it must read NODE_RANK and NNODES."
+        )
+    elif script.uses_a_framework:
+        yield "A framework forms the group: torchrun starts its processes."
+    elif script.inits:
+        yield f"Line {script.inits[0].lineno} forms the group: torchrun starts its processes."
+    else:
+        yield "No init_process_group() was found: without one each process trains alone."
+    if passed is not None and not spawned:
+        yield (
+            f"Line {passed.lineno} takes the rank on its node as an option, which torchrun does not pass, and this "
+            "command does."
+        )
+
+
+def _of_gpus(nccl: int) -> Iterator[str]:
+    if nccl:
+        yield f"Line {nccl} uses nccl, which needs a GPU for each process."
+
+
+def _of_arguments(tree: ast.AST) -> Iterator[str]:
+    """The options that argparse reads."""
+    required: list[str] = []
+    optional: list[str] = []
+    for call in ast.walk(tree):
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+            continue
+        names = [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        if call.func.attr != "add_argument" or not names:
+            continue
+        given = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+        name = max(names, key=len)
+        is_required = given.get("required") is True or not (name.startswith("-") or _may_be_absent(call))
+        default = f" ({given['default']!r})" if given.get("default") is not None else ""
+        (required if is_required else optional).append(name if is_required else f"{name}{default}")
+    if required:
+        yield f"Arguments that it needs: {', '.join(required)}"
+    if optional:
+        yield f"Arguments that it takes: {', '.join(optional[:12])}{', …' if len(optional) > 12 else ''}"
+
+
+def _may_be_absent(positional: ast.Call) -> bool:
+    """Whether its nargs are "?", "*" or argparse.REMAINDER."""
+    nargs = next((k.value for k in positional.keywords if k.arg == "nargs"), None)
+    return nargs is not None and (text_in(nargs) in ("?", "*", "...") or getattr(nargs, "attr", "") == "REMAINDER")
+
+
+def _of_files(script: Script) -> Iterator[str]:
+    """Folders that it reads, and whether it saves: a pod has neither without a volume."""
+    paths = dict.fromkeys(path for call in ast.walk(script.tree) if isinstance(call, ast.Call) for path in _paths(call))
+    if paths:
+        yield f"It names {', '.join(list(paths)[:4])}: in a cluster these are in the image, or on a volume of the pods."
+    yield from _lost(script)
+
+
+def _lost(script: Script) -> Iterator[str]:
+    if saves := script.calls_to("torch.save", "ddpjob.Snapshot"):
+        yield f"Line {saves[0].lineno} saves files, which a pod loses at its end: mount a volume that outlives it."
+
+
+def files_lost(text: str) -> tuple[str, ...]:
+    """What a script saves that is lost with its pod, a sentence; nothing where it cannot be read as Python."""
+    try:
+        return CpuLimit()(lambda: tuple(_lost(Script(text))))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, TooLongError):
+        return ()
+
+
+def _paths(call: ast.Call) -> Iterator[str]:
+    """The folders and files that keywords such as root= and data_dir= name, and argparse's defaults for --data."""
+    texts = {k.arg or "": k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
+    for name, value in texts.items():
+        if name == "default" and call.args and isinstance(call.args[0], ast.Constant):
+            name = str(call.args[0].value).lstrip("-").replace("-", "_")
+        if isinstance(value, str) and "/" in value and _DATA.search(name):
+            yield value
+
+
+def _is_nccl(call: ast.Call) -> bool:
+    given = [*call.args[:1], *(k.value for k in call.keywords if k.arg == "backend")]
+    return any(isinstance(node, ast.Constant) and node.value == "nccl" for node in given)
+
+
+def _scalar(word: str, *, text: bool = False) -> str:
+    """As YAML in a list. text: a number is one of the command's words."""
+    if not text:
+        return word if re.fullmatch(r"[\w.+-]+", word) else json.dumps(word, ensure_ascii=False)
+    is_text = yamlvalues.tag_of(word) == f"{yamlvalues.TAG}str" and word != "="
+    plain = _SIMPLE.fullmatch(word) and is_text and not re.match(r"[-+.\d]", word)
+    return word if plain else json.dumps(word, ensure_ascii=False)

@@ -1,0 +1,334 @@
+"""`ddpjob`: the command line. Answers go to stdout, everything else to stderr; wrong input ends with exit code 2.
+
+Imports stand inside the commands: `ddpjob --help` must not wait for what it does not use.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddpjob_cli.commands import cluster, convert, runs, script_words, sections, shell, submit
+from ddpjob_cli.commands.output import answer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpjob_cli.local.run import RunOptions
+    from ddpjob_cli.manifest.yamlfile import Document
+    from ddpjob_operator.job import api
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@click.group(cls=sections.Sections, context_settings=CONTEXT, epilog="Example: ddpjob run examples/digits.yaml")
+@click.version_option(package_name="ddpjob", message="ddpjob %(version)s")
+def cli() -> None:
+    """PyTorch DDP jobs: one YAML, on Kubernetes or as processes on this machine."""
+
+
+class _Run(script_words.ScriptCommand, sections.Brief):
+    """`ddpjob run`."""
+
+
+@cli.command(
+    cls=_Run,
+    context_settings=script_words.SETTINGS,
+    short_help="Run a script or a DDPJob on this machine.",
+    epilog="Example: ddpjob run --nproc-per-node 2 train.py --epochs 5",
+)
+@click.argument("file", required=False, type=click.Path(dir_okay=False, allow_dash=True))
+@click.argument("arguments", metavar="[ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--nodes", metavar="N", help="Nodes; MIN:MAX: an elastic job.  [1, or spec.nodes]")
+@click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node.  [1, or the file's]")
+@click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3, or the file's]")
+@sections.launcher("ddprun, torchrun")
+@click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.backoffLimit=5.")
+@click.option("--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer.")
+@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, not on GPUs.")
+@click.option(
+    "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; node=1,at=20s."
+)
+@click.option("--pdb", cls=sections.RareOption, metavar="RANK", type=int, help="has the terminal")
+@click.option("--dry-run", cls=sections.RareOption, is_flag=True, help="prints pods")
+@click.option(
+    "-f",
+    "--filename",
+    cls=sections.RareOption,
+    metavar="FILE",
+    type=click.Path(dir_okay=False, allow_dash=True),
+    help="as FILE",
+)
+@click.option("-m", "--module", cls=sections.RareOption, metavar="NAME", help="not FILE")
+@click.option("--no-check", cls=sections.RareOption, is_flag=True, help="in any case")
+@click.option("--job", cls=sections.RareOption, metavar="NAME", help="of many")
+@click.option("--report", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="HTML")
+@click.option("--status", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="JSON")
+@click.option(
+    "--metrics-file", "metrics", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="metrics"
+)
+@click.option(
+    "--logs",
+    cls=sections.RareOption,
+    type=sections.AsPath(file_okay=False),
+    help="of all runs",
+    metavar="DIR",
+)
+@click.option("--plain", cls=sections.RareOption, is_flag=True, help="no table")
+@click.option("--allow-unsupported", cls=sections.RareOption, is_flag=True, help="ignore fields")
+@click.option("--yes", cls=sections.RareOption, is_flag=True, help="512+ ranks")
+def run(
+    file: str | None,
+    arguments: tuple[str, ...],
+    filename: str | None,
+    module: str | None,
+    job: str | None,
+    nodes: str | None,
+    nproc: str | None,
+    max_restarts: str | None,
+    launcher: str | None,
+    settings: tuple[str, ...],
+    variables: tuple[str, ...],
+    status: Path | None,
+    metrics: Path | None,
+    report: Path | None,
+    logs: Path | None,
+    failures: tuple[str, ...],
+    cpu: bool,
+    allow_unsupported: bool,
+    no_check: bool,
+    yes: bool,
+    plain: bool,
+    pdb: int | None,
+    dry_run: bool,
+) -> int:
+    """Run FILE here: a DDPJob, a script or a notebook, or - for stdin.
+    Options end at a script's first other word: the rest is the script's.
+    Exit codes: 0 succeeded, 1 failed, 2 wrong input, 130 interrupted.
+    """
+    from ddpjob_cli.commands import check_files, launchers, sources
+    from ddpjob_cli.local.processes import faults, gpus
+    from ddpjob_cli.local.run import RunOptions
+
+    if filename is not None or module is not None:  # the first word is then one of ARGS
+        file, arguments = filename, (*([] if file is None else [file]), *arguments)
+    if (file is None) == (module is None):
+        raise click.UsageError("name what to run: a YAML, a script, - for stdin, or -m MODULE")
+    broken = tuple(faults.parse(text) for text in failures)
+    if broken:
+        variables = (*variables, f"{faults.VARIABLE}={faults.variable(broken)}")
+    devices = len(gpus.visible())
+    nproc = sources.processes(nproc, devices)
+    if pdb is not None and not any(setting.startswith("spec.backoffLimit") for setting in settings):
+        max_restarts = max_restarts or "0"  # whoever leaves a debugger does not want to be in the next one
+    source = sources.Source(
+        file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
+    )
+    with sources.as_file(source) as source:
+        source, why = sources.with_launcher(source, launcher, lambda: launchers.missing_here(os.environ))
+        if why:
+            click.echo(f"torchrun starts the ranks: {why}", err=True)
+        document, parsed = sources.load(source)
+        faults.check(broken, parsed)
+        if dry_run:
+            for line in check_files.for_a_cluster(document, parsed):
+                click.echo(line, err=True)
+            return print_objects(parsed, cpu)
+        if warning := sources.warn_of_size(parsed, allowed=yes):
+            click.echo(warning, err=True)
+        options = RunOptions(
+            status,
+            cpu,
+            allow_unsupported,
+            plain,
+            logs,
+            broken,
+            metrics=metrics,
+            report=report,
+            process_group=os.getpgrp(),
+            names=sources.names_of(file),
+            pdb=pdb,
+            defaults=sources.defaults(source, parsed, 0 if cpu else devices),
+        )
+        cells = file if sources.is_notebook(file) else None
+        return start(document, parsed, options, checked=not no_check, notebook=cells)
+
+
+@cli.command(
+    cls=script_words.ScriptCommand,
+    context_settings=script_words.SETTINGS,
+    short_help="Print a DDPJob for a training script.",
+    epilog="Example: ddpjob init --nodes 2 train.py --epochs 5 > job.yaml",
+)
+@click.argument("script", required=False, type=click.Path(dir_okay=False))
+@click.argument("arguments", metavar="[ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "--module", metavar="MODULE", help="A module in place of a file.")
+@click.option("--nodes", metavar="N", help="This many nodes; MIN:MAX: an elastic job.  [1]")
+@click.option("--nproc-per-node", "nproc", metavar="N", help="This many processes on each.  [1]")
+@click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3]")
+@sections.launcher("ddprun or torchrun; the image must have it.  [torchrun]", rare=False)
+def init(
+    script: str | None,
+    arguments: tuple[str, ...],
+    module: str | None,
+    nodes: str | None,
+    nproc: str | None,
+    max_restarts: str | None,
+    launcher: str | None,
+) -> int:
+    """Print a DDPJob for a training script, with what the script shows in comments.
+
+    Options come before the script or right behind it; all from the first other word on is the script's.
+    """
+    from dataclasses import replace
+
+    from ddpjob_cli.commands import launchers, sources
+
+    if module is not None:
+        script, arguments = None, (*([] if script is None else [script]), *arguments)
+    if (script is None) == (module is None):
+        raise click.UsageError("name a script, or -m MODULE")
+    source = sources.Source(script, module, None, nodes, nproc, (), (), arguments, max_restarts=max_restarts)
+    source, why = sources.with_launcher(source, launcher, lambda: launchers.HINT)
+    source = replace(source, note=why if why in ("", launchers.HINT) else f"torchrun starts the ranks: {why}")
+    sources.load(source)
+    return answer(sources.to_yaml(source))
+
+
+@cli.command(
+    short_help="Find DDP mistakes without running anything.", epilog="Example: ddpjob check train.py --nodes 2"
+)
+@click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=click.Path())
+@click.option("--nodes", metavar="N", help="Check for this many nodes; MIN:MAX: for an elastic job.")
+@click.option("--nproc", metavar="N", type=click.IntRange(min=1), help="Check for this many processes a node.")
+@click.option("--job", metavar="NAME", help="Which DDPJob, if a file has several.")
+@click.option("--parameters", metavar="N", help="Does a model of so many (350M, 7B) fit into a pod's memory limit?")
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True, help="How it is shown."
+)
+def check(
+    paths: tuple[str, ...], nodes: str | None, nproc: int | None, job: str | None, parameters: str | None, form: str
+) -> int:
+    """Find the classic DDP mistakes in scripts, notebooks, a DDPJob's YAML with its script, or all in a folder.
+
+    \b
+    Nothing is run or imported.
+    To suppress a finding: `# ddpjob: ignore[rule]` on its line or on the line above.
+    Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
+    """
+    from ddpjob_cli.commands import check_files, check_folder
+
+    alone = check_files.context(nodes, nproc)
+    settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
+    found = check_folder.targets(paths, job, lambda path, name: load(path, name, nodes, settings, ()))
+    size = check_files.parameters(parameters)
+    result = check_files.check_all(found.scripts, found.jobs, alone, apart=found.apart, parameters=size)
+    code = answer(result.to_json() if form == "json" else result.to_text())
+    for line in (*found.wrong, *found.left_out, *result.unread, result.summary()):
+        cluster.say(line)
+    return code or (2 if found.wrong else result.exit_code)
+
+
+@cli.command(epilog="Example: ddpjob crd | kubectl apply -f -")
+def crd() -> int:
+    """Print the CustomResourceDefinition of DDPJob."""
+    from ddpjob_operator.job.crd import to_yaml
+
+    return answer(to_yaml())
+
+
+for command in (submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shell.COMMANDS, convert.convert):
+    cli.add_command(command)
+
+
+def load(
+    file: str, job: str | None, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
+) -> tuple[Document, api.DDPJob]:
+    """The job of a file with the options applied. Raises InputError."""
+    from ddpjob_cli.commands import sources
+
+    return sources.load(sources.Source(file, None, job, nodes, None, settings, variables))
+
+
+def start(
+    document: Document, job: api.DDPJob, options: RunOptions, *, checked: bool, notebook: str | None = None
+) -> int:
+    """Check the job's script, and run it. notebook: the file of which the script was made."""
+    from ddpjob_cli.commands import check_files
+    from ddpjob_cli.local.run import run as run_locally
+    from ddprun import own_children
+
+    if checked:
+        lines, is_refused = check_files.before_run(
+            document, job, cpu=options.cpu, read_instead=notebook, given=os.environ
+        )
+        for line in lines:
+            cluster.say(line)
+        if is_refused:
+            return 2
+    own_children.stand_apart()
+    return run_locally(document, job, options)
+
+
+def print_objects(job: api.DDPJob, cpu: bool) -> int:
+    """The objects as YAML documents on stdout, each as soon as it is built."""
+    import yaml
+
+    from ddpjob_cli.local.run import dry_run
+    from ddpjob_operator.job import yamlvalues
+
+    class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
+        """Without anchors: kubectl reads them, people do not."""
+
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    Dumper.add_representer(str, yamlvalues.represent)
+    code = 0
+    for i, body in enumerate(dry_run(job, cpu)):
+        text = yaml.dump(body, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+        code = code or answer(f"---\n{text}" if i else text)
+    return code
+
+
+def kubectl_plugin() -> None:
+    """The program `kubectl-ddp`, which kubectl starts for `kubectl ddp …`."""
+    main("kubectl ddp")
+
+
+def main(name: str = "ddpjob") -> None:
+    """The program `ddpjob`."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # As stderr is by itself: a character that the locale lacks must not end a run.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = cli.main(prog_name=name, standalone_mode=False)
+    except click.ClickException as error:
+        script_words.keep_close(error)
+        error.show()
+        code = 2
+    except (click.Abort, KeyboardInterrupt):
+        code = 130
+    except Exception as error:
+        code = _of_expected(error)
+    sys.exit(code)
+
+
+def _of_expected(error: Exception) -> int:
+    """The exit code of an error that has a sentence for the user, which is printed; any other is raised again."""
+    from ddpjob_cli.client.errors import ClusterError
+    from ddpjob_cli.manifest.yamlfile import InputError
+    from ddpjob_operator.failures.redaction import clean
+
+    if not isinstance(error, InputError | ClusterError):
+        raise error
+    click.echo(clean(str(error)), err=True)
+    return 2 if isinstance(error, InputError) else 1
+
+
+if __name__ == "__main__":
+    main()

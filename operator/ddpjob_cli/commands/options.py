@@ -1,0 +1,48 @@
+"""Options that change a job, as `run` and `submit` have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ddpjob_cli.manifest import override
+from ddpjob_cli.manifest.yamlfile import Document, InputError
+from ddpjob_operator.job import api, validation
+
+NODES_WANTED = "must be a number of nodes, or MIN:MAX as 1:3 for an elastic job"
+
+
+def range_of(nodes: str) -> tuple[str, str]:
+    """MIN and MAX of `--nodes MIN:MAX`, MIN empty for one number; what they are is not read. Raises InputError."""
+    least, colon, most = nodes.partition(":")
+    if not nodes or (colon and (not least or not most or ":" in most)):
+        raise InputError(f'--nodes: {NODES_WANTED}, is "{nodes}"')
+    return (least, most) if colon else ("", nodes)
+
+
+def refuse_other_bytes(words: Iterable[str]) -> None:
+    """Words of the command line that are not UTF-8: no API server and no YAML takes them. Raises InputError."""
+    for word in words:
+        if any("\ud800" <= character <= "\udfff" for character in word):
+            raise InputError(f"{word!r}: not UTF-8, so no job can have it")
+
+
+def applied(
+    document: Document, nodes: str | None, settings: tuple[str, ...], variables: tuple[str, ...]
+) -> tuple[Document, api.DDPJob]:
+    """A job with the options applied, and read. nodes: a number, or MIN:MAX as torchrun's. Raises InputError."""
+    if nodes is not None:
+        least, most = range_of(nodes)
+        override.set_field(document, f"spec.nodes={most}", "--nodes")
+        if least:
+            override.set_field(document, f"spec.minNodes={least}", "--nodes")
+    refuse_other_bytes([*settings, *variables])
+    for setting in settings:
+        override.set_field(document, setting, f"--set {setting}")
+    for variable in variables:
+        override.set_variable(document, variable)
+    parsed, problems = validation.parse(document.data)
+    named = {p.path for p in problems}
+    problems += [p for p in validation.strict(parsed.spec) if p.path not in named]
+    if problems:
+        raise document.error(problems)
+    return document, parsed

@@ -1,0 +1,254 @@
+"""The commands on the runs of this machine: `ddpjob list`, `ddpjob report`; and `ddpjob logs`, also of a cluster."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddpjob_cli.commands import sections
+from ddpjob_cli.commands.cluster import Connect, JobName, Seconds, cluster_options, say
+
+if TYPE_CHECKING:
+    import datetime as dt
+    from pathlib import Path
+
+    from ddpjob_cli.commands.logs import LogSource
+    from ddpjob_cli.local.kept.runs import Run
+
+FOLDER = click.option(
+    "--dir", "folder", metavar="DIR", type=sections.AsPath(file_okay=False),
+    help="The --logs of the runs.  [~/.local/state/ddpjob]",
+)  # fmt: skip
+
+
+@click.command("list", short_help="List the runs of this machine.", epilog="Example: ddpjob list -o wide")
+@click.option("-o", "--output", type=click.Choice(["text", "wide", "json"]), default="text", help="How it is shown.")
+@FOLDER
+def list_runs(output: str, folder: Path | None) -> int:
+    """List the runs of this machine, the newest first; of each job the last ten are kept."""
+    import datetime as dt
+    import json
+
+    from ddpjob_cli.commands.output import answer
+    from ddpjob_cli.local.kept import runs
+
+    now = dt.datetime.now(dt.timezone.utc)
+    found = runs.find_all(folder)
+    if output == "json":
+        return answer(json.dumps([as_json(run, now) for run in found], indent=2) + "\n")
+    if not found:
+        click.echo("no run is kept here; start one with ddpjob run", err=True)
+        return 0
+    return answer(columns([row(run, now, wide=output == "wide") for run in found]))
+
+
+@click.command(
+    short_help="Print what the nodes of a run have printed.", epilog="Example: ddpjob logs digits --rank 1 --follow"
+)
+@click.argument("job", type=JobName(), required=False)
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of the node on which this rank runs.")
+@click.option("--node", type=click.IntRange(min=0), metavar="N", help="Of this node.")
+@click.option("--attempt", type=click.IntRange(min=1), metavar="A", help="Of this attempt.  [the last]")
+@click.option("-p", "--previous", is_flag=True, help="Of the attempt before the last.")
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends, through its restarts.")
+@click.option("--tail", type=click.IntRange(min=0), metavar="N", help="The last N lines; in a cluster.")
+@click.option("--since", type=Seconds(), metavar="TIME", help="Lines of the last 30s, 15m, 2h; in a cluster.")
+@click.option("--timestamps", is_flag=True, help="Begin each line with its time; in a cluster.")
+@click.option("--cluster", "in_cluster", is_flag=True, help="Of a job in a cluster, as -n and --context say, too.")
+@FOLDER
+@cluster_options
+def logs(
+    connect: Connect,
+    job: str | None,
+    rank: int | None,
+    node: int | None,
+    attempt: int | None,
+    previous: bool,
+    follow: bool,
+    folder: Path | None,
+    tail: int | None,
+    since: float | None,
+    timestamps: bool,
+    in_cluster: bool,
+) -> int:
+    """Print what the nodes of JOB's last run have printed; without JOB, of the last run of any job.
+
+    With -n, --context or --cluster, or if this machine has no run of JOB: of the JOB in the cluster.
+    The ranks of a node share a log. A line of several nodes begins with [node:rank], as in ddpjob run.
+    """
+    from ddpjob_cli.commands import logs as shown
+
+    if previous and attempt is not None:
+        raise click.UsageError("--previous and --attempt exclude each other.")
+    if rank is not None and node is not None:
+        raise click.UsageError("--rank and --node exclude each other.")
+    in_cluster = in_cluster or connect.is_chosen or tail is not None or since is not None or timestamps or _is_plugin()
+    if in_cluster:
+        source = _logs_in_cluster(connect, job, tail=tail, since_seconds=since, timestamps=timestamps)
+    else:
+        source = _logs_here(connect, job, folder)
+    return shown.show(source, rank, node, attempt, previous=previous, follow=follow)
+
+
+@click.command(
+    short_help="Print the report of a run, as one HTML page.", epilog="Example: ddpjob report digits > run.html"
+)
+@click.argument("job", required=False)
+@FOLDER
+def report(job: str | None, folder: Path | None) -> int:
+    """Print the report of JOB's last run as one HTML page; without JOB, of the last run of any job.
+
+    It has the metrics over the steps, the attempts over time, where the time went, the failures, and links to the logs.
+    """
+    import datetime as dt
+
+    from ddpjob_cli.commands.output import answer
+    from ddpjob_cli.local.kept import report as reports
+    from ddpjob_cli.local.kept import runs
+
+    run = runs.find(job, folder)
+    return answer(reports.page(run, run.history(), dt.datetime.now(dt.timezone.utc)))
+
+
+@click.command(short_help="Show where the ranks of a job are.", epilog="Example: ddpjob stacks digits --rank 1")
+@click.argument("job", type=JobName(), required=False)
+@click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Of this rank.")
+@click.option("--cluster", "in_cluster", is_flag=True, help="Of a job in a cluster, as -n and --context say, too.")
+@FOLDER
+@cluster_options
+def stacks(connect: Connect, job: str | None, rank: int | None, folder: Path | None, in_cluster: bool) -> int:
+    """Show the stacks of JOB's ranks, each once with the ranks that share it; without JOB, of the last run here.
+
+    The ranks go on. ddprun must have started them; in a cluster kubectl must be there, with the right to exec.
+    """
+    from ddpjob_cli.commands.output import answer
+    from ddpjob_cli.manifest.yamlfile import InputError
+    from ddprun.core import folded_stacks
+
+    if in_cluster or connect.is_chosen or _is_plugin():
+        source = _logs_in_cluster(connect, job)
+    else:
+        source = _logs_here(connect, job, folder)
+    node = None if rank is None else source.node_of_rank(rank)
+    found = _stacks_of(source, connect, node)
+    if rank is not None:
+        parts = [part for text in found if (part := folded_stacks.of_rank(text, rank))]
+        if not parts:
+            raise InputError(f"{source.name}: no stack of rank {rank}; " + "; ".join(t.splitlines()[0] for t in found))
+        found = parts
+    return answer("".join(f"{text}\n" for text in found))
+
+
+COMMANDS = (list_runs, logs, stacks, report)
+
+
+def _stacks_of(source: LogSource, connect: Connect, node: int | None) -> list[str]:
+    from ddpjob_cli.local.kept import run_logs
+
+    if isinstance(source, run_logs.LocalLogs):
+        from ddpjob_cli.local.processes import stacks as local
+
+        return local.of_run(source.run)
+    from ddpjob_cli.client import stacks as client
+    from ddpjob_cli.client.logs import ClusterLogs
+
+    assert isinstance(source, ClusterLogs), "there are two sources"
+    cluster = source.cluster
+    chosen = ["--namespace", cluster.namespace]
+    chosen += [
+        word for name in ("context", "kubeconfig") if (given := getattr(connect, name)) for word in (f"--{name}", given)
+    ]
+    return client.of_job(cluster, source.stored, chosen, node)
+
+
+def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> LogSource:
+    """Those of the last run on this machine, or of a job in the cluster, where there is no such run."""
+    from ddpjob_cli.local.kept import run_logs, runs
+
+    if job is not None and folder is None and job not in (kept := {run.facts.job for run in runs.find_all(folder)}):
+        from ddpjob_cli.client.connection import has_kubeconfig
+
+        if has_kubeconfig():
+            here = f" (there are runs of: {', '.join(sorted(kept))})" if kept else ""
+            say(f"no run of {job} is kept on this machine{here}: looking in the cluster")
+            return _logs_in_cluster(connect, job)
+    return run_logs.LocalLogs(runs.find(job, folder))
+
+
+def _logs_in_cluster(connect: Connect, job: str | None, **part: Any) -> LogSource:
+    from ddpjob_cli.client import jobs
+    from ddpjob_cli.client.logs import ClusterLogs, LogPart
+    from ddpjob_cli.client.watch import StateLines
+
+    if job is None:
+        raise click.UsageError("Missing argument 'JOB': which job of the cluster.")
+    cluster = connect()
+    return ClusterLogs(
+        cluster, jobs.find(cluster, job), say, part=LogPart(**part), on_look=StateLines(say, running=False).see
+    )
+
+
+def _is_plugin() -> bool:
+    return click.get_current_context().find_root().info_name == "kubectl ddp"
+
+
+def row(run: Run, now: dt.datetime, *, wide: bool) -> dict[str, str]:
+    """A run by its columns."""
+    from ddpjob_cli.local.kept.runs import age, took
+    from ddpjob_operator.job.wording import duration
+
+    status, progress = run.status, run.status.progress
+    total = f"/{progress.total_steps}" if progress and progress.total_steps else ""
+    took_seconds = took(run, now)
+    cells = {
+        "JOB": run.facts.job,
+        "STATE": run.state,
+        "AGE": duration(age(run, now)),
+        "ATTEMPTS": str(status.attempt),
+        "RESTARTS": str(status.restarts.total if status.restarts else 0),
+        "STEP": f"{progress.step}{total}" if progress else "",
+    }
+    if wide:
+        cells["NODES"] = f"{run.facts.nodes} x {run.facts.nproc_per_node}"
+        cells["TOOK"] = "" if took_seconds is None else duration(took_seconds)
+    return {**cells, "FOLDER": short(run.folder)}
+
+
+def as_json(run: Run, now: dt.datetime) -> dict[str, Any]:
+    """A run as `-o json` has it; the whole status is in its folder."""
+    from ddpjob_cli.local.kept.runs import age, took
+
+    status, progress = run.status, run.status.progress
+    took_seconds = took(run, now)
+    return {
+        "job": run.facts.job,
+        "run": run.facts.run,
+        "state": run.state,
+        "started": run.facts.started.isoformat(),
+        "ageSeconds": round(age(run, now)),
+        "tookSeconds": None if took_seconds is None else round(took_seconds),
+        "attempts": status.attempt,
+        "restarts": status.restarts.total if status.restarts else 0,
+        "step": progress.step if progress else None,
+        "totalSteps": progress.total_steps if progress else None,
+        "nodes": run.facts.nodes,
+        "nprocPerNode": run.facts.nproc_per_node,
+        "message": status.message,
+        "folder": str(run.folder),
+    }
+
+
+def columns(rows: list[dict[str, str]]) -> str:
+    """Rows under their headings."""
+    from ddpjob_cli.describe import job
+
+    return "".join(f"{line}\n" for line in job.columns([tuple(rows[0]), *(tuple(row.values()) for row in rows)]))
+
+
+def short(path: Path) -> str:
+    """A path, with ~ for the user's own folder."""
+    try:
+        return f"~/{path.relative_to(path.home())}"
+    except (ValueError, RuntimeError):
+        return str(path)

@@ -1,0 +1,341 @@
+"""The words of `ddpjob run`, `submit` and `init`, split as torchrun splits its own: ours, the file, the script's.
+
+Our options come before the file or directly after it. From the first word that is not ours everything is the script's,
+and `--` says so explicitly. A YAML file brings the script's arguments itself, so there options may stand anywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+_SCRIPTS = (".py", ".ipynb")
+_FILES = (*_SCRIPTS, ".yaml", ".yml")
+_PYTHON = re.compile(r"python[\d.]*")
+_SELECT = ("filename", "module")  # the parameters that name what to run in place of FILE
+_OF_LAUNCHERS = {"nnodes": "--nodes", "nproc_per_node": "--nproc-per-node", "max_restarts": "--max-restarts"}
+
+Taken = list[tuple[click.Option, list[str]]]
+
+
+def normalized(name: str) -> str:
+    """Return an option's name without its dashes in our spelling: nproc_per_node is nproc-per-node, nnodes nodes."""
+    name = name.replace("_", "-")
+    return "nodes" if name == "nnodes" else name
+
+
+SETTINGS: dict[str, Any] = {"token_normalize_func": normalized}
+
+
+class ScriptCommand(click.Command):
+    """A command that starts a script, and hands over the words that follow it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Called by click."""
+        try:
+            return super().parse_args(ctx, args if ctx.resilient_parsing else _arranged(self, ctx, args))
+        except click.NoSuchOption as error:  # of a YAML file: what precedes a script is read before
+            keep_close(error)
+            if error.possibilities:
+                raise
+            text = f"{error.message.rstrip('.')}; arguments for the script of a YAML file follow --"
+            raise click.UsageError(text, ctx) from None
+
+
+@dataclass
+class _Line:
+    """A command line of ours, as far as it is read."""
+
+    program: str
+    """ddpjob run"""
+    options: Mapping[str, click.Option]
+    """Our options by their normalized names, with dashes."""
+    before: list[str] = field(default_factory=list)
+    """Our options in front of the file, without those that name it."""
+    named: list[str] = field(default_factory=list)
+    """The file, or -m and the module."""
+    after: Taken = field(default_factory=list)
+    """Our options directly behind it."""
+    words: list[str] = field(default_factory=list)
+    """The script's."""
+
+    def text(self, *words: str) -> str:
+        """Return a command to type."""
+        return f"{self.program} {shlex.join(words)}"
+
+    def match(self, words: Sequence[str]) -> tuple[click.Option, int] | None:
+        """Return our option that the first word is, and how many words it has with its value; None if it is none."""
+        word = words[0]
+        is_long = word.startswith("--")
+        name, has_value, _ = word.partition("=") if is_long else (word[:2], word[2:], "")
+        option = self.options.get(spelling(name)) if name not in ("-", "--") else None
+        if option is None or (has_value and not is_long and _is_flag(option)):
+            return None
+        return option, 1 if has_value or _is_flag(option) else 2
+
+    def take(self, words: Sequence[str], *, behind: bool) -> Taken:
+        """Return our options at the beginning with their words. behind: the file is known, so it is not named again,
+        and --help is the script's."""
+        taken: Taken = []
+        rest = list(words)
+        while rest and (found := self.match(rest)) is not None:
+            option, size = found
+            if size > len(rest):
+                raise click.BadOptionUsage(rest[0], f"Option {rest[0]!r} requires an argument.")
+            if behind and (option.name in _SELECT or option.is_eager):
+                break
+            taken.append((option, rest[:size]))
+            rest = rest[size:]
+            if option.name in _SELECT:
+                break
+        return taken
+
+
+def spelling(name: str) -> str:
+    """Return an option as it is typed in our spelling: --nproc-per-node for --nproc_per_node."""
+    bare = name.lstrip("-")
+    return name[: len(name) - len(bare)] + normalized(bare)
+
+
+def close(name: str, known: Sequence[str]) -> str:
+    """Return the known name of which this one is a typo or the beginning; "" if none is close."""
+    from ddpjob_operator.job.typos import Typos
+
+    bare = {other.lstrip("-"): other for other in known}
+    name = normalized(name.lstrip("-"))
+    begun = [other for other in bare if len(name) >= _BEGINNING_MIN and other.startswith(name)]
+    alike = [other for other in bare if abs(len(other) - len(name)) <= 1]
+    meant = begun[0] if len(begun) == 1 else Typos().meant(name, alike, cutoff=_CLOSE)
+    return bare.get(meant, "")
+
+
+_BEGINNING_MIN = 4
+_CLOSE = 0.75  # of difflib: one letter of four may differ in its place, and none may be another one
+
+
+def keep_close(error: click.ClickException) -> None:
+    """Keep of click's suggestions for an option or a command the one that is close, if there is one."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return
+    if isinstance(error, click.NoSuchOption):
+        options = [p for p in context.command.get_params(context) if isinstance(p, click.Option)]
+        name, known = error.option_name, [name for option in options for name in option.opts]
+    elif isinstance(context.command, click.Group) and hasattr(error, "command_name"):
+        name, known = error.command_name, context.command.list_commands(context)
+    else:
+        return
+    meant = close(name, known)
+    vars(error)["possibilities"] = [meant] if meant else []
+
+
+def _is_flag(option: click.Option) -> bool:
+    return option.is_flag or option.count
+
+
+def _flat(taken: Taken) -> list[str]:
+    return [word for _, words in taken for word in words]
+
+
+def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -> list[str]:
+    """Return the words in an order that click's parser cannot take in another way: ours, `--`, the file, the script's.
+    Raises UsageError and InputError."""
+    known = {spelling(name): p for p in command.get_params(ctx) if isinstance(p, click.Option) for name in p.opts}
+    line = _Line(ctx.command_path, known)
+    taken = line.take(args, behind=False)
+    rest = list(args[len(_flat(taken)) :])
+    chosen = taken.pop() if taken and taken[-1][0].name in _SELECT else None
+    line.before = _flat(taken)
+    is_explicit = chosen is None and rest[:1] == ["--"]
+    rest = rest[1:] if is_explicit else rest
+    if chosen is None and not rest:
+        return list(args)
+    if chosen is not None:
+        line.named = [*(["-m"] if chosen[0].name == "module" else []), _value(chosen[1])]
+    elif rest[0].startswith("-") and rest[0] != "-" and not is_explicit:
+        raise click.UsageError(_unknown(line, rest), ctx)
+    else:
+        line.named, rest = rest[:1], rest[1:]
+    if why := _wrong_program(line, rest):
+        raise _refused(why)
+    return list(args) if _is_job(line.named[0]) else _split(line, rest, is_explicit=is_explicit)
+
+
+def _split(line: _Line, rest: list[str], *, is_explicit: bool) -> list[str]:
+    """Return the words for click, of a line whose file is a script or a module. is_explicit: `--` stood before it."""
+    line.after = [] if is_explicit else line.take(rest, behind=True)
+    rest = rest[len(_flat(line.after)) :]
+    has_dashes = not is_explicit and rest[:1] == ["--"]
+    line.words = rest[1:] if has_dashes else rest
+    if line.after or (line.words and not has_dashes):
+        declared = _declared(line.named)
+        _refuse_ambiguous(line, declared)
+        if declared and not has_dashes:
+            _say_what_is_handed_over(line, declared)
+    is_module = line.named[0] == "-m"
+    ours = [*line.before, *(line.named if is_module else []), *_flat(line.after)]
+    return [*ours, "--", *([] if is_module else line.named), *line.words]
+
+
+def _value(words: Sequence[str]) -> str:
+    """Return the value of an option that has one: of `-m pkg`, `-mpkg`, `--module=pkg`."""
+    if len(words) > 1:
+        return words[1]
+    return words[0].partition("=")[2] if words[0].startswith("--") else words[0][2:]
+
+
+def _is_job(file: str) -> bool:
+    from ddpjob_cli.commands import kinds
+
+    return file not in ("-", "-m") and kinds.of(file) == "job"
+
+
+def _refused(text: str) -> Exception:
+    from ddpjob_cli.manifest.yamlfile import InputError
+
+    return InputError(text)
+
+
+# ---------------------------------------------------------------- what is wrong
+
+
+def without_command(words: Sequence[str]) -> str:
+    """Return what to type where `ddpjob` is given what `ddpjob run` takes: a file, or a launcher; "" for all else."""
+    program = "ddpjob run"
+    if is_program(words[0]):
+        return instead(program, words)
+    if words[0].endswith(_FILES) or os.path.isfile(words[0]):
+        return f"{words[0]} is a file and not a command: {program} {shlex.join(words)}"
+    return ""
+
+
+def _unknown(line: _Line, rest: Sequence[str]) -> str:
+    """Return what is wrong with the first word, an option in front of the file that is none of ours."""
+    from ddpjob_operator.job import launcher
+
+    name = rest[0].partition("=")[0]
+    if meant := close(name, list(line.options)):
+        return f"No such option {name}; did you mean {meant}?"
+    if name.lstrip("-").replace("-", "_") in launcher.OPTIONS:
+        return (
+            f"{name} is an option of torchrun, which {line.program} starts and configures itself: leave it out, or "
+            f"make a job of the whole command: ddpjob convert -- torchrun …"
+        )
+    behind = line.text(*line.before, *_moved(line, rest))
+    return f"{name} is not an option of {line.program}; options of the script follow the file: {behind}"
+
+
+def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
+    """Return the words with the file before all options that are not ours."""
+    at = next((i for i, word in enumerate(rest) if word.endswith(_SCRIPTS)), None)
+    if not at:  # none, or the name of the file begins with a dash
+        return ["FILE" if at is None else "--", *rest]
+    ours: list[str] = []
+    others: list[str] = []
+    words = list(rest[:at])
+    while words:
+        found = line.match(words)
+        size = 1 if found is None else found[1]
+        (others if found is None else ours).extend(words[:size])
+        words = words[size:]
+    return [*ours, rest[at], *others, *rest[at + 1 :]]
+
+
+def is_program(word: str) -> bool:
+    """True for what starts scripts, and is none: torchrun, python, accelerate, nohup."""
+    from ddpjob_operator.job import launcher, programs
+
+    name = programs.name(word)
+    others = name in programs.FRAMEWORKS or name in programs.WRAPPERS or name in launcher.SHELLS
+    is_python = name in launcher.LAUNCHERS or _PYTHON.fullmatch(name) is not None
+    return is_python or (others and not os.path.isfile(word))
+
+
+def _wrong_program(line: _Line, rest: Sequence[str]) -> str:
+    """Return what to type where the file is the program that starts the script; "" if it is none."""
+    if line.named[0].startswith("-") or not is_program(line.named[0]):
+        return ""
+    return instead(line.program, [*line.named, *rest], line.before)
+
+
+def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> str:
+    """Return a sentence that says what to type in place of a launcher or a Python with a script."""
+    from ddpjob_operator.job import command, programs
+
+    started, at = command.read(list(words)), _begin(words)
+    is_torchrun = programs.name(words[at]) == "torchrun" or started.launcher.startswith("torch.distributed")
+    if is_torchrun or started.launcher in ("python", "torchrun") or len(words) == 1:
+        typed = shlex.join([*before, *_of_launcher(words), *(started.named or ("FILE",)), *started.words])
+        wrapped = f"{shlex.join(words[:at])} " if at else ""  # nohup goes on
+        return f"{words[at]}: leave it out, {program} takes the script itself: {wrapped}{program} {typed}"
+    then = f", then {program} job.yaml" if program.split()[-1] != "init" else ""
+    return (
+        f"{words[0]} is not a script; of a whole command make a job: ddpjob convert -- {shlex.join(words)} > "
+        f"job.yaml{then}"
+    )
+
+
+def _begin(words: Sequence[str]) -> int:
+    """Return where the launcher or Python stands behind programs such as nohup; 0 if it stands nowhere."""
+    from ddpjob_operator.job import launcher, programs
+
+    names = map(programs.name, words)
+    return next((i for i, name in enumerate(names) if name in launcher.LAUNCHERS or _PYTHON.fullmatch(name)), 0)
+
+
+def _of_launcher(words: Sequence[str]) -> list[str]:
+    """Return the launcher's options that we have too, in our spelling."""
+    from ddpjob_operator.job import launcher
+
+    begin = launcher.options_begin(list(words))
+    given = {} if begin is None else launcher.read_options(list(words[begin:]))[0]
+    return [word for name, ours in _OF_LAUNCHERS.items() if name in given for word in (ours, given[name])]
+
+
+def _refuse_ambiguous(line: _Line, declared: frozenset[str]) -> None:
+    """Raise InputError if an option directly behind the file is one of the script's as well."""
+    mine = {spelling(name) for name in declared}
+    both = [words for _, words in line.after if spelling(_name(words[0])) in mine]
+    if not both:
+        return
+    others = [word for _, words in line.after if words not in both for word in words]
+    ours = line.text(*line.before, *_flat(line.after), *line.named, *line.words)
+    theirs = line.text(*line.before, *others, *line.named, "--", *(w for words in both for w in words), *line.words)
+    raise _refused(
+        f"{line.named[-1]} has an option {_name(both[0][0])} too, so type {ours} for the option of {line.program}, or "
+        f"{theirs} for the script's"
+    )
+
+
+def _name(word: str) -> str:
+    return word.partition("=")[0] if word.startswith("--") else word[:2]
+
+
+def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
+    """Say on stderr that the script gets an option of ours that it does not declare: torchrun's order is easily
+    forgotten, and the script's own error would not explain it."""
+    theirs = {spelling(name) for name in declared}
+    for word in line.words:
+        name = spelling(_name(word))
+        is_theirs = any(other.startswith(name) for other in theirs)  # argparse takes the beginning of a name
+        if word.startswith("--") and name in line.options and name != "--help" and not is_theirs:
+            click.echo(
+                f"{_name(word)} goes to {line.named[-1]}, which declares no such option: options of {line.program} "
+                "come before the file or directly after it",
+                err=True,
+            )
+            return
+
+
+def _declared(named: Sequence[str]) -> frozenset[str]:
+    """Return the options that a script and the files of its own that it imports declare; none if it is not here."""
+    from ddpjob_cli.commands import declared_options
+    from ddpjob_operator.job.command import Command
+
+    return declared_options.of(Command(module=named[1]).files if named[0] == "-m" else [named[0]])

@@ -1,0 +1,98 @@
+"""`ddpjob --help`: the commands by where they work."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from typing import Any
+
+import click
+
+SECTIONS = (
+    ("On this machine", "run init check list logs stacks report".split()),
+    ("In a cluster", "submit get describe logs events top wait suspend resume restart scale delete".split()),
+)
+OTHERS = "More"
+
+
+class AsPath(click.Path):
+    """click.Path whose value is a pathlib.Path. Imported only for a value: pathlib and what it imports take 5 ms."""
+
+    def coerce_path_result(self, value: str | bytes | os.PathLike[str]) -> Any:
+        """Called by click."""
+        from pathlib import Path
+
+        return Path(os.fsdecode(value))
+
+
+class RareOption(click.Option):
+    """An option that `Brief` names in a few words, after the others."""
+
+
+def launcher(about: str, *, rare: bool = True) -> Any:
+    """Return the decorator that adds --launcher."""
+    kind = RareOption if rare else click.Option
+    names = click.Choice(["ddprun", "torchrun"])
+    return click.option("--launcher", cls=kind, metavar="NAME", type=names, help=about)
+
+
+class Brief(click.Command):
+    """A command with many options whose help is one screen of 24 lines."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Called by click."""
+        listed: list[tuple[str, str]] = []
+        rare: list[str] = []
+        for option in (param for param in self.get_params(ctx) if isinstance(param, click.Option)):
+            record = option.get_help_record(ctx)
+            if record is not None and isinstance(option, RareOption):
+                rare.append(f"{record[0]} ({record[1]})")
+            elif record is not None:
+                listed.append(record)
+        with formatter.section("Options"):
+            formatter.write_dl(listed)
+        with formatter.section("More"):
+            formatter.write_text(", ".join(rare))
+
+
+def _is_option_of(command: click.Command, ctx: click.Context, name: str) -> bool:
+    from ddpjob_cli.commands import script_words
+
+    return any(script_words.spelling(name) in param.opts for param in command.get_params(ctx))
+
+
+class Sections(click.Group):
+    """A group whose help lists its commands in sections; what is in none comes last."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Called by click."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if "run" not in self.commands or not _is_option_of(self.commands["run"], ctx, error.option_name):
+                raise
+            text = f"{error.option_name} is an option of a command, which comes first: {ctx.command_path} run"
+            raise click.UsageError(f"{text} {shlex.join(given)}", ctx) from None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Called by click."""
+        from ddpjob_cli.commands import script_words
+
+        is_command = args[0].startswith("-") or self.get_command(ctx, args[0]) is not None
+        if not is_command and not ctx.resilient_parsing and (text := script_words.without_command(args)):
+            raise click.UsageError(text, ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Called by click."""
+        known = {name for _, names in SECTIONS for name in names}
+        others = [name for name in self.list_commands(ctx) if name not in known]
+        for title, names in (*SECTIONS, (OTHERS, others)):
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            rows = [(name, command.get_short_help_str(60)) for name, command in commands if command is not None]
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl(rows)

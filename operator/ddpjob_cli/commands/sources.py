@@ -1,0 +1,299 @@
+"""From what the command line names (a YAML, a script, a module, a notebook, stdin) to one DDPJob with its options."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddpjob_check import notebook
+from ddpjob_cli.commands import from_script, kinds, launchers
+from ddpjob_cli.commands.from_script import Start, job_yaml
+from ddpjob_cli.commands.options import applied, range_of, refuse_other_bytes
+from ddpjob_cli.local.kept.files import read_script
+from ddpjob_cli.local.processes import similar
+from ddpjob_cli.manifest import override, yamlfile
+from ddpjob_cli.manifest.yamlfile import Document, InputError
+from ddpjob_operator.job import api, command, launcher, topology, validation, wording
+from ddpjob_operator.job.arguments import behind_script
+from ddpjob_operator.job.podspec import command_path, trainer_container
+
+PROCESSES_MAX = 512
+STDIN = "-"
+_NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those of the API server: no vowels, no words
+
+
+def is_notebook(file: str | None) -> bool:
+    """Whether a file is a notebook, by its name."""
+    return (file or "").endswith(kinds.NOTEBOOK)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to run, and what the options change."""
+
+    file: str | None
+    module: str | None = None
+    job: str | None = None
+    nodes: str | None = None
+    nproc: str | None = None
+    settings: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    gpus: bool = False
+    """Whether a script that uses GPUs is to get one for each process."""
+    text: str | None = None
+    """The YAML from stdin."""
+    max_restarts: str | None = None
+    launcher: str = launchers.TORCHRUN
+    """What starts the ranks of a script."""
+    note: str = ""
+    """A sentence about the launcher, for a comment in the YAML."""
+
+
+def load(source: Source) -> tuple[Document, api.DDPJob]:
+    """The job. Raises InputError."""
+    _refuse_two_values(source)
+    document, is_made = _document(source)
+    _give_name(document)
+    made_command = _command(document) if is_made else None
+    if source.nproc is not None and not is_made:
+        override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
+    if source.max_restarts is not None and not is_made:
+        override.set_field(document, f"spec.backoffLimit={source.max_restarts}", "--max-restarts")
+    document, parsed = applied(document, source.nodes, source.settings, source.variables)
+    if source.arguments and made_command != _command(document):  # of a YAML, or set by --set
+        _replace_arguments(document, parsed, source.arguments)
+        parsed, _ = validation.parse(document.data)
+    return document, parsed
+
+
+def to_yaml(source: Source) -> str:
+    """The YAML for a script or a module: what `ddpjob init` prints. Raises InputError."""
+    least, nodes = range_of(source.nodes) if source.nodes is not None else ("", None)
+    start = Start(source.file or "", nodes=nodes, min_nodes=least, nproc=source.nproc, arguments=source.arguments)
+    start = replace(start, gpus=source.gpus, max_restarts=source.max_restarts)
+    start = replace(start, launcher=source.launcher, note=source.note)
+    if source.module is not None:
+        return job_yaml(replace(start, script=source.module, module=True), None)
+    if is_notebook(start.script):
+        stem = start.script.removesuffix(kinds.NOTEBOOK)
+        raise InputError(
+            f"{start.script}: a command cannot start a notebook: jupyter nbconvert --to script {start.script}, "
+            f"then ddpjob init {stem}.py"
+        )
+    return job_yaml(start, _text(source.file or ""))
+
+
+def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
+    """Return the source with the launcher that starts its script, and why that is not ddprun; "" if it is, or was not
+    the question.
+
+    asked: by --launcher. missing: why ddprun is not there, where the script is to run. Raises InputError.
+    """
+    made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
+    found = _found(source) if made else from_script.FoundScript()
+    if not made or found.spawns:
+        if asked is not None:
+            name = source.module or source.file or "stdin"
+            why = "starts the processes of its node by itself" if made else "says in its command what starts the ranks"
+            raise InputError(f"--launcher {asked}: {name} {why}; leave the option out")
+        return source, ""
+    why = "" if asked is not None else _why_torchrun(source, found) or missing()
+    name = asked or (launchers.TORCHRUN if why else launchers.DDPRUN)
+    return replace(source, launcher=name), why
+
+
+def _why_torchrun(source: Source, found: from_script.FoundScript) -> str:
+    given = {setting.partition("=")[0].strip() for setting in source.settings}
+    if ":" in (source.nodes or "") or "spec.minNodes" in given:
+        return "ddprun cannot train with a changing number of nodes"
+    return found.needs_torchrun
+
+
+def _found(source: Source) -> from_script.FoundScript:
+    """What the script shows without being run; of a module what its file shows, if it is here."""
+    if source.module is None:
+        return from_script.read(source.file or "", _text(source.file or ""))
+    path = next((file for file in command.Command(module=source.module).files if os.path.isfile(file)), None)
+    if path is None:
+        return from_script.FoundScript()
+    # It is started as a module in any case, by a launcher.
+    return replace(from_script.read(path, _text(path)), spawns=False)
+
+
+def processes(nproc: str | None, devices: int) -> str | None:
+    """Return --nproc-per-node as a number for this machine, if it is one of torchrun's words. Raises InputError."""
+    cores = len(os.sched_getaffinity(0))
+    numbers = {"gpu": devices, "cpu": cores, "auto": devices or cores}
+    if nproc == "gpu" and not devices:
+        raise InputError("--nproc-per-node gpu: no GPU was found on this machine; give a number, or cpu")
+    return str(numbers[nproc]) if nproc in numbers else nproc
+
+
+def defaults(source: Source, job: api.DDPJob, devices: int) -> str:
+    """Return which numbers of a job that was made for a script are defaults, and how to use all GPUs; "" for none."""
+    if source.text is not None or (source.module is None and kinds.of(source.file or "") == "job"):
+        return ""
+    given = {setting.partition("=")[0].strip() for setting in source.settings}
+    taken = [f"--nodes {job.spec.nodes}"] if source.nodes is None and "spec.nodes" not in given else []
+    nproc = topology.nproc_per_node(job.spec)
+    if source.nproc is None and "spec.nprocPerNode" not in given and launcher.facts(job.spec).launcher:
+        more = f" ({devices} GPUs here: --nproc-per-node gpu)" if devices > max(1, nproc * job.spec.nodes) else ""
+        taken.append(f"--nproc-per-node {nproc}{more}")
+    word = "default" if len(taken) == 1 else "defaults"
+    return f"{word}: {', '.join(taken)}" if taken else ""
+
+
+@contextmanager
+def as_file(source: Source) -> Iterator[Source]:
+    """The source with a script from stdin, or the cells of a notebook, in a file that is there for so long."""
+    code, name = "", "stdin.py"
+    if source.file == STDIN:
+        text = _typed()
+        if not kinds.is_python(text.encode()):
+            yield replace(source, text=text)
+            return
+        code = text
+    elif is_notebook(source.file):
+        code, name = _cells(source.file or "").text, f"{Path(source.file or '').stem}.py"
+    if not code:
+        yield source
+        return
+    folder = tempfile.mkdtemp(prefix="ddpjob-")
+    try:
+        path = Path(folder) / name
+        path.write_text(code, encoding="utf-8")
+        # Its imports are those beside the notebook, or of the folder in which it was typed.
+        beside = os.path.dirname(os.path.abspath(source.file)) if source.file not in (None, STDIN) else os.getcwd()
+        known = os.environ.get("PYTHONPATH")
+        variable = f"PYTHONPATH={beside}{os.pathsep + known if known else ''}"
+        yield replace(source, file=str(path), variables=(variable, *source.variables))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def warn_of_size(job: api.DDPJob, *, allowed: bool) -> str:
+    """A sentence for more processes than the cores can run well; "" for none. Raises InputError for far too many."""
+    count, cores = topology.world_size(job.spec), len(os.sched_getaffinity(0))
+    nodes, processes = wording.count(job.spec.nodes, "node"), wording.count(count, "process")
+    size = f"{nodes} × {topology.nproc_per_node(job.spec)} are {processes}"
+    if count > PROCESSES_MAX and not allowed:
+        raise InputError(f"{size} on this machine, more than {PROCESSES_MAX}. Lower --nodes, or run with --yes.")
+    return f"{size} on {cores} cores: they take turns" if count > 4 * cores else ""
+
+
+def _document(source: Source) -> tuple[Document, bool]:
+    """The document, and whether it was made for a script, with the numbers of the command line in it."""
+    file = source.file or ""
+    if source.module is not None:
+        return _made(f"-m {source.module}", source), True
+    if source.text is not None:
+        return yamlfile.read_job("stdin", source.job, source.text.encode()), False
+    kind = kinds.of(file)
+    if kind == "program":
+        raise InputError(
+            f"{file}: neither a Python script nor a DDPJob: give the command in it that starts the training, as "
+            "ddpjob convert -- torchrun train.py does, or a YAML whose command starts it"
+        )
+    if kind != "job":
+        return _made(file, source), True
+    return yamlfile.read_job(file, source.job), False
+
+
+def _give_name(document: Document) -> None:
+    """metadata.generateName is what the API server makes a name of; here it must be known before."""
+    metadata = document.data.get("metadata")
+    if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
+        metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
+
+
+def _command(document: Document) -> Any:
+    """The trainer's command as it stands; None where there is none."""
+    spec = document.data.get("spec")
+    template = spec.get("template") if isinstance(spec, dict) else None
+    return ((trainer_container(template) if isinstance(template, dict) else None) or {}).get("command")
+
+
+def _made(name: str, source: Source) -> Document:
+    return yamlfile.read_job(name, None, to_yaml(source).encode())
+
+
+def _refuse_two_values(source: Source) -> None:
+    for option, value, field in (
+        ("--nodes", source.nodes, "spec.nodes"),
+        ("--nodes", source.nodes if ":" in (source.nodes or "") else None, "spec.minNodes"),
+        ("--nproc-per-node", source.nproc, "spec.nprocPerNode"),
+        ("--max-restarts", source.max_restarts, "spec.backoffLimit"),
+    ):
+        other = next((s for s in source.settings if s.partition("=")[0].strip() == field), None)
+        if value is not None and other is not None:
+            raise InputError(f"{option} {value} and --set {other}: two values for {field}. Give one of them.")
+
+
+def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str, ...]) -> None:
+    """`ddpjob run job.yaml -- ARGS`: in place of those that the command gives to its script."""
+    refuse_other_bytes(arguments)
+    words = launcher.command_of(job.spec.template)
+    given = command.read(words).words
+    trainer: dict[str, Any] = trainer_container(document.data["spec"]["template"]) or {}
+    head = words[: len(words) - len(given)]
+    if not command.read(words).files or tuple(words[len(head) :]) != given:
+        place = document.place(command_path(job.spec.template))
+        raise InputError(
+            f"{place}: the command names no script that is plain to see, so -- ARGS cannot be its arguments"
+        )
+    # Behind a launcher's `--` all words are the script's.
+    has_dashes = head[-1:] == ["--"] or launcher.options_begin(words) is None
+    trainer["command"] = [*head, *(arguments if has_dashes else behind_script(arguments))]
+    trainer.pop("args", None)
+
+
+def _typed() -> str:
+    try:
+        text = sys.stdin.read()
+        text.encode()  # in the C locale other bytes are read as halves of surrogate pairs
+    except UnicodeError:
+        raise InputError("stdin:1: it is not UTF-8") from None
+    return text
+
+
+def _text(path: str) -> str:
+    try:
+        return read_script(path).decode()
+    except UnicodeDecodeError:
+        raise InputError(f"{path}:1: not valid Python: it is not UTF-8") from None
+    except (OSError, ValueError) as error:
+        meant = similar.file(path) if isinstance(error, FileNotFoundError) else ""
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or error}{meant}") from None
+
+
+def names_of(file: str | None) -> Callable[[str], str]:
+    """Return how texts of the ranks name places in the file: those in a notebook by its cells."""
+    return notebook.by_cell(_cells(file), file) if file is not None and is_notebook(file) else str
+
+
+def _cells(path: str) -> notebook.NotebookPart:
+    """The code of a notebook's cells, in which IPython's own commands do nothing."""
+    try:
+        cells = notebook.parts(_text(path))[0]
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}:1: not a valid notebook: {error}") from None
+    if not cells.text.strip():
+        raise InputError(f"{path}: its cells hold no Python to run; what %%writefile writes is a script of its own")
+    try:
+        ast.parse(cells.text)
+    except SyntaxError as error:
+        cell, line = cells.place(error.lineno or 1)
+        raise InputError(f"{path}:cell {cell}:{line}: not valid Python: {error.msg}") from None
+    except (RecursionError, MemoryError):
+        raise InputError(f"{path}: not valid Python: its cells are nested too deeply to be read") from None
+    return cells

@@ -1,0 +1,281 @@
+"""`ddpjob submit`: a script with its folder, or a DDPJob's YAML, becomes a job in a cluster."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ddpjob_cli.commands import script_words, sections
+from ddpjob_cli.commands.cluster import Connect, cluster_options, end_of, say
+from ddpjob_cli.commands.output import answer, closed, write_printed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ddpjob_cli.client.connection import Cluster, Raw
+    from ddpjob_cli.client.jobs import Stored
+    from ddpjob_cli.client.pack import Archive
+    from ddpjob_cli.manifest.yamlfile import Document
+
+IMAGE = "ddpjob-trainer"
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """The options that change the job."""
+
+    job: str | None
+    name: str | None
+    namespace: str | None
+    image: str | None
+    nodes: str | None
+    nproc: int | None
+    max_restarts: str | None
+    launcher: str | None
+    gpus: int | None
+    settings: tuple[str, ...]
+    variables: tuple[str, ...]
+    code: Path | None
+    no_code: bool
+
+
+@click.command(
+    cls=script_words.ScriptCommand,
+    context_settings=script_words.SETTINGS,
+    short_help="Run a script or a DDPJob in a cluster.",
+    epilog="Example: ddpjob submit --nodes 2 --nproc-per-node 4 --follow train.py --epochs 5",
+)
+@click.argument("file", type=click.Path(dir_okay=False, allow_dash=True))
+@click.argument("words", metavar="[ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--nodes", metavar="N", help="How many nodes (pods); MIN:MAX for an elastic job.  [1, or the file's]")
+@click.option("--nproc-per-node", "nproc", type=click.IntRange(min=1), metavar="P", help="Processes on each node.")
+@click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3, or the file's]")
+@sections.launcher("ddprun or torchrun.  [ddprun if the image is ours]", rare=False)
+@click.option("--gpus", type=click.IntRange(min=1), metavar="G", help="GPUs of each node (nvidia.com/gpu).")
+@click.option("--image", metavar="IMAGE", help=f"The trainer's image.  [{IMAGE}, or the file's]")
+@click.option("--name", metavar="NAME", help="The job's name.  [the script's, or the file's]")
+@click.option("--job", metavar="NAME", help="Which DDPJob, if the file has several.")
+@click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field, as in ddpjob run.")
+@click.option("--env", "variables", metavar="NAME=VALUE", multiple=True, help="Set a variable of the trainer.")
+@click.option(
+    "--code", type=sections.AsPath(file_okay=False), metavar="DIR",
+    help="The folder that goes with the job.  [the script's; none for YAML]",
+)  # fmt: skip
+@click.option("--no-code", is_flag=True, help="The image has the script already.")
+@click.option("--no-check", is_flag=True, help="Submit even if `ddpjob check` finds errors.")
+@click.option("-f", "--follow", is_flag=True, help="Show the logs until the job ends.")
+@click.option("--dry-run", is_flag=True, help="Print the objects, and create nothing.")
+@cluster_options
+def submit(
+    connect: Connect,
+    file: str,
+    words: tuple[str, ...],
+    no_check: bool,
+    follow: bool,
+    dry_run: bool,
+    **options: Any,
+) -> int:
+    """Run FILE in a cluster: a script or a notebook, with the folder it is in, or a DDPJob's YAML.
+
+    Options come before a script or right behind it; all from the first other word on is the script's.
+
+    \b
+    The folder (900 kB packed at most; .gitignore applies) is stored as a ConfigMap that is
+    deleted with the job. For more: docs/your-code.md.
+    Exit codes: 0 done, 1 the job failed, or the cluster refused or did not answer,
+    2 wrong input, 130 interrupted (the job goes on).
+    """
+    from ddpjob_cli.client import output_forms
+    from ddpjob_cli.client.submit import objects
+    from ddpjob_cli.client.submit import submit as create
+
+    document, archive = prepare(file, words, Wishes(namespace=connect.namespace, **options), checked=not no_check)
+    for remark in (*(archive.remarks if archive else ()), *_lost_files(file, document)):
+        say(remark)
+    if dry_run:
+        return answer(output_forms.documents(objects(document.data, archive)))
+    cluster = connect(document.data["metadata"].get("namespace"))
+    made = create(cluster, document.data, archive)
+    packed = f", with {archive}" if archive else ""
+    say(f"{made.job.metadata.name} is submitted to namespace {cluster.namespace}{packed}")
+    if follow:
+        return show_until_end(cluster, made)
+    say(f"ddpjob logs -f {made.job.metadata.name} shows its output, ddpjob describe {made.job.metadata.name} its state")
+    return 0
+
+
+def prepare(
+    file: str, words: tuple[str, ...], wishes: Wishes, *, checked: bool = False
+) -> tuple[Document, Archive | None]:
+    """The job with all options applied, and its code. Raises InputError, also for an error that the check finds."""
+    from ddpjob_cli.client import script
+    from ddpjob_cli.client.submit import as_new
+    from ddpjob_cli.commands import kinds, launchers, sources
+    from ddpjob_cli.manifest.yamlfile import InputError
+
+    if wishes.code and wishes.no_code:
+        raise InputError("--code and --no-code exclude each other")
+    nproc = wishes.nproc or wishes.gpus
+    source = sources.Source(
+        file, None, wishes.job, wishes.nodes, None if nproc is None else str(nproc),
+        wishes.settings, wishes.variables, words, bool(wishes.gpus), max_restarts=wishes.max_restarts,
+    )  # fmt: skip
+    with sources.as_file(source) as given:
+        # What as_file sets names folders of this machine.
+        here = replace(given, variables=wishes.variables)
+        here, why = sources.with_launcher(here, wishes.launcher, lambda: launchers.missing_in(_image(wishes)))
+        if why:
+            say(f"torchrun starts the ranks: {why}")
+        document, _ = sources.load(here)
+        as_new(document.data)
+        _apply(document.data, wishes)
+        _refuse_other_namespace(document, wishes.namespace)
+        document = _valid(document)
+        if checked:
+            _check(document, file if sources.is_notebook(file) else None)
+        if here.text is not None or kinds.of(here.file or "") == "job":
+            return document, _packed(wishes.code)
+        code = _code(file, here.file or "", wishes)
+        script.for_cluster(document.data, here.file or "", code.name)
+        return document, code.archive
+
+
+def _image(wishes: Wishes) -> str:
+    """The image of a job that is made for a script."""
+    given = (
+        value for path, _, value in (s.partition("=") for s in reversed(wishes.settings)) if path.endswith(".image")
+    )
+    return wishes.image or next(given, IMAGE)
+
+
+# Volumes that are gone with the pod, or cannot be written to.
+_EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "projected"])
+
+
+def _lost_files(file: str, document: Document) -> tuple[str, ...]:
+    """What the script saves that is lost with its pod: a sentence, where the job mounts no volume."""
+    from ddpjob_cli.commands import from_script, kinds
+    from ddpjob_cli.local.kept.files import read_script
+
+    pod = document.data["spec"]["template"]["spec"]
+    kept = any(_EPHEMERAL.isdisjoint(volume) for volume in pod.get("volumes") or ())
+    if kept or kinds.of(file) != "script":
+        return ()
+    return from_script.files_lost(read_script(file).decode(errors="replace"))
+
+
+def show_until_end(cluster: Cluster, made: Stored) -> int:
+    """The logs of all nodes on stdout and changes of state on stderr, until the job ends; the exit code."""
+    from ddpjob_cli.client.logs import ClusterLogs
+    from ddpjob_cli.client.watch import StateLines
+
+    source = ClusterLogs(cluster, made, say, on_look=StateLines(say).see)
+    name = made.job.metadata.name
+    try:
+        for node, piece in source.follow(1, None, later=True):
+            write_printed(source.prefix(node).encode() + piece)
+    except OSError as error:
+        code = closed(error)
+        say(f"{name} goes on in the cluster")
+        return code
+    except KeyboardInterrupt:
+        say(
+            f"{name} goes on in the cluster: ddpjob logs -f {name} follows it, ddpjob suspend or delete {name} stops it"
+        )
+        return 130
+    return end_of(source.stored)
+
+
+@dataclass(frozen=True)
+class Code:
+    """What goes with a job: the script's name in its folder, and the packed folder."""
+
+    name: str
+    archive: Archive | None
+
+
+def _code(file: str, path: str, wishes: Wishes) -> Code:
+    """The code of a job that was made for a script. file: as the user named it; path: where its Python is."""
+    from pathlib import Path
+
+    from ddpjob_cli.client import pack
+    from ddpjob_cli.commands import sources
+    from ddpjob_cli.manifest.yamlfile import InputError
+
+    is_made = file == sources.STDIN or sources.is_notebook(file)
+    if wishes.no_code:
+        if is_made:
+            raise InputError(f"{file}: no image has this script already: leave --no-code away")
+        return Code(file, None)
+    if file == sources.STDIN:
+        text = {Path(path).name: Path(path).read_text(encoding="utf-8")}
+        archive = pack.pack(wishes.code, text) if wishes.code else pack.pack_texts(text)
+        return Code(Path(path).name, archive)
+    root = wishes.code or Path(file).parent
+    try:
+        below = Path(file).resolve().relative_to(root.resolve())
+    except ValueError:
+        raise InputError(f"{file}: is not in the folder --code {root}") from None
+    if not is_made:
+        return Code(below.as_posix(), pack.pack(root))
+    taken = os.path.lexists(Path(file).with_suffix(".py"))
+    name = below.with_name(f"{below.stem}_notebook.py" if taken else f"{below.stem}.py").as_posix()
+    text = {name: Path(path).read_text(encoding="utf-8")}
+    return Code(name, pack.pack(root, text, without=below.as_posix()))
+
+
+def _packed(root: Path | None) -> Archive | None:
+    from ddpjob_cli.client import pack
+
+    return pack.pack(root) if root else None
+
+
+def _refuse_other_namespace(document: Document, wanted: str | None) -> None:
+    from ddpjob_cli.manifest.yamlfile import InputError
+
+    own = document.data["metadata"].get("namespace")
+    if own and wanted and own != wanted:
+        place = document.place(("metadata", "namespace"))
+        raise InputError(f"{place}: metadata.namespace is {own}, --namespace is {wanted}: remove one")
+
+
+def _valid(document: Document) -> Document:
+    """The document, after the last option has changed it. Raises InputError."""
+    from ddpjob_operator.job import validation
+
+    problems = validation.parse(document.data)[1]
+    if problems:
+        raise document.error(problems)
+    return document
+
+
+def _apply(job: Raw, wishes: Wishes) -> None:
+    """The options that set fields of a job that is valid."""
+    from ddpjob_operator.job.podspec import trainer_container
+
+    trainer = trainer_container(job["spec"]["template"])
+    assert trainer is not None, "the job is valid"
+    if wishes.name:
+        job["metadata"]["name"] = wishes.name
+    if wishes.image:
+        trainer["image"] = wishes.image
+    if wishes.gpus:
+        resources = trainer["resources"] = trainer.get("resources") or {}
+        resources["limits"] = {**(resources.get("limits") or {}), "nvidia.com/gpu": wishes.gpus}
+
+
+def _check(document: Document, notebook: str | None) -> None:
+    """Show what `ddpjob check` finds. A script that is not here is not read. Raises InputError for an error."""
+    from ddpjob_cli.commands import check_files
+    from ddpjob_cli.manifest.yamlfile import InputError
+    from ddpjob_operator.job import validation
+
+    parsed, _ = validation.parse(document.data)
+    lines, is_refused = check_files.before_run(document, parsed, local=False, read_instead=notebook)
+    if is_refused:
+        raise InputError("\n".join(lines))
+    for line in lines:
+        say(line)

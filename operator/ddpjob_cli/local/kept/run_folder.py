@@ -1,0 +1,198 @@
+"""The folder of one run: logs, volumes and the token. Logs of the last runs are kept, the rest is removed with the run.
+
+The folder above it is the user's (`--logs DIR`), and may hold anything, for instance a data set with the job's name.
+So only what a run has made is ever removed: a run marks its folder, the mark is checked first, links are not followed,
+and of a marked folder only the files that a run writes are removed. Other files in it stay, and the folder with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from ddpjob import own_files
+from ddpjob_cli.local.kept import files
+from ddpjob_cli.manifest.yamlfile import InputError
+
+RUNS_KEPT = 10
+MARK = ".ddpjob-run"
+LATEST = "latest"
+STATUS, FACTS, HISTORY = "status.json", "run.json", "history.json"
+FAULTS = "faults"
+"""The folder with the records of injected faults."""
+_MARK_BYTES_MAX = 4096
+_UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class RunFolder:
+    """`<state>/ddpjob/<job>/<uid>`, locked during the run so that no other run removes it."""
+
+    def __init__(self, job: str, base: Path | None = None) -> None:
+        self.uid = str(uuid.uuid4())
+        jobs = (base or state_home() / "ddpjob").absolute() / job
+        if jobs.is_symlink() and jobs.lstat().st_uid not in (os.geteuid(), 0):
+            raise InputError(
+                f"{jobs}: is a link that another user has made, and is not followed; choose another --logs"
+            )
+        jobs.mkdir(parents=True, exist_ok=True)
+        _clear_old(jobs, job)
+        self.path = jobs / self.uid
+        self.path.mkdir(mode=0o700)
+        self._job = job
+        self.lock = os.open(self.path / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        _mark(self.path, job)  # after the lock, so that a marked folder without a lock has ended
+        # `latest` is the newest run. What has that name and is no link to a run is the user's, and stays.
+        link = self.path.parent / LATEST
+        with contextlib.suppress(OSError):  # another run does the same, or the file system has no links
+            if link.is_symlink() and _UUID.fullmatch(os.readlink(link)):
+                link.unlink()
+            link.symlink_to(self.path.name)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file of the run. Raises OSError."""
+        files.write_privately(self.path / name, data)
+
+    def close(self) -> None:
+        """Remove all but the logs and the status."""
+        with _own(self.path, self._job) as held:
+            if held is not None:
+                _remove_what_ends_with_a_run(held)
+        _remove_folders_of_agents(self.uid)
+        os.close(self.lock)
+
+
+def state_home() -> Path:
+    """$XDG_STATE_HOME, ~/.local/state where it is not set. Raises InputError for a user without a home."""
+    given = os.environ.get("XDG_STATE_HOME", "")
+    if given.startswith("/"):
+        return Path(given)
+    try:
+        return Path.home() / ".local" / "state"
+    except RuntimeError:  # a container's arbitrary user id, without HOME
+        raise InputError("this user has no home folder for the logs of runs; set HOME or XDG_STATE_HOME") from None
+
+
+def folders(base: Path | None = None) -> Iterator[tuple[str, Path]]:
+    """The job and the folder of each run below the parent of the runs' folders; nothing where there is none."""
+    with contextlib.suppress(OSError):
+        for jobs in sorted((base or state_home() / "ddpjob").absolute().iterdir()):
+            with contextlib.suppress(OSError):  # a file of the user's, or a folder that is being removed
+                yield from ((jobs.name, run) for run in _runs(jobs, jobs.name))
+
+
+def is_running(run: Path) -> bool:
+    """Whether the process that runs a job in this folder lives."""
+    try:
+        lock = os.open(run / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # Shared, so that two who look are not taken for the run by each other.
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _clear_old(jobs: Path, job: str) -> None:
+    """Keep the newest runs. A run that was killed left its volumes, its lock file and the folders of its agents, but
+    the lock is free."""
+    for i, run in enumerate(_runs(jobs, job)):
+        with _own(run, job) as held:
+            if held is None or is_running(held):
+                continue
+            _remove_what_ends_with_a_run(held)
+            _remove_folders_of_agents(run.name)
+            if i >= RUNS_KEPT - 1:
+                # Remove what a run writes. If the folder has other files, it stays for them, unmarked.
+                written = (STATUS, FACTS, HISTORY)
+                for path in list(held.iterdir()):
+                    if path.name in written or re.fullmatch(rf"{re.escape(job)}-\d+-\d+(-r\d+)?\.log", path.name):
+                        _unlink(path)
+                _unlink(held / MARK)
+                with contextlib.suppress(OSError):  # it has other files
+                    run.rmdir()
+
+
+def _runs(jobs: Path, job: str) -> Iterator[Path]:
+    """The folders of this job's runs, the newest first. A link is none: `latest` points to one of them."""
+    ages = []
+    for run in jobs.iterdir():
+        with contextlib.suppress(OSError):  # another run clears here as well
+            if _is_marked(run, job):
+                ages.append((run.lstat().st_mtime, run))
+    return (run for _, run in sorted(ages, reverse=True))
+
+
+def _mark(run: Path, job: str) -> None:
+    """Write the mark with the folder's inode, because a copy of the folder belongs to the user. Without the device,
+    whose number changes at a reboot."""
+    mark = {"job": job, "run": run.name, "inode": run.lstat().st_ino}
+    descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w") as file:
+        json.dump(mark, file)
+
+
+def _is_marked(run: Path, job: str) -> bool:
+    """Whether a run of this job has made this very folder."""
+    with contextlib.suppress(OSError):
+        status = run.lstat()
+        return stat.S_ISDIR(status.st_mode) and _has_mark(run, job, run.name, status.st_ino)
+    return False
+
+
+def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:
+    try:
+        mark = json.loads(own_files.read_file(run / MARK, _MARK_BYTES_MAX))
+    except (OSError, ValueError, RecursionError):  # no mark, or not one of a run
+        return False
+    return bool(_UUID.fullmatch(name) and mark == {"job": job, "run": name, "inode": inode})
+
+
+@contextlib.contextmanager
+def _own(run: Path, job: str) -> Iterator[Path | None]:
+    """A path of the very folder that this user's run has made, whatever takes its name meanwhile; None: it is not."""
+    try:
+        descriptor = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        yield None
+        return
+    try:
+        status, held = os.fstat(descriptor), Path(f"/proc/self/fd/{descriptor}")
+        is_own = status.st_uid == os.geteuid() and _has_mark(held, job, run.name, status.st_ino)
+        yield held if is_own else None
+    finally:
+        os.close(descriptor)
+
+
+def _remove_what_ends_with_a_run(run: Path) -> None:
+    """Remove all but the logs and the record. No link is followed: rmtree refuses it, unlink removes the link alone."""
+    for folder in ("volumes", FAULTS):
+        shutil.rmtree(run / folder, ignore_errors=True)
+    for leftover in ("token", "lock"):
+        _unlink(run / leftover)
+
+
+def _remove_folders_of_agents(run: str) -> None:
+    """What a `ddprun` that was killed has left in the temporary folder; its name has the run's id."""
+    for left in Path(tempfile.gettempdir()).glob(f"ddprun_{run}*"):
+        with contextlib.suppress(OSError):
+            if left.lstat().st_uid == os.geteuid():
+                shutil.rmtree(left, ignore_errors=True)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):  # removed already; or a folder of that name, which no run has made
+        path.unlink()

@@ -1,0 +1,77 @@
+"""The logs of a run on this machine, as `ddpjob logs` reads them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from ddpjob_cli.local.kept import runs
+from ddpjob_cli.manifest.yamlfile import InputError
+
+POLL_SECONDS = 0.2
+
+
+class LocalLogs:
+    """The logs of one run; those of the pods are files that stay when the pods are gone."""
+
+    def __init__(self, run: runs.Run) -> None:
+        self.run = run
+        self.name = f"{run.facts.job}, run {run.facts.run[:8]}"
+
+    def attempts(self) -> list[int]:
+        """The attempts that have logs, in order."""
+        return list(self.run.attempts())
+
+    def nodes(self, attempt: int) -> list[int]:
+        """The nodes that have a log in an attempt."""
+        return self.run.attempts().get(attempt, [])
+
+    def gone(self, attempt: int) -> list[int]:  # noqa: ARG002 - that of another source
+        """The nodes that ran in an attempt and have no log any more: none, because files stay."""
+        return []
+
+    def why_none(self) -> str:
+        """The sentence where no attempt has a log."""
+        return "no node has a log yet"
+
+    def node_of_rank(self, rank: int) -> int:
+        """The node on which a rank runs. Raises InputError where there is no such rank, or where it is not known."""
+        facts = self.run.facts
+        if not 0 <= rank < facts.world_size:
+            raise InputError(f"--rank {rank}: {facts.job} has the ranks 0 to {facts.world_size - 1}")
+        if not facts.ranks_follow_nodes:
+            raise InputError(f"--rank {rank}: its rendezvous numbers the nodes as they come; choose with --node")
+        return rank // facts.nproc_per_node
+
+    def prefix(self, node: int) -> str:
+        """What stands before a line where several nodes are shown: as `ddpjob run` shows it."""
+        follow = self.run.facts.nproc_per_node == 1 and self.run.facts.ranks_follow_nodes
+        return f"[{node}:{node}] " if follow else f"[{node}] "
+
+    def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
+        """What nodes have printed up to now, one after the other, in pieces of any size."""
+        for node in nodes:
+            for path in self.run.logs(attempt, node):
+                yield from ((node, piece) for piece in runs.chunks(path))
+
+    def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
+        """What nodes print, from the beginning of an attempt until the run ends: (node, piece). nodes: None is all.
+
+        later: with the attempts that follow it.
+        """
+        offsets: dict[Path, int] = {}
+        while True:
+            found = runs.read(self.run.folder)
+            running = found is not None and found.running
+            for number, of_attempt in self.run.attempts().items():
+                if number == attempt or (later and number > attempt):
+                    for node in of_attempt:
+                        if nodes is None or node in nodes:
+                            for path in self.run.logs(number, node):
+                                for piece in runs.chunks(path, offsets.get(path, 0)):
+                                    offsets[path] = offsets.get(path, 0) + len(piece)
+                                    yield node, piece
+            if not running:
+                return
+            time.sleep(POLL_SECONDS)

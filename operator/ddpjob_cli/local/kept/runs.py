@@ -1,0 +1,125 @@
+"""The runs of this machine, as their folders tell: for `ddpjob list`, `ddpjob logs` and `ddpjob report`."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from ddpjob import own_files
+from ddpjob_cli.local.kept import run_folder
+from ddpjob_cli.local.kept.history import Facts, History
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.job import api
+from ddpjob_operator.job.status import TERMINAL
+
+RECORD_BYTES_MAX = 16 << 20  # the course of a long run is up to a megabyte
+_T = TypeVar("_T")
+
+KILLED = "Killed"
+"""The state of a run whose process ended without writing how."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a job on this machine."""
+
+    folder: Path
+    facts: Facts
+    status: api.Status
+    running: bool
+
+    @property
+    def state(self) -> str:
+        """The state of its status, but never that of a job that still runs where nothing runs it any more."""
+        if self.running or self.status.state in (*TERMINAL, "Suspended"):
+            return {"Suspended": "Stopped"}.get(self.status.state or "", self.status.state or "Pending")
+        return KILLED
+
+    def logs(self, attempt: int, node: int) -> list[Path]:
+        """The logs of a node in an attempt: one for each pod that it had, the oldest first."""
+        pattern = re.compile(rf"{re.escape(self.facts.job)}-{attempt}-{node}(?:-r(\d+))?\.log")
+        found = [(int(match[1] or 0), path) for path in self._files() if (match := pattern.fullmatch(path.name))]
+        return [path for _, path in sorted(found)]
+
+    def attempts(self) -> dict[int, list[int]]:
+        """The nodes that have a log, for each attempt."""
+        pattern = re.compile(rf"{re.escape(self.facts.job)}-(\d+)-(\d+)(?:-r\d+)?\.log")
+        found: dict[int, set[int]] = {}
+        for path in self._files():
+            if match := pattern.fullmatch(path.name):
+                found.setdefault(int(match[1]), set()).add(int(match[2]))
+        return {attempt: sorted(nodes) for attempt, nodes in sorted(found.items())}
+
+    def history(self) -> History:
+        """Its course; an empty one where none was written."""
+        return _read(self.folder / run_folder.HISTORY, History) or History()
+
+    def _files(self) -> list[Path]:
+        try:
+            return list(self.folder.iterdir())
+        except OSError:  # cleared since it was found
+            return []
+
+
+def find_all(base: Path | None = None) -> list[Run]:
+    """All runs, the newest first. base: the parent of the runs' folders; None is the user's state folder."""
+    runs = (read(folder) for _, folder in run_folder.folders(base))
+    return sorted((run for run in runs if run is not None), key=lambda run: run.facts.started, reverse=True)
+
+
+def find(job: str | None, base: Path | None = None) -> Run:
+    """The last run of a job, or of any job. Raises InputError where there is none."""
+    runs = find_all(base)
+    found = next((run for run in runs if job in (None, run.facts.job)), None)
+    if found is not None:
+        return found
+    where = (base or run_folder.state_home() / "ddpjob").absolute()
+    known = ", ".join(sorted({run.facts.job for run in runs}))
+    if job is None or not known:
+        raise InputError(f"no run is kept in {where}; start one with ddpjob run, or name another folder with --dir")
+    raise InputError(f'no run of "{job}" is kept in {where}; there are runs of: {known}')
+
+
+def read(folder: Path) -> Run | None:
+    """The run in a folder; None where its facts cannot be read, as of a run that has only begun."""
+    # Before the status, so that a run that ends in between is not taken for one that was killed.
+    running = run_folder.is_running(folder)
+    facts = _read(folder / run_folder.FACTS, Facts)
+    if facts is None:
+        return None
+    return Run(folder, facts, _read(folder / run_folder.STATUS, api.Status) or api.Status(), running)
+
+
+def age(run: Run, now: dt.datetime) -> float:
+    """Seconds since it began."""
+    return max(0.0, (now - run.facts.started).total_seconds())
+
+
+def took(run: Run, now: dt.datetime) -> float | None:
+    """Seconds from its begin to its end, or to now; None where its end is not known."""
+    if run.running:
+        return age(run, now)
+    ended = run.status.completion_time or (run.status.state_time if run.state != KILLED else None)
+    return None if ended is None else max(0.0, (ended - run.facts.started).total_seconds())
+
+
+def _read(path: Path, kind: type[_T]) -> _T | None:
+    try:
+        return msgspec.json.decode(own_files.read_file(path, RECORD_BYTES_MAX), type=kind)
+    except (OSError, ValueError, RecursionError):  # not written yet, or by another version
+        return None
+
+
+def chunks(path: Path, offset: int = 0, size: int = 1 << 16) -> Iterator[bytes]:
+    """The bytes of a log from an offset to its present end."""
+    with open(own_files.open_file(path, os.O_RDONLY), "rb") as file:
+        file.seek(offset)
+        while data := file.read(size):
+            yield data

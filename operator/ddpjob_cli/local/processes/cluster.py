@@ -1,0 +1,341 @@
+"""The pods of one job as processes on this machine, in the place of an API server and kubelets.
+
+It carries out the plan's actions on processes, and gives the plan what it observes in the same types as in a cluster.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import selectors
+import shutil
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ddpjob import own_files
+from ddpjob_cli.local.kept import run_folder
+from ddpjob_cli.local.processes import debugging, faults, pod_process
+from ddpjob_cli.local.processes import node as nodes
+from ddpjob_cli.local.processes.logs import Log
+from ddpjob_operator.job import api
+from ddpjob_operator.job.podspec import grace_seconds
+from ddpjob_operator.observed import facts, stall
+from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
+from ddpjob_operator.observed.reports import Report
+from ddpjob_operator.plan import agent_restarts
+from ddpjob_operator.plan.actions import Action, CreatePod, CreateService, DeletePod, EndPod
+from ddpjob_operator.pods import build, environment, naming
+from ddprun import ports, processes
+
+TERMINATION_MESSAGE_BYTES = 4096
+READ_BYTES = 1 << 18  # four times what a pipe holds: one read empties it
+CREATING = Container("waiting", reason="ContainerCreating")
+
+
+@dataclass
+class LocalPod:
+    """One pod: a node's process, its log, and its state."""
+
+    attempt: int
+    place: int
+    replacement: int
+    name: str
+    node: nodes.NodeProcess
+    log: Log
+    gpus: tuple[str, ...]
+    """The devices that its processes see, as CUDA_VISIBLE_DEVICES names them."""
+    termination_log: Path
+    """The file to which the trainer may write why it ended."""
+    trainer: Container = CREATING
+    reason: str = ""
+    pid: int | None = None
+    step: int | None = None
+    """The last step that it reported."""
+    step_at: dt.datetime | None = None
+    """When that came."""
+    deletion_requested_at: dt.datetime | None = None
+    ended_first: bool = False
+    """Whether it had ended before its supervisor was requested to stop it."""
+    known: Pod | None = None
+    """What the plan has last seen of it."""
+    seen_ended: bool = False
+    """Whether the plan has seen its end: a deleted pod is removed only then, so that its end is never missed."""
+    open: set[int] = field(default_factory=set)
+    """Descriptors that the loop still reads."""
+
+    @property
+    def live(self) -> bool:
+        """Whether its processes may still run."""
+        return self.node.exit is None
+
+
+class RefusedError(Exception):
+    """The machine refuses a process, a port or a folder; the text says of which node, and why."""
+
+
+class LocalCluster:
+    """Processes, ports and folders of one job. `show(pod, lines)` takes what the nodes print; `names` is how their
+    texts name places in the script."""
+
+    def __init__(
+        self,
+        folder: Path,
+        slots: list[pod_process.Slot],
+        reporting: build.Reporting,
+        show: Callable[[LocalPod, list[str]], None],
+        names: Callable[[str], str] = str,
+    ) -> None:
+        self.folder = folder
+        self.selector = selectors.DefaultSelector()
+        self.pods: dict[str, LocalPod] = {}
+        self.reports: dict[int, Report] = {}
+        self.agent: Report | None = None
+        self.trackers: dict[int, stall.StepTracker] = {}
+        self._slots = slots
+        self._reporting = reporting
+        self._show, self._names = show, names
+        self._service = False
+        self._ports: dict[int, socket.socket] = {}
+        self._observations = 0
+
+    def observe(self) -> Observed:
+        """The present state. A deleted pod whose end has been observed before is removed."""
+        for name in self.ended_pods():
+            # What it printed is told later, so others keep the pod: with three descriptors, and a process to be reaped.
+            self.pods.pop(name).node.close()
+            shutil.rmtree(self.folder / "volumes" / name, ignore_errors=True)  # an emptyDir lives as long as its pod
+        self._observations += 1
+        for pod in self.pods.values():
+            pod.known = facts.merge(pod.known, self._view(pod), self._observations)
+        seen = tuple(pod.known for pod in self.pods.values() if pod.known is not None)
+        for pod in self.pods.values():
+            pod.seen_ended = not pod.live
+        newest = max(self._ports, default=None)
+        rendezvous = "" if newest is None else f"{pod_process.LOOPBACK}:{ports.number(self._ports[newest])}"
+        return Observed(
+            service=self._service,
+            pods=seen,
+            reports=dict(self.reports),
+            agent=self.agent.agent if self.agent is not None and self.agent.attempt == newest else None,
+            trackers={rank: pace for rank, pace in self.trackers.items() if pace.attempt == newest},
+            master_addr=rendezvous,
+        )
+
+    def ended_pods(self) -> list[str]:
+        """The deleted pods whose end has been observed: the next observation removes them."""
+        return [n for n, p in self.pods.items() if p.seen_ended and p.deletion_requested_at and not p.open]
+
+    def execute(self, job: api.DDPJob, actions: tuple[Action, ...]) -> None:
+        """Carry out a plan's actions. Raises RefusedError."""
+        for action in actions:
+            if isinstance(action, CreateService):
+                self._service = True
+            elif isinstance(action, CreatePod):
+                self._create(job, action)
+            elif isinstance(action, DeletePod):
+                self._delete(job, action)
+            elif isinstance(action, EndPod):  # no log goes here in any case
+                self._delete(job, DeletePod(action.name, action.uid, action.grace_seconds))
+
+    def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
+        """The pod as in a cluster, except for the address of the rendezvous."""
+        rendezvous = naming.Endpoint(pod_process.LOOPBACK, self._port(action.attempt))
+        return build.pod(job, action.attempt, action.place, rendezvous, self._reporting, replacement=action.replacement)
+
+    def take(self, report: Report, place: int | None) -> None:
+        """Keep a report from this place of the present attempt; one without an attempt counts as such."""
+        if report.agent is not None:
+            self.agent = agent_restarts.latest(self.agent, report)
+            return
+        self.reports[report.rank] = report
+        dated = replace(report, attempt=report.attempt or max(self._ports, default=0))
+        now = report.received_at or dt.datetime.now(dt.timezone.utc)
+        if (pace := stall.update(self.trackers.get(report.rank), dated, now)) is not None:
+            self.trackers[report.rank] = pace
+        for pod in self.pods.values():
+            # Not a pod that has ended: a rank that was killed would seem to train on with the one in its place.
+            if pod.place == place and pod.live and pod.attempt == dated.attempt:
+                pod.step, pod.step_at = report.step or None, now
+
+    def is_paused(self) -> bool:
+        """Whether a rank of the present attempt saves or evaluates, as it has declared."""
+        newest = max(self._ports, default=0)
+        return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
+
+    def initialized(self) -> dt.datetime | None:
+        """Since when the ranks that train now report without having made a step; None while none reports so."""
+        newest = max(self._ports, default=0)
+        times = [t.advanced_at for t in self.trackers.values() if t.attempt == newest and t.phase == "start"]
+        return min(times, default=None)
+
+    def handle(self, key: selectors.SelectorKey) -> None:
+        """A node has printed or reported something."""
+        pod: LocalPod = key.data
+        if key.fd == pod.node.report:
+            self._handle_report(pod)
+        else:
+            self._read_output(pod)
+
+    def lose_node(self, place: int) -> None:
+        """End a node as a power cut does: nothing of it is left, and no reason is reported."""
+        for pod in self._live():
+            if pod.place == place:
+                os.kill(pod.node.pid, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """Kill all nodes at once."""
+        for pod in self._live():
+            pod.node.kill()
+
+    def close(self) -> None:
+        """Kill what still runs, and give ports and descriptors back; the logs stay."""
+        for pod in self.pods.values():
+            pod.node.close()
+        nodes.kill_orphans(set())
+        for held in self._ports.values():
+            held.close()
+        self.selector.close()
+
+    def _live(self) -> Iterator[LocalPod]:
+        return (pod for pod in self.pods.values() if pod.live)
+
+    def _create(self, job: api.DDPJob, action: CreatePod) -> None:
+        try:
+            self._start(job, action)
+        except OSError as error:
+            what = f"{error.filename}: " if error.filename else ""
+            raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
+
+    def _start(self, job: api.DDPJob, action: CreatePod) -> None:
+        body = self.body(job, action)
+        name = body["metadata"]["name"]
+        base = self._slots[action.place]
+        slot = pod_process.Slot(base.cwd, self.folder / "volumes" / name, base.environment, base.gpus)
+        process = pod_process.process(body, slot)
+        slot.volumes.parent.mkdir(mode=0o700, exist_ok=True)
+        for folder in process.folders:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        termination_log = slot.volumes.with_suffix(".termination-log")
+        termination_log.touch(mode=0o600)
+        process.env[environment.TERMINATION_LOG] = str(termination_log)
+        if base.terminal is not None:
+            debugging.attach(process, base.terminal, self.folder)
+        if faults.VARIABLE in process.env:
+            records = self.folder / run_folder.FAULTS
+            records.mkdir(mode=0o700, exist_ok=True)
+            process.env[faults.HAPPENED] = str(records)
+        node = nodes.NodeProcess(action.place)
+        node.start(process.argv, process.env, process.cwd, grace_seconds(job.spec.template))
+        log = Log(self.folder / f"{name}.log")
+        devices = base.gpus or ()
+        pod = LocalPod(action.attempt, action.place, action.replacement, name, node, log, devices, termination_log)
+        self.pods[name] = pod
+        for fd in (node.output, node.report):
+            pod.open.add(fd)
+            self.selector.register(fd, selectors.EVENT_READ, pod)
+
+    def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
+        pod = self.pods.get(action.name)
+        if pod is None:
+            return
+        grace = grace_seconds(job.spec.template) if action.grace_seconds is None else action.grace_seconds
+        pod.deletion_requested_at = dt.datetime.now(dt.timezone.utc)
+        if pod.live:
+            pod.node.stop(grace)
+
+    def _port(self, attempt: int) -> int:
+        """The port of an attempt, held from its first pod on; the ports of older attempts are given back.
+
+        Not the port that the pods get in a cluster, because another job on this machine may have taken that one.
+        """
+        if attempt not in self._ports:
+            self._ports[attempt] = ports.hold()
+            for older in [a for a in self._ports if a < attempt]:
+                self._ports.pop(older).close()
+        return ports.number(self._ports[attempt])
+
+    def _view(self, pod: LocalPod) -> Pod:
+        phase = "Running" if pod.trainer.state == "running" else "Pending"
+        if pod.trainer.state == "ended":
+            phase = "Succeeded" if pod.trainer.exit_code == 0 else "Failed"
+        return Pod(
+            name=pod.name,
+            uid=pod.name,
+            owner_uid=self.folder.name,
+            attempt=pod.attempt,
+            place=pod.place,
+            replacement=pod.replacement,
+            job="",
+            node=THIS_MACHINE,
+            phase=phase,
+            reason=pod.reason,
+            deletion_requested_at=pod.deletion_requested_at,
+            trainer=pod.trainer,
+            ended_first=pod.ended_first,
+        )
+
+    def _read_output(self, pod: LocalPod) -> None:
+        try:
+            data = os.read(pod.node.output, READ_BYTES)
+        except BlockingIOError:
+            return
+        if data:
+            self._show(pod, [self._names(line) for line in pod.log.feed(data)])
+        else:
+            self._forget(pod, pod.node.output)
+            self._show(pod, [self._names(line) for line in pod.log.close()])
+
+    def _handle_report(self, pod: LocalPod) -> None:
+        for event in pod.node.handle_report():
+            if isinstance(event, nodes.SupervisorLost):
+                nodes.kill_orphans({p.node.pid for p in self._live() if p is not pod})
+            # Read what was printed before the end is reported, because the last lines hold the cause.
+            if pod.node.exit is not None:
+                while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
+                    self._read_output(pod)
+            _note(pod, event, self._names)
+        if pod.node.exit is not None:
+            self._forget(pod, pod.node.report)
+
+    def _forget(self, pod: LocalPod, fd: int) -> None:
+        if fd in pod.open:
+            pod.open.discard(fd)
+            self.selector.unregister(fd)
+
+
+def _note(pod: LocalPod, event: nodes.Event, names: Callable[[str], str]) -> None:
+    """Translate a supervisor's report into the container's state, as a kubelet would."""
+    if isinstance(event, nodes.Started):
+        pod.pid = event.pid
+        pod.trainer = Container("running", ready=True)
+    elif isinstance(event, nodes.NotStarted):
+        pod.trainer = _ended(event.code, "StartError", dt.datetime.now(dt.timezone.utc), event.error)
+    elif isinstance(event, nodes.SupervisorLost):
+        pod.reason = "SupervisorLost"
+        pod.trainer = _ended(None, "SupervisorLost", _time(event.time), event.error)
+    elif isinstance(event, nodes.Exited):
+        code = event.code if event.signal is None else 128 + event.signal
+        message = names(_termination_message(pod.termination_log) or pod.log.tail)
+        pod.ended_first = not event.stop_requested
+        pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), message)
+
+
+def _termination_message(path: Path) -> str:
+    """As a kubelet reads it: the first 4096 bytes, or nothing."""
+    try:
+        return own_files.read_file(path, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _ended(code: int | None, reason: str, at: dt.datetime, message: str) -> Container:
+    return Container("ended", reason, message, exit_code=code, ended_at=at)
+
+
+def _time(seconds: float) -> dt.datetime:
+    return dt.datetime.fromtimestamp(seconds, dt.timezone.utc)

@@ -1,0 +1,89 @@
+"""`ddpjob run --pdb RANK`: one rank reads from the terminal and prints to it, so that a debugger works in it.
+
+The ranks are in sessions of their own, and a device can be opened from any session. The program that becomes the rank
+opens it: torchrun and ddprun start $PYTHON_EXEC in place of their own Python.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from ddpjob_cli.local.processes import pod_process
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.job import api, launcher, topology, wording
+
+PROGRAM = "pdb-python"
+PYTHON_EXEC = "PYTHON_EXEC"
+
+
+def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process.Terminal:
+    """Return the terminal of this process for a rank of the job. groups: of this process. Raises InputError."""
+    option = f"--pdb {rank}"
+    ranks = topology.world_size(job.spec)
+    if not 0 <= rank < ranks:
+        has = "one rank, 0" if ranks == 1 else f"ranks 0 to {ranks - 1}"
+        raise InputError(f"{option}: there is no such rank: the job has {has}")
+    for stream, name in ((0, "stdin"), (1, "stdout")):
+        if not os.isatty(stream):
+            raise InputError(f"{option}: {name} is not a terminal, and a debugger needs one: run it without a pipe")
+    if os.tcgetpgrp(0) not in groups:
+        raise InputError(f"{option}: the run is in the background, so the shell has the terminal: leave & out")
+    _refuse_other_commands(option, job)
+    return pod_process.Terminal(rank, os.ttyname(0))
+
+
+def _refuse_other_commands(option: str, job: api.DDPJob) -> None:
+    words = launcher.command_of(job.spec.template)
+    found, program = launcher.facts(job.spec).launcher, os.path.basename(words[0]) if words else ""
+    if found is not None and "no_python" not in found.options:
+        return
+    if found is None and program.startswith("python") and topology.nproc_per_node(job.spec) == 1:
+        return
+    processes = wording.count(topology.nproc_per_node(job.spec), "process")
+    raise InputError(
+        f"{option}: needs a command in which torchrun or ddprun starts a Python script, or python one process a node; "
+        f"this one is {shlex.join(words[:4])} with {processes} on each node"
+    )
+
+
+def undisturbed(job: api.DDPJob) -> api.DDPJob:
+    """Return the job without a limit for a rank that makes no step: one that is debugged makes none."""
+    return replace(job, spec=replace(job.spec, stall=api.Stall(timeout_seconds=0)))
+
+
+def attach(process: pod_process.ProcessSpec, to: pod_process.Terminal, folder: Path) -> None:
+    """Change what is started on a node so that the rank gets the terminal. folder: of the run."""
+    program, argv = folder / PROGRAM, process.argv
+    device = shlex.quote(to.device)
+    program.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$RANK" = {to.rank} ]; then exec <{device} >{device}; else export PYTHONBREAKPOINT=0; fi\n'
+        f'exec {shlex.quote(_python(process))} "$@"\n'
+    )
+    program.chmod(0o700)
+    begin = launcher.options_begin(argv)
+    if begin is None:
+        process.argv = [str(program), *argv[1:]]
+        return
+    process.env[PYTHON_EXEC] = str(program)
+    if argv[begin - 1] == "ddprun" or os.path.basename(argv[begin - 1]) == "ddprun":
+        argv.insert(begin, "--no-preload")  # otherwise a rank is forked, and becomes no program
+
+
+def _python(process: pod_process.ProcessSpec) -> str:
+    """Return the interpreter that the ranks have without us: the launcher's own."""
+    path, argv = process.env["PATH"], process.argv
+    if known := process.env.get(PYTHON_EXEC):
+        return known
+    started = shutil.which(argv[0], path=path) or argv[0]
+    if os.path.basename(started).startswith("python"):
+        return started
+    beside = os.path.join(os.path.dirname(started), "python")
+    return beside if os.access(beside, os.X_OK) else shutil.which("python", path=path) or sys.executable

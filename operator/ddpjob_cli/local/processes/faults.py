@@ -1,0 +1,137 @@
+"""`ddpjob run --fail …`: injected faults, to see how a job recovers.
+
+A node is killed by the run itself. A rank fails in its own `ddpjob.progress(step=…)`, because only there the step is
+known exactly; it reads its faults from the variable DDPJOB_FAULTS, and records each one that happens as a file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.job import api, topology
+
+_OPTION_CHARACTERS_MAX = 200
+VARIABLE = "DDPJOB_FAULTS"
+HAPPENED = "DDPJOB_FAULTS_HAPPENED"
+"""The folder of the records; a file is named by the place of its fault in DDPJOB_FAULTS."""
+FORMS = "node=1,at=20s or rank=3,step=50 with signal=SEGV, exit=3 or hang"
+
+
+@dataclass(frozen=True)
+class NodeFault:
+    """A node dies with all that runs on it."""
+
+    option: str
+    node: int
+    at_seconds: float
+    """After the start of the run."""
+    wants = "the job had ended before"
+
+
+@dataclass(frozen=True)
+class RankFault:
+    """A rank fails at a step."""
+
+    option: str
+    rank: int
+    step: int
+    attempt: int | None
+    """None: whichever reaches the step first."""
+    how: dict[str, str | int | bool]
+    """One of signal: name, exit: code, hang: true, as in DDPJOB_FAULTS."""
+
+    @property
+    def wants(self) -> str:
+        """Why it may not have happened."""
+        where = "" if self.attempt is None else f" in attempt {self.attempt}"
+        return f"that rank did not call ddpjob.progress() with that step{where}"
+
+
+Fault = NodeFault | RankFault
+
+
+def parse(text: str) -> Fault:
+    """One value of --fail. Raises InputError with what is wrong and what it should be."""
+    option = f"--fail {text[:_OPTION_CHARACTERS_MAX]}"
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        name, _, value = part.strip().partition("=")
+        if name in given:
+            raise InputError(f"{option}: {name} is given twice")
+        given[name] = value
+    unknown = [n for n in given if n not in ("node", "at", "rank", "step", "attempt", "signal", "exit", "hang")]
+    if unknown:
+        raise InputError(f"{option}: {unknown[0] or 'an empty part'} is unknown; must be {FORMS}")
+    if "node" in given and given.keys() == {"node", "at"}:
+        return NodeFault(option, _number(option, given, "node"), _seconds(option, given["at"]))
+    how = [n for n in ("signal", "exit", "hang") if n in given]
+    if {"rank", "step"} <= given.keys() and len(how) == 1 and not given.keys() & {"node", "at"}:
+        attempt = _number(option, given, "attempt") if "attempt" in given else None
+        numbers = _number(option, given, "rank"), _number(option, given, "step")
+        return RankFault(option, *numbers, attempt, {how[0]: _how(option, how[0], given[how[0]])})
+    raise InputError(f"{option}: must be {FORMS}")
+
+
+def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
+    """Raise InputError where the job does not have those nodes and ranks."""
+    ranks = topology.world_size(job.spec)
+    for fault in faults:
+        if isinstance(fault, NodeFault) and fault.node >= job.spec.nodes:
+            raise InputError(f"{fault.option}: the job's nodes are 0 to {job.spec.nodes - 1}")
+        if isinstance(fault, RankFault) and fault.rank >= ranks:
+            raise InputError(f"{fault.option}: the job's ranks are 0 to {ranks - 1}")
+
+
+def missed(faults: Sequence[Fault], not_yet: Sequence[NodeFault], records: Path) -> list[Fault]:
+    """Return those that did not happen. not_yet: the nodes that were not killed. records: the folder of HAPPENED."""
+    wanted = _of_ranks(faults)
+    ranks = [fault for place, fault in enumerate(wanted) if not (records / str(place)).exists()]
+    return [fault for fault in faults if any(fault is other for other in (*not_yet, *ranks))]
+
+
+def variable(faults: Sequence[Fault]) -> str:
+    """The value of DDPJOB_FAULTS, for all ranks."""
+    return json.dumps(
+        [
+            {"rank": f.rank, "step": f.step, **({} if f.attempt is None else {"attempt": f.attempt}), **f.how}
+            for f in _of_ranks(faults)
+        ]
+    )
+
+
+def _of_ranks(faults: Sequence[Fault]) -> list[RankFault]:
+    return [fault for fault in faults if isinstance(fault, RankFault)]
+
+
+def _number(option: str, given: dict[str, str], name: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,15}", given[name]):
+        raise InputError(f'{option}: {name} must be a whole number, is "{given[name]}"')
+    return int(given[name])
+
+
+def _seconds(option: str, text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m)?", text)
+    if match is None:
+        raise InputError(f'{option}: at must be a time such as 20s or 2m, is "{text}"')
+    return float(match[1]) * (60 if match[2] == "m" else 1)
+
+
+def _how(option: str, name: str, text: str) -> str | int | bool:
+    if name == "hang":
+        if text:
+            raise InputError(f"{option}: hang has no value")
+        return True
+    if name == "exit":
+        if not text.isdecimal() or not 0 < int(text) < 256:
+            raise InputError(f'{option}: exit must be a code from 1 to 255, is "{text}"')
+        return int(text)
+    short = text.upper().removeprefix("SIG")
+    if f"SIG{short}" not in signal.Signals.__members__:
+        raise InputError(f'{option}: signal must be one such as KILL, SEGV or TERM, is "{text}"')
+    return short

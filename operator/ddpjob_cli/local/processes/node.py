@@ -1,0 +1,215 @@
+"""The runner's side of a local node: start its supervisor, request its stop, read its reports.
+
+Everything here is called from the runner's one thread and never waits for a trainer: `output` and `report` are
+non-blocking descriptors for its selectors loop. The runner calls `become_subreaper` once before the first node, and
+`kill_orphans` whenever a node ends as a SupervisorLost. It must never wait for any child (`os.waitpid(-1)`), otherwise
+the node would miss the end of its supervisor.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob_cli.local.processes import supervisor
+from ddpjob_cli.local.processes.supervisor import read_available
+from ddpjob_core.failures import signal_name
+from ddprun import processes
+
+# Isolated and without site-packages, because that starts in a fraction of the time; so both packages are pointed to.
+SUPERVISOR = "from ddpjob_cli.local.processes.supervisor import main; main()"
+PACKAGES = [str(Path(supervisor.__file__).parents[2]), str(Path(processes.__file__).parents[2])]
+CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor needs to end its tree
+
+
+@dataclass(frozen=True)
+class Started:
+    """The trainer runs: its first process and the Unix time of its exec."""
+
+    pid: int
+    time: float
+
+
+@dataclass(frozen=True)
+class Lingering:
+    """Killed seconds ago and still there, stuck in the kernel or another user's; the node ends when they have."""
+
+    pids: list[int]
+    time: float
+
+
+@dataclass(frozen=True)
+class Exited:
+    """The trainer's first process ended at the Unix `time`, by `code` or by `signal`; nothing it started is left."""
+
+    code: int | None
+    signal: int | None
+    time: float
+    stop_requested: bool  # exit 0 is then no success
+    killed_after_grace: bool
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """The trainer's exec failed: code 127 where the file or folder is missing, else 126, as a shell says it."""
+
+    errno: int
+    error: str
+    code: int
+
+
+@dataclass(frozen=True)
+class SupervisorLost:
+    """The supervisor ended without a last report; the runner then calls `kill_orphans` for what the node left."""
+
+    error: str
+    time: float
+
+
+Event = Started | Lingering | Exited | NotStarted | SupervisorLost
+End = Exited | NotStarted | SupervisorLost
+
+
+class NodeProcess:
+    """One node of a job on this machine: a supervisor process and the trainer below it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.exit: End | None = None  # once known it never changes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._report = -1
+        self._buffer = b""
+
+    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, grace_seconds: float) -> None:
+        """Spawn the supervisor and send it what to run; `handle_report` returns the result.
+
+        env: the trainer's whole environment, which finds `argv[0]` by its PATH. cwd: must exist. grace_seconds: between
+        SIGTERM and SIGKILL when the supervisor itself is terminated. Raises OSError where no process can be made.
+        """
+        assert self._process is None, "a node is started once; the next attempt is a new NodeProcess"
+        self._report, report_write = os.pipe()
+        os.set_blocking(self._report, False)
+        program = f"import sys; sys.path += sys.argv[2:]; {SUPERVISOR}"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", program, str(report_write), *PACKAGES],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,  # a traceback of the supervisor belongs into its node's log
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C at the terminal is for the runner, which stops the nodes itself
+                pass_fds=(report_write,),
+            )
+        except BaseException:
+            os.close(self._report)
+            raise
+        finally:
+            os.close(report_write)
+        os.set_blocking(self.output, False)
+        self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
+
+    @property
+    def pid(self) -> int:
+        """The supervisor's process, to be known to `kill_orphans`."""
+        return self._running.pid
+
+    @property
+    def output(self) -> int:
+        """Non-blocking descriptor of all that the trainer prints, in order; it ends with the node: read to its end."""
+        assert self._running.stdout is not None
+        return self._running.stdout.fileno()
+
+    @property
+    def report(self) -> int:
+        """Non-blocking descriptor; when it is readable call `handle_report`, and no more once `exit` is known."""
+        return self._report
+
+    def stop(self, grace_seconds: float) -> None:
+        """SIGTERM to the trainer's first process, SIGKILL to all after `grace_seconds`; a later call only shortens."""
+        self._send({"stop": {"grace_seconds": grace_seconds}})
+
+    def kill(self) -> None:
+        """SIGKILL to everything, at once."""
+        self._send({"kill": {}})
+
+    def handle_report(self) -> list[Event]:
+        """The reports since the last call; a SupervisorLost if the supervisor ended without a last one."""
+        arrived = read_available(self._report)
+        *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
+        events = [parse(line) for line in lines]
+        if arrived is None and self.exit is None and not any(isinstance(event, End) for event in events):
+            events.append(self._lost())
+        for event in events:
+            if self.exit is None and isinstance(event, End):
+                self.exit = event
+        return events
+
+    def close(self) -> None:
+        """Kill what still runs and give everything back; waits for the supervisor, at most 10 s."""
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.close()  # the supervisor reads it as the runner's end
+        try:
+            process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:  # stopped by a debugger, or a child that even SIGKILL does not end
+            process.kill()
+            process.wait()
+        process.stdout.close()
+        os.close(self._report)
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "start() comes first"
+        return self._process
+
+    def _send(self, message: dict[str, object]) -> None:
+        assert self._running.stdin is not None
+        data = memoryview(json.dumps(message).encode() + b"\n")
+        try:
+            while data:
+                data = data[self._running.stdin.write(data) or 0 :]
+        except BrokenPipeError:
+            return  # it has ended; how, the loop reads from its report
+
+    def _lost(self) -> SupervisorLost:
+        code = self._running.wait()  # the report pipe ended with its only holder; after this its children are adopted
+        if code < 0:
+            how = f"was killed by {signal_name(-code)}"
+        else:
+            how = f"ended with code {code} before its trainer did; its own message is the last in the node's log"
+        return SupervisorLost(f"the supervisor of node {self.number} {how}", time.time())
+
+
+def parse(line: bytes) -> Event:
+    """One line of a report as an event."""
+    kinds: dict[str, type[Event]] = {"started": Started, "lingering": Lingering, "exited": Exited, "failed": NotStarted}
+    ((kind, fields),) = json.loads(line).items()
+    return kinds[kind](**fields)
+
+
+def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> None:
+    """Kill and reap every child of this process that is not in `known_pids`, with all below it.
+
+    For a subreaper these are what a supervisor left that was itself killed by SIGKILL. `known_pids` must name every
+    child that the caller started and wants to keep. Returns after `timeout_seconds` even if one is stuck in the kernel.
+    """
+    deadline, pause = time.monotonic() + timeout_seconds, 0.001
+    while time.monotonic() < deadline:
+        parent_of = processes.parents()
+        orphans = {pid for pid, parent in parent_of.items() if parent == os.getpid()} - known_pids
+        if not orphans:
+            return
+        processes.kill(orphans.union(*(processes.descendants(orphan, parent_of) for orphan in orphans)))
+        time.sleep(pause)  # the kernel ends them; one forked since /proc was read is found in the next round
+        pause = min(2 * pause, 0.1)
+        for orphan in orphans:
+            os.waitpid(orphan, os.WNOHANG)

@@ -1,0 +1,105 @@
+"""The stacks of the ranks of a run on this machine: its agents are asked by a signal, and print them into its logs."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpjob_cli.local.kept import run_folder, runs
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_core.heartbeat import STACKS_SIGNAL
+from ddpjob_operator.job.wording import count
+from ddprun import processes
+from ddprun.core import folded_stacks
+
+ANSWER_SECONDS = 40.0  # py-spy has 5 s for each of the ranks that do not answer
+POLL_SECONDS = 0.1
+_PIDS_MAX = 8
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which processes of a run have been asked for their stacks."""
+
+    agents: list[int]
+    handlers: list[int]
+    """Ranks of another launcher that handle SIGQUIT."""
+    silent: list[int]
+    """Its other ranks: nothing was sent to them, because it would end them."""
+
+    def sentence(self) -> str:
+        """What cannot be shown, or who writes stacks; "" if agents print all of them."""
+        if self.handlers and not self.silent:
+            return f"SIGQUIT was sent to {count(len(self.handlers), 'rank')}, which the script handles"
+        if self.silent:
+            pids = ", ".join(map(str, self.silent[:_PIDS_MAX])) + (", …" if len(self.silent) > _PIDS_MAX else "")
+            which = f"process{'es' * (len(self.silent) > 1)} {pids}"
+            return f"no stacks of {which}: not started by ddprun. py-spy dump --pid {self.silent[0]} shows one"
+        return "" if self.agents else "no stacks: no rank runs now"
+
+
+def ask(uid: str) -> Asked:
+    """Ask the processes of the run with this id. No process without a handler gets a signal."""
+    environs = {pid: _environ(pid) for pid in processes.parents()}
+    own = {pid for pid, environ in environs.items() if f"DDPJOB_UID={uid}".encode() in environ}
+    agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})
+    below = set().union(*(processes.descendants(agent) for agent in agents), agents)
+    others = {pid for pid in own - below if _has(environs[pid], b"LOCAL_RANK=") and processes.is_python(pid)}
+    # Of a node with one rank the launcher has LOCAL_RANK as well, and torchrun ends the job on SIGQUIT.
+    of_torchrun = {pid for pid in others if _has(environs[pid], b"TORCHELASTIC_RUN_ID=")}
+    ranks = _topmost(of_torchrun or others)
+    handlers = [pid for pid in ranks if pid in of_torchrun and processes.catches(pid, signal.SIGQUIT)]
+    processes.send(agents, STACKS_SIGNAL)
+    processes.send(handlers, signal.SIGQUIT)
+    return Asked(agents, handlers, [pid for pid in ranks if pid not in handlers])
+
+
+def of_run(run: runs.Run) -> list[str]:
+    """Return the texts that the agents of a run print. Raises InputError if nothing can be shown."""
+    name = f"{run.facts.job}, run {run.facts.run[:8]}"
+    if not run.running:
+        raise InputError(
+            f"{name}: is not running ({run.state}), so it has no stacks; ddpjob logs shows what it printed"
+        )
+    begun = {path: path.stat().st_size for path in _logs(run)}
+    asked = ask(run.facts.run)
+    if not asked.agents:
+        raise InputError(f"{name}: {asked.sentence()}")
+    end = time.monotonic() + ANSWER_SECONDS
+    while True:
+        logs = (b"".join(runs.chunks(path, begun.get(path, 0))).decode(errors="replace") for path in _logs(run))
+        found = [text for log in logs for text in folded_stacks.printed(log)]
+        if len(found) >= len(asked.agents):
+            return found
+        if time.monotonic() > end or not run_folder.is_running(run.folder):
+            late = count(len(asked.agents) - len(found), "ddprun")
+            raise InputError("\n".join([*found, f"{name}: {late} did not answer; is it stopped (Ctrl-Z)?"]))
+        time.sleep(POLL_SECONDS)
+
+
+def _logs(run: runs.Run) -> list[Path]:
+    """Those of the last attempt."""
+    attempts = run.attempts()
+    last = max(attempts, default=0)
+    return [path for node in attempts.get(last, ()) for path in run.logs(last, node)]
+
+
+def _has(environ: list[bytes], beginning: bytes) -> bool:
+    return any(line.startswith(beginning) for line in environ)
+
+
+def _topmost(pids: set[int]) -> list[int]:
+    """Those that are below no other one of them."""
+    parent_of = processes.parents()
+    below: set[int] = set().union(*(processes.descendants(pid, parent_of) for pid in pids))
+    return sorted(pids - below)
+
+
+def _environ(pid: int) -> list[bytes]:
+    """The variables with which a process was started; none of another user's."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        return file.read().split(b"\0")
+    return []

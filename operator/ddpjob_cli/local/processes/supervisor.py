@@ -1,0 +1,213 @@
+"""The supervisor of one local node: PID 1 of a pod, for a pod that is only processes.
+
+`node.py` runs it as a program, once for each node; it imports little, and nothing from outside this project and the
+standard library, because a job waits for it. It ends every descendant of its trainer, whatever session that moved to,
+before it reports that the node has ended.
+
+stdin is the control pipe, one JSON object a line: first the order {"argv", "env", "cwd", "grace_seconds"}, later
+{"stop": {"grace_seconds": 10}} or {"kill": {}}. Its end is the end of the runner, however that died, and ends
+everything at once. A pipe, because PDEATHSIG alone follows the thread that made the child, not the process.
+The descriptor that the first argument names carries JSON lines back: {"started": …}, perhaps {"lingering": …}, and last
+{"exited": …} or {"failed": …}. stdout is the trainer's: what it prints goes straight to the runner.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import Any
+
+from ddprun import processes
+
+WAIT_SECONDS_MAX = 3600.0  # poll takes 24.8 days at most, a grace may be years
+LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel or another user's rights prevent it
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+
+
+def main() -> None:
+    """Supervise one node, from the order on stdin to the last report."""
+    report_fd = int(sys.argv[1])
+    processes.close_to_children()  # above all the report pipe
+    processes.become_subreaper()
+    supervisor = Supervisor(report_fd)
+    try:
+        supervisor.run()
+    finally:
+        supervisor.end_tree()  # also after a mistake of ours: nothing of the node may survive it
+
+
+class Supervisor:
+    """One trainer and all that it ever started; `run` returns when none of it is left and that is reported."""
+
+    def __init__(self, report_fd: int) -> None:
+        self.report_fd = report_fd
+        self.main_pid = 0  # 0 until the trainer is started
+        self.main_end: tuple[int, float] | None = None  # exit code (negative: signal) and Unix time
+        self.grace_seconds = 0.0
+        self.kill_at: float | None = None  # on the monotonic clock, once a stop is requested
+        self.stop_requested = False
+        self.killed_after_grace = False
+        self.end_now = False
+        self.control = b""
+        self.wakeup_fd = processes.listen_to_signals(STOP_SIGNALS)
+        os.set_blocking(0, False)
+
+    def run(self) -> None:
+        """Wait for the order, start the trainer, obey until it ends, end what it left behind, report."""
+        poller = select.poll()
+        poller.register(0, select.POLLIN)
+        poller.register(self.wakeup_fd, select.POLLIN)
+        while not self.over():
+            poller.poll(self.wait_milliseconds())  # without a deadline this sleeps for ever: no CPU at rest
+            signals = read_available(self.wakeup_fd) or b""  # those that arrived since the last call, a byte each
+            self.reap()  # before the orders: a trainer that had ended by then was not stopped
+            self.read_control()
+            if STOP_SIGNALS & set(signals):
+                self.stop(self.grace_seconds)
+        self.killed_after_grace = self.main_end is None and not self.end_now
+        self.end_tree()
+        if self.main_end is not None:
+            self.report({"exited": self.exit_report(*self.main_end)})
+
+    def over(self) -> bool:
+        """Is there nothing left to wait for but the end of what still runs?"""
+        if self.end_now or self.main_end is not None:
+            return True
+        return self.kill_at is not None and time.monotonic() >= self.kill_at
+
+    def wait_milliseconds(self) -> float | None:
+        """How long nothing needs doing unless something happens; None is for ever."""
+        if self.kill_at is None:
+            return None
+        return min(max(0.0, self.kill_at - time.monotonic()), WAIT_SECONDS_MAX) * 1000
+
+    def read_control(self) -> None:
+        """Obey every whole line that has arrived; the end of the pipe is the end of the runner."""
+        arrived = read_available(0)
+        self.end_now = self.end_now or arrived is None
+        *lines, self.control = (self.control + (arrived or b"")).split(b"\n")
+        for line in lines:
+            self.obey(json.loads(line))
+
+    def obey(self, command: dict[str, Any]) -> None:
+        """Do what one line of the control pipe says."""
+        if "argv" in command:
+            self.start(command)
+        elif "stop" in command:
+            self.stop(command["stop"]["grace_seconds"])
+        else:
+            assert "kill" in command, command
+            self.end_now = True
+            self.stop_requested = self.stop_requested or self.main_end is None
+
+    def start(self, order: dict[str, Any]) -> None:
+        """Start the trainer and report it, or report why it cannot be started and end."""
+        assert not self.main_pid, "one order for each supervisor"
+        self.grace_seconds = order["grace_seconds"]
+        self.main_pid, failure = start_trainer(order)
+        if failure is not None:
+            self.report({"failed": failure})
+            sys.exit(0)
+        self.report({"started": {"pid": self.main_pid, "time": time.time()}})
+
+    def stop(self, grace_seconds: float) -> None:
+        """Ask the trainer's first process to end, as the kubelet asks PID 1; a later call can only shorten its time."""
+        if not self.main_pid:  # the order has not come: nothing to end
+            self.end_now = True
+            return
+        kill_at = time.monotonic() + grace_seconds
+        if self.kill_at is None and self.main_end is None:
+            self.stop_requested = True
+            os.kill(self.main_pid, signal.SIGTERM)  # not yet reaped, so the number is still its own
+        self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
+
+    def reap(self) -> None:
+        """Collect every child that has ended, adopted ones too."""
+        for pid, code in processes.reaped():
+            if pid == self.main_pid and self.main_end is None:  # once reaped, its number may belong to another
+                self.main_end = (code, time.time())
+
+    def left(self) -> set[int]:
+        """The processes of the node that have not ended."""
+        self.reap()
+        return processes.descendants(os.getpid())
+
+    def end_tree(self) -> None:
+        """Kill and reap until nothing is left; orphans become our children, so none can hide."""
+        since, reported, pause_ms = time.monotonic(), False, 10
+        poller = select.poll()
+        poller.register(self.wakeup_fd, select.POLLIN)
+        while left := self.left():
+            processes.kill(left)
+            if not reported and time.monotonic() - since > LINGERING_SECONDS:
+                reported = True
+                self.report({"lingering": {"pids": sorted(left), "time": time.time()}})
+            poller.poll(pause_ms)  # a child's end wakes us; the time-out is for one forked between look and kill
+            read_available(self.wakeup_fd)
+            pause_ms = min(2 * pause_ms, 1000)
+
+    def exit_report(self, code: int, ended: float) -> dict[str, object]:
+        """How the trainer's first process ended; all others are gone by now."""
+        return {
+            "code": code if code >= 0 else None,
+            "signal": -code if code < 0 else None,
+            "time": ended,
+            "stop_requested": self.stop_requested,
+            "killed_after_grace": self.killed_after_grace,
+        }
+
+    def report(self, message: dict[str, object]) -> None:
+        """Send one line to the runner, if there still is one."""
+        try:
+            os.write(self.report_fd, json.dumps(message).encode() + b"\n")
+        except BrokenPipeError:
+            self.end_now = True
+
+
+def start_trainer(order: dict[str, Any]) -> tuple[int, dict[str, object] | None]:
+    """Start the order's argv: its pid and None, or its pid and the report of why the exec failed."""
+    failure_read, failure_write = os.pipe()  # a successful exec closes it with nothing written
+
+    def become() -> None:
+        # In a session of its own (`fork`): `trap "kill 0" EXIT` of a launch script must not reach the supervisor.
+        try:
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(1, 2)
+            os.chdir(order["cwd"])
+            processes.execute(order["argv"], order["env"])
+        except Exception as error:
+            os.write(failure_write, json.dumps(start_failure(error)).encode())
+
+    pid = processes.fork(become)
+    os.close(failure_write)
+    with open(failure_read, "rb") as pipe:
+        failure = pipe.read()
+    return pid, json.loads(failure) if failure else None
+
+
+def start_failure(error: Exception) -> dict[str, object]:
+    """The report of an exec that failed, with the code that a shell or a container gives."""
+    number = (error.errno if isinstance(error, OSError) else None) or errno.EINVAL
+    missing = number in (errno.ENOENT, errno.ENOTDIR)
+    sentence = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+    if missing and isinstance(error, OSError) and os.path.isfile(str(error.filename)):
+        sentence += " (the file is there: the program in its #! line is not)"
+    return {"errno": number, "error": sentence, "code": 127 if missing else 126}
+
+
+def read_available(fd: int) -> bytes | None:
+    """All bytes that wait in a non-blocking pipe; None at its end."""
+    data = b""
+    while True:
+        try:
+            chunk = os.read(fd, 65536)
+        except BlockingIOError:
+            return data
+        if not chunk:
+            return data or None  # the next call sees the end again
+        data += chunk

@@ -1,0 +1,533 @@
+"""`ddpjob run`: a job as processes on this machine, by the same plan as in a cluster.
+
+One thread: observe, plan, write the status, act, then wait until something happens or the plan is to run again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import datetime as dt
+import os
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from ddpjob_cli.describe import ending
+from ddpjob_cli.local import script
+from ddpjob_cli.local.kept import files, record, report, run_folder, runs
+from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, receive, stacks, threads
+from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
+from ddpjob_cli.local.shown import screen, table, told
+from ddpjob_cli.manifest.yamlfile import Document, InputError
+from ddpjob_operator.job import api, launcher, podspec, reasons, topology, wording
+from ddpjob_operator.job.status import TERMINAL, ranks_since
+from ddpjob_operator.job.validation import dotted
+from ddpjob_operator.observed import kubeflow
+from ddpjob_operator.observed.cluster import Container
+from ddpjob_operator.observed.reports import BadReportError, Report
+from ddpjob_operator.plan.actions import Settings
+from ddpjob_operator.plan.plan import plan
+from ddpjob_operator.pods import build
+from ddprun import processes, watch_ranks
+from ddprun.core import idle
+
+if TYPE_CHECKING:
+    from ddpjob_cli.local.kept.metrics_file import MetricsFile
+
+SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
+WAIT_SECONDS_MAX = 3600.0  # the kernel's own limit is 24.8 days, which a deadline of a month is beyond
+REPORT_SECONDS = 0.5  # on loopback a report costs nothing, and the table is to be up to date
+# Only a signal suspends a local run, and then it ends.
+SETTINGS = Settings(progress_write_seconds=REPORT_SECONDS, resume_hint="run it again to go on", keeps_files=True)
+_STOPS = (reasons.SUSPENDING.name, reasons.SUSPENDED.name)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of `ddpjob run`."""
+
+    status: Path | None = None
+    cpu: bool = False
+    allow_unsupported: bool = False
+    plain: bool = False
+    folder: Path | None = None
+    """The parent of the runs' folders; None is the user's state folder."""
+    faults: tuple[faults.Fault, ...] = ()
+    """Faults to inject."""
+    metrics: Path | None = None
+    """Where the numbers of the run are kept for a scraper."""
+    report: Path | None = None
+    """Where the report is written once the run has ended."""
+    process_group: int | None = None
+    """That in which the command was started, where the run has one of its own."""
+    names: Callable[[str], str] = str
+    """How texts of the ranks name places in the script: those in a notebook by its cells."""
+    pdb: int | None = None
+    """The rank that gets the terminal."""
+    defaults: str = ""
+    """What the title says about numbers that nobody gave."""
+
+
+def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
+    """Run a valid job to its end; returns the exit code. Raises InputError before anything has started."""
+    if job.spec.suspend:
+        text = "spec.suspend: is true, so nothing would start. Run with --set spec.suspend=false."
+        raise InputError(f"{document.place(('spec', 'suspend'))}: {text}")
+    if job.spec.managed_by:
+        text = f'spec.managedBy: "{job.spec.managed_by}" runs this job, and not ddpjob. Remove the field.'
+        raise InputError(f"{document.place(('spec', 'managedBy'))}: {text}")
+    written = (("--status", options.status), ("--report", options.report), ("--metrics-file", options.metrics))
+    for option, path in written:
+        if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
+            raise InputError(f"{option} {path}: there is no such folder")
+    job, notes = on_this_machine(job, options)
+    slots, more = assign_slots(document, job)
+    notes += more + check(document, job, slots, options)
+    if options.pdb is not None:
+        groups = {os.getpgrp(), options.process_group or os.getpgrp()}
+        given = debugging.terminal(options.pdb, job, groups)
+        job, slots = debugging.undisturbed(job), [dataclasses.replace(slot, terminal=given) for slot in slots]
+    folder = _run_folder(job.metadata.name, options)
+    if options.pdb is not None:
+        notes.append(f"--pdb: rank {options.pdb} has this terminal; what the others print is in {folder.path}")
+    try:
+        with _runner(job, slots, folder, options) as runner:
+            runner.reports = not script.reports_no_steps(script.find(document.source, job))
+            for note in notes:
+                runner.screen.note(note)
+            return runner.run()
+    finally:
+        folder.close()
+
+
+def on_this_machine(job: api.DDPJob, options: RunOptions) -> tuple[api.DDPJob, list[str]]:
+    """The job without what only a cluster has, and with --cpu without GPUs; and notes for the user."""
+    notes = []
+    if options.cpu and (requested := podspec.gpus(job.spec.template)):
+        unused, ranks = wording.count(requested, "GPU"), topology.world_size(job.spec)
+        who = "1 rank trains" if ranks == 1 else f"{ranks} ranks train"
+        notes.append(f"--cpu: {unused} on each node {'is' if requested == 1 else 'are'} not used; {who} with gloo")
+    if job.spec.gang not in ("auto", "none") or job.spec.topology_key:
+        notes.append("without effect on local processes: spec.gang, spec.topologyKey")
+        job = replace(job, spec=replace(job.spec, gang="none", topology_key=""))
+    return threads.set_threads(on_cpu(job) if options.cpu else job, os.environ), notes
+
+
+def assign_slots(document: Document, job: api.DDPJob) -> tuple[list[pod_process.Slot], list[str]]:
+    """A slot for each node with its share of the GPUs, and notes for the user. Raises InputError."""
+    notes = []
+    requested = podspec.gpus(job.spec.template)
+    visible = gpus.visible()
+    shares: list[tuple[str, ...] | None] = [None] * job.spec.nodes
+    if requested:
+        try:
+            shares = [tuple(share) for share in gpus.share(visible, job.spec.nodes, requested)]
+        except gpus.TooFewGpusError as error:
+            raise InputError(f"{document.place(podspec.trainer_path(job.spec.template))}: {error}") from None
+    elif visible:
+        # In a cluster a pod that asks for no GPU sees none.
+        shares = [()] * job.spec.nodes
+    if topology.backend(job.spec) == "nccl" and not visible:
+        text = 'spec.backend: "nccl" needs a GPU, and this machine has none. Run with --cpu.'
+        raise InputError(f"{document.place(('spec', 'backend'))}: {text}")
+    has_own = launcher.facts(job.spec).trainer.get("workingDir")  # which begins where we are
+    cwd, environment = Path.cwd() if has_own else script.folder_of(document.source, job), dict(os.environ)
+    if cwd != Path.cwd():
+        notes.append(f"working folder: {cwd}, where the script is")
+    # The folder of the volumes is known once the run has its folder; until then any folder will do.
+    volumes = cwd / "volumes"
+    return [pod_process.Slot(cwd, volumes, environment, share) for share in shares], notes
+
+
+def on_cpu(job: api.DDPJob) -> api.DDPJob:
+    """The same job without GPUs: as many ranks, on gloo."""
+    template = msgspec.to_builtins(job.spec.template)
+    trainer = podspec.trainer_container(template) or {}
+    for kind in ("limits", "requests"):
+        resources = trainer.get("resources") or {}
+        if isinstance(resources.get(kind), dict):
+            resources[kind] = {k: v for k, v in resources[kind].items() if not podspec.is_gpu(k)}
+    nproc = topology.nproc_per_node(job.spec)
+    return replace(job, spec=replace(job.spec, template=template, nproc_per_node=nproc, backend="gloo"))
+
+
+def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot], options: RunOptions) -> list[str]:
+    """Refuse what a local process cannot have before anything starts; returns notes for the user. Raises InputError."""
+    pods = [build.pod(job, 1, place) for place in topology.members(job.spec)]
+    # The template as the user wrote it, because what the builder adds is no mistake of the user.
+    template = {**pods[0], "spec": job.spec.template["spec"]}
+    refused = list(pod_process.problems(template))
+    if refused and not options.allow_unsupported:
+        raise document.error(refused)
+    notes = [f"ignored: {dotted(problem.path)}: {problem.message.partition('. ')[0]}" for problem in refused]
+    if cannot_start := list(pod_process.start_problems(pods[0], slots[0])):
+        raise document.error(cannot_start)
+    if ignored := [name for name in pod_process.ignored(template) if name not in ("image", "resources")]:
+        notes.append(f"without effect on local processes: {', '.join(ignored)}")
+    if lost := pod_process.not_kept(template):
+        notes.append(f"not kept after the run: emptyDir {', '.join(lost)}; a hostPath keeps its files")
+    return [*notes, *_of_steps(document, job, options)]
+
+
+def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[str]:
+    """What cannot work because the script reports no steps: refused, or said."""
+    path = script.find(document.source, job)
+    if not script.reports_no_steps(path) or path is None:
+        return []
+    fault = next((f for f in options.faults if isinstance(f, faults.RankFault)), None)
+    if fault is not None:
+        text = (
+            f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use node=1,at=20s."
+        )
+        raise InputError(f"{fault.option}: {text}")
+    if job.spec.stall is None or not job.spec.stall.timeout_seconds or launcher.restarts_in_place(job.spec):
+        return []
+    return [
+        f"Nothing will notice a hang of this script: {path.name} reports no steps, so stall.timeoutSeconds has no "
+        "effect; call ddpjob.progress(), or start it with ddprun"
+    ]
+
+
+class Runner:
+    """One run of one job."""
+
+    def __init__(
+        self, job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: RunOptions
+    ) -> None:
+        self.job = replace(job, metadata=replace(job.metadata, uid=folder.uid, generation=1), status=api.Status())
+        self.options = options
+        self.folder = folder
+        self.reports = True
+        """Whether the script may report steps."""
+        self.screen = screen.screen(self.job, options.plain, options.process_group, options.defaults)
+        if options.pdb is not None:
+            self.screen = screen.DebuggerScreen(self.job, options.defaults)
+        self._started_at = self._idle_at = time.monotonic()
+        self._idle = idle.IdleClock()
+        self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
+        self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
+        self._stop_reasons: list[str] = []
+        self._stopped: dict[str, Container] = {}  # by pod: how the trainers ended that were told to stop
+        self._pause_asked = self._stacks_asked = False
+        self._noted: set[str] = set()
+        self._total_steps: int | None = None
+        self._metrics = None if options.metrics is None else _metrics_file(options.metrics, self.job)
+        self._settings = SETTINGS
+        self._received: collections.deque[Report] = collections.deque()
+        self._wake_read, self._wake_write = os.pipe()
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
+        self._receiver = receive.LocalReceiver(self._on_report, folder.path / "token")
+        self._receiver.start()
+        reporting = build.Reporting(self._receiver.url, str(folder.path / "token"), REPORT_SECONDS)
+        self.cluster = LocalCluster(folder.path, slots, reporting, self._show, options.names)
+        self.teller = told.Teller(self.job, self.screen.note, self._print)
+        self.cluster.selector.register(self._wake_read, selectors.EVENT_READ, None)
+
+    def __enter__(self) -> Runner:
+        """Start to listen to signals, and to draw."""
+        processes.become_subreaper()
+        # Of a program under `nohup` SIGHUP is ignored, and it is to stay so: that one outlives its terminal.
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        stops = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
+        self._signals = {number: signal.signal(number, self._on_signal) for number in stops}
+        self._signals[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, self._on_quit_key)
+        self._signals[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop_key)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self.screen.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End everything; the logs and the status stay."""
+        self.screen.close()
+        self.cluster.close()
+        self._receiver.stop()
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._signals.items():
+            signal.signal(number, handler)
+        for end in (self._wake_read, self._wake_write):
+            os.close(end)
+
+    def run(self) -> int:
+        """Run until the job has ended, or was stopped; the exit code."""
+        try:
+            self._until_done()
+        except RefusedError as error:
+            self.screen.close()
+            self.screen.note(f"✖ {self.job.metadata.name} stopped: {error}")
+            return FAILED
+        return self._summarize()
+
+    def _until_done(self) -> None:
+        while True:
+            self._begin_stop()
+            self._inject_faults()
+            wait = self._reconcile()
+            # Before the wait: what ended last may have been the last that could wake us.
+            ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_reasons else ()))
+            if ended and all(not pod.live and not pod.open for pod in self.cluster.pods.values()):
+                return
+            self._pause()
+            self._ask_stacks()
+            self._look_for_idle()
+            self.teller.tick()
+            self.screen.draw(self._moment(), list(self.cluster.pods.values()))
+            self._wait(wait)
+
+    def _moment(self) -> table.RunMoment:
+        """The run as it is now, for the screen."""
+        status, since, initialized = self.job.status, ranks_since(self.job.status), self.cluster.initialized()
+        if initialized is not None and since is not None and initialized < since:
+            initialized = None
+        now = dt.datetime.now(dt.timezone.utc)
+        return table.RunMoment(
+            self.job, status, self.record.history, self.record.facts.started, now, initialized, self.reports
+        )
+
+    def _reconcile(self) -> float | None:
+        """Plan and act until there is nothing to do; returns the seconds until the plan is to run again."""
+        while True:
+            now = dt.datetime.now(dt.timezone.utc)
+            seen = self.cluster.observe()
+            if self._stop_reasons:
+                self._stopped |= {pod.name: pod.trainer for pod in seen.pods if pod.trainer.state == "ended"}
+            todo = plan(self.job, seen, now, settings=self._settings)
+            if todo.status is not None:
+                self._record(todo.status)
+            self.cluster.execute(self.job, todo.actions)
+            # The summary says how it ended.
+            for event in todo.events if self.job.status.state not in TERMINAL else ():
+                is_said = event.reason == reasons.EXIT_CODE_LOST.name  # by the check before the run
+                is_said = is_said or (bool(self._stop_reasons) and event.reason in _STOPS)  # where it began
+                is_said = is_said or event.reason in {found.reason for found in self.job.status.findings}  # at the end
+                if not is_said and not self.teller.event(event, self.job.status):
+                    self.screen.event(event)
+            if todo.status is None and not todo.actions and not self.cluster.ended_pods():
+                return None if todo.requeue_at is None else max(0.0, (todo.requeue_at - now).total_seconds())
+
+    def _wait(self, seconds: float | None) -> None:
+        """Until a node prints, reports or ends, a rank reports progress, or a signal comes."""
+        waits = (
+            seconds,
+            self.screen.due_in(self.job.status),
+            self._next_fault(),
+            self.teller.due_in(),
+            self._idle_in(),
+        )
+        limits = [s for s in waits if s is not None]
+        for key, _ in self.cluster.selector.select(min([WAIT_SECONDS_MAX, *limits])):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+                while self._received:
+                    report = self._received.popleft()
+                    if report.attempt in (0, self.job.status.attempt):
+                        self.cluster.take(report, topology.members(self.job.spec).place(report.node_rank))
+            elif key.fd in key.data.open:
+                self.cluster.handle(key)
+
+    def _idle_in(self) -> float | None:
+        is_watched = self.job.status.state == "Running" and not launcher.restarts_in_place(self.job.spec)
+        return max(0.0, self._idle_at - time.monotonic()) if is_watched else None
+
+    def _record(self, status: api.Status) -> None:
+        """Remember the status, and write it for others; a full disk costs the file, never the job."""
+        self._measure(self.job.status, status)
+        if status.attempt != self.job.status.attempt:
+            self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
+            self.cluster.agent = None  # what it restarted in place is counted, and is none of the next attempt's
+        self.job = replace(self.job, status=status)
+        self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
+        if self.options.status is None:
+            return
+        try:
+            files.write_atomically(self.options.status, record.document(status))
+        except OSError as error:
+            self._note_once(f"--status {self.options.status}: {error.strerror}; the job goes on without it")
+
+    def _measure(self, old: api.Status, new: api.Status) -> None:
+        """For a scraper; a full disk costs the file, never the job."""
+        if self._metrics is None:
+            return
+        now, reported = dt.datetime.now(dt.timezone.utc), self.cluster.agent
+        try:
+            self._metrics.changed(old, new, now, None if reported is None else reported.agent)
+        except OSError as error:
+            self._note_once(f"--metrics-file {self.options.metrics}: {error.strerror}; the job goes on without it")
+
+    def _note_once(self, text: str) -> None:
+        """Show a note the first time only."""
+        if text and text not in self._noted:
+            self._noted.add(text)
+            self.screen.note(text)
+
+    def _show(self, pod: LocalPod, lines: list[str]) -> None:
+        self._note_once(pod.log.error)
+        self.teller.printed(pod, lines)
+
+    def _print(self, pod: LocalPod, lines: list[str]) -> None:
+        try:
+            self.screen.log(pod, lines)
+        except screen.OutputClosedError:
+            self._stop_reasons.append("a closed output")
+        except OSError as error:  # a full disk behind stdout: the training and its own logs go on
+            self._note_once(f"stdout: {error.strerror}; what the nodes print is in {self.folder.path} only")
+
+    def _on_report(self, body: bytes) -> str | None:
+        """Called by the receiver's threads."""
+        try:
+            now = dt.datetime.now(dt.timezone.utc)
+            named = self.options.names(body.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+            report, self._total_steps = kubeflow.read_body(named, now, self._total_steps)
+        except BadReportError as error:
+            return str(error)
+        if report is None:
+            return None
+        if why := topology.not_its_rank(self.job.spec, report.rank, None):
+            return why
+        self._received.append(report)
+        with contextlib.suppress(BlockingIOError, OSError):
+            os.write(self._wake_write, b"r")
+        return None
+
+    def _pause(self) -> None:
+        """Stop as Ctrl-Z wants it, with the terminal as the shell expects it; returns when the process goes on."""
+        if self._pause_asked:
+            self._pause_asked = False
+            self.screen.pause()
+            # The signal itself, and not SIGSTOP: the kernel drops it where no shell could make us go on.
+            handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTSTP)
+            signal.signal(signal.SIGTSTP, handler)
+
+    def _on_stop_key(self, _number: int, _frame: Any) -> None:
+        self._pause_asked = True
+
+    def _on_quit_key(self, _number: int, _frame: Any) -> None:
+        self._stacks_asked = True
+
+    def _ask_stacks(self) -> None:
+        """Pass Ctrl-\\ on: the agents print where their ranks are."""
+        if self._stacks_asked:
+            self._stacks_asked = False
+            if sentence := stacks.ask(self.folder.uid).sentence():
+                self.screen.note(sentence)
+
+    def _look_for_idle(self) -> None:
+        """Mention idle ranks once; under ddprun the agents do, which know more."""
+        now = time.monotonic()
+        if now < self._idle_at or launcher.restarts_in_place(self.job.spec):
+            return
+        self._idle_at = now + idle.LOOK_SECONDS
+        is_on = self.job.status.state == "Running" and not self.cluster.is_paused() and self.options.pdb is None
+        pods = [pod for pod in self.cluster.pods.values() if pod.live and pod.pid is not None] if is_on else []
+        parent_of = processes.parents() if pods else {}
+        cpu = {pod.place: watch_ranks.cpu_seconds(pod.pid or 0, parent_of) for pod in pods}
+        if found := self._idle.look(now, cpu):
+            self.screen.note(idle.sentence(found, self._idle.seconds, "", f"ddpjob stacks {self.job.metadata.name}"))
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        """Note it only, because the interpreter may be in the middle of a print; a second signal kills at once."""
+        self._stop_reasons.append(signal.Signals(number).name)
+        if len(self._stop_reasons) > 1:
+            self.cluster.kill()
+
+    def _inject_faults(self) -> None:
+        # A fault waits until its node runs.
+        running = {pod.place for pod in self.cluster.pods.values() if pod.live}
+        for fault in [f for f in self._node_faults if self._seconds_until(f) <= 0 and f.node in running]:
+            self._node_faults.remove(fault)
+            self.screen.note(f"{fault.option}: node {fault.node} dies now")
+            self.cluster.lose_node(fault.node)
+
+    def _next_fault(self) -> float | None:
+        waits = (self._seconds_until(f) for f in self._node_faults)
+        return min((seconds for seconds in waits if seconds > 0), default=None)
+
+    def _seconds_until(self, fault: faults.NodeFault) -> float:
+        return self._started_at + fault.at_seconds - time.monotonic()
+
+    def _begin_stop(self) -> None:
+        """Stop as a suspended job does: SIGTERM, and the full grace period."""
+        if self._stop_reasons and not self.job.spec.suspend:
+            grace, nodes = podspec.grace_seconds(self.job.spec.template), wording.count(self.job.spec.nodes, "node")
+            progress = self.job.status.progress
+            at = "" if progress is None else f", at step {progress.step}"
+            why = f"Stopping on {self._stop_reasons[0]}: {nodes}, up to {grace} s{at}"
+            self.screen.note(f"{why}; a second signal kills them now")
+            self.job = replace(self.job, spec=replace(self.job.spec, suspend=True))
+
+    def _summarize(self) -> int:
+        """Show how the job ended and where the logs are; the exit code."""
+        took = time.monotonic() - self._started_at
+        self._write_report()
+        status, name = self.job.status, self.job.metadata.name
+        failed = status.state in ("Failing", "Failed")
+        if isinstance(self.screen, screen.DebuggerScreen):
+            self.screen.has_ended = True
+        self.teller.explain(status.last_failure if failed else None, doubtful=bool(status.findings) and not failed)
+        self.screen.close()
+        missed = faults.missed(self.options.faults, self._node_faults, self.folder.path / run_folder.FAULTS)
+        for fault in missed:
+            self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
+        if status.state == "Succeeded":
+            self.screen.note(ending.succeeded(name, status, took))
+            return FAILED if missed else SUCCEEDED  # what was to be tested was not
+        if status.state == "Suspended":
+            self.screen.note(told.stopped(name, status, took, self._stopped.values()))
+            return INTERRUPTED
+        self.screen.note(ending.failed(name, status, took))
+        return FAILED
+
+    def _write_report(self) -> None:
+        if self.options.report is None:
+            return
+        run = runs.Run(self.folder.path, self.record.facts, self.job.status, running=False)
+        try:
+            text = report.page(run, self.record.history, dt.datetime.now(dt.timezone.utc))
+            files.write_atomically(self.options.report, text.encode())
+        except OSError as error:
+            self._note_once(f"--report {self.options.report}: {error.strerror}; ddpjob report prints it")
+
+
+def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
+    """The Service and the pods that a cluster would get."""
+    job = on_cpu(job) if cpu else job
+    job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
+    yield build.service(job)
+    yield from (build.pod(job, 1, place) for place in topology.members(job.spec))
+
+
+def _runner(
+    job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: RunOptions
+) -> Runner:
+    try:
+        return Runner(job, slots, folder, options)
+    except OSError as error:
+        raise InputError(f"{folder.path}: {error.strerror}; choose another folder with --logs") from None
+
+
+def _metrics_file(path: Path, job: api.DDPJob) -> MetricsFile:
+    from ddpjob_cli.local.kept.metrics_file import MetricsFile  # prometheus-client takes a while, and few ask for it
+
+    return MetricsFile(path, job)
+
+
+def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:
+    try:
+        return run_folder.RunFolder(name, options.folder)
+    except OSError as error:
+        # A write names no file.
+        place = error.filename or (options.folder or run_folder.state_home() / "ddpjob") / name
+        text = f"{place}: {error.strerror}: cannot hold the logs; choose a folder with --logs"
+        raise InputError(text) from None

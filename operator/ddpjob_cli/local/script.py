@@ -1,0 +1,51 @@
+"""The script that a job's command starts: where it lies on this machine, and whether it can report steps."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+from ddpjob_cli.local.kept.files import read_script
+from ddpjob_operator.job import api, command, launcher
+
+_REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
+
+
+def find(source: str, job: api.DDPJob) -> Path | None:
+    """Beside the YAML, then in the working folder; None where it is in neither. `ddpjob check` reads the same file."""
+    names = command.read(launcher.command_of(job.spec.template)).files
+    # A workingDir is often one of the image alone.
+    folders = (folder_of(source, job), Path(os.path.abspath(source)).parent, Path.cwd())
+    # Path's own is_file() raises for a name of 1,000 characters.
+    return next((path for name in names for folder in folders if os.path.isfile(path := folder / name)), None)
+
+
+def folder_of(source: str, job: api.DDPJob) -> Path:
+    """The folder in which the trainer starts: that of the YAML where the script lies there, else the working folder."""
+    names = command.read(launcher.command_of(job.spec.template)).files
+    own = launcher.facts(job.spec).trainer.get("workingDir")
+    if isinstance(own, str):
+        return Path.cwd() / own
+    beside = Path(os.path.abspath(source)).parent
+    return beside if any(os.path.isfile(beside / name) for name in names if not os.path.isabs(name)) else Path.cwd()
+
+
+def reports_no_steps(path: Path | None) -> bool:
+    """Whether a script is sure to report no steps: neither it, nor any file of its own that it could import, does."""
+    if path is None:
+        return False
+    try:
+        text = read_script(path).decode()
+        tree = ast.parse(text)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        return False
+    if any(word in text for word in _REPORTERS):
+        return False
+    imports = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names}
+    names |= {n.module or "." for n in imports if isinstance(n, ast.ImportFrom)}
+    folders = {path.parent, Path.cwd()}
+    tops = {name.split(".")[0] for name in names}
+    places = [folder / name for folder in folders for top in tops for name in (top, f"{top}.py")]
+    return not any(os.path.exists(place) for place in places)

@@ -1,0 +1,141 @@
+"""What of a node's output is shown: the script's own lines. The launcher's reports, torch's C++ frames and the
+tracebacks of ranks that only lost a peer are counted; the node's log has them.
+
+A traceback is held back until it is known whose failure it was: the culprit's is shown once, by `told.py`. One that
+ends nothing, because the script has handled it, is shown after all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ddpjob_core.failures import where_of
+from ddpjob_operator.failures.log_lines import PREFIX
+
+HELD_SECONDS = 30.0  # from a rank's uncaught exception to the end of its pod: a rank has ten seconds to stop
+UNSURE_SECONDS = 10.0  # of a traceback without torch's prefix, which the script may have handled
+_LAUNCHERS = re.compile(
+    # E0131 12:00:00.1 77 torch/distributed/elastic/…; until torch 2.1 with the logger's name
+    r"^(?:[EWI]\d{4} \d\d:\d\d:\d\d\S* \d+ (?:\[\d+\] )?torch/distributed/|(?:ERROR|WARNING|INFO):torch\.distributed"
+    # what ddprun says of restarts and stops stands in the run's own lines
+    r"|ddprun: (?:restart \d|rank \d|node \d+ is lost|the group |told to stop|waiting for node))"
+)
+_CPP = re.compile(
+    r"^(?:\[W\d{4} \d\d:\d\d:\d\d[^\]]*\b(?:socket|TCPStore\w*|ProcessGroup\w*|Utils|HeartbeatMonitor)\.[ch]pp:\d+\]"
+    r"|Exception raised from \S+ at |frame #\d+: |<omitting python frames>)"
+)
+_BEGINS = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_BORDER = re.compile(r"^(?:={7,}|\*{7,})\s*$")
+
+
+@dataclass
+class Trace:
+    """A traceback as it comes: the lines without torch's prefix, and the prefix."""
+
+    prefix: str
+    since: float
+    lines: list[str] = field(default_factory=list)
+    exception: str = ""
+    """Its last line that is none of a frame; empty while it is incomplete."""
+
+    @property
+    def due(self) -> float:
+        """When it is to be shown because nothing has ended for it."""
+        return self.since + (HELD_SECONDS if self.prefix else UNSURE_SECONDS)
+
+    @property
+    def is_launchers(self) -> bool:
+        """Whether all of its frames are of torch: torchrun's report that a rank has failed, or that it was stopped."""
+        return not where_of(self.lines) and any("torch/distributed/" in line for line in self.lines)
+
+    @property
+    def _is_chained(self) -> bool:
+        """Whether the next traceback belongs to this one, and is not that of the launcher."""
+        return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
+
+    def takes(self, line: str) -> bool:
+        """Take the line if it belongs to this traceback."""
+        if self.exception:
+            goes_on = line.startswith(_BEGINS) and self._is_chained
+            more = not line or line[0].isspace() or line.startswith(_CHAINED) or goes_on
+            # torch prints an uncaught exception with its prefix, all lines of its message as well.
+            more = more or ("[rank" in self.prefix and not line.startswith(_BEGINS))
+            if goes_on:
+                self.exception = ""
+        else:
+            more = True
+            if line and not line[0].isspace() and not line.startswith((_BEGINS, *_CHAINED)):
+                self.exception = line
+        if more:
+            self.lines.append(line)
+        return more
+
+
+class Fold:
+    """The output of one node."""
+
+    def __init__(self) -> None:
+        self.hidden = 0
+        """Lines that were not shown since this was last set to 0."""
+        self.held: list[Trace] = []
+        self._open: dict[str, Trace] = {}  # by prefix, because ranks write into each other
+        self._borders = 0  # of torchrun's table that are still to come
+        self._after_cpp = False
+
+    def take(self, lines: list[str], now: float) -> list[str]:
+        """The lines to show."""
+        return [shown for line in lines for shown in self._take(line, now)]
+
+    def due_in(self, now: float) -> float | None:
+        """Seconds until a traceback is to be shown because nothing has ended for it."""
+        return max(0.0, min(trace.due for trace in self.held) - now) if self.held else None
+
+    def overdue(self, now: float) -> list[str]:
+        """The lines of tracebacks for which nothing has ended."""
+        return self._release([trace for trace in self.held if now >= trace.due])
+
+    def forget(self) -> list[Trace]:
+        """All tracebacks that are held; they are no longer."""
+        held, self.held, self._open = self.held, [], {}
+        return held
+
+    def _take(self, raw: str, now: float) -> Iterator[str]:
+        match = PREFIX.match(raw[:200])
+        prefix = match[0] if match else ""
+        line = raw[len(prefix) :].rstrip()
+        if (trace := self._open.get(prefix)) is not None and trace.takes(line):
+            if trace.exception and trace.is_launchers:
+                self._close_launchers(trace)
+        elif line.startswith(_BEGINS):
+            self._open[prefix] = Trace(prefix, now, [line])
+            self.held.append(self._open[prefix])
+        elif self._is_noise(line):
+            self.hidden += 1
+        else:
+            self._open.pop(prefix, None)
+            # Without torch's prefix it is no end of a rank: the script has gone on after it.
+            yield from self._release([t for t in self.held if not t.prefix and t.exception and not prefix])
+            yield raw
+
+    def _is_noise(self, line: str) -> bool:
+        if self._borders:
+            self._borders -= bool(_BORDER.match(line))
+            return True
+        is_cpp = _CPP.match(line) is not None or (self._after_cpp and not line)
+        self._after_cpp = is_cpp
+        return is_cpp or _LAUNCHERS.match(line) is not None
+
+    def _close_launchers(self, trace: Trace) -> None:
+        """What the launcher raises is its own; after ChildFailedError its table follows, between two borders."""
+        self._borders = 2 if "ChildFailedError" in trace.exception else 0
+        self.hidden += len(trace.lines)
+        self.held.remove(trace)
+        self._open = {prefix: other for prefix, other in self._open.items() if other is not trace}
+
+    def _release(self, traces: list[Trace]) -> list[str]:
+        self.held = [trace for trace in self.held if trace not in traces]
+        self._open = {prefix: trace for prefix, trace in self._open.items() if trace not in traces}
+        return [trace.prefix + line for trace in traces for line in trace.lines]

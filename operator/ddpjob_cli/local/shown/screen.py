@@ -1,0 +1,303 @@
+"""The screen of a local run: a live table on a terminal, plain lines elsewhere.
+
+The nodes' output goes to stdout and everything else to stderr, so that a pipe gets only what the training printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from ddpjob_cli.describe.terminal import for_terminal
+from ddpjob_cli.local.processes.cluster import LocalPod
+from ddpjob_cli.local.shown import board, table
+from ddpjob_cli.local.shown.usage import SeenUsage, Usages
+from ddpjob_operator.failures.redaction import clean
+from ddpjob_operator.job import api, reasons, topology, wording
+from ddpjob_operator.job.status import present_progress, ranks_since
+from ddpjob_operator.plan.actions import Event
+
+PLAIN_SECONDS = 5.0  # between two progress lines where there is no terminal
+WAIT_SECONDS = 10.0  # before the first line of a wait; each later one comes after twice the time
+LIVE_SECONDS = 0.5  # between two drawings of the table: what a person can follow, at under 1 % of a CPU
+TICK_SECONDS = 1.0  # the clocks of the table go on while nothing happens
+LINES_A_DRAWING = 200  # more lines than that between two drawings cannot be read on a terminal; the file has them
+_QUIET = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name)
+
+
+class OutputClosedError(Exception):
+    """The reader of stdout has closed it: `ddpjob run … | head`."""
+
+
+class PlainScreen:
+    """Lines: the nodes' output with their prefix, events as they come, progress now and then."""
+
+    def __init__(self, job: api.DDPJob, defaults: str = "") -> None:
+        self.job = job
+        self._defaults = defaults
+        self._next = 0.0
+        self._drawn = api.Status()
+        self._waiting: tuple[object, ...] = ()
+        self._pause = WAIT_SECONDS
+        self._is_advised = False
+        self._bars: dict[str, str] = {}
+
+    def start(self) -> None:
+        """Show the title."""
+        self.note(title(self.job) + (f" · {self._defaults}" if self._defaults else ""))
+
+    def note(self, text: str) -> None:
+        """Show a sentence about the run, which may quote a program or a file."""
+        with _whoever_reads():
+            print(clean(text), file=sys.stderr, flush=True)
+
+    def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
+        """Show lines that a node printed. Raises OutputClosedError when the reader is gone."""
+        prefix = prefix_of(self.job, pod)
+        shown = for_terminal if sys.stdout.isatty() else str
+        try:
+            sys.stdout.write("".join(f"{prefix}{shown(line)}\n" for line in lines))
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Python flushes stdout once more when it exits; that would end in a second message about the same pipe.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            raise OutputClosedError from None
+        except BlockingIOError:
+            raise  # what is left is written at the exit, if the reader has gone on by then
+        except OSError:
+            _forget_unwritten()
+            raise
+
+    def event(self, event: Event) -> None:
+        """Show a change of state, except for steps that take no time locally."""
+        if event.reason not in _QUIET:
+            mark = "! " if event.type == "Warning" else ""
+            self.note(f"{mark}{event.reason}: {event.message}")
+
+    def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
+        """Show the present state, if it is due."""
+        status = moment.status
+        wait = (status.state, status.attempt, status.reason) if present_progress(status) is None else ()
+        if wait != self._waiting:
+            self._waiting, self._pause = wait, WAIT_SECONDS
+            self._next = time.monotonic() + (WAIT_SECONDS if wait else 0.0)
+        if PlainScreen.due_in(self, status) == 0.0:
+            self._drawn = status
+            self._pause *= 2 if wait else 1
+            self._next = time.monotonic() + (self._pause if wait else PLAIN_SECONDS)
+            self.note(table.summary(moment))
+            if (advice := table.hint(moment)) and not self._is_advised:
+                self._is_advised = True
+                self.note(advice)
+            if wait:
+                # Show the progress bars that have changed: a bar ends its line only when it is complete, after hours.
+                for pod in present_pods(pods):
+                    if pod.live and (bar := pod.log.bar) and bar != self._bars.get(pod.name):
+                        self._bars[pod.name] = bar
+                        self.log(pod, [bar])
+
+    def due_in(self, status: api.Status) -> float | None:
+        """Seconds until draw() has something to show, 0.0 for now; None while it has nothing."""
+        if status.state not in ("Starting", "Running"):
+            return None
+        if present_progress(status) is not None and status.progress == self._drawn.progress:
+            return None
+        return max(0.0, self._next - time.monotonic())
+
+    def pause(self) -> None:
+        """The process is about to be stopped (Ctrl-Z)."""
+        self.note("stopped; the training goes on until it has filled its output: fg shows it again, bg lets it run")
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class DebuggerScreen(PlainScreen):
+    """What is said about a run whose terminal one rank has: no progress, and the nodes' output is in their logs until
+    the run has ended."""
+
+    has_ended = False
+
+    def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
+        """Show lines that a node printed, once nobody types any more."""
+        if self.has_ended:
+            super().log(pod, lines)
+
+    def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
+        """Show nothing."""
+
+    def due_in(self, status: api.Status) -> float | None:
+        """Never."""
+        return None
+
+
+class LiveScreen(PlainScreen):
+    """A table at the bottom of the terminal, redrawn in place; the nodes' lines scroll above it.
+
+    While another process group has the terminal (`ddpjob run … &`), plain lines. groups: those that are ours.
+    """
+
+    def __init__(self, job: api.DDPJob, groups: frozenset[int], defaults: str = "") -> None:
+        super().__init__(job, defaults)
+        from rich.console import Console
+
+        self._console = Console(stderr=True)
+        self._board = board.Board(self._console)
+        self._groups = groups
+        self._foreground = board.has_terminal(groups)
+        self._usages = Usages()
+        self._pending: list[str] = []
+        self._hidden = 0
+        self._last = ""
+        self._table_at = 0.0
+        self._in_table = api.Status()
+
+    def note(self, text: str) -> None:
+        """Show a sentence above the table."""
+        with _whoever_reads(), self._console:
+            self._flush()
+            self._board.erase()
+            self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
+
+    def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
+        """Take lines that a node printed; the next drawing shows them."""
+        prefix = prefix_of(self.job, pod)
+        room = LINES_A_DRAWING - len(self._pending)
+        self._pending += [prefix + for_terminal(line) for line in lines[: max(0, room)]]
+        if hidden := max(0, len(lines) - max(0, room)):
+            self._hidden, self._last = self._hidden + hidden, str(pod.log.path)
+
+    def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
+        """Show what came since the last drawing, and the table below it."""
+        if self.due_in(moment.status) != 0.0:
+            return
+        self._in_table, self._table_at = moment.status, time.monotonic()
+        if self._foreground != board.has_terminal(self._groups):
+            self._foreground = not self._foreground
+            self._board.forget()
+        if not self._foreground:
+            with _whoever_reads():
+                self._flush()
+            super().draw(moment, pods)
+            return
+        present = present_pods(pods)
+        self._usages.look({pod.node.pid: pod.gpus for pod in present if pod.live})
+        nodes = [node_of(self.job, moment.status, pod, self._usages.seen.get(pod.node.pid)) for pod in present]
+        width, height = self._console.size
+        with _whoever_reads(), self._console:
+            self._flush()
+            self._board.draw(table.lines(moment, nodes, width - 1, height - 2))
+
+    def due_in(self, status: api.Status) -> float | None:
+        """Seconds until the table or the lines above it are to be drawn again."""
+        new = status != self._in_table or self._pending or self._hidden
+        return max(0.0, self._table_at + (LIVE_SECONDS if new else TICK_SECONDS) - time.monotonic())
+
+    def pause(self) -> None:
+        """Give the terminal to the shell."""
+        super().pause()
+        with _whoever_reads():
+            self._board.leave()
+
+    def close(self) -> None:
+        """Remove the table."""
+        with _whoever_reads():
+            self._flush()
+            self._board.leave()
+        self._usages.close()
+
+    def _flush(self) -> None:
+        from rich.text import Text
+
+        if self._hidden:
+            self._pending.append(f"… {wording.count(self._hidden, 'line')} more in {self._last}")
+        if self._pending:
+            # One print for all: each costs a redraw of the table.
+            self._board.erase()
+            self._console.print(Text.from_ansi("\n".join(self._pending)), soft_wrap=True)
+        self._pending, self._hidden = [], 0
+
+
+@contextlib.contextmanager
+def _whoever_reads() -> Iterator[None]:
+    """A closed terminal, a full disk, or a pipe without a reader costs what is said and never the training: Ctrl-C ends
+    the `tee` of `ddpjob run … 2>&1 | tee log` too, and the nodes are to have their time to save."""
+    try:
+        yield
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Python flushes it once more at exit
+
+
+def _forget_unwritten() -> None:
+    """What a full disk has not taken stays in stdout's buffer: Python tries it once more when it exits, and ends with
+    120."""
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    sys.stdout.flush()
+    os.dup2(kept, 1)
+    os.close(kept)
+    os.close(nowhere)
+
+
+def screen(job: api.DDPJob, plain: bool, group: int | None = None, defaults: str = "") -> PlainScreen:
+    """The table where both stdout and stderr are a terminal that can redraw lines, else plain lines.
+
+    group: the process group in which the command was started, where this process has one of its own. defaults: what
+    the title says about numbers that nobody gave.
+    """
+    terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    groups = frozenset({os.getpgrp()} if group is None else {os.getpgrp(), group})
+    return PlainScreen(job, defaults) if plain or not terminal else LiveScreen(job, groups, defaults)
+
+
+def title(job: api.DDPJob) -> str:
+    """digits · 2 nodes × 1 process · gloo"""
+    nodes = wording.count(job.spec.nodes, "node")
+    processes = wording.count(topology.nproc_per_node(job.spec), "process")
+    return f"{job.metadata.name} · {nodes} × {processes} · {topology.backend(job.spec)}"
+
+
+def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
+    """[node:rank] where the node is one rank, else [node]: which of its processes printed a line is not known."""
+    rank = topology.rank_of_place(job.spec, pod.place)
+    return f"[{pod.place}] " if rank is None else f"[{pod.place}:{rank}] "
+
+
+def present_pods(pods: Sequence[LocalPod]) -> list[LocalPod]:
+    """The pods of the newest attempt, of each place the newest: the others have ended, or are about to."""
+    newest = max((pod.attempt for pod in pods), default=0)
+    by_place: dict[int, LocalPod] = {}
+    for pod in sorted(pods, key=lambda p: p.replacement):
+        if pod.attempt == newest:
+            by_place[pod.place] = pod
+    return [by_place[place] for place in sorted(by_place)]
+
+
+def node_of(job: api.DDPJob, status: api.Status, pod: LocalPod, seen: SeenUsage | None) -> table.NodeRow:
+    """A pod as the table shows it."""
+    since = ranks_since(status)
+    is_stale = since is not None and pod.step_at is not None and pod.step_at < since
+    pids = seen.pids if seen is not None and seen.pids else (pod.pid,) if pod.pid else ()
+    return table.NodeRow(
+        place=pod.place,
+        ranks=table.ranks_text(job, pod.place),
+        state=_state(status, pod),
+        step=pod.step if pod.live and not is_stale else None,
+        pids=pids if pod.live else (),
+        usage=seen.usage if seen is not None and pod.live else None,
+    )
+
+
+def _state(status: api.Status, pod: LocalPod) -> str:
+    if pod.live:
+        return "Stopping" if pod.deletion_requested_at else "Running" if pod.pid else "Starting"
+    failure = status.last_failure
+    if failure is not None and failure.pod == pod.name:
+        # The launcher's code says that a rank failed, and not how.
+        return f"Failed ({failure.signal or failure.exit_code or failure.reason})"
+    if pod.trainer.exit_code == 0:
+        return "Completed"
+    return "Stopped" if pod.deletion_requested_at else f"Failed ({pod.trainer.exit_code})"

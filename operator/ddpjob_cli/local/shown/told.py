@@ -1,0 +1,145 @@
+"""How a local run tells of failures: who, what, where and what happens next in one line; the culprit's traceback once;
+what is folded in one more line, with the log that has it.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable
+
+from ddpjob_cli.local.processes.cluster import LocalPod
+from ddpjob_cli.local.shown.fold import Fold, Trace
+from ddpjob_core import rules
+from ddpjob_core.failures import root_cause
+from ddpjob_operator.failures import termination_message
+from ddpjob_operator.job import api, launcher, reasons, wording
+from ddpjob_operator.observed.cluster import Container
+from ddpjob_operator.plan.actions import Event
+
+# A failure is told once, with what follows from it; where the other nodes take longer to stop, that is told before.
+PATIENCE_SECONDS = 3.0
+_KILLED = 137
+_SIGNALLED = re.compile(r"(?:SignalException|KeyboardInterrupt)\b")  # what the stop itself raises
+_BREAKS = {r.name for r in (reasons.RANK_FAILED, reasons.NODE_LOST, reasons.DISRUPTED, reasons.STALLED)}
+_GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.RESTARTED_IN_PLACE)}
+
+
+class Teller:
+    """Decides what is shown of the nodes' lines and of events. note: shows a sentence; log: lines of a node."""
+
+    def __init__(
+        self, job: api.DDPJob, note: Callable[[str], None], log: Callable[[LocalPod, list[str]], None]
+    ) -> None:
+        found = launcher.facts(job.spec).launcher
+        self._launcher = "torch" if found is None else found.name.rpartition(".")[2]
+        self._note, self._log = note, log
+        self._folds: dict[str, tuple[LocalPod, Fold]] = {}
+        self._pending: tuple[float, str] | None = None
+
+    def printed(self, pod: LocalPod, lines: list[str]) -> None:
+        """Show the lines that a node printed, without what is folded."""
+        _, fold = self._folds.setdefault(pod.name, (pod, Fold()))
+        if shown := fold.take(lines, time.monotonic()):
+            self._log(pod, shown)
+
+    def event(self, event: Event, status: api.Status) -> bool:
+        """Tell an event that is a failure; False for any other event."""
+        failure = status.last_failure
+        if failure is None or event.reason not in _BREAKS | _GOES_ON:
+            return False
+        text = f"✖ {event.message}"
+        if event.reason in _BREAKS:
+            self._pending = (time.monotonic() + PATIENCE_SECONDS, text)
+            return True
+        self.explain(failure)
+        self._note(text)
+        return True
+
+    def due_in(self) -> float | None:
+        """Seconds until `tick` has something to show."""
+        now = time.monotonic()
+        waits = [wait for _, fold in self._folds.values() if (wait := fold.due_in(now)) is not None]
+        return min([*waits, *([max(0.0, self._pending[0] - now)] if self._pending else [])], default=None)
+
+    def tick(self) -> None:
+        """Show what was held back long enough."""
+        now = time.monotonic()
+        if self._pending is not None and now >= self._pending[0]:
+            self._note(self._pending[1])
+            self._pending = None
+        for pod, fold in self._folds.values():
+            if late := fold.overdue(now):
+                self._log(pod, late)
+
+    def explain(self, failure: api.JobFailure | None, *, doubtful: bool = False) -> None:
+        """The culprit's traceback, and how many lines were folded. None: nothing failed.
+
+        doubtful: of a success that is suspicious; then the first traceback that was held back matters after all.
+        """
+        self._pending = None
+        held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
+        culprit = None if failure is None else _of_culprit(failure, held)
+        if doubtful:
+            culprit = next((trace for traces in held.values() for trace in traces if trace.exception), None)
+        for name, traces in held.items():
+            pod, fold = self._folds[name]
+            for trace in traces:
+                if trace is culprit:
+                    self._log(pod, trace.lines)
+                else:
+                    fold.hidden += len(trace.lines)
+        if failure is None and not any(held.values()):
+            return  # what torch logs at the end of a training that went well is nothing to look at
+        self._tell_folded("" if failure is None else failure.pod)
+
+    def _tell_folded(self, culprit: str) -> None:
+        counts = {name: fold.hidden for name, (_, fold) in self._folds.items() if fold.hidden}
+        for _, fold in self._folds.values():
+            fold.hidden = 0
+        if not counts:
+            if culprit in self._folds:
+                self._note(f"  log: {self._folds[culprit][0].log.path}")
+            return
+        name = culprit if culprit in counts else max(counts, key=lambda name: counts[name])
+        others = sum(counts.values()) - counts[name]
+        more = f", {wording.count(others, 'line')} of other nodes beside it" if others else ""
+        own = wording.count(counts[name], "line")
+        self._note(f"  … {own} of {self._launcher} in {self._folds[name][0].log.path}{more}")
+
+
+def stopped(name: str, status: api.Status, took: float, ended: Iterable[Container] = ()) -> str:
+    """■ digits stopped after 12s, saved at step 281; took: seconds, ended: the trainers that were told to stop."""
+    progress, after = status.progress, f"■ {name} stopped after {wording.duration(took)}"
+    if progress is not None and progress.saved_step == progress.step:
+        return f"{after}, saved at step {progress.step}"
+    why = _why_unsaved(status, ended)
+    if progress is None:
+        return after + why
+    last = f", last saved at step {progress.saved_step}" if progress.saved_step else ""
+    return f"{after} at step {progress.step}{last}{why}"
+
+
+def _why_unsaved(status: api.Status, ended: Iterable[Container]) -> str:
+    """; nothing was saved: rank 0 raised RuntimeError: … in train.py:40. Empty if nothing tells why."""
+    ended = list(ended)
+    failures = [termination_message.read(trainer.message).failure for trainer in ended if trainer.message]
+    own = [f for f in failures if f.exception and not (f.symptom or f.resumable or _SIGNALLED.search(f.exception))]
+    if own:
+        found = root_cause(own)
+        who = "a rank" if found.rank is None else f"rank {found.rank}"
+        where = f" in {found.where}" if found.where and not rules.is_unsaved(found.exception) else ""
+        return f"; nothing was saved: {who} raised {found.exception.rstrip(' .')}{where}"
+    if status.save_failed:
+        return f"; {status.save_failed}"
+    if any(trainer.exit_code == _KILLED for trainer in ended):
+        return "; nothing was saved: it had to be killed by SIGKILL"
+    return ""
+
+
+def _of_culprit(failure: api.JobFailure, held: dict[str, list[Trace]]) -> Trace | None:
+    """The traceback of the exception that is the cause: of its own pod, else of one that raised the same."""
+    if not failure.exception:
+        return None
+    known = [*held.get(failure.pod, ()), *(trace for traces in held.values() for trace in traces)]
+    return next((t for t in known if t.exception.startswith(failure.exception[:80])), None)

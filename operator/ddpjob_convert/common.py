@@ -1,0 +1,199 @@
+"""What the converters share: metadata, the trainer's container, processes per node, names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from ddpjob_convert.fields import ConvertError, Fields
+from ddpjob_convert.result import Converted, Path
+from ddpjob_operator.job import api, bounds, launcher
+from ddpjob_operator.job.podspec import TRAINER, containers, gpus, mapping
+
+GANG = (
+    "the gang of a DDPJob has all its nodes, or minNodes of an elastic one; spec.gang: native where the operator and "
+    "the API server have PodGroups, and startDeadlineSeconds releases the pods if not all of them start"
+)
+NO_ELASTIC = "an elastic job needs torchrun in the command: this one always has spec.nodes nodes"
+NO_SCALER = (
+    "no HorizontalPodAutoscaler is made; one of your own, its minReplicas no less than minNodes, may change spec.nodes "
+    "of an elastic job while it runs"
+)
+SET_BY_THE_JOB = "not needed: the job sets the rendezvous of each node"
+KUEUE = "the job waits in this queue where the operator has gang.kueue.enabled; elsewhere it starts at once"
+SUSPENDED_BY_KUEUE = (
+    "Kueue sets it and takes it away; a DDPJob waits in its queue without it, and with it for ever; dropped"
+)
+_QUEUE = "kueue.x-k8s.io/queue-name"
+
+_KEPT = ("name", "namespace", "labels", "annotations")
+_OF_THE_OBJECT = dict.fromkeys(
+    ("clusterName", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "ownerReferences"),
+    "is of the object in the cluster; a new one has its own; dropped",
+)
+_OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
+# Options of torchrun that say which machine it runs on: the job sets them for each node.
+IDENTITY = {
+    "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf",
+    "standalone", "local_addr",
+}  # fmt: skip
+
+
+def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
+    """An empty DDPJob with the source's metadata, and the source's spec."""
+    source = Fields(document, ())
+    of_object = source.fields("metadata")
+    given = of_object.given
+    metadata = {name: copy.deepcopy(given[name]) for name in _KEPT if given.get(name)}
+    annotations = metadata.get("annotations")
+    if isinstance(annotations, dict) and annotations.pop(_OF_THE_SERVER, None) and not annotations:
+        del metadata["annotations"]
+    generated = source.fields("metadata").text("generateName") if "name" not in metadata else ""
+    if generated:
+        metadata = {"name": generated.rstrip("-"), **metadata}
+    kind, name = document.get("kind"), metadata.get("name", "-")
+    result = Converted(f"Converted from the {kind} {name} by `ddpjob convert`.", metadata)
+    if generated:
+        result.remark(("metadata", "generateName"), f"a name is needed; {name} stands for one: change it for each job")
+    for known in (*_KEPT, *api.SET_BY_THE_SERVER, "generateName"):
+        of_object.take(known)
+    of_object.rest(result, _OF_THE_OBJECT)
+    labels = metadata.get("labels")
+    if isinstance(labels, dict) and _QUEUE in labels:
+        result.remark(("metadata", "labels", _QUEUE), KUEUE)
+    return result, source.fields("spec")
+
+
+def set_own(fields: Fields, controller: str, result: Converted) -> None:
+    """The fields that mean the same in a DDPJob. A queue sets suspend itself, and managedBy names the controller."""
+    suspend, manager = fields.take("suspend"), fields.text("managedBy")
+    if suspend is True and _QUEUE in mapping(result.metadata, "labels"):
+        result.remark((*fields.path, "suspend"), SUSPENDED_BY_KUEUE)
+    elif suspend is not None:
+        result.set("suspend", suspend)
+    if manager and manager != controller:
+        result.set("managedBy", manager)
+    for name, least in (("activeDeadlineSeconds", 1), ("ttlSecondsAfterFinished", 0)):
+        if (seconds := fields.number(name, least)) is not None:
+            result.set(name, seconds)
+
+
+def name_trainer(template: dict[str, Any], usual: str, path: Path) -> dict[str, Any]:
+    """The trainer's container, renamed from what the source calls it. Raises ConvertError where there is none."""
+    listed = containers(template)
+    if not listed:
+        raise ConvertError((*path, "spec", "containers"), "is missing: the trainer's container")
+    trainer = next((c for c in listed if c.get("name") in (usual, TRAINER)), listed[0])
+    pod = template["spec"]
+    of_pods = mapping(template, "metadata")
+    if of_pods.pop("creationTimestamp", "") is None and not of_pods:  # as the API server prints each template
+        del template["metadata"]
+    _rename(pod, str(trainer.get("name")))
+    trainer["name"] = TRAINER
+    if pod.get("restartPolicy") is not None:
+        pod.pop("restartPolicy")  # a DDPJob sets Never; what it meant is said at the source's own restartPolicy
+    return trainer
+
+
+def _rename(part: Any, name: str) -> None:
+    """Lets what refers to the container, a resourceFieldRef, name it as it is called now: its pod would not start."""
+    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        if isinstance(value, dict) and value.get("containerName") == name:
+            value["containerName"] = TRAINER
+        _rename(value, name)
+
+
+def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> str:
+    """Removes the options of torchrun that identify the machine from a command that is a list of words.
+
+    The options may go on in `args`. Returns the command's --nnodes, "" where there is none. path: the command's.
+    """
+    command, args = (trainer.get(part) or [] for part in ("command", "args"))
+    if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in (command, args)):
+        return ""
+    words = [*command, *args]
+    found = launcher.find(words)
+    kept, dropped = without_identity(words)
+    if dropped:
+        trainer |= {"command": kept} if command else {"args": kept}
+        if command:
+            trainer.pop("args", None)
+        result.remark(path, f"{' '.join(dropped)}: {SET_BY_THE_JOB}; removed")
+    return found.options.get("nnodes", "") if found else ""
+
+
+def without_identity(words: list[str]) -> tuple[list[str], list[str]]:
+    """A launcher's command without the options that identify the machine, and those."""
+    begin = launcher.options_begin(words)
+    if begin is None:
+        return words, []
+    options, rest = launcher.split_options(words[begin:])
+    kept = [word for name, group in options if name not in IDENTITY for word in group]
+    return [*words[:begin], *kept, *rest], [word for name, group in options if name in IDENTITY for word in group]
+
+
+def set_processes(
+    value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
+) -> None:
+    """nprocPerNode from auto, cpu, gpu or a number. on_cpus: how many auto is without a GPU; None: all of the node."""
+    command = launcher.command_of(template)
+    found = launcher.find(command)
+    if value in (None, "auto"):
+        # Where nothing starts several processes, the source means one process, which sees all GPUs of its pod.
+        if command and found is None and gpus(template) > 1:
+            result.set("nprocPerNode", 1, "no launcher starts more: RANK and WORLD_SIZE count nodes, as before")
+        elif found and not gpus(template) and "nproc_per_node" not in found.options:
+            if on_cpus is None:
+                text = "auto without GPUs is a process for each CPU of the node there, and one here"
+                result.remark(path, f"{text}: set spec.nprocPerNode")
+            elif on_cpus > 1:
+                result.set("nprocPerNode", on_cpus, "auto without GPUs is a process for each CPU of the pod")
+    elif value == "cpu":
+        result.remark(path, "cpu means a process for each CPU: set spec.nprocPerNode to their number")
+    elif str(value).isdecimal() and int(value) > 0:
+        result.set("nprocPerNode", int(value))
+    elif value != "gpu":
+        raise ConvertError(path, f"must be auto, cpu, gpu or a number, is {value}")
+
+
+def set_elastic(
+    elastic: Fields, names: tuple[str, str], nnodes: str, command: list[str], where: Path, result: Converted
+) -> None:
+    """nodes and minNodes from an elasticPolicy, or from torchrun's --nnodes=MIN:MAX, which counts before it.
+
+    names: the fields of the range. nnodes: the command's option. where: the source's own number of nodes.
+    """
+    least, most = (elastic.number(name, 1) for name in names)
+    path = (*elastic.path, names[0] if least is not None else names[1])
+    if (least is not None or most is not None) and bounds.number(nnodes, bounds.COUNT_MAX) > 0:
+        result.remark(path, f"--nnodes={nnodes} of the command counts before it: the job is not elastic")
+        return
+    if in_command := range_of(nnodes):
+        least, most = in_command
+        path = where
+    if least is not None or most is not None:
+        set_range(least, most, path, command, result)
+
+
+def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> None:
+    """nodes and minNodes from a range with one end or two, if torchrun starts the ranks; else a remark."""
+    found, nodes = launcher.find(command), result.spec["nodes"]
+    if found is None or found.name == "ddprun":
+        result.remark(path, NO_ELASTIC)
+        return
+    if most is None:
+        most = max(least or 1, nodes)
+    if least is not None and least > most:
+        raise ConvertError(path, f"must be at most {most}, the most nodes, is {least}")
+    if most != nodes:
+        result.set("nodes", most, "the most nodes of an elastic job")
+        result.remark(path, f"the job has {most} nodes, and asks for {most} pods at once; there it began with {nodes}")
+    if least is not None and least < most:
+        result.set("minNodes", least, "elastic: trains with this many nodes to spec.nodes")
+
+
+def range_of(nnodes: str) -> tuple[int, int] | None:
+    """MIN and MAX of torchrun's --nnodes=MIN:MAX; None for one number, and for what is none."""
+    least, most = (bounds.number(text, bounds.COUNT_MAX) for text in nnodes.partition(":")[::2])
+    return (least, most) if least > 0 and most > 0 else None

@@ -1,0 +1,255 @@
+"""A TrainJob (trainer.kubeflow.org/v1alpha1, Kubeflow Trainer v2) with its runtime as a DDPJob."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ddpjob_convert import address, common
+from ddpjob_convert.fields import ConvertError, Fields
+from ddpjob_convert.result import Converted, Path
+from ddpjob_operator.job import launcher, podspec
+from ddpjob_operator.job.wording import count, say
+
+_STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
+_CONTAINER = "node"
+_OWN_CONTROLLER = "trainer.kubeflow.org/trainjob-controller"
+# The key by which Kubernetes merges the items of a list.
+_MERGE_KEYS = dict.fromkeys(
+    ("containers", "initContainers", "volumes", "env", "imagePullSecrets", "schedulingGates"), "name"
+)
+_MERGE_KEYS["volumeMounts"] = "mountPath"
+
+_JOB_FIELDS = {
+    "parallelism": "the number of nodes is spec.nodes",
+    "completions": "the number of nodes is spec.nodes",
+    "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
+    "activeDeadlineSeconds": "is for one attempt there; spec.activeDeadlineSeconds is for all of them together",
+}
+_JOB_FIELDS["podFailurePolicy"] = "write its rules for exit codes as spec.failurePolicy"
+_REPLICATED = {
+    "dependsOn": "a DDPJob waits for no other Job: an init container can wait, or do its work",
+    "replicas": "the number of nodes is spec.nodes",
+}
+_SET_IT = "set it in metadata of the job, or of its template"
+_PATCHED = {"metadata": f"is not that of the pods: {_SET_IT}"}
+_JOB_SPEC = {
+    "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
+    "labels": "set them in metadata.labels of the template",
+    "annotations": "set them in metadata.annotations of the template",
+}
+
+
+def convert(document: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Converted:
+    """The DDPJob. Raises ConvertError. A path that begins with `runtime` is one of the runtime."""
+    result, spec = common.begin(document)
+    runtime = result.runtime = _runtime(spec, runtimes, result)
+    try:
+        return _convert(spec, runtime, result)
+    except ConvertError as error:
+        raise ConvertError(error.path, str(error), runtime) from None
+
+
+def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Converted:
+    own = Fields(runtime.get("spec") or {}, ("runtime", "spec"))
+    policy = own.fields("mlPolicy")
+    torch, trainer = policy.fields("torch"), spec.fields("trainer")
+    for other in policy.given.keys() - {"numNodes", "torch"}:
+        raise ConvertError((*policy.path, other), f"mlPolicy.{other} is not PyTorch DDP: a DDPJob runs DDP alone")
+    template, nnodes = _template(own, spec, trainer, result)
+    nodes = trainer.number("numNodes", 1) or policy.number("numNodes", 1) or 1
+    result.set("nodes", nodes, "numNodes")
+    nproc, path = trainer.take("numProcPerNode"), (*trainer.path, "numProcPerNode")
+    of_runtime = torch.take("numProcPerNode")
+    if nproc is None:
+        nproc, path = of_runtime, (*torch.path, "numProcPerNode")
+    common.set_processes(nproc, path, template, result, _cpus(template))
+    elastic = torch.fields("elasticPolicy")
+    _restarts(elastic, result)
+    command, where = launcher.command_of(template), (*trainer.path, "numNodes")
+    common.set_elastic(elastic, ("minNodes", "maxNodes"), nnodes, command, where, result)
+    elastic.rest(result, {"metrics": common.NO_SCALER})
+    common.set_own(spec, _OWN_CONTROLLER, result)
+    _gang(own, result)
+    for fields in (trainer, spec, torch, own):
+        fields.rest(result, _JOB_SPEC)
+    result.set("template", template)
+    return result
+
+
+def _runtime(spec: Fields, runtimes: Sequence[Mapping[str, Any]], result: Converted) -> Mapping[str, Any]:
+    reference = spec.fields("runtimeRef")
+    name, kind = reference.text("name"), reference.text("kind") or "ClusterTrainingRuntime"
+    for runtime in runtimes:
+        if runtime.get("kind") == kind and podspec.mapping(runtime, "metadata").get("name") == name:
+            result.title = f"{result.title[:-1]}, with the {kind} {name}."
+            return runtime
+    raise ConvertError(
+        (*reference.path, "name"),
+        f"the {kind} {name} has the pod template, and is not among the files. "
+        f"kubectl get {kind.lower()} {name} -o yaml > runtime.yaml, and give runtime.yaml too.",
+    )
+
+
+def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> tuple[dict[str, Any], str]:
+    """The pod template of the runtime's trainer, with the TrainJob's own values, and the --nnodes of its command."""
+    of_job_set = own.fields("template")
+    job_set = of_job_set.fields("spec")
+    job = _trainer_job(job_set, result)
+    of_job = job.fields("template")
+    job_spec = of_job.fields("spec")
+    _job_policies(job_set, result)
+    _say_around(of_job_set, job, of_job, result)
+    path = (*job_spec.path, "template")
+    template = copy.deepcopy(dict(job_spec.fields("template").given))
+    for patch in _patches(spec, job.text("name"), result):
+        template = merge(template, patch)
+    if (restart := podspec.mapping(template, "spec").get("restartPolicy")) not in (None, "Never"):
+        text = f"{say(restart)} restarts one container in its pod; a DDPJob restarts all nodes: set spec.backoffLimit"
+        result.remark((*path, "spec", "restartPolicy"), text)
+    container = common.name_trainer(template, _CONTAINER, path)
+    for name in ("image", "command", "args"):
+        if (value := trainer.take(name)) is not None:
+            container[name] = copy.deepcopy(value)
+    if (resources := trainer.take("resourcesPerNode")) is not None:
+        container["resources"] = copy.deepcopy(resources)
+    if (env := trainer.take("env")) is not None:
+        container["env"] = merge({"env": container.get("env") or []}, {"env": env})["env"]
+    own_command = "command" in trainer.given or "args" in trainer.given
+    where = (*trainer.path, "command" if "command" in trainer.given else "args")
+    nnodes = common.strip_launcher(container, where if own_command else (*path, "spec", "containers"), result)
+    _address(template, trainer, job.text("name"), path, result)
+    job_spec.rest(result, _JOB_FIELDS)
+    return template, nnodes
+
+
+def _address(template: dict[str, Any], trainer: Fields, job: str, path: Path, result: Converted) -> None:
+    """The JobSet calls the first pod gpt-node-0-0.gpt. path: the runtime's template."""
+    name = str(result.metadata.get("name", ""))
+    any_of = rf"{re.escape(name)}-{re.escape(job)}-0-\d+(?:\.{re.escape(name)})?"
+    before = len(result.remarks)
+    own = (*path, *podspec.trainer_path(template)[2:])
+    address.move(template, f"{name}-{job}-0-0.{name}", any_of, path, result)
+    for i, remark in enumerate(result.remarks[before:], before):
+        part = remark.path[len(own)] if len(remark.path) > len(own) and remark.path[: len(own)] == own else ""
+        if part in ("command", "args", "env") and part in trainer.given:
+            result.remarks[i] = replace(remark, path=(*trainer.path, part))
+
+
+def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Converted) -> None:
+    """What the runtime says of the JobSet and of the trainer's Job beside their specs."""
+    for fields in (of_job_set, of_job):
+        metadata = fields.fields("metadata")
+        for name in ("labels", "annotations"):
+            given = metadata.fields(name)
+            if own := ", ".join(key for key in given.given if key != _STEP):
+                result.remark(given.path, f"{own}: not on the pods there: {_SET_IT}")
+        metadata.rest(result, _PATCHED)
+        fields.rest(result)
+    for name in ("name", "groupName", *(("replicas",) if job.given.get("replicas") == 1 else ())):
+        job.take(name)  # the API server writes the last two into each runtime
+    job.rest(result, _REPLICATED)
+
+
+def _cpus(template: Mapping[str, Any]) -> int:
+    """CPUs of a pod as Kubeflow Trainer counts processes by them: those requested, else the limit, rounded up."""
+    resources = podspec.mapping(podspec.trainer_container(template) or {}, "resources")
+    requested, limit = (podspec.mapping(resources, name).get("cpu") for name in ("requests", "limits"))
+    return math.ceil(podspec.quantity(requested) or podspec.quantity(limit))
+
+
+def _trainer_job(job_set: Fields, result: Converted) -> Fields:
+    """The replicated job whose pods train."""
+    jobs = list(job_set.mappings("replicatedJobs"))
+
+    def step(job: Fields) -> Any:
+        metadata = podspec.mapping(podspec.mapping(job.given, "template"), "metadata")
+        return podspec.mapping(metadata, "labels").get(_STEP)
+
+    by_name = [job for job in jobs if job.given.get("name") == "node"]
+    found = next(iter([*(job for job in jobs if step(job) == "trainer"), *by_name]), None)
+    if found is None:
+        raise ConvertError((*job_set.path, "replicatedJobs"), f"none has the label {_STEP}: trainer")
+    for job in jobs:
+        if job is not found:
+            reason = f"the Job {job.given.get('name')} is not made: download in an init container, or mount a volume"
+            result.remark(job.path, reason)
+    return found
+
+
+def _job_policies(job_set: Fields, result: Converted) -> None:
+    failure = job_set.fields("failurePolicy")
+    if (restarts := failure.number("maxRestarts")) is not None:
+        result.set("backoffLimit", restarts, "the JobSet's failurePolicy.maxRestarts")
+    if (seconds := job_set.number("ttlSecondsAfterFinished")) is not None:
+        result.set("ttlSecondsAfterFinished", seconds)
+    failure.rest(result)
+    job_set.rest(result)
+
+
+def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
+    """What the TrainJob changes in the runtime's pod template, by any version of the field."""
+    for patch in spec.mappings("runtimePatches"):
+        own = patch.fields("trainingRuntimeSpec")
+        template = own.fields("template")
+        job_set = template.fields("spec")
+        for replicated in job_set.mappings("replicatedJobs"):
+            if replicated.text("name") == job:
+                of_job = replicated.fields("template")
+                yield of_job.fields("spec").fields("template").given
+                of_job.rest(result, _PATCHED)
+            else:
+                result.remark(replicated.path, f"is for another Job than {job}")
+        for fields in (own, template, job_set):
+            fields.rest(result, _PATCHED)
+    for name in ("podTemplateOverrides", "podSpecOverrides"):
+        for override in spec.mappings(name):
+            if job in [target.text("name") for target in override.mappings("targetJobs")]:
+                given = {k: v for k, v in override.given.items() if k != "targetJobs"}
+                # podSpecOverrides has the pod's fields next to targetJobs, without a spec around them.
+                yield given if name == "podTemplateOverrides" else {"spec": given}
+            else:
+                result.remark(override.path, f"is for another Job than {job}")
+
+
+def merge(base: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with a patch, merged as Kubernetes does: mappings by key, lists by name, all else replaced."""
+    merged = dict(base)
+    for name, new in patch.items():
+        old, key = base.get(name), _MERGE_KEYS.get(name, "")
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            merged[name] = merge(old, new)
+        elif name == "tolerations" and isinstance(old, list) and isinstance(new, list):
+            merged[name] = [*old, *(item for item in new if item not in old)]
+        elif key and all(_is_named(items, key) for items in (old, new)):
+            by_key = {item[key]: item for item in base[name]}
+            merged[name] = list((by_key | {item[key]: merge(by_key.get(item[key], {}), item) for item in new}).values())
+        else:
+            merged[name] = copy.deepcopy(new)
+    return merged
+
+
+def _is_named(items: Any, key: str) -> bool:
+    return isinstance(items, list) and all(isinstance(i, Mapping) and isinstance(i.get(key), str) for i in items)
+
+
+def _restarts(elastic: Fields, result: Converted) -> None:
+    if (restarts := elastic.number("maxRestarts")) is not None:
+        if "backoffLimit" in result.spec:
+            path: Path = ("runtime", "spec", "template", "spec", "failurePolicy", "maxRestarts")
+            restarts_of_set = count(result.spec["backoffLimit"], "restart")
+            result.remark(path, f"{restarts_of_set} of the JobSet: elasticPolicy.maxRestarts counts before it")
+        result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
+
+
+def _gang(own: Fields, result: Converted) -> None:
+    group = own.fields("podGroupPolicy")
+    seconds = group.fields("coscheduling").number("scheduleTimeoutSeconds")
+    if seconds:
+        result.set("startDeadlineSeconds", seconds, "scheduleTimeoutSeconds: all nodes run by then, or are released")
+    for name in group.given:
+        result.remark((*group.path, name), common.GANG)

@@ -1,0 +1,727 @@
+"""What becomes of the exit code of a launcher in a shell's script, and whether a signal reaches it.
+
+The script is run in thought: a launcher fails, and every other command ends with 0. If the script then ends with 0 on
+all paths, the launcher's exit code is lost. A test whose result nobody can know is taken both ways. What cannot be
+followed gives no answer, so that nothing is said of it: a file that is sourced, a loop over many paths.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ddpjob_operator.job import command, launcher, programs, shell
+
+PATHS_MAX = 64
+WORK_MAX = 200_000
+"""Characters read or made to follow one command. Tenants write it, and the operator's event loop reads it."""
+STEP_WORK = 200
+"""What one command of a script counts as, in characters."""
+FAILED = "failed"
+"""The text of an exit code that is some number but 0."""
+_TEXT_MAX = 40
+_TESTS = frozenset("[ [[ (( test grep egrep fgrep zgrep cmp diff pgrep mountpoint expr let read".split())
+_FILTERS = frozenset("grep egrep fgrep zgrep".split())
+_AWKS = frozenset("awk gawk mawk".split())
+_DECLARES = frozenset("local export declare readonly typeset".split())
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|(\?)|\{(\?)\}|(!)|\{(!)\})")
+_ALL_OF_ARRAY = re.compile(r"\$\{[A-Za-z_]\w*\[@\]\}")
+_PIPESTATUS = re.compile(r"^\$\{?PIPESTATUS(?:\[(\d)\])?\}?$")
+_ARITHMETIC = re.compile(r"^\s*(!?)\s*(\$?\??\{?\w*\}?)\s*(?:(==|!=|<=|>=|<|>)\s*(\d+))?\s*$")
+_COMPARED = {
+    "=": "==", "==": "==", "!=": "!=", "-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<=",
+    "<": "<", ">": ">", "<=": "<=", ">=": ">=",
+}  # fmt: skip
+_SIGNALS = frozenset("TERM SIGTERM 15 INT SIGINT 2".split())
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one launcher in the script."""
+
+    launcher: str
+    """torchrun, ddprun, …; python where the script starts no launcher at all."""
+    lost: str = ""
+    """How its exit code gets lost: pipe, or, next, background, wait, if, not, words, exit, trap, program."""
+    at: str = ""
+    """The text that does it: `| tee log`."""
+    shell: str = ""
+    """The program of the shell around it."""
+    replaced: bool = False
+    """Whether a launcher that may leave no trace of its success (any but ddprun) runs after it has failed."""
+    certain: bool = False
+    """Whether the script certainly ends with another code than 0, unless another launcher decides."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """A shell on one path through its script."""
+
+    status: str = "0"
+    """$?: 0, FAILED, or "" where nobody can know it."""
+    failed: bool = False
+    """Whether the launcher in question has run."""
+    ran: frozenset[shell.ShellNode] = frozenset()
+    """All launchers that have run."""
+    after: frozenset[shell.ShellNode] = frozenset()
+    """The launchers that have run since."""
+    how: tuple[str, str] = ("", "")
+    errexit: bool = False
+    pipefail: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
+    traps: Mapping[str, str] = field(default_factory=dict)
+    functions: Mapping[str, shell.ShellNode] = field(default_factory=dict)
+    jobs: tuple[str, ...] = ()
+    """The statuses of what runs in the background."""
+    pipe: tuple[str, ...] = ("0",)
+    arguments: tuple[str, ...] = ()
+    program: str = ""
+    trapped: str = ""
+    """The status that `exit` alone hands over within an EXIT trap: that of the shell before it."""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The same for states between which nothing differs."""
+        known = (self.variables, self.traps, self.functions)
+        options = (self.errexit, self.pipefail, self.jobs, self.pipe, self.arguments, self.program, self.trapped)
+        return (self.status, self.failed, self.ran, self.after, self.how, *options, *(tuple(m.items()) for m in known))
+
+    @property
+    def size(self) -> int:
+        """How much is compared and copied with each step."""
+        return sum(
+            map(len, (self.variables, self.functions, self.ran, self.after, self.jobs, self.arguments, self.pipe))
+        )
+
+    def lost(self, how: str, at: str) -> _State:
+        """The state once the launcher's exit code is overwritten; the first time counts."""
+        return replace(self, how=(how, at)) if self.failed and not self.how[0] else self
+
+
+_Ends = list[tuple[_State, str]]
+"""States with how the flow goes on: "", break, continue, return, exit."""
+
+
+class _TooMuchError(Exception):
+    """The script has more paths, or takes more work, than anybody wants to follow."""
+
+
+class _Work:
+    """The work that is left for one command, in all of its runs."""
+
+    def __init__(self) -> None:
+        self._left = WORK_MAX
+        self._parsed: set[str] = set()
+
+    def take(self, characters: int) -> None:
+        """Raise _TooMuchError once there is none left."""
+        self._left -= characters
+        if self._left < 0:
+            raise _TooMuchError
+
+    def parse(self, text: str) -> shell.ShellScript:
+        """Parse a script; the same one counts once."""
+        if text not in self._parsed:
+            self.take(len(text))
+            self._parsed.add(text)
+        return shell.parse(text)
+
+
+def fates(words: list[str]) -> tuple[Fate, ...]:
+    """What becomes of each launcher of a command; none where the command cannot be followed."""
+    return _fates(tuple(words)) if sum(map(len, words)) <= launcher.SCRIPT_READ_MAX else ()
+
+
+def may_be_replaced(words: list[str]) -> bool:
+    """True if a launcher that leaves no trace of its success may run after one that has failed:
+    `ddprun train.py || torchrun train.py`."""
+    return any(fate.replaced for fate in fates(words))
+
+
+def is_handed_over(words: list[str]) -> bool:
+    """True if a container's exit code 0 proves that its last launcher has ended with 0: no shell is in between, or one
+    whose script loses no exit code. False also where it cannot be followed."""
+    if not any(programs.name(word) in (*launcher.SHELLS, "script") for word in words):
+        return bool(command.read(words).launcher not in ("", "python"))
+    found = fates(words)
+    return bool(found) and all(fate.certain for fate in found)
+
+
+@functools.lru_cache(maxsize=256)
+def _fates(words: tuple[str, ...]) -> tuple[Fate, ...]:
+    top = shell.Simple(words=tuple(shell.Word(word) for word in words), text=" ".join(words))
+    try:
+        work = _Work()
+        first = _Run(frozenset(), work)
+        first.ends(top)
+        found: dict[shell.ShellNode, Fate] = {}
+        while (node := next((n for n in first.started if n not in found), None)) is not None:
+            found[node] = _fate(top, node, first, work)
+    except (shell.ShellSyntaxError, _TooMuchError, RecursionError):
+        return ()
+    by_launcher = [fate for fate in found.values() if fate.launcher != "python"]
+    # Of several Python programs nobody knows which one trains.
+    alone = list(found.values())
+    return tuple(by_launcher or (alone if all(fate.lost for fate in alone) or len(alone) == 1 else ()))
+
+
+def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _Run, work: _Work) -> Fate:
+    run = _Run(frozenset({node}), work)
+    ends = [state for state in run.ends(top) if state.failed]
+    if not ends:  # it runs only when those before it have failed
+        run = _Run(frozenset(succeeding.started), work)
+        ends = [state for state in run.ends(top) if state.failed]
+    for other, started in run.started.items():
+        succeeding.started.setdefault(other, started)
+    name = succeeding.started[node].launcher
+    instead = [_only_then(state, run, node, succeeding) for state in ends]
+    after = {run.started[other].launcher for state in ends for other in state.after}
+    certain = all(state.status == FAILED or has_other for state, has_other in zip(ends, instead, strict=True))
+    replaced = bool(after - {"ddprun", "python"}) or any(instead)
+    fate = Fate(name, shell=run.shell_of.get(node, ""), replaced=replaced, certain=certain)
+    zero = [state for state, has_other in zip(ends, instead, strict=True) if state.status == "0" and not has_other]
+    if not zero or any(state.status == FAILED for state in ends):
+        return fate
+    how, at = zero[0].how
+    return replace(fate, lost=how or "exit", at=at)
+
+
+def _only_then(state: _State, run: _Run, node: shell.ShellNode, succeeding: _Run) -> bool:
+    """Whether another launcher ran on this path because the first had failed: `torchrun a.py || torchrun b.py`."""
+    files = succeeding.started[node].files
+    others = {n for n in state.after if (node, n) not in succeeding.followed}
+    return any(run.started[n].launcher != "python" or run.started[n].files == files for n in others)
+
+
+class _Run:
+    """One run in thought, in which the launchers `failing` fail."""
+
+    def __init__(self, failing: frozenset[shell.ShellNode], work: _Work) -> None:
+        self.failing = failing
+        self._work = work
+        self.started: dict[shell.ShellNode, command.Command] = {}
+        self.followed: set[tuple[shell.ShellNode, shell.ShellNode]] = set()
+        """Launchers, and those that have run after them on the same path."""
+        self.shell_of: dict[shell.ShellNode, str] = {}
+        self._by_type: dict[type, Callable[..., _Ends]] = {
+            shell.ShellScript: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
+            shell.Background: self._background, shell.GroupNode: self._group, shell.If: self._if,
+            shell.Loop: self._loop, shell.Case: self._case, shell.Function: self._function, shell.Simple: self._simple,
+        }  # fmt: skip
+        self._builtins: dict[str, Callable[[list[str], shell.Simple, _State, bool], _Ends]] = {
+            "exit": self._exit, "return": self._exit, "break": self._leave, "continue": self._leave,
+            "set": self._set, "trap": self._trap, "wait": self._wait, "eval": self._eval, "kill": self._kill,
+            "script": self._script_program, "su": self._script_program,
+        }  # fmt: skip
+
+    def ends(self, top: shell.Simple) -> list[_State]:
+        """The states in which the command may end."""
+        return [state for state, _ in self._simple(top, _State(), False)]
+
+    def run(self, node: shell.ShellNode, state: _State, tested: bool) -> _Ends:
+        """Run a command. tested: whether `set -e` ignores its failure."""
+        self._work.take(STEP_WORK + state.size)
+        ends = list(
+            {(end.key, flow): (end, flow) for end, flow in self._by_type[type(node)](node, state, tested)}.values()
+        )
+        if len(ends) > PATHS_MAX:
+            raise _TooMuchError
+        return ends
+
+    # ---- how commands are joined ---------------------------------------------------------------------------
+
+    def _script(self, node: shell.ShellScript, state: _State, tested: bool) -> _Ends:
+        now: _Ends = [(state, "")]
+        for part in node.parts:
+            now = [end for before, flow in now for end in self._next(part, before, flow, tested)]
+            now = list({(end.key, flow): (end, flow) for end, flow in now}.values())
+            if len(now) > PATHS_MAX:
+                raise _TooMuchError
+        return now
+
+    def _next(self, part: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
+        if flow:
+            return [(state, flow)]
+        is_kept = isinstance(part, shell.Simple) and not part.words  # rc=$?
+        if state.status == FAILED and not is_kept:
+            state = state.lost("next", _short(part.text))
+        return self.run(part, state, tested)
+
+    def _and_or(self, node: shell.AndOr, state: _State, tested: bool) -> _Ends:
+        now = self.run(node.first, state, True if node.rest else tested)
+        for number, (operator, other) in enumerate(node.rest, 1):
+            is_tested = tested or number < len(node.rest)
+            now = [end for before, flow in now for end in self._other(operator, other, before, flow, is_tested)]
+        return now
+
+    def _other(self, operator: str, node: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
+        if flow:
+            return [(state, flow)]
+        wanted = "0" if operator == "&&" else FAILED
+        ends: _Ends = [] if state.status == wanted else [(state, "")]
+        if state.status in (wanted, ""):
+            goes_on = replace(state, status=wanted)
+            if operator == "||" and state.status == FAILED:
+                goes_on = goes_on.lost("or", _short(f"|| {node.text}"))
+            ends += self.run(node, goes_on, tested)
+        return ends
+
+    def _pipeline(self, node: shell.Pipeline, state: _State, tested: bool) -> _Ends:
+        if len(node.parts) == 1:
+            return [self._inverted(end) for end in self.run(node.parts[0], state, True)]
+        now: list[tuple[_State, tuple[str, ...]]] = [(state, ())]
+        tested = tested or node.negated
+        for part in node.parts:
+            now = [(end, (*codes, end.status)) for before, codes in now for end in self._apart(part, before, tested)]
+        ends: _Ends = []
+        for end, codes in now:
+            codes = (*codes[:-1], "0") if _is_filter(node.parts[-1]) else codes
+            status = next((code for code in codes if code != "0"), "0") if end.pipefail else codes[-1]
+            if status == "0" and FAILED in codes[:-1]:
+                rest = [part.text for part in node.parts[codes.index(FAILED) + 1 :]]
+                end = end.lost("pipe", _short("".join(f" | {text}" for text in rest).strip()))
+            end = replace(end, status=status, pipe=codes)
+            ends += [self._inverted((end, ""))] if node.negated else self._checked(end, tested)
+        return ends
+
+    def _inverted(self, end: tuple[_State, str]) -> tuple[_State, str]:
+        state, flow = end
+        if flow:
+            return end
+        state = state.lost("not", "!") if state.status == FAILED else state
+        return replace(state, status={"0": FAILED, FAILED: "0"}.get(state.status, "")), ""
+
+    def _background(self, node: shell.Background, state: _State, _tested: bool) -> _Ends:
+        ends: _Ends = []
+        for end in self._apart(node.body, state, True):
+            variables = {**state.variables, "!": f"job {len(state.jobs)}"}
+            later = replace(end, status="0", jobs=(*state.jobs, end.status), variables=variables)
+            ends.append((later.lost("background", "&"), ""))
+        return ends
+
+    def _apart(self, node: shell.ShellNode, state: _State, tested: bool) -> list[_State]:
+        """The states after a subshell: of what it does only its status, and what has run in it, is left."""
+        inside = replace(state, traps={}, jobs=())
+        ends = [self._trapped(end, flow) for end, flow in self.run(node, inside, tested)]
+        return [_merged(state, end) for some in ends for end in some]
+
+    def _trapped(self, state: _State, _flow: str) -> list[_State]:
+        """The states after a shell's EXIT trap."""
+        text = state.traps.get("EXIT")
+        if not text:
+            return [state]
+        ends = []
+        for end, flow in self.run(self._work.parse(text), replace(state, traps={}, trapped=state.status), True):
+            status = end.status if flow == "exit" else state.status
+            if state.status == FAILED and status == "0":
+                end = replace(end, how=("trap", _short(f"trap '{text}' EXIT")))
+            ends.append(replace(end, status=status))
+        return ends
+
+    def _checked(self, state: _State, tested: bool) -> _Ends:
+        """What follows from the failure of a command: `set -e`, and a trap for it."""
+        if state.status != FAILED or tested:
+            return [(state, "")]
+        ends: _Ends = [(state, "")]
+        if text := state.traps.get("ERR"):
+            calm = replace(state, traps={**state.traps, "ERR": ""})
+            ends = self.run(self._work.parse(text), calm, True)
+            ends = [(end if flow else replace(end, status=FAILED, traps=state.traps), flow) for end, flow in ends]
+        return [(end, flow or ("exit" if state.errexit else "")) for end, flow in ends]
+
+    # ---- compound commands ---------------------------------------------------------------------------------
+
+    def _group(self, node: shell.GroupNode, state: _State, tested: bool) -> _Ends:
+        ends: _Ends = []
+        for before in self._beside(node, state):
+            if not node.subshell:
+                ends += self.run(node.body, before, tested)
+            else:
+                ends += [one for end in self._apart(node.body, before, tested) for one in self._checked(end, tested)]
+        return ends
+
+    def _if(self, node: shell.If, state: _State, tested: bool) -> _Ends:
+        ends: _Ends = []
+        now = self._beside(node, state)
+        for condition, body in node.branches:
+            others: list[_State] = []
+            for before in now:
+                for end, flow in self.run(condition, before, True):
+                    if flow:
+                        ends.append((end, flow))
+                        continue
+                    if end.status in ("0", ""):
+                        ends += self.run(body, replace(end, status="0"), tested)
+                    if end.status in (FAILED, ""):
+                        others.append(end.lost("if", "if") if end.status else end)
+            now = others
+        for end in now:
+            ends += [(replace(end, status="0"), "")] if node.otherwise is None else self._else(node, end, tested)
+        return ends
+
+    def _else(self, node: shell.If, state: _State, tested: bool) -> _Ends:
+        assert node.otherwise is not None
+        return self.run(node.otherwise, state, tested)
+
+    def _loop(self, node: shell.Loop, state: _State, tested: bool) -> _Ends:
+        ends: _Ends = []
+        now = [(before, "0") for before in self._beside(node, state)]
+        may_leave = node.condition is None and not len(node.over) >= 2
+        for turn in range(2):
+            entering: list[_State] = []
+            for before, last in now:
+                found, left = self._turn(node, before, last)
+                entering += found
+                ends += left
+            now = []
+            for before in entering:
+                before = replace(before, variables={k: v for k, v in before.variables.items() if k != node.name})
+                for end, flow in self.run(node.body, before, tested):
+                    if flow in ("", "continue"):
+                        now.append((end, end.status))
+                    else:
+                        ends.append((replace(end, status="0"), "") if flow == "break" else (end, flow))
+            if node.condition is None and (turn or may_leave):
+                ends += [(replace(end, status=last), "") for end, last in now]
+            if len(now) + len(ends) > PATHS_MAX:
+                raise _TooMuchError
+        return ends
+
+    def _turn(self, node: shell.Loop, state: _State, last: str) -> tuple[list[_State], _Ends]:
+        """The states in which the body begins, and those after the loop. last: status of the body."""
+        if node.condition is None:
+            return [state], []
+        inside: list[_State] = []
+        after: _Ends = []
+        goes_on = "0" if node.kind == "while" else FAILED
+        for end, flow in self.run(node.condition, state, True):
+            if flow:
+                after.append((end, flow))
+                continue
+            if end.status in (goes_on, ""):
+                inside.append(end)
+            if end.status != goes_on:
+                left = end.lost("if", node.kind) if end.status == FAILED else end
+                after.append((replace(left, status=last), ""))
+        return inside, after
+
+    def _case(self, node: shell.Case, state: _State, tested: bool) -> _Ends:
+        ends: _Ends = []
+        for before in self._beside(node, state):
+            value = _value(node.word.value, before)
+            is_left = True
+            for patterns, body in node.branches:
+                matches = [_matches(value, pattern) for pattern in patterns]
+                if is_left and any(match is not False for match in matches):
+                    ends += self.run(body, replace(before, status="0"), tested)
+                is_left = is_left and True not in matches
+            ends += [(replace(before, status="0"), "")] if is_left else []
+        return ends
+
+    def _function(self, node: shell.Function, state: _State, _tested: bool) -> _Ends:
+        return [(replace(state, status="0", functions={**state.functions, node.name: node.body}), "")]
+
+    def _beside(self, node: shell.ShellNode, state: _State) -> list[_State]:
+        """The states after the scripts in the words of a command, and in <( ) and >( )."""
+        now = [state]
+        for word in shell.words_of(node):
+            for inner, is_beside in (*((s, False) for s in word.runs), *((s, True) for s in word.beside)):
+                now = [end for before in now for end in self._apart(inner, before, is_beside)]
+                now = [end.lost("words", "<( )") if is_beside and end.status == FAILED else end for end in now]
+        return now
+
+    # ---- simple commands -----------------------------------------------------------------------------------
+
+    def _simple(self, node: shell.Simple, state: _State, tested: bool) -> _Ends:
+        has_runs = any(word.runs for word in shell.words_of(node))
+        ends: _Ends = []
+        for before in self._beside(node, state):
+            words = self._expanded(node, state)
+            own = before.status if has_runs else "0"
+            before = replace(before, status=state.status)
+            if not words or (len(words) == 1 and words[0].startswith(("$(", "`")) and has_runs):
+                done: _Ends = [(_assigned(node, before, own), "")]
+            else:
+                if has_runs and own == FAILED and before.failed and not state.failed:
+                    before = before.lost("words", _short(node.text))
+                done = self._program(words, node, before, tested)
+            for end, flow in done:
+                ends += [(end, flow)] if flow else self._checked(replace(end, pipe=(end.status,)), tested)
+        return ends
+
+    def _expanded(self, node: shell.Simple, state: _State) -> list[str]:
+        """The words with the variables that are known."""
+
+        def known(found: re.Match[str]) -> str:
+            value = _known(found, state)
+            self._work.take(len(value))
+            return value
+
+        words: list[str] = []
+        for word in node.words:
+            if word.value in ("$@", "$*", "${@}"):
+                self._work.take(sum(map(len, state.arguments), len(state.arguments)))
+                words += state.arguments
+                continue
+            value = _VARIABLE.sub(known, word.value)
+            is_split = not word.quoted or _ALL_OF_ARRAY.fullmatch(word.value)
+            words += value.split() if value != word.value and is_split else [value]
+        return words
+
+    def _program(self, words: list[str], node: shell.Simple, state: _State, tested: bool) -> _Ends:
+        while words[0] in ("exec", "command", "builtin", "nohup", "time", "env") and len(words) > 1:
+            has_options = words[1].startswith("-")
+            if has_options and words[0] == "command":
+                return [(replace(state, status=""), "")]  # command -v torchrun
+            if has_options:
+                break
+            words = words[1:]
+            while words and re.match(r"[A-Za-z_]\w*=", words[0]):
+                words = words[1:]
+            if not words:
+                return [(replace(state, status="0"), "")]
+        name = programs.name(words[0])
+        if name in state.functions:
+            return self._called(state.functions[name], words[1:], state, tested)
+        if name in self._builtins:
+            return self._builtins[name](words, node, state, tested)
+        return self._other_program(name, words, node, state)
+
+    def _other_program(self, name: str, words: list[str], node: shell.Simple, state: _State) -> _Ends:
+        place = next((i for i in programs.places(words) if programs.name(words[i]) in launcher.SHELLS), None)
+        if place is not None:
+            return self._shell(words[place:], node, state)
+        begin = 0 if name != "xargs" else next((i for i in range(len(words)) if _starts(words[i:])), 0)
+        if (started := _starts(words[begin:])) is not None:
+            return [(self._launched(node, started, state), "")]
+        if name in _DECLARES:
+            return [(_assigned_by_words(words[1:], state), "")]
+        status = {"true": "0", ":": "0", "false": FAILED}.get(name, "0")
+        is_test = name in _TESTS or (name in _AWKS and any("exit" in word for word in words))
+        return [(replace(state, status=_tested(words, state) if is_test else status), "")]
+
+    def _launched(self, node: shell.Simple, started: command.Command, state: _State) -> _State:
+        self.started[node] = started
+        self.shell_of[node] = state.program
+        self.followed |= {(before, node) for before in state.ran}
+        ran = state.ran | {node}
+        if node in self.failing:
+            return replace(state, status=FAILED, failed=True, ran=ran, after=frozenset(), how=("", ""))
+        return replace(state, status="0", ran=ran, after=state.after | {node} if state.failed else state.after)
+
+    def _called(self, body: shell.ShellNode, arguments: list[str], state: _State, tested: bool) -> _Ends:
+        ends = self.run(body, replace(state, arguments=tuple(arguments)), tested)
+        return [(replace(end, arguments=state.arguments), "" if flow == "return" else flow) for end, flow in ends]
+
+    def _shell(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
+        """Another shell with its own options."""
+        options, text, arguments = shell_call(words)
+        text = text if text is not None else node.document[-1] if node.document else None
+        if text is None:
+            return [(replace(state, status="0"), "")]  # a file, of which nothing is known
+        inside = replace(
+            state,
+            status="0",
+            errexit="e" in options or "errexit" in options,
+            pipefail="pipefail" in options,
+            functions={},
+            arguments=tuple(arguments),
+            program=programs.name(words[0]),
+        )
+        ends = self._apart(self._work.parse(text), inside, False)
+        return [(_merged(state, end), "") for end in ends]
+
+    # ---- builtins ------------------------------------------------------------------------------------------
+
+    def _exit(self, words: list[str], node: shell.Simple, state: _State, _tested: bool) -> _Ends:
+        status = state.trapped if state.trapped and words[0] == "exit" else state.status
+        if len(words) > 1:
+            value = _value(words[1], state)
+            status = "" if value is None else "0" if value == "0" else FAILED
+        if status == "0" and state.failed and words[1:2] == ["0"]:
+            state = replace(state, how=("exit", _short(node.text)))
+        return [(replace(state, status=status), words[0])]
+
+    def _leave(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
+        return [(replace(state, status="0"), words[0])]
+
+    def _set(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
+        errexit, pipefail = state.errexit, state.pipefail
+        for i, word in enumerate(words[1:], 1):
+            if word.startswith(("-", "+")) and len(word) > 1:
+                errexit = word[0] == "-" if "e" in word else errexit
+                name = words[i + 1] if "o" in word and len(words) > i + 1 else ""
+                errexit = word[0] == "-" if name == "errexit" else errexit
+                pipefail = word[0] == "-" if name == "pipefail" else pipefail
+        return [(replace(state, status="0", errexit=errexit, pipefail=pipefail), "")]
+
+    def _trap(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
+        rest = [word for word in words[1:] if word != "--"]
+        text, names = (rest[0], rest[1:]) if len(rest) > 1 else ("-", rest)
+        text = "" if text == "-" else text
+        known = {"0": "EXIT"}
+        return [(replace(state, status="0", traps={**state.traps, **{known.get(n, n): text for n in names}}), "")]
+
+    def _wait(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
+        named = [word for word in words[1:] if word != "-f"]
+        if not named:
+            if FAILED in state.jobs:
+                state = replace(state, how=("wait", "wait"))
+            return [(replace(state, status="0", jobs=()), "")]
+        value = _value(named[-1], state)
+        number = int(value[4:]) if value is not None and re.fullmatch(r"job \d+", value) else None
+        known = state.jobs[number : number + 1] if number is not None else state.jobs
+        status = FAILED if FAILED in known else "0"
+        if status == "0" and FAILED in state.jobs:
+            state = replace(state, how=("background", "&"))
+        return [(replace(state, status=status), "")]
+
+    def _eval(self, words: list[str], _node: shell.Simple, state: _State, tested: bool) -> _Ends:
+        return self.run(self._work.parse(" ".join(words[1:])), state, tested)
+
+    def _kill(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
+        """`kill $$` ends the shell with another code than 0, but not the first process of a container."""
+        if "-0" in words:  # does the process live?
+            return [(replace(state, status=""), "")]
+        ends_all = [(replace(state, status=FAILED), "exit")] if {"$$", "0", "-$$"} & {*words[1:]} else []
+        return [*ends_all, (replace(state, status="0"), "")]
+
+    def _script_program(self, words: list[str], node: shell.Simple, state: _State, _tested: bool) -> _Ends:
+        """script -c "command", su -c "command": a shell of its own."""
+        at = next((i for i, word in enumerate(words) if re.fullmatch(r"-[a-z]*c|--command", word)), None)
+        if at is None or at + 1 >= len(words):
+            return [(replace(state, status="0"), "")]
+        hands_over = words[0] == "su" or any(re.fullmatch(r"-[a-z]*e[a-z]*|--return", word) for word in words)
+        ends = self._shell(["sh", "-c", words[at + 1]], node, state)
+        if hands_over:
+            return ends
+        return [(replace(end.lost("program", "script"), status="0"), flow) for end, flow in ends]
+
+
+def _is_filter(part: shell.ShellNode) -> bool:
+    """True for `grep -v warning` at the end of a pipe: it shows the output of the ranks, and ends with 0 if there is
+    any. `grep -q done` is a test."""
+    words = [word.value for word in part.words] if isinstance(part, shell.Simple) else []
+    is_quiet = any(re.match(r"-[a-zA-Z]*[qcl]|--(?:quiet|silent|count)", word) for word in words)
+    return words[:1] != [] and words[0] in _FILTERS and not is_quiet
+
+
+def _merged(outside: _State, end: _State) -> _State:
+    """The state of a shell after one within it has ended so."""
+    return replace(outside, status=end.status, failed=end.failed, ran=end.ran, after=end.after, how=end.how)
+
+
+def shell_call(words: list[str]) -> tuple[set[str], str | None, list[str]]:
+    """The options of a shell's call (their letters, and names after -o), its script after -c, and what follows."""
+    options: set[str] = set()
+    rest = iter(words[1:])
+    others: list[str] = []
+    for word in rest:
+        if word == "--" or not word.startswith(("-", "+")) or len(word) == 1:
+            others = [*([] if word == "--" else [word]), *rest]
+            break
+        if word.startswith("--"):
+            continue
+        options |= set(word[1:]) if word[0] == "-" else set()
+        if word.endswith("o"):
+            options |= {next(rest, "")}
+    return options, others[0] if "c" in options and others else None, others[2:]
+
+
+def _starts(words: list[str]) -> command.Command | None:
+    """The training that a simple command starts."""
+    found = command.read(words) if words else command.Command()
+    return found if found.launcher and (found.launcher != "python" or found.files) else None
+
+
+def _known(found: re.Match[str], state: _State) -> str:
+    name = found[1] or found[2]
+    value = state.variables.get(name or "", "")
+    return value if name and value and value != FAILED and not value.startswith("job ") else found[0]
+
+
+def _assigned(node: shell.Simple, state: _State, status: str) -> _State:
+    variables = dict(state.variables)
+    for name, word in node.assigned:
+        value = _value(word.value, state)
+        before = variables.get(name, "") if f"{name}+=(" in node.text else ""
+        variables[name] = f"{before} {value if value is not None else word.value}".lstrip()
+    return replace(state, status=status, variables=variables)
+
+
+def _assigned_by_words(words: Iterable[str], state: _State) -> _State:
+    """local name=value."""
+    variables = dict(state.variables)
+    for word in words:
+        name, has_value, text = word.partition("=")
+        if has_value:
+            value = _value(text, state)
+            variables[name] = value if value is not None else text
+    return replace(state, status="0", variables=variables)
+
+
+def _value(text: str, state: _State) -> str | None:
+    """The text of a word; None where nobody can know it."""
+    if found := _PIPESTATUS.match(text):
+        number = int(found[1] or 0)
+        return (state.pipe[number] or None) if number < len(state.pipe) else None
+    if inner := re.fullmatch(r"\$\(\(\s*(\w+)\s*\)\)", text):
+        text = f"${inner[1]}"
+    found = _VARIABLE.fullmatch(text)
+    if found is None:
+        return None if "$" in text or "`" in text else text
+    if found[3] or found[4]:
+        return state.status or None
+    value = state.variables.get(found[1] or found[2] or "!")
+    return None if value is None or ("$" in value or "`" in value) else value
+
+
+def _tested(words: list[str], state: _State) -> str:
+    """The status of a test: of exit codes it is known, else nobody can know it."""
+    if words[0] == "((" and len(words) > 1:
+        found = _ARITHMETIC.match(words[1])
+        if found is None:
+            return "" if re.search(r"[=!<>]=|[<>&|]", words[1]) else "0"
+        name = found[2] if found[2].startswith("$") else f"${found[2]}"
+        inside = [name, found[3] or "!=", found[4] or "0"]
+        return _negated(_compared(inside, state), found[1] == "!")
+    if words[0] not in ("[", "[[", "test"):
+        return ""
+    inside = [word for word in words[1:] if word not in ("]", "]]")]
+    is_negated = inside[:1] == ["!"]
+    return _negated(_compared(inside[is_negated:], state), is_negated)
+
+
+def _negated(status: str, is_negated: bool) -> str:
+    return {"0": FAILED, FAILED: "0"}.get(status, "") if is_negated else status
+
+
+def _compared(words: list[str], state: _State) -> str:
+    if len(words) != 3 or words[1] not in _COMPARED:
+        return ""
+    left, right, operator = _value(words[0], state), _value(words[2], state), _COMPARED[words[1]]
+    if left == FAILED and right == "0":  # an exit code that is not 0 is more than 0
+        return "0" if operator in ("!=", ">", ">=") else FAILED
+    if left is None or right is None or FAILED in (left, right):
+        return ""
+    if not (left.isdecimal() and right.isdecimal()):
+        holds = {"==": left == right, "!=": left != right}.get(operator)
+        return "" if holds is None else "0" if holds else FAILED
+    a, b = int(left), int(right)
+    holds = {"==": a == b, "!=": a != b, ">": a > b, ">=": a >= b, "<": a < b, "<=": a <= b}[operator]
+    return "0" if holds else FAILED
+
+
+def _matches(value: str | None, pattern: str) -> bool | None:
+    if pattern == "*":
+        return True
+    if value is None or re.search(r"[*?\[$]", pattern) or (value == FAILED and pattern != "0"):
+        return None
+    return value == pattern
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split(None, _TEXT_MAX))
+    return line if len(line) <= _TEXT_MAX else f"{line[: _TEXT_MAX - 2]} …"

@@ -1,0 +1,164 @@
+"""What the operator must be allowed to do. Asked for at the start, so that a missing right is one clear line.
+
+The table is also the source of the RBAC table in docs/ and of the rights that the chart gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ddpjob_operator.job import api
+from ddpjob_operator.kube.api.client import ApiError, Client, collection
+
+WAIT_SECONDS = (1, 2, 5, 10, 15, 30)
+
+
+@dataclass(frozen=True)
+class Right:
+    """Verbs on a resource, and what they are for."""
+
+    group: str
+    resource: str
+    verbs: tuple[str, ...]
+    why: str
+    cluster_wide: bool = False
+    """Whether only a ClusterRole can give it: it is not asked for where namespaces are named."""
+
+    def __str__(self) -> str:
+        return f"{self.resource}.{self.group}" if self.group else self.resource
+
+
+RIGHTS = (
+    Right(api.GROUP, api.PLURAL, ("get", "list", "watch"), "to see the jobs"),
+    Right(api.GROUP, f"{api.PLURAL}/status", ("update",), "to write their status"),
+    Right(api.GROUP, api.PLURAL, ("delete",), "for ttlSecondsAfterFinished"),
+    Right("", "pods", ("get", "list", "watch", "create", "patch", "delete"), "the pods of a job"),
+    Right("", "services", ("get", "list", "watch", "create"), "the DNS names of a job; deleted with it by its owner"),
+    Right("", "events", ("create",), "the Events that `kubectl describe` shows"),
+    Right("", "nodes", ("list", "watch"), "to detect lost nodes", cluster_wide=True),
+)
+
+_KUEUE = "kueue.x-k8s.io"
+# Asked for only where the adapter is switched on.
+GANG_RIGHTS = {
+    "native": (
+        Right(
+            "scheduling.k8s.io",
+            "podgroups",
+            ("get", "list", "watch", "create", "delete"),
+            "all pods of an attempt or none (spec.gang: native), if gang.native.enabled is set",
+        ),
+    ),
+    "kueue": (
+        Right(
+            _KUEUE,
+            "workloads",
+            ("get", "list", "watch", "create", "delete"),
+            "the place of a job in its queue (spec.gang: kueue), if gang.kueue.enabled is set",
+        ),
+        Right(_KUEUE, "workloads/status", ("update",), "to give quota back, and to say that pods run or have ended"),
+        Right(_KUEUE, "resourceflavors", ("get",), "the nodes of the quota", cluster_wide=True),
+        Right(_KUEUE, "workloadpriorityclasses", ("get",), "the priority in the queue", cluster_wide=True),
+        Right("scheduling.k8s.io", "priorityclasses", ("get",), "the priority in the queue", cluster_wide=True),
+    ),
+}
+# Not asked for at the start: without it a message lacks the place, and whoever asks for that says so.
+PLACES_RIGHT = Right(
+    "visibility.kueue.x-k8s.io",
+    "localqueues/pendingworkloads",
+    ("get",),
+    "the place of a job that waits, if gang.kueue.places.enabled is set",
+)
+
+
+async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:
+    """Until the CRD is there and the DDPJobs of any of the namespaces can be listed. Logs what is missing.
+
+    Of any: a namespace that we have no right to must not hold up the others.
+    """
+    logged: set[str] = set()
+    tries = 0
+    while True:
+        missing = [text for namespace in namespaces if (text := await _cannot_list(client, namespace))]
+        for text in dict.fromkeys(missing):
+            if text not in logged:
+                log.warning("%s; trying again", text)
+        if len(missing) < len(namespaces):
+            if logged:
+                log.info("DDPJobs can be listed now")
+            return
+        logged |= set(missing)
+        await asyncio.sleep(WAIT_SECONDS[min(tries, len(WAIT_SECONDS) - 1)])
+        tries += 1
+
+
+async def report_missing_rights(
+    client: Client, namespaces: Sequence[str], log: logging.Logger, gangs: Sequence[str] = ()
+) -> None:
+    """Logs a line for each verb that is needed and not granted. gangs: the adapters that are switched on."""
+    try:
+        for namespace in namespaces:
+            for line in await missing_rights(client, namespace, gangs):
+                log.warning("%s", line)
+    except ApiError as error:
+        log.info("the operator's own rights were not checked: %s", error)
+
+
+async def missing_rights(client: Client, namespace: str, gangs: Sequence[str] = ()) -> list[str]:
+    """A line for each verb that is needed in a namespace ("": in all) and not granted. Raises ApiError.
+
+    One SelfSubjectRulesReview lists what RBAC grants in a namespace, and most often that is all. What it does not list
+    is asked for by itself: another authorizer (a webhook) may grant it and be unable to list it (status.incomplete).
+    There is no such review of the whole cluster.
+    """
+    rights = (*RIGHTS, *(right for gang in gangs for right in GANG_RIGHTS[gang]))
+    needed = [(right, verb) for right in rights if not (right.cluster_wide and namespace) for verb in right.verbs]
+    review = await _review(client, "SelfSubjectRulesReview", {"namespace": namespace}) if namespace else {}
+    rules = review.get("resourceRules") or ()
+    unlisted = [(right, verb) for right, verb in needed if not any(_grants(rule, right, verb) for rule in rules)]
+    allowed = await asyncio.gather(*(_may(client, right, verb, namespace) for right, verb in unlisted))
+    return [
+        f"the operator may not {verb} {right} in {namespace or 'all namespaces'} ({right.why}); "
+        f"its ClusterRole or Role needs the verb {verb} on {right}"
+        for (right, verb), yes in zip(unlisted, allowed, strict=True)
+        if not yes
+    ]
+
+
+async def _review(client: Client, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
+    """The status of a review of our own rights."""
+    review = {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}
+    answer = await client.create(f"/apis/authorization.k8s.io/v1/{kind.lower()}s", review)
+    return answer.get("status") or {}
+
+
+def _grants(rule: Mapping[str, Any], right: Right, verb: str) -> bool:
+    """Whether a rule grants it for objects of any name."""
+
+    def lists(field: str, wanted: str) -> bool:
+        return any(value in ("*", wanted) for value in rule.get(field) or ())
+
+    named = rule.get("resourceNames")
+    return not named and lists("verbs", verb) and lists("apiGroups", right.group) and lists("resources", right.resource)
+
+
+async def _cannot_list(client: Client, namespace: str) -> str:
+    try:
+        await client.get(collection(api.PLURAL, namespace), {"limit": "1"})
+    except ApiError as error:
+        if error.status == 404:
+            return f"the CRD {api.PLURAL}.{api.GROUP} is not installed: kubectl apply -f charts/ddpjob-operator/crds"
+        return f"DDPJobs in {namespace or 'all namespaces'} cannot be listed: {error}"
+    return ""
+
+
+async def _may(client: Client, right: Right, verb: str, namespace: str) -> bool:
+    resource, _, subresource = right.resource.partition("/")
+    attributes = {"group": right.group, "resource": resource, "subresource": subresource}
+    attributes |= {"verb": verb, "namespace": namespace}
+    review = await _review(client, "SelfSubjectAccessReview", {"resourceAttributes": attributes})
+    return bool(review.get("allowed"))

@@ -1,0 +1,393 @@
+"""Requests to the API server: one aiohttp session, raw dicts, bounded waits.
+
+Raw, because typed models drop or refuse the fields of a newer Kubernetes, and cost ten times as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar
+
+import aiohttp
+import kopf
+import orjson
+
+from ddpjob_operator.job import api, requests
+from ddpjob_operator.kube.api import reading
+from ddpjob_operator.kube.api.api_error import NO_ANSWER as NO_ANSWER
+from ddpjob_operator.kube.api.api_error import ApiError as ApiError
+from ddpjob_operator.kube.api.api_error import TooLargeError, bad_answer, no_answer, of_answer, of_status
+from ddpjob_operator.kube.api.login import LoginError, login
+from ddpjob_operator.kube.api.reach import Reach
+from ddpjob_operator.kube.api.write_guard import GuardedBody, WriteGuard
+
+T = TypeVar("T")
+Raw = dict[str, Any]
+Headers = dict[str, str]
+_LOGGER = logging.getLogger(__name__)
+_JSON = {
+    "Content-Type": "application/json",
+    # The cluster's public keys are served as jwk-set+json alone, and asking for plain JSON is answered with 406.
+    "Accept": "application/json, application/jwk-set+json",
+    "User-Agent": "ddpjob-operator",
+}
+# An answer to a create repeats what was sent. A server that cannot leave it out sends it.
+_METADATA_ALONE: Headers = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"}
+READ_AT_ONCE = 65_536
+"""Bytes of JSON that are read on the event loop."""
+_METADATA_IS_ENOUGH = frozenset({"pods", "services", "events"})
+
+
+def collection(plural: str, namespace: str = "") -> str:
+    """The path of DDPJobs, or of core objects such as pods, in a namespace; "": in all."""
+    group = f"/apis/{api.GROUP}/{api.VERSION}" if plural == api.PLURAL else "/api/v1"
+    return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
+
+
+def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
+    """The path of objects of an API group, by its apiVersion."""
+    return f"/apis/{api_version}/namespaces/{namespace}/{plural}" if namespace else f"/apis/{api_version}/{plural}"
+
+
+def _checked(method: str, path: str, answer: Raw) -> Raw:
+    """The answer. Raises BadJsonError if it is JSON of something else: what a proxy says must not be taken for an empty
+    list, or for an object without a state."""
+    asked = requests.read(method, path)
+    is_review = asked.group == "authorization.k8s.io"
+    if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb == "delete" or is_review:
+        return answer
+    field, kind = ("items", list) if asked.verb == "list" else ("metadata", dict)
+    if not isinstance(answer.get(field), kind):
+        raise reading.BadJsonError(f"the answer has no {field}")
+    return answer
+
+
+class Page(NamedTuple):
+    """Some of the objects of a list, and the resource version of the whole list."""
+
+    items: list[Raw]
+    version: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestLimits:
+    """How long anything may take."""
+
+    connect_seconds: float = 5.0
+    request_seconds: float = 30.0
+    tries: int = 3
+    """For requests that the server surely did not carry out: 429, and 503 with Retry-After."""
+    retry_after_seconds_max: float = 10.0
+    """A longer wait is left to the caller, who then holds no slot."""
+    silence_seconds: float = 90.0
+    """A watch without even a bookmark for so long is dead: the server sends one about every 60 s."""
+    renew_seconds: float = 300.0
+    """Credentials are read again after this time: the kubelet rotates a token at 80 % of its hour."""
+    page: int = 200
+    """Objects of a list that are asked for at a time."""
+    page_bytes: int = 4 << 20
+    """A page that is longer is asked for in parts: a pod has 10 kB, but its maker may have put a megabyte into it."""
+
+
+class Client:
+    """One API server, one identity. Close it, or use it as an async context manager."""
+
+    def __init__(
+        self,
+        log_in: Callable[[], kopf.ConnectionInfo] = login,
+        limits: RequestLimits = RequestLimits(),
+        may_write: Callable[[str], bool] = lambda _path: True,
+        answered: Callable[..., None] = lambda *_, **__: None,
+        reach: Reach | None = None,
+    ) -> None:
+        """may_write: asked with the path right before each try of a write, which is not sent where it returns False.
+        answered: told of each answer (measuring.Requests). reach: where several clients share it."""
+        self.reach = reach or Reach()
+        self.limits = limits
+        self._may_write = may_write
+        self._told = answered
+        self._log_in = log_in
+        self._lock = asyncio.Lock()
+        self._info: kopf.ConnectionInfo | None = None
+        self._sessions: list[aiohttp.ClientSession] = []
+        self._headers: dict[str, str] = {}
+        self._renew_at = 0.0
+
+    async def __aenter__(self) -> Client:
+        """Nothing is sent yet: the first request logs in."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, t: TracebackType | None
+    ) -> None:
+        """Close all connections."""
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections."""
+        for session in self._sessions:
+            await session.close()
+        self._sessions.clear()
+
+    async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:
+        """An object, or a list. Raises ApiError."""
+        return await self._request("GET", path, params)
+
+    async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
+        """The object as it was created. Of pods, Services and events the server is asked for the metadata alone, and
+        the rest is as in `body`: what an admission webhook has changed in it comes with the watch. Raises ApiError."""
+        made = await self._request("POST", path, params, body, reading.made)
+        return {**body, "metadata": made["metadata"]} if made.get("kind") == reading.METADATA_ALONE else made
+
+    async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
+        """The object as it stands now; the body's resourceVersion guards it. Raises ApiError."""
+        return await self._request("PUT", path, params, body)
+
+    async def patch(self, path: str, body: Raw) -> Raw:
+        """The object as it stands now, after a JSON merge patch; a uid or resourceVersion in the body guards it. Raises
+        ApiError."""
+        return await self._request("PATCH", path, None, body)
+
+    async def delete(self, path: str, options: Raw) -> Raw:
+        """The object that is being deleted, or a Status where it is gone already. Raises ApiError."""
+        return await self._request("DELETE", path, None, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
+
+    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+        """The objects of a collection, a page at a time; the caller drops one before the next is requested.
+
+        Raises ApiError (410: start again). An empty list has one empty page.
+        """
+        params = {"labelSelector": selector} if selector else {}
+        limit = self.limits.page
+        while True:
+            # A single object is read whatever its length: etcd bounds it.
+            bytes_max = self.limits.page_bytes if limit > 1 else None
+            try:
+                content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, bytes_max)
+            except TooLargeError:
+                limit = max(1, limit // 8)
+                continue
+            try:
+                listed = await read_json(partial(reading.page, plural=_plural(path)), content)
+            except reading.BadJsonError as error:
+                raise bad_answer("GET", path, error) from None
+            # By the length of this one: doubling would read every fourth page in vain where objects are large.
+            of_each = len(content) // max(1, len(listed.items)) + 1
+            limit = min(self.limits.page, max(1, self.limits.page_bytes // 2 // of_each))
+            del content
+            token, page = listed.token, Page(listed.items, listed.version)
+            del listed
+            yield page
+            del page
+            if not token:
+                return
+            params["continue"] = token
+
+    async def watch(self, path: str, resource_version: str, selector: str = "") -> AsyncIterator[Raw]:
+        """Events from `resource_version` on, bookmarks too, until the server ends the stream. Raises ApiError."""
+        params = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": resource_version,
+            # Different for each watch, so that a restarted API server does not get them all back in one second.
+            "timeoutSeconds": str(random.randint(240, 480)),  # noqa: S311
+        }
+        if selector:
+            params["labelSelector"] = selector
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self.limits.connect_seconds, sock_read=self.limits.silence_seconds
+        )
+        session, info = await self._session()
+        url, plural = info.server.rstrip("/") + path, _plural(path)
+        began, code = time.monotonic(), NO_ANSWER
+        try:
+            async with session.get(url, params=params, headers=self._headers, timeout=timeout) as response:
+                code = response.status
+                self._answered("GET", path, code, began, watch=True)
+                if response.status >= 400:
+                    self._renew_after(response.status, info)
+                    raise of_answer(response.status, await response.read(), response.headers)
+                async for line in reading.lines(response.content):
+                    event = await read_json(partial(reading.event, plural=plural), line)
+                    if event["type"] == "ERROR":
+                        raise of_status(event["object"])
+                    yield event
+        except reading.BadJsonError as error:
+            raise bad_answer("GET", path, error) from None
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            if code == NO_ANSWER:
+                self._answered("GET", path, code, began, watch=True)
+            raise no_answer("GET", path, error) from None
+
+    def _answered(self, method: str, path: str, code: int, began: float, *, watch: bool = False) -> None:
+        """code: NO_ANSWER where there was none."""
+        (self.reach.failed if code == NO_ANSWER else self.reach.answered)()
+        self._told(method, path, code, time.monotonic() - began, watch=watch)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None,
+        body: Raw | None = None,
+        read: Callable[[bytes], Raw] = reading.obj,
+    ) -> Raw:
+        content = await self._request_bytes(method, path, params, None, body)
+        try:
+            return _checked(method, path, await read_json(read, content))
+        except reading.BadJsonError as error:
+            raise bad_answer(method, path, error) from None
+
+    async def _request_bytes(
+        self,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None,
+        bytes_max: int | None,
+        body: Raw | None = None,
+    ) -> bytes:
+        for attempt in range(1, self.limits.tries + 1):
+            session, info = await self._session()
+            try:
+                return await self._once(session, info, method, path, params, bytes_max, body)
+            except ApiError as error:
+                wait = self._wait_before_next_try(error, attempt)
+                if wait is None:
+                    raise
+                self._renew_after(error.status, info)
+            await asyncio.sleep(wait)
+        raise AssertionError("the last try returns or raises")
+
+    async def _once(
+        self,
+        session: aiohttp.ClientSession,
+        info: kopf.ConnectionInfo,
+        method: str,
+        path: str,
+        params: Mapping[str, str] | None,
+        bytes_max: int | None,
+        body: Raw | None,
+    ) -> bytes:
+        # Reviews are questions, though they are asked by POST.
+        changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
+        guard = WriteGuard(f"{method} {path}", partial(self._may_write, path)) if changes_something else None
+        if guard is not None:
+            guard.check()
+        url = info.server.rstrip("/") + path
+        content = None if body is None else _dumps(method, path, body)
+        data = content if content is None or guard is None else GuardedBody(content, guard)
+        began, code = time.monotonic(), NO_ANSWER
+        try:
+            headers = self._headers | _headers(method, path)
+            async with session.request(method, url, params=params, data=data, headers=headers) as response:
+                code = response.status
+                content = await _read(response, bytes_max)
+                if response.status >= 400:
+                    raise of_answer(response.status, content, response.headers)
+                return content
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            if guard is not None and guard.refused is not None:
+                raise guard.refused from None
+            raise no_answer(method, path, error) from None
+        finally:
+            self._answered(method, path, code, began)
+
+    def _wait_before_next_try(self, error: ApiError, attempt: int) -> float | None:
+        """Seconds; None: the error stands."""
+        if attempt >= self.limits.tries:
+            return None
+        if error.status == 401 and attempt == 1:
+            return 0.0
+        turned_away = error.status == 429 or (error.status == 503 and error.retry_after_seconds is not None)
+        wait = 1.0 if error.retry_after_seconds is None else error.retry_after_seconds
+        if not turned_away or wait > self.limits.retry_after_seconds_max:
+            return None
+        return wait * random.uniform(1.0, 1.25)  # noqa: S311 - spreads the clients that were refused together
+
+    def _renew_after(self, status: int, info: kopf.ConnectionInfo) -> None:
+        """Read the credentials again before the next request, where these were not accepted and are still in use."""
+        if status == 401 and self._info is info:
+            self._renew_at = 0.0
+
+    async def _session(self) -> tuple[aiohttp.ClientSession, kopf.ConnectionInfo]:
+        """Logged in, with credentials that are not old."""
+        if self._info is None or time.monotonic() >= self._renew_at:
+            async with self._lock:
+                if self._info is None or time.monotonic() >= self._renew_at:
+                    await self._renew()
+        assert self._info is not None
+        return self._sessions[-1], self._info
+
+    async def _renew(self) -> None:
+        try:
+            info = await asyncio.to_thread(self._log_in)
+        except LoginError as error:
+            if self._info is None:
+                raise ApiError(401, "Unauthorized", str(error)) from None
+            _LOGGER.warning("credentials were not renewed, going on with the old ones: %s", error)
+            info = self._info
+        if self._info is None or _endpoint(info) != _endpoint(self._info):
+            # The old session stays until the end: requests are still in flight on it.
+            self._sessions.append(self._open(info))
+        self._headers = _JSON | info.as_http_headers()
+        self._renew_at = time.monotonic() + self.limits.renew_seconds
+        self._info = info
+
+    def _open(self, info: kopf.ConnectionInfo) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
+            timeout=aiohttp.ClientTimeout(total=self.limits.request_seconds, sock_connect=self.limits.connect_seconds),
+            cookie_jar=aiohttp.DummyCookieJar(),  # the API server sets none, and each request would look
+            proxy=info.proxy_url,
+            auto_decompress=True,
+        )
+
+
+def _plural(path: str) -> str:
+    """What a collection's path ends with."""
+    return path.rpartition("/")[2]
+
+
+def _headers(method: str, path: str) -> Headers:
+    """Beside those that all requests have."""
+    if method == "PATCH":
+        return {"Content-Type": "application/merge-patch+json"}
+    return _METADATA_ALONE if method == "POST" and _plural(path) in _METADATA_IS_ENOUGH else {}
+
+
+def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
+    """All of it but what goes into a header: that may change under an open session."""
+    return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
+
+
+async def read_json(read: Callable[[bytes], T], content: bytes) -> T:
+    """Long JSON is read in a thread: to cut what is nested too deep off 1.5 MB takes 0.3 s. Raises BadJsonError."""
+    return read(content) if len(content) <= READ_AT_ONCE else await asyncio.to_thread(read, content)
+
+
+async def _read(response: aiohttp.ClientResponse, bytes_max: int | None) -> bytes:
+    """The body. Raises TooLargeError without having held more of it than that."""
+    if bytes_max is None:
+        return await response.read()
+    parts, length = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        length += len(part)
+        if length > bytes_max:
+            response.close()
+            raise TooLargeError(NO_ANSWER, "TooLarge", f"GET {response.url.path}: more than {bytes_max} bytes")
+    return b"".join(parts)
+
+
+def _dumps(method: str, path: str, body: Raw) -> bytes:
+    try:
+        return orjson.dumps(body)
+    except TypeError as error:  # a text that is no Unicode, a number of more than 64 bits: the server takes neither
+        raise ApiError(400, "BadRequest", f"{method} {path}: cannot be written as JSON: {error}") from None

@@ -1,0 +1,80 @@
+"""Whether the CRD that the API server has is older than this operator.
+
+Helm installs a CRD once and never upgrades it. The API server drops what it does not know of a status without a word,
+and the operator then forgets it: `startingSince`, from which startDeadlineSeconds counts, or where a state is kept.
+
+The CRD itself is not read: that would need a right on all CRDs. Every service account may read the schemas that the API
+server publishes (ClusterRole system:discovery).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ddpjob_operator.job import api, crd
+from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.limit import at_most
+
+OPENAPI = f"/openapi/v3/apis/{api.GROUP}/{api.VERSION}"
+UPGRADE = "kubectl apply --server-side --force-conflicts -f charts/ddpjob-operator/crds"
+_NAMED = 3
+_KIND = {"group": api.GROUP, "version": api.VERSION, "kind": api.KIND}
+
+
+async def report_old_crd(client: Client, log: logging.Logger, *, seconds: float = 5.0) -> None:
+    """Logs a line if the CRD lacks fields. Takes at most so many seconds, because the operator's start waits for it."""
+    try:
+        async with at_most(seconds):
+            fields = await dropped_fields(client)
+    except (ApiError, asyncio.TimeoutError) as error:
+        log.info("the CRD was not compared with this operator: %s", str(error) or "no answer in time")
+        return
+    if fields:
+        log.warning("%s", older(fields))
+
+
+def older(fields: list[str]) -> str:
+    """What it means that the CRD lacks these fields, and what to do. fields: not empty."""
+    more = len(fields) - _NAMED
+    named = ", ".join(fields[:_NAMED]) + (f" and {more} more field{'s' if more > 1 else ''}" if more > 0 else "")
+    return (
+        f"the CRD {api.PLURAL}.{api.GROUP} is older than this operator: the API server drops or refuses {named}; "
+        f"Helm never upgrades a CRD: {UPGRADE}"
+    )
+
+
+async def dropped_fields(client: Client) -> list[str]:
+    """The paths of the fields that this operator knows and the CRD does not, sorted. Raises ApiError.
+
+    Of a part that is missing as a whole only the part. Empty if the server publishes no schema of the kind.
+    """
+    served = _of_kind(await client.get(OPENAPI))
+    known = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return sorted(_missing(known, served, "")) if served else []
+
+
+def _of_kind(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    schemas = (document.get("components") or {}).get("schemas") or {}
+    for schema in schemas.values():
+        if schema and _KIND in (schema.get("x-kubernetes-group-version-kind") or ()):
+            return schema  # type: ignore[no-any-return]
+    return {}
+
+
+def _missing(known: Mapping[str, Any], served: Mapping[str, Any], path: str) -> Iterator[str]:
+    # A part that keeps unknown fields loses none.
+    if served.get("x-kubernetes-preserve-unknown-fields"):
+        return
+    for inner in ("items", "additionalProperties"):
+        if isinstance(known.get(inner), dict) and isinstance(served.get(inner), dict):
+            yield from _missing(known[inner], served[inner], path)
+    there = served.get("properties") or {}
+    for name, schema in (known.get("properties") or {}).items():
+        below = f"{path}.{name}".removeprefix(".")
+        if name not in there:
+            yield below
+        elif below != "metadata":
+            yield from _missing(schema, there[name], below)

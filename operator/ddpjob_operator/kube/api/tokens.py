@@ -1,0 +1,240 @@
+"""Which pod sends: verifies a trainer's projected service-account token with the cluster's own published keys.
+
+The API server is asked for its keys, not for each token (a TokenReview would be a write to it per report, and a right
+that reaches every token of the cluster). What is trusted: the signature by a fixed family of algorithms, the issuer,
+our audience, the expiry, and the pod that the token is bound to. Called by `receive.py`; no token is ever logged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, NamedTuple
+
+import jwt
+
+from ddpjob_operator.kube.api.client import ApiError
+from ddpjob_operator.pods import report_token
+
+# What kube-apiserver signs with: RSA and ECDSA keys, also through an external signer. Never chosen by the token.
+ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
+ISSUER_PATH, KEYS_PATH = "/.well-known/openid-configuration", "/openid/v1/jwks"
+TOKEN_LENGTH_MAX = 4096  # a projected token has about 1,200 characters
+LEEWAY_SECONDS = 30.0  # between the API server's clock and ours; a token just issued must not come from the future
+KEYS_AGE_SECONDS = 3600.0  # a key that the cluster withdrew is believed no longer than this
+RETRY_SECONDS = 10.0  # between two fetches, however many tokens with unknown keys arrive
+PROVEN_MAX = 10_000  # tokens that are good, of 200 bytes each; only a pod of the cluster can add one
+HIDDEN_RETRY_SECONDS = 300.0  # while the cluster hides its keys: a fix of that needs no restart of the operator
+
+Get = Callable[[str], Awaitable[dict[str, Any]]]
+"""GET a path of the API server with the operator's credentials: the JSON object. Raises ApiError (`Client.get`)."""
+
+
+class BoundPod(NamedTuple):
+    """The pod that a token is bound to."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+class _Proven(NamedTuple):
+    """A token that was found good."""
+
+    keys: Keys
+    expires_at: float
+    pod: BoundPod
+
+
+class BadTokenError(Exception):
+    """The token is not accepted; the text says why, without the token."""
+
+
+class _OtherIssuerError(BadTokenError):
+    """Good but for its issuer."""
+
+
+class NoKeysError(Exception):
+    """No token can be verified now; the text says why."""
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the cluster publishes."""
+
+    issuer: str = ""
+    by_id: dict[str, jwt.PyJWK] = field(default_factory=dict)
+
+
+class Verifier:
+    """Answers which pod a token is bound to.
+
+    on_hidden is called once with a sentence when the cluster refuses to show its keys, and again only after it showed
+    them in between.
+    """
+
+    def __init__(
+        self,
+        get: Get,
+        on_hidden: Callable[[str], None],
+        clock: Callable[[], float] = monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.verified = 0
+        """How many tokens were decoded and their signatures checked."""
+        self.proven_max = PROVEN_MAX
+        self._wall = wall
+        self._get = get
+        self._on_hidden = on_hidden
+        self._clock = clock
+        self._keys: Keys | None = None
+        self._fetched_at = 0.0
+        self._fetch_not_before = clock()
+        self._problem = "the cluster's keys were not fetched yet"
+        self._hidden = False
+        self._fetching = asyncio.Lock()
+        self._proven: dict[bytes, _Proven] = {}
+        """By the digest of the token, the oldest first."""
+
+    async def pod(self, token: str) -> BoundPod:
+        """The pod that holds this token. Raises BadTokenError or NoKeysError."""
+        if len(token) > TOKEN_LENGTH_MAX:
+            raise BadTokenError(f"the token has {len(token)} characters, at most {TOKEN_LENGTH_MAX} are read")
+        if not token.isascii():  # aiohttp hands on bytes that are no UTF-8 as surrogates, on which PyJWT fails
+            raise BadTokenError("the token is no JSON Web Token")
+        # A pod shows one token for an hour, and to verify it costs a fifth of what its report costs (bench/results).
+        digest = hashlib.sha256(token.encode()).digest()
+        if (known := self._proven.get(digest)) is not None and self._is_good(known):
+            return known.pod
+        key_id = _key_id(token)
+        keys = await self._keys_with(key_id)
+        try:
+            return self._bound_pod(token, keys, key_id, digest)
+        except _OtherIssuerError:
+            # The cluster may have changed its issuer and kept its key, so fetch the keys once before refusing.
+            renewed = await self._renewed(keys)
+            if renewed is keys:
+                raise
+            return self._bound_pod(token, renewed, key_id, digest)
+
+    def _is_good(self, known: _Proven) -> bool:
+        """Still: by the same keys, which are not old, and before it expires."""
+        fresh = self._clock() - self._fetched_at < KEYS_AGE_SECONDS
+        return known.keys is self._keys and fresh and self._wall() < known.expires_at
+
+    def _bound_pod(self, token: str, keys: Keys, key_id: str, digest: bytes) -> BoundPod:
+        self.verified += 1
+        key = keys.by_id.get(key_id)
+        if key is None:
+            raise BadTokenError("the token is signed with a key that this cluster does not publish")
+        try:
+            claims = jwt.decode(
+                token,
+                key,
+                algorithms=ALGORITHMS,
+                audience=report_token.AUDIENCE,
+                issuer=keys.issuer,
+                leeway=LEEWAY_SECONDS,
+                options={"require": ["exp", "iss", "aud"]},
+            )
+        except jwt.InvalidIssuerError:
+            raise _OtherIssuerError("the token is of another issuer") from None
+        except jwt.PyJWTError as error:
+            raise BadTokenError(_reason(error)) from None
+        pod = _pod(claims)
+        self._proven.pop(digest, None)
+        while len(self._proven) >= self.proven_max:
+            del self._proven[next(iter(self._proven))]
+        self._proven[digest] = _Proven(keys, float(claims["exp"]), pod)
+        return pod
+
+    async def _keys_with(self, key_id: str) -> Keys:
+        """Keys that are fresh and hold this one, fetched where need be and allowed; else the best there are."""
+        keys = self._keys
+        if keys is not None and key_id in keys.by_id and self._clock() - self._fetched_at < KEYS_AGE_SECONDS:
+            return keys
+        return await self._renewed(keys)
+
+    async def _renewed(self, known: Keys | None) -> Keys:
+        """The keys after a fetch; as they are where another task has just fetched, or too little time has passed."""
+        async with self._fetching:
+            if self._keys is known and self._clock() >= self._fetch_not_before:
+                await self._renew()
+        if self._keys is None:
+            raise NoKeysError(self._problem)
+        return self._keys
+
+    async def _renew(self) -> None:
+        self._fetch_not_before = self._clock() + RETRY_SECONDS
+        try:
+            self._keys = _read_keys(await self._get(ISSUER_PATH), await self._get(KEYS_PATH))
+        except (ApiError, ValueError) as error:
+            if isinstance(error, ApiError) and error.status == 403:
+                self._turn_off(error)
+            else:
+                # The old keys stay good: an API server that is away for a while is no reason to refuse reports.
+                self._problem = f"the cluster's keys cannot be read: {error}"
+        else:
+            self._hidden = False
+            self._fetched_at = self._clock()
+
+    def _turn_off(self, error: ApiError) -> None:
+        self._fetch_not_before = self._clock() + HIDDEN_RETRY_SECONDS
+        self._keys = None
+        self._problem = (
+            f"The cluster hides the keys of its service accounts ({error.message}), so no trainer's token can be "
+            "verified and no progress is shown. Bind the ClusterRole system:service-account-issuer-discovery to the "
+            "operator's service account."
+        )
+        if not self._hidden:
+            self._hidden = True
+            self._on_hidden(self._problem)
+
+
+def _key_id(token: str) -> str:
+    try:
+        header = jwt.get_unverified_header(token)
+    except jwt.PyJWTError:
+        raise BadTokenError("the token is no JSON Web Token") from None
+    return str(header.get("kid", ""))
+
+
+def _read_keys(issuer: dict[str, Any], published: dict[str, Any]) -> Keys:
+    """The keys that can be used. Raises ValueError."""
+    name = issuer.get("issuer")
+    listed = published.get("keys")
+    if not isinstance(name, str) or not name or not isinstance(listed, list):
+        raise ValueError("the issuer or the list of keys is missing")
+    by_id = {}
+    for entry in listed:
+        try:
+            key = jwt.PyJWK(entry)
+        except (jwt.PyJWTError, AttributeError, TypeError):
+            continue  # of a kind that we do not know: its tokens are refused, the others' are not
+        # A symmetric key would be a published secret: everybody who reads it could sign.
+        if key.algorithm_name in ALGORITHMS and key.key_id:
+            by_id[key.key_id] = key
+    return Keys(name, by_id)
+
+
+def _pod(claims: dict[str, Any]) -> BoundPod:
+    """kubernetes.io: set by the API server in every token that a kubelet asks for on behalf of a pod."""
+    match claims.get("kubernetes.io"):
+        case {"namespace": str(namespace), "pod": {"name": str(name), "uid": str(uid)}} if uid:
+            return BoundPod(namespace, name, uid)
+    raise BadTokenError("the token is bound to no pod; only a pod's projected token is taken")
+
+
+def _reason(error: jwt.PyJWTError) -> str:
+    """What is wrong, in our own words, because PyJWT's may repeat parts of the token."""
+    reasons: dict[type[jwt.PyJWTError], str] = {
+        jwt.ExpiredSignatureError: "the token has expired",
+        jwt.InvalidAudienceError: "the token is for another audience",
+        jwt.ImmatureSignatureError: "the token is not valid yet",
+        jwt.InvalidSignatureError: "the token's signature is wrong",
+    }
+    return reasons.get(type(error), f"the token is not valid ({type(error).__name__})")

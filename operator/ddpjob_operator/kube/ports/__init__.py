@@ -1,0 +1,1 @@
+"""What the operator listens on: one bounded server for reports, health and metrics."""

@@ -1,0 +1,82 @@
+"""/metrics on a port of its own, because it names jobs and namespaces: a NetworkPolicy can open it to a scraper alone.
+
+Whoever reaches the port can ask as often as he likes, so the answer is written in a thread, one at a time, and serves
+all who ask within a second. An operator without a scraper pays nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from ddpjob_operator.job import bounds, validation
+from ddpjob_operator.kube.ports.bounded_server import BoundedServer, not_served
+from ddpjob_operator.metrics import meter as meters
+from ddpjob_operator.metrics.meter import Meter, Moment
+
+PATH = "/metrics"
+SAME_ANSWER_SECONDS = 1.0
+
+
+class Snapshot(NamedTuple):
+    """What the operator knows at a scrape; the jobs still raw, for reading them is the thread's work. None: it does not
+    lead."""
+
+    moment: Moment
+    jobs: list[Mapping[str, Any]] | None
+
+
+def read(snapshot: Snapshot) -> Moment:
+    """With the statuses of the jobs."""
+    jobs = None if snapshot.jobs is None else [job(raw) for raw in snapshot.jobs]
+    return snapshot.moment._replace(jobs=jobs)
+
+
+def job(raw: Mapping[str, Any]) -> meters.MeteredJob:
+    """A stored job, as it is counted."""
+    metadata = raw["metadata"]
+    try:
+        status = validation.stored_status(raw)
+    except validation.UnreadableJobError:
+        status = None
+    created_at = bounds.time(metadata.get("creationTimestamp"))
+    return meters.MeteredJob(metadata.get("namespace", ""), metadata["name"], metadata["uid"], status, created_at)
+
+
+class Exposition(BoundedServer):
+    """Answers scrapes with what `snapshot` gives."""
+
+    def __init__(self, meter: Meter, snapshot: Callable[[], Snapshot]) -> None:
+        super().__init__()
+        self._meter = meter
+        self._snapshot = snapshot
+        self._lock = asyncio.Lock()
+        self._written: dict[bool, tuple[float, bytes, str]] = {}
+        """By format: when, what, and its content type."""
+
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        """The metrics, in the format that the scraper accepts."""
+        if (refusal := not_served(request, PATH)) is not None:
+            return refusal
+        body, content_type = await self._body(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _body(self, accept: str) -> tuple[bytes, str]:
+        openmetrics = "application/openmetrics-text" in accept
+        async with self._lock:
+            at, body, content_type = self._written.get(openmetrics, (float("-inf"), b"", ""))
+            if time.monotonic() - at > SAME_ANSWER_SECONDS:
+                snapshot = self._snapshot()
+                body, content_type = await asyncio.to_thread(self._write, snapshot, openmetrics)
+                now = time.monotonic()
+                # The other format stays for as long as it is of use, so that two who ask in turn change nothing.
+                fresh = {of: it for of, it in self._written.items() if now - it[0] <= SAME_ANSWER_SECONDS}
+                self._written = {**fresh, openmetrics: (now, body, content_type)}
+        return body, content_type
+
+    def _write(self, snapshot: Snapshot, openmetrics: bool) -> tuple[bytes, str]:
+        return self._meter.text(read(snapshot), openmetrics=openmetrics)

@@ -1,0 +1,251 @@
+"""The APIs of gang schedulers and queues that are switched on: which version is served, and our copy of their objects.
+
+Nothing is asked for an adapter that is not switched on. For one that is, a request at the start finds the version, and
+no job that needs it is reconciled before that; a version that is not there, or no longer, is looked for again from time
+to time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ddpjob_operator.gangs import choice
+from ddpjob_operator.gangs.adapter import Adapter
+from ddpjob_operator.job import api
+from ddpjob_operator.kube.api.client import ApiError, Client, group_collection
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch import observe, triggers
+from ddpjob_operator.kube.watch.queue_places import QueuePlaces
+from ddpjob_operator.kube.watch.reflector import UNMEASURED, Reflector, Watcher
+from ddpjob_operator.kube.watch.store import Key, Store
+from ddpjob_operator.observed.groups import GangApi, ObservedGroup
+from ddpjob_operator.pods import naming
+
+# How often an API that is not served, or whose watch fails, is looked for again.
+AGAIN_SECONDS = 60.0
+NO_ANSWER_SECONDS = 2.0
+# After so many errors of the server in a row (a conversion webhook that is down) the API of a queue counts as away.
+ERRORS_MAX = 5
+ERROR_SECONDS = 10.0
+
+
+class Gang:
+    """One adapter: its API, its objects."""
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        client: Client,
+        namespaces: Sequence[str],
+        key_of: Callable[[Mapping[str, Any]], Key],
+        changed: Callable[[Key, float], None],
+        found: Callable[[], None],
+        runtime: Runtime,
+        watcher: Watcher = UNMEASURED,
+        sleep: Callable[[float], Any] = asyncio.sleep,
+        asks_places: bool = False,
+    ) -> None:
+        """namespaces: those that are watched, "" is all. changed: called for a job whose objects have changed, with the
+        seconds that this can wait; found: where another version is served than before, or none. asks_places: whether a
+        queue is asked for the places of those that wait."""
+
+        def told(key: Key, _old: ObservedGroup | None, new: ObservedGroup | None) -> None:
+            changed(key, triggers.group_changed(adapter.admits_first, new))
+
+        self.adapter = adapter
+        self.api = GangApi(why_not=f"the API server has not told yet whether it serves {adapter.plural}")
+        self._refused: dict[str, GangApi] = {}
+        """Namespaces in which it may not be listed, and may be elsewhere: one that was deleted has no Role any more."""
+        self.store: Store[ObservedGroup] = Store(observe.group(adapter), key_of, told)
+        self.reflectors: list[Reflector] = []
+        self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
+        self._sleep = sleep
+        self._watcher = watcher
+        self._is_known = False
+        self._errors = 0
+        self.places: QueuePlaces | None = (
+            QueuePlaces(client, self._waiting, lambda key: changed(key, 0.0), runtime)
+            if asks_places and adapter.admits_first
+            else None
+        )
+
+    def api_in(self, namespace: str) -> GangApi:
+        """Whether it can be used for the jobs of a namespace."""
+        return self._refused.get(namespace, self.api)
+
+    def is_ready(self, namespace: str) -> bool:
+        """Whether it is known what there is in a namespace."""
+        synced = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", namespace))
+        return self._is_known and all(synced)
+
+    def of(self, job: api.DDPJob) -> ObservedGroup | None:
+        """The job's own object, where it has one for its life."""
+        found = self.store.of((job.metadata.namespace, job.metadata.name))
+        return next((group for group in found if group.owner_uid == job.metadata.uid), None)
+
+    def groups(self, key: Key) -> list[ObservedGroup]:
+        """What a job has, with its place where it waits and the queue has told that."""
+        found = self.store.of(key)
+        place = self.places.of(key) if self.places is not None else None
+        if place is None:
+            return found
+        return [
+            replace(group, admission=replace(group.admission, place=place)) if _waits(group) else group
+            for group in found
+        ]
+
+    def _waiting(self) -> Iterator[tuple[Key, str]]:
+        """The jobs that wait, and in which queue."""
+        for key in self.store.jobs():
+            yield from ((key, group.queue) for group in self.store.each(key) if _waits(group))
+
+    def path(self, namespace: str) -> str:
+        """The collection of its objects. Raises ApiError where no version is served."""
+        served = self.api_in(namespace)
+        if not served.api_version:
+            raise ApiError(404, "NotFound", served.why_not)
+        return group_collection(served.api_version, self.adapter.plural, namespace)
+
+    async def run(self) -> None:
+        """Until cancelled, or until one of its watches ends."""
+        watching: list[asyncio.Task[None]] = []
+        this = asyncio.current_task()
+        assert this is not None, "a coroutine runs in a task"
+
+        def ended(_: object) -> None:
+            this.cancel()
+
+        def drop() -> None:
+            for task in watching:
+                task.remove_done_callback(ended)
+                task.cancel()
+
+        try:
+            while True:
+                before = self.api, self._refused
+                answered = await self._discover()
+                if answered and (not self._is_known or (self.api, self._refused) != before):
+                    drop()
+                    watching = self._watch()
+                    for task in watching:
+                        task.add_done_callback(ended)
+                    self._is_known = True
+                    self._found()
+                await self._sleep(self._again_seconds(answered))
+                while self.api.api_version and not self._refused and not any(r.fails for r in self.reflectors):
+                    await self._sleep(AGAIN_SECONDS)
+        finally:
+            drop()
+
+    def _watch(self) -> list[asyncio.Task[None]]:
+        if not self.api.api_version:
+            self._runtime.log.warning("spec.gang: %s cannot be used: %s", self.adapter.name, self.api.why_not)
+            self.reflectors = []
+            return []
+        self._runtime.log.info("spec.gang: %s is served by %s", self.adapter.name, self.api.api_version)
+        for namespace, refused in self._refused.items():
+            text = "spec.gang: %s cannot be used in the namespace %s: %s"
+            self._runtime.log.warning(text, self.adapter.name, namespace, refused.why_not)
+        self.reflectors = [
+            Reflector(
+                self._client,
+                self.adapter.plural,
+                namespace,
+                naming.LABEL_JOB,
+                self.store,
+                path=self.path(namespace),
+                runtime=self._runtime,
+                sleep=self._client.reach.wait,
+                away=lambda: self._client.reach.lost,
+                watcher=self._watcher,
+            )
+            for namespace in self._namespaces
+            if namespace not in self._refused
+        ]
+        return [asyncio.create_task(reflector.run(), name=reflector.what) for reflector in self.reflectors]
+
+    async def _discover(self) -> bool:
+        """Whether the API server has answered; its answer is in `api`."""
+        adapter = self.adapter
+        try:
+            for version in adapter.versions:
+                if await self._serves(version):
+                    api = GangApi(f"{adapter.group}/{version}")
+                    refused = {name: no for name in self._namespaces if (no := await self._refusal(api, name))}
+                    all_refuse = len(refused) == len(self._namespaces)
+                    self.api = refused[self._namespaces[0]] if all_refuse else api
+                    self._refused, self._errors = {} if all_refuse else refused, 0
+                    return True
+        except ApiError as error:
+            if error.status not in (401, 403):
+                return self._failed(error)
+            self.api, self._refused, self._errors = self._may_not_list(error), {}, 0
+            return True
+        self._refused, self._errors, tried = {}, 0, ", ".join(adapter.versions)
+        self.api = GangApi(why_not=f"the API server does not serve {adapter.plural}.{adapter.group} ({tried})")
+        return True
+
+    async def _refusal(self, api: GangApi, namespace: str) -> GangApi | None:
+        """What is true of a namespace in which its objects may not be listed."""
+        try:
+            await self._client.get(group_collection(api.api_version, self.adapter.plural, namespace), {"limit": "1"})
+        except ApiError as error:
+            if error.status not in (401, 403):
+                raise
+            return self._may_not_list(error)
+        return None
+
+    def _may_not_list(self, error: ApiError) -> GangApi:
+        what = f"{self.adapter.plural}.{self.adapter.group}"
+        return GangApi(why_not=f"the operator may not list {what}: {error.message}")
+
+    def _failed(self, error: ApiError) -> bool:
+        """Whether the API counts as away from now on, which `api` then says: its jobs that run go on, and the others
+        wait."""
+        if error.status < 500:
+            return False
+        self._errors += 1
+        if self._errors != ERRORS_MAX:  # what was said at first stays, for each other text is a write of many jobs
+            return False
+        what = f"{self.adapter.plural}.{self.adapter.group}"
+        why = f"the API server cannot tell which {what} there are: {error.message}"
+        if self.adapter.admits_first:
+            self.api, self._refused = GangApi(why_not=why), {}
+            return True
+        # Without the API of a scheduler jobs whose spec.gang is auto would start in parts.
+        if not self._is_known:
+            self._runtime.log.warning("spec.gang: jobs that may need %s wait: %s", self.adapter.name, why)
+        return False
+
+    def _again_seconds(self, answered: bool) -> float:
+        if self._errors >= ERRORS_MAX:
+            return ERROR_SECONDS
+        return AGAIN_SECONDS if answered else NO_ANSWER_SECONDS
+
+    async def _serves(self, version: str) -> bool:
+        try:
+            listed = await self._client.get(f"/apis/{self.adapter.group}/{version}")
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return any(found.get("name") == self.adapter.plural for found in listed.get("resources") or ())
+
+
+def waits_for(job: api.DDPJob, gangs: Mapping[str, Gang]) -> bool:
+    """Whether it is not known yet what there is of the gang that a job has or would choose. One that is not known
+    counts as served here: else the job would start in parts, or outside its queue."""
+    namespace = job.metadata.namespace
+    unknown = {name for name, gang in gangs.items() if not gang.is_ready(namespace)}
+    if not unknown:
+        return False
+    apis = {name: GangApi("not known") if name in unknown else gang.api_in(namespace) for name, gang in gangs.items()}
+    has = job.status.gang.kind if job.status.gang is not None else "none"
+    return not unknown.isdisjoint({has, choice.choose(job, apis)[0]})
+
+
+def _waits(group: ObservedGroup) -> bool:
+    return group.admission.state == "waiting" and not group.is_over and not group.deletion_requested

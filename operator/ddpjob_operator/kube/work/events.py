@@ -1,0 +1,209 @@
+"""Events on DDPJobs, as `kubectl describe` shows them: best effort, bounded, never in the way of a job."""
+
+from __future__ import annotations
+
+import collections
+import datetime as dt
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ddpjob_operator.job import api, reasons
+from ddpjob_operator.kube.api.client import ApiError, Client, Raw
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch.store import Key
+from ddpjob_operator.kube.work.queue import Queue, Watcher
+from ddpjob_operator.plan.actions import Event
+
+QUEUE_MAX = 1_000
+# Of one job; beyond this its newest are dropped. A job that restarts all the time must not leave no room for others.
+QUEUE_OF_JOB_MAX = 50
+REPEAT_SECONDS = 300.0
+REMEMBERED_MAX = 5_000
+MESSAGE_MAX = 1_024  # the API server refuses a longer one
+# A state that lasts less than this is not worth an Event: a job whose pods run at once has only the one that they run.
+PASSING_SECONDS = 3.0
+# How much later an event that is no warning comes at most while requests for pods of its namespace wait all the time.
+LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
+# The same of a state that mostly ends with the creates themselves.
+PASSING_LATER_SECONDS = 60.0
+PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name})
+
+
+@dataclass
+class _Waiting:
+    job: api.Metadata
+    event: Event
+    at: dt.datetime
+    due: float
+
+
+class Events:
+    """Takes events at once and sends them from tasks of its own; what is more than QUEUE_MAX at a time is dropped."""
+
+    def __init__(
+        self,
+        client: Client,
+        runtime: Runtime,
+        *,
+        instance: str = "",
+        watcher: Watcher | None = None,
+        level: str = "All",
+        busy: Callable[[str], bool] = lambda _namespace: False,
+    ) -> None:
+        """level: that of the settings. busy: whether requests for pods of a namespace have to wait: news waits then."""
+        self._client = client
+        self._clock = runtime.clock
+        self._runtime = runtime
+        self._instance = instance
+        self._level = level
+        self._busy = busy
+        self._waiting: dict[str, collections.deque[_Waiting]] = {}
+        """By the uid of the job, in their order."""
+        self._count = 0
+        self.queue: Queue[Key] = Queue(self._send_next, runtime, at_a_time=8, of_namespace=4, watcher=watcher)
+        """Of jobs, by namespace and uid: one event at a time of each, so that they arrive in their order."""
+        self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
+        self._told: collections.OrderedDict[str, None] = collections.OrderedDict()
+        """The uids of jobs that have had an Event, the latest last."""
+        self._logged = ""
+        self._named = 0
+        """The number in the name of the last event, in microseconds."""
+
+    def __len__(self) -> int:
+        return self._count
+
+    def send(self, job: api.Metadata, events: tuple[Event, ...], now: dt.datetime) -> None:
+        """Never blocks and never fails. The same message about the same job is sent once in REPEAT_SECONDS."""
+        for event in events:
+            for passing in [w for w in self._waiting.get(job.uid, ()) if w.event.reason in PASSING]:
+                self._remove(passing)
+            if not self._is_wanted(job, event):
+                continue
+            if self._has_room(job) and not self._is_repeated(job, event):
+                wait = PASSING_SECONDS if event.reason in PASSING else 0.0
+                self._waiting.setdefault(job.uid, collections.deque()).append(
+                    _Waiting(job, event, now, self._clock() + wait)
+                )
+                self._count += 1
+                self.queue.add((job.namespace, job.uid), wait)
+                if not wait:
+                    self._tell(job)
+
+    def gone(self, uid: str) -> None:
+        """A job is gone. What waits of it makes way, unless it is a warning: nobody reads that its pods are created."""
+        for waiting in [w for w in self._waiting.get(uid, ()) if w.event.type != "Warning"]:
+            self._remove(waiting)
+
+    def _is_wanted(self, job: api.Metadata, event: Event) -> bool:
+        """A job that has had an Event gets the routine ones too: its last would else be that it starts."""
+        if self._level == "Warning":
+            return event.type == "Warning"
+        return self._level == "All" or not event.is_routine or job.uid in self._told
+
+    async def run(self) -> None:
+        """Until cancelled; then those under way are cancelled too."""
+        await self.queue.run()
+
+    def _has_room(self, job: api.Metadata) -> bool:
+        """Where all is full, what waits in the fullest namespace makes room, unless that is the job's own."""
+        if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
+            return False
+        if self._count < QUEUE_MAX:
+            return True
+        counts: collections.Counter[str] = collections.Counter()
+        for waiting in self._waiting.values():
+            counts[waiting[0].job.namespace] += len(waiting)
+        fullest, _ = counts.most_common(1)[0]
+        if fullest == job.namespace:
+            return False
+        those = (w for w in self._waiting.values() if w[0].job.namespace == fullest)
+        self._remove(max(those, key=len)[-1])
+        return True
+
+    def _remove(self, waiting: _Waiting) -> None:
+        uid = waiting.job.uid
+        self._waiting[uid].remove(waiting)
+        self._count -= 1
+        if not self._waiting[uid]:
+            del self._waiting[uid]
+
+    async def _send_next(self, key: Key) -> float | None:
+        """The first event of a job that is due; the seconds until its next is."""
+        _, uid = key
+        ready = next((w for w in self._waiting.get(uid, ()) if w.due <= self._clock()), None)
+        if ready is not None and self._makes_way(ready):
+            return LATER_SECONDS if ready.event.reason in PASSING else AGAIN_SECONDS
+        if ready is not None:
+            self._remove(ready)
+            await self._post(ready)
+        return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
+
+    def _makes_way(self, waiting: _Waiting) -> bool:
+        """Whether pods are to be created that would come later for it, and no warning of the job waits behind it."""
+        later = PASSING_LATER_SECONDS if waiting.event.reason in PASSING else LATER_SECONDS
+        is_new = self._clock() < waiting.due + later
+        warns = any(w.event.type == "Warning" for w in self._waiting[waiting.job.uid])
+        return is_new and not warns and self._busy(waiting.job.namespace)
+
+    def _is_repeated(self, job: api.Metadata, event: Event) -> bool:
+        now, key = self._clock(), (job.uid, event.reason, event.message)
+        if now - self._sent.get(key, float("-inf")) < REPEAT_SECONDS:
+            return True
+        self._sent[key] = now
+        self._sent.move_to_end(key)
+        if len(self._sent) > REMEMBERED_MAX:
+            self._sent.popitem(last=False)
+        return False
+
+    def _tell(self, job: api.Metadata) -> None:
+        self._told[job.uid] = None
+        self._told.move_to_end(job.uid)
+        if len(self._told) > REMEMBERED_MAX:
+            self._told.popitem(last=False)
+
+    async def _post(self, waiting: _Waiting) -> None:
+        job = waiting.job
+        self._tell(job)
+        try:
+            event = body(job, waiting.event, waiting.at, self._instance, self._suffix())
+            await self._client.create(f"/api/v1/namespaces/{job.namespace}/events", event)
+        except ApiError as error:
+            # A namespace that is being deleted takes no events; a missing right is logged once.
+            if str(error.message) != self._logged and error.status != 404:
+                self._logged = str(error.message)
+                self._runtime.log.warning("an event was not sent: %s", error)
+        except Exception:
+            self._runtime.log.exception("an event was not sent")  # the end of this task would end the operator
+
+    def _suffix(self) -> str:
+        """Of an event's name, growing: those of one second are listed by their names, and a failure would stand behind
+        what followed from it."""
+        self._named = max(self._named + 1, int(self._runtime.utc().timestamp() * 1e6))
+        return f"{self._named:014x}{self._runtime.random.getrandbits(64) % 2**16:04x}"
+
+
+def body(job: api.Metadata, event: Event, at: dt.datetime, instance: str, suffix: str) -> Raw:
+    """The Event object. suffix: makes its name unique."""
+    time_text = at.isoformat(timespec="seconds").replace("+00:00", "Z")
+    return {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": f"{job.name}.{suffix}", "namespace": job.namespace},
+        "involvedObject": {
+            "apiVersion": api.API_VERSION,
+            "kind": api.KIND,
+            "name": job.name,
+            "namespace": job.namespace,
+            "uid": job.uid,
+            "resourceVersion": job.resource_version,
+        },
+        "type": event.type,
+        "reason": event.reason,
+        "message": event.message[:MESSAGE_MAX],
+        "source": {"component": "ddpjob-operator"},
+        "reportingComponent": "ddpjob-operator",
+        "reportingInstance": instance,
+        "firstTimestamp": time_text,
+        "lastTimestamp": time_text,
+        "count": 1,
+    }

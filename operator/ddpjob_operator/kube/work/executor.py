@@ -1,0 +1,433 @@
+"""Carries out a plan: the status and its events first, then deletes, then creates. Every answer goes into our copy."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Awaitable, Callable, Sequence, Set
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from ddpjob_operator.gangs import kueue
+from ddpjob_operator.job import api
+from ddpjob_operator.kube.api.client import ApiError, Client, Raw, collection
+from ddpjob_operator.kube.api.in_flight import InFlight
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.store import Key
+from ddpjob_operator.kube.work import decisions
+from ddpjob_operator.kube.work.events import Events
+from ddpjob_operator.kube.work.job_state import JobState
+from ddpjob_operator.kube.work.lookup import Caches, Lookup, is_absent
+from ddpjob_operator.plan import redacted
+from ddpjob_operator.plan.actions import (
+    Action,
+    CreateGroup,
+    CreatePod,
+    CreateService,
+    DeleteGroup,
+    DeleteJob,
+    DeletePod,
+    EndPod,
+    Event,
+    Plan,
+    TellGroup,
+)
+from ddpjob_operator.pods import build, naming
+
+# Strict: a typo in the template is an error that the user sees, and is not dropped.
+STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
+STATUS = {"fieldManager": "ddpjob-operator"}
+# A reconcile begins no further create or delete, and looks for no further pod, after this time, and the next one goes
+# on, so that a job of a thousand pods in a namespace with a slow webhook obeys a suspend, an edit or its deletion in
+# time.
+RECONCILE_SECONDS = 5.0
+# Once so many pods of a job are gone the others are not looked for: mostly all of them are.
+GONE_MAX = 8
+# Requests of a job at a time: a job of eight nodes starts in one round trip, and leaves half of its namespace's places
+# to others.
+OF_JOB_MAX = 8
+# Pods of a new job in its second reconcile, after the first pod; each further reconcile creates twice as many. With 2
+# most jobs of a storm would have a part of their pods and few would have all (docs/decisions.md, "What others pay").
+SECOND_BATCH = 8
+
+
+class ConflictError(Exception):
+    """The job, or the node of a pod, has changed since it was observed: observe it again."""
+
+
+@dataclass(eq=False)
+class Executor:
+    """Writes to the API server."""
+
+    client: Client
+    caches: Caches
+    lookup: Lookup
+    events: Events
+    runtime: Runtime
+    reporting: build.Reporting | None = None
+    progressed: Callable[[Key], None] = lambda _key: None
+    """Called for a job whenever a request for it has its turn or its answer."""
+    keep_from_autoscalers: bool = True
+    mount_api_token: bool = True
+    recorded: Callable[[api.DDPJob, Plan, JobState], None] = lambda _job, _todo, _state: None
+    """Called with the job as it was, once the status of a plan is written and before the rest is carried out."""
+    # Apart, so that slow creates hold up no delete.
+    creates: InFlight = field(default_factory=InFlight)
+    deletes: InFlight = field(default_factory=InFlight)
+
+    async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
+        """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow; True: all of it.
+
+        Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now. What the
+        server refuses to create is no error: it is in `state` then, for the next round to report.
+        """
+        before = job
+        if todo.status is not None:
+            await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
+            # A pod gets what is left of the budgets, and this status may be the first that counts a restart in place.
+            job = msgspec.structs.replace(job, status=todo.status)
+        self.recorded(before, todo, state)
+        # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
+        self.events.send(job.metadata, todo.events, self.runtime.now())
+        deletes = [partial(self._delete, job, a, state) for a in todo.actions if isinstance(a, DeletePod)]
+        deletes += [partial(self._end, job, a, state) for a in todo.actions if isinstance(a, EndPod)]
+        place = partial(self.deletes.place, job.metadata.namespace)
+        is_complete = await self._some_at_a_time(place, job, deletes)
+        is_complete &= await self._create_all(job, todo.actions, state)
+        for action in todo.actions:
+            if isinstance(action, DeleteGroup):
+                await self._delete_group(job, action)
+            elif isinstance(action, TellGroup):
+                await self._tell_group(job, action, state)
+        for action in todo.actions:
+            if isinstance(action, DeleteJob):
+                await self._delete_job(job, action)
+        return is_complete
+
+    async def take_back(self, job: api.DDPJob, names: Set[str], state: JobState) -> bool:
+        """Look for pods that no list shows, and give those that are there the job's label back; False: the time of a
+        reconcile was over before all were looked for. `state` has those that are gone."""
+        back, gone = set[str](), set[str]()
+
+        async def look_for(name: str) -> None:
+            if await self.lookup.take_back(job.metadata, name):
+                back.add(name)
+                state.deleted_pods.pop(name, None)
+            else:
+                gone.add(name)
+
+        looks = [partial(look_for, name) for name in sorted(names)]
+        place = partial(self.deletes.place, job.metadata.namespace)
+        done = await self._some_at_a_time(place, job, looks, lambda: len(gone) >= GONE_MAX)
+        state.confirmed_gone |= names - back if done else gone
+        return done
+
+    def send_event(self, job: api.Metadata, event: Event) -> None:
+        """An event that is no part of a plan."""
+        self.events.send(job, redacted.events((event,)), self.runtime.now())
+
+    async def report_unreadable(self, metadata: Raw, status: Raw | None, event: Event) -> str:
+        """For a job that cannot be read: `status` is the stored one with another condition. Return why the server
+        refuses it (another field of it breaks the schema), which leaves the event; "" if it is written.
+
+        Raises ConflictError and ApiError as `execute`.
+        """
+        refused = ""
+        job = api.Metadata(
+            name=metadata["name"],
+            namespace=metadata.get("namespace", "default"),
+            uid=metadata["uid"],
+            resource_version=metadata.get("resourceVersion", ""),
+        )
+        try:
+            if status is not None:
+                await self._replace_status(job, status)
+        except ApiError as error:
+            if not is_refusal(error):
+                raise
+            refused = f"its condition was not written: {error}"
+        self.send_event(job, event)
+        return refused
+
+    async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
+        path = f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}/status"
+        # The whole status, not a patch: what is unset must go, as startTime does on suspend. The server takes nothing
+        # but the status from this body, and refuses it if the job has changed since it was observed.
+        body = {
+            "apiVersion": api.API_VERSION,
+            "kind": api.KIND,
+            "metadata": {
+                "name": metadata.name,
+                "namespace": metadata.namespace,
+                "uid": metadata.uid,
+                "resourceVersion": metadata.resource_version,
+            },
+            "status": status,
+        }
+        try:
+            with self.caches.jobs.writing((metadata.namespace, metadata.name), status):
+                self.caches.jobs.put_quietly(await self.client.replace(path, body, STATUS))
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            await self.lookup.reread(metadata)
+            raise ConflictError from None
+
+    async def _delete(self, job: api.DDPJob, action: DeletePod, state: JobState) -> None:
+        namespace, options = job.metadata.namespace, await self._delete_options(job, action)
+        try:
+            answer = await self.client.delete(f"{collection('pods', namespace)}/{action.name}", options)
+        except ApiError as error:
+            if error.status != 409 and not is_absent(error, action.name):
+                if action.grace_seconds != 0 or not is_refusal(error):
+                    raise
+                return self._not_deleted(job, action, state, str(error))
+            if error.status == 409 and await self.lookup.has_changed(namespace, action.name, action.uid):
+                raise ConflictError from None
+            self.caches.pods.remove(namespace, action.name, action.uid)
+            return None
+        metadata = answer.get("metadata") or {}
+        leaves_later = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
+        is_pod = answer.get("kind") == "Pod" and metadata.get("uid") == action.uid
+        if is_pod:
+            # Also where it is gone now: it may have ended meanwhile, and no watch event of it is taken after this.
+            self.caches.pods.put(answer)
+        if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
+            self.caches.pods.remove(namespace, action.name, action.uid)
+        elif action.grace_seconds == 0:
+            self._not_deleted(job, action, state, f"finalizers {', '.join(metadata.get('finalizers') or ['?'])}")
+        return None
+
+    async def _delete_options(self, job: api.DDPJob, action: DeletePod) -> Raw:
+        """Raises ConflictError where the container would run on beside the next one."""
+        namespace = job.metadata.namespace
+        # By uid, because meanwhile another pod may have got the name.
+        preconditions = {"uid": action.uid}
+        if action.grace_seconds == 0:
+            # And as it was before its node is asked for: a request may be carried out long after it was sent, and a
+            # kubelet that is back has said by then how its pods are.
+            preconditions |= self.lookup.version_of_pod(namespace, action.name)
+            if await self.lookup.may_run_on_ready_node(namespace, action.name):
+                raise ConflictError
+        options: Raw = {"preconditions": preconditions}
+        if action.grace_seconds is not None:
+            options["gracePeriodSeconds"] = action.grace_seconds
+        return options
+
+    def _not_deleted(self, job: api.DDPJob, action: DeletePod, state: JobState, why: str) -> None:
+        """A pod whose place another one has, or whose node is lost, stays: no other pod of the job waits for that."""
+        state.not_deleted(action.uid, self.runtime.now())
+        about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
+        text = "%s: the pod %s, which the job no longer needs, is not deleted: %s"
+        self.runtime.log.warning(text, about.job, action.name, why, extra=about.fields())
+
+    async def _delete_group(self, job: api.DDPJob, action: DeleteGroup) -> None:
+        gang = self.caches.gangs[action.adapter]
+        namespace = job.metadata.namespace
+        try:
+            await self.client.delete(f"{gang.path(namespace)}/{action.name}", {"preconditions": {"uid": action.uid}})
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+            if error.status == 404 and not is_absent(error, action.name):
+                return  # the API is no longer served: nothing is in the way, and it may come back with the object
+        gang.store.remove(namespace, action.name, action.uid)
+
+    async def _tell_group(self, job: api.DDPJob, action: TellGroup, state: JobState) -> None:
+        """By the object as it is now, for an admission that has changed meanwhile must not be overwritten."""
+        gang, namespace = self.caches.gangs[action.adapter], job.metadata.namespace
+        path = f"{gang.path(namespace)}/{action.name}"
+        try:
+            raw = await self.client.get(path)
+            is_same = raw["metadata"]["uid"] == action.uid
+            status = kueue.tell(raw, action.what, action.message, self.runtime.now()) if is_same else None
+            if status is not None:
+                raw = await self.client.replace(f"{path}/status", {**raw, "status": status}, STATUS)
+            gang.store.put(raw)
+        except ApiError as error:
+            if error.status == 404:
+                gang.store.remove(namespace, action.name, action.uid)
+            elif is_refusal(error):
+                state.refuse(gang.adapter.resource, action.name, error.message, self.runtime.now())
+            elif error.status != 409:  # it has changed meanwhile, and is read again in the next round
+                raise
+            return
+        if (gang.adapter.resource, action.name) in state.refusals:
+            state.created(gang.adapter.resource, action.name)
+
+    async def _end(self, job: api.DDPJob, action: EndPod, state: JobState) -> None:
+        path = f"{collection('pods', job.metadata.namespace)}/{action.name}"
+        body = {"metadata": {"uid": action.uid}, "spec": {"activeDeadlineSeconds": observe.END_NOW_SECONDS}}
+        try:
+            self.caches.pods.put(await self.client.patch(path, body))
+        except ApiError as error:
+            if not error.refuses_patch:
+                raise
+            about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
+            text = "%s: the pod %s is deleted, with its log, because it cannot be ended otherwise: %s"
+            self.runtime.log.info(text, about.job, action.name, error, extra=about.fields())
+            await self._delete(job, DeletePod(action.name, action.uid, action.grace_seconds), state)
+
+    async def _delete_job(self, job: api.DDPJob, action: DeleteJob) -> None:
+        metadata = job.metadata
+        path = f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}"
+        options = {"preconditions": {"uid": action.uid}, "propagationPolicy": "Background"}
+        try:
+            await self.client.delete(path, options)
+        except ApiError as error:
+            if error.status not in (404, 409):
+                raise
+        await self.lookup.reread(metadata)
+
+    async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> bool:
+        """Create the Service, the group, and pods by slow start; False: there are more pods to create.
+
+        What the server refuses for one pod it mostly refuses for all, so the others are not tried, which is complete.
+        A new job gets 1, 8, 16, 32 … pods, each batch in a reconcile of its own and the job at the back of the queue
+        between them: otherwise a large job would hold up all others. Kubernetes creates the pods of a batch/v1 Job in
+        such batches too (slowStartBatch in pkg/controller/job/job_controller.go). A restart gets all of its pods in one
+        reconcile, because its ranks stand still until the last is there, and the server has accepted such pods before.
+        """
+        service = (
+            [partial(self._create, "Service", build.service(job), job, state)] if CreateService() in actions else []
+        )
+        groups = [partial(self._create_group, job, a, state) for a in actions if isinstance(a, CreateGroup)]
+        to_make = [a for a in actions if isinstance(a, CreatePod)]
+        pods = [partial(self._create_pod, job, a, state) for a in to_make]
+        if pods and not await self._read_flavors(job, to_make[0], state):
+            return True
+        known, state.unfinished = state.unfinished, False
+        first = [*service, *groups, *([] if known else pods[:1])]
+        if not await self._one_by_one(job, first):
+            return True
+        left = pods if known else pods[1:]
+        again = job.status.attempt > 1 or any(action.replacement for action in to_make)
+        batch = len(left) if again else state.next_batch if known else 0
+        before = state.refused_in_a_row
+        place = partial(self.creates.place, job.metadata.namespace, further=not again)
+        done = await self._some_at_a_time(place, job, left[:batch], lambda: state.refused_in_a_row > before)
+        refused = state.refused_in_a_row > before
+        state.next_batch = 2 * batch if known and not refused else SECOND_BATCH
+        state.unfinished = not refused and (not done or len(left) > batch)
+        return not state.unfinished
+
+    async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]]) -> bool:
+        """Whether all of them are there now."""
+        key = (job.metadata.namespace, job.metadata.name)
+        for create in creates:
+            async with self.creates.place(key[0]):
+                self.progressed(key)
+                there = await create()
+            self.progressed(key)
+            if not there:
+                return False
+        return True
+
+    async def _some_at_a_time(
+        self,
+        place: Callable[[], AbstractAsyncContextManager[None]],
+        job: api.DDPJob,
+        calls: Sequence[Callable[[], Awaitable[object]]],
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Make the calls, OF_JOB_MAX at a time; False: RECONCILE_SECONDS were over before all of them had begun."""
+        key = (job.metadata.namespace, job.metadata.name)
+        ends = self.runtime.clock() + RECONCILE_SECONDS
+        left = collections.deque(calls)
+
+        async def work() -> None:
+            # A call that has waited for its place is made however long that took: otherwise a long line would never get
+            # shorter.
+            while left and self.runtime.clock() < ends and not given_up():
+                call = left.popleft()
+                async with place():
+                    self.progressed(key)
+                    if not given_up():
+                        await call()
+                self.progressed(key)
+
+        workers = (work() for _ in range(min(len(calls), OF_JOB_MAX)))
+        # All of them to their end, then the first error, so that none goes on unnoticed.
+        for error in await asyncio.gather(*workers, return_exceptions=True):
+            if error is not None:
+                raise error
+        return given_up() or not left
+
+    async def _create_pod(self, job: api.DDPJob, action: CreatePod, state: JobState) -> bool:
+        body = build.pod(
+            job,
+            action.attempt,
+            action.place,
+            reporting=self.reporting,
+            avoid=action.avoid,
+            replacement=action.replacement,
+            keep_from_autoscalers=self.keep_from_autoscalers,
+            mount_api_token=self.mount_api_token,
+        )
+        if job.status.gang is not None and (gang := self.caches.gangs.get(job.status.gang.kind)) is not None:
+            gang.adapter.pod(body, job, action.attempt)
+            if gang.adapter.admits_first and (group := gang.of(job)) is not None:
+                kueue.place(body, group, state.flavors)
+        return await self._create("Pod", body, job, state)
+
+    async def _create_group(self, job: api.DDPJob, action: CreateGroup, state: JobState) -> bool:
+        gang = self.caches.gangs[action.adapter]
+        body = gang.adapter.body(job, action.attempt, gang.api.api_version)
+        if gang.adapter.admits_first:
+            paths = kueue.reads_for_group(job, gang.api.api_version)
+            found = await self._read(paths, (gang.adapter.resource, body["metadata"]["name"]), state)
+            if found is None:
+                return False
+            kueue.complete(body, found)
+        return await self._create(gang.adapter.resource, body, job, state)
+
+    async def _read_flavors(self, job: api.DDPJob, first: CreatePod, state: JobState) -> bool:
+        """What a queue says of the nodes of the pods, read before each attempt's first; False: it cannot be read."""
+        gang = self.caches.gangs.get(job.status.gang.kind) if job.status.gang is not None else None
+        group = gang.of(job) if gang is not None else None
+        if gang is None or not gang.adapter.admits_first or group is None:
+            return True
+        paths = kueue.reads_for_pods(group.placement, gang.api.api_version)
+        pod = naming.pod_name(job, first.attempt, first.place, first.replacement)
+        found = await self._read(paths, ("Pod", pod), state)
+        state.flavors = found or []
+        return found is not None
+
+    async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
+        """Objects that another one is completed with; None: one cannot be read, and `of` counts as refused."""
+        try:
+            return [await self.client.get(path) for path in paths]
+        except ApiError as error:
+            if error.status not in (403, 404):
+                raise
+            state.refuse(*of, error.message, self.runtime.now())
+            return None
+
+    async def _create(self, kind: str, body: Raw, job: api.DDPJob, state: JobState) -> bool:
+        """Whether it is there now and the job's own. Raises ApiError where the server may create it later."""
+        namespace, name = job.metadata.namespace, body["metadata"]["name"]
+        try:
+            raw = await self.client.create(self.caches.path(kind, namespace), body, STRICT)
+        except ApiError as error:
+            if error.reason == "AlreadyExists":
+                return await self.lookup.is_own(kind, name, job, state)
+            if not is_refusal(error):
+                raise
+            message = build.in_users_words(error.message, body, job) if kind == "Pod" else error.message
+            state.refuse(kind, name, message, self.runtime.now())
+            return False
+        state.created(kind, name)
+        self.caches.of_kind(kind).put(raw, is_whole=False)
+        return True
+
+
+def is_refusal(error: ApiError) -> bool:
+    """Whether the server understood the create and will not do it: the user must change something, or wait.
+
+    Quota, PodSecurity and admission give 403, a bad field 400 or 422; a webhook that is down gives 500.
+    """
+    return error.status in (400, 403, 404, 405, 413, 422) or (error.status == 500 and "webhook" in error.message)

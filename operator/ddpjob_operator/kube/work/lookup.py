@@ -1,0 +1,171 @@
+"""Reads of the API server, where our copy may be behind or where no watch shows an object. Answers go into the copy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddpjob_operator.job import api
+from ddpjob_operator.kube.api.client import ApiError, Client, Raw, collection
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch import observe
+from ddpjob_operator.kube.watch.gangs import Gang
+from ddpjob_operator.kube.watch.listing import take
+from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.store import Jobs, Key, Store
+from ddpjob_operator.kube.work import decisions
+from ddpjob_operator.kube.work.job_state import JobState
+from ddpjob_operator.observed.cluster import Pod
+from ddpjob_operator.pods import naming
+
+
+@dataclass
+class Caches:
+    """Our copy of the cluster."""
+
+    jobs: Jobs
+    pods: Store[Pod]
+    services: Store[observe.Service]
+    nodes: Nodes
+    gangs: Mapping[str, Gang] = field(default_factory=dict)
+    """The APIs of gang schedulers and queues that are switched on, by adapter."""
+
+    def of_kind(self, kind: str) -> Store[Any]:
+        """Where objects of a kind are kept: Pod, Service, or that of an adapter."""
+        for gang in self.gangs.values():
+            if gang.adapter.resource == kind:
+                return gang.store
+        return self.pods if kind == "Pod" else self.services
+
+    def path(self, kind: str, namespace: str) -> str:
+        """The collection of objects of a kind. Raises ApiError where the API server has no such kind."""
+        for gang in self.gangs.values():
+            if gang.adapter.resource == kind:
+                return gang.path(namespace)
+        return collection(f"{kind.lower()}s", namespace)
+
+
+@dataclass(eq=False)
+class Lookup:
+    """All of it raises ApiError."""
+
+    client: Client
+    caches: Caches
+    runtime: Runtime
+
+    async def reread(self, metadata: api.Metadata, *, quietly: bool = False) -> None:
+        """The job as it is now, all of it. metadata.uid: of the job that our copy has; empty: it has none. quietly:
+        nobody is told, for who asks goes on with it."""
+        try:
+            raw = await self.client.get(f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}")
+        except ApiError as error:
+            if not is_absent(error, metadata.name):
+                raise
+            if metadata.uid:
+                self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
+            return
+        if metadata.uid and raw["metadata"]["uid"] != metadata.uid:
+            self.caches.jobs.remove(metadata.namespace, metadata.name, metadata.uid)
+        (self.caches.jobs.put_quietly if quietly else self.caches.jobs.put)(raw)
+
+    async def list_pods(self, key: Key) -> None:
+        """The pods of one job as they are now."""
+        pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
+        await take(pages, self.caches.pods, self.caches.pods.put, namespace=key[0], key=key)
+
+    async def read_job(self, key: Key, *, quietly: bool = False) -> None:
+        """A job as it is now, or that there is none of this name. quietly: as in `reread`."""
+        known = self.caches.jobs.entry(*key)
+        uid = known.uid if known is not None else ""
+        await self.reread(api.Metadata(namespace=key[0], name=key[1], uid=uid), quietly=quietly)
+
+    async def read_node(self, key: Key) -> None:
+        """A cluster node as it is now, or that it is gone."""
+        nodes = await self._node(key[1])
+        for raw in nodes:
+            self.caches.nodes.put(raw)
+        if not nodes:
+            self.caches.nodes.is_gone(key[1])
+
+    async def _node(self, name: str) -> list[Raw]:
+        # A list of one, because the role allows lists.
+        listed = await self.client.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
+        return [raw for raw in listed["items"] if raw["metadata"]["name"] == name]
+
+    async def may_run_on_ready_node(self, namespace: str, name: str) -> bool:
+        """Whether the node of a pod in which something may still run is ready now, where nodes are watched: that watch
+        may be late."""
+        entry = self.caches.pods.entry(namespace, name)
+        node = entry.value.node if entry is not None and entry.value.live else ""
+        if not node or self.caches.nodes.seen() is None:
+            return False
+        ready = [raw for raw in await self._node(node) if observe.is_ready(raw)]
+        for raw in ready:
+            self.caches.nodes.put(raw)
+        return bool(ready)
+
+    def version_of_pod(self, namespace: str, name: str) -> dict[str, str]:
+        """As a precondition: the pod as our copy has it; none where its versions are no numbers."""
+        entry = self.caches.pods.entry(namespace, name)
+        return {"resourceVersion": str(entry.version)} if entry is not None and entry.version else {}
+
+    async def has_changed(self, namespace: str, name: str, uid: str) -> bool:
+        """Whether the pod with this uid is still there, and then as it is now."""
+        raw = await self._find("Pod", namespace, name)
+        if raw is None or raw["metadata"]["uid"] != uid:
+            return False
+        self.caches.pods.put(raw)
+        return True
+
+    async def take_back(self, job: api.Metadata, name: str) -> bool:
+        """Whether a pod that no list shows is the job's and there: it has lost its label, and gets it back.
+
+        Somebody has taken it aside, and to a watch it is gone; its processes train on, and the next attempt would write
+        into the same checkpoint.
+        """
+        raw = await self._find("Pod", job.namespace, name)
+        if raw is None or observe.controller(raw).get("uid") != job.uid or raw["metadata"].get("deletionTimestamp"):
+            return False
+        body = {"metadata": {"uid": raw["metadata"]["uid"], "labels": {naming.LABEL_JOB: job.name}}}
+        try:
+            raw = await self.client.patch(f"{collection('pods', job.namespace)}/{name}", body)
+        except ApiError as error:
+            if not error.refuses_patch:
+                raise
+            return False
+        about = decisions.of_pod(job, 0, name)
+        text = "%s: the pod %s had lost the job's label; it has it again"
+        self.runtime.log.warning(text, about.job, name, extra=about.fields())
+        self.caches.pods.put_again(raw)
+        return True
+
+    async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
+        """Whether there is an object of this name and the job owns it; where somebody else does, `state` keeps the
+        conflict until the object is gone."""
+        raw = await self._find(kind, job.metadata.namespace, name)
+        if raw is None:
+            state.conflicts.pop((kind, name), None)
+            return False
+        own = bool(observe.controller(raw).get("uid") == job.metadata.uid)
+        if own or observe.job_name(raw) == job.metadata.name:
+            # The watch shows it too, and also when it goes.
+            state.conflicts.pop((kind, name), None)
+            state.created(kind, name)
+            self.caches.of_kind(kind).put(raw)
+        else:
+            state.add_conflict(observe.conflicts(kind, raw, job.metadata), self.runtime.now())
+        return own
+
+    async def _find(self, kind: str, namespace: str, name: str) -> Raw | None:
+        try:
+            return await self.client.get(f"{self.caches.path(kind, namespace)}/{name}")
+        except ApiError as error:
+            if is_absent(error, name):
+                return None
+            raise
+
+
+def is_absent(error: ApiError, name: str) -> bool:
+    """Whether the object is not there. A server that knows neither kind nor path says 404 as well, without the name."""
+    return error.status == 404 and f'"{name}"' in error.message

@@ -1,0 +1,83 @@
+"""Where the operator's parts hand in what they measure: each gets a callable, and none knows the registry."""
+
+from __future__ import annotations
+
+from ddpjob_operator.job import requests
+from ddpjob_operator.kube.api.client import NO_ANSWER
+from ddpjob_operator.kube.watch import reflector
+from ddpjob_operator.kube.work.queue import Queue, Watcher
+from ddpjob_operator.metrics import meter as meters
+from ddpjob_operator.metrics import names
+from ddpjob_operator.metrics.meter import Meter
+
+CONTROLLER = "ddpjob"
+
+
+def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[str, str]:
+    """Of a request, as RBAC calls them; names.OTHER for a method without a verb, and for what names.RESOURCES lacks."""
+    asked = requests.read(method, path, watch=watch and method == "GET")
+    resource = f"{asked.plural}/{asked.subresource}" if asked.subresource else asked.plural
+    verb = asked.verb if method in names.METHODS else names.OTHER
+    return verb, resource if resource in names.RESOURCES else names.OTHER
+
+
+class Requests:
+    """Called with each answer of the API server."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def __call__(self, method: str, path: str, code: int, seconds: float, *, watch: bool = False) -> None:
+        """seconds: until the answer began (watch), or was read. code: NO_ANSWER where none came."""
+        verb, resource = verb_and_resource(method, path, watch=watch)
+        shown = names.NO_CODE if code == NO_ANSWER else str(code)
+        known = method if method in names.METHODS else "OTHER"
+        self._meter.count(names.REQUESTS, known, verb, resource, shown)
+        self._meter.observe(names.REQUEST_SECONDS, seconds, verb, resource)
+
+
+class OfWatches(reflector.Watcher):
+    """What the watches of all reflectors do."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def restarted(self, plural: str, cause: str) -> None:
+        """A watch has ended."""
+        self._meter.count(names.WATCH_RESTARTS, plural, cause)
+
+    def missed(self, plural: str, count: int) -> None:
+        """A list has shown what the watch had left out."""
+        self._meter.count(names.MISSED, plural, by=count)
+
+
+class OfQueue(Watcher):
+    """What a queue does. controller: whether it is that of the jobs, which controller-runtime's dashboards show."""
+
+    def __init__(self, meter: Meter, name: str, *, controller: bool = False) -> None:
+        self._meter, self._name, self._controller = meter, name, controller
+
+    def added(self) -> None:
+        """A key was requested."""
+        self._meter.count(names.QUEUE_ADDS, self._name)
+
+    def waited(self, seconds: float) -> None:
+        """A key has its turn, so long after it was due."""
+        self._meter.observe(names.QUEUE_SECONDS, seconds, self._name)
+
+    def worked(self, seconds: float, result: str) -> None:
+        """The work on a key is over."""
+        self._meter.observe(names.WORK_SECONDS, seconds, self._name)
+        if result == "error":
+            self._meter.count(names.QUEUE_RETRIES, self._name)
+        if self._controller:
+            self._meter.observe(names.RECONCILE_SECONDS, seconds, CONTROLLER)
+            self._meter.count(names.RECONCILES, CONTROLLER, result)
+            if result == "error":
+                self._meter.count(names.RECONCILE_ERRORS, CONTROLLER)
+
+
+def now_in(queue: Queue[tuple[str, str]], name: str) -> meters.Queue:
+    """A queue at this moment."""
+    depth, oldest = queue.due()
+    return meters.Queue(name, depth, oldest, queue.stuck_seconds(), queue.working, queue.unfinished_seconds())

@@ -1,0 +1,359 @@
+"""Reconciles one job: observe, plan, execute, and again until there is nothing to do."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeGuard
+
+import msgspec
+
+from ddpjob_operator.job import api, bounds, reasons, storage, validation
+from ddpjob_operator.job.status import apart_from_progress
+from ddpjob_operator.kube.api.client import ApiError
+from ddpjob_operator.kube.api.in_flight import InFlight
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch.store import Key, Store
+from ddpjob_operator.kube.work import decisions
+from ddpjob_operator.kube.work.executor import RECONCILE_SECONDS, ConflictError, Executor
+from ddpjob_operator.kube.work.job_state import JobState, JobStates
+from ddpjob_operator.kube.work.lookup import Caches, Lookup
+from ddpjob_operator.kube.work.queue import RetryError
+from ddpjob_operator.kube.work.reports import Reports
+from ddpjob_operator.observed.cluster import ConflictingObject, Observed, Pod
+from ddpjob_operator.plan import unreadable
+from ddpjob_operator.plan.actions import (
+    Action,
+    CreateGroup,
+    CreatePod,
+    CreateService,
+    DeleteGroup,
+    Event,
+    Plan,
+    Settings,
+    TellGroup,
+)
+from ddpjob_operator.plan.plan import plan
+from ddpjob_operator.pods import naming
+
+# Most changes need two rounds (record, then act), and never more than a few.
+ROUNDS_MAX = 6
+CREATED_SECONDS = 5.0
+# Nodes, or pods, of a job that is planned on the event loop; more of them are planned in a thread.
+PLANNED_AT_ONCE = 256
+# While a job's pods are being created, its status says how many of them run this often.
+UNFINISHED_SECONDS = 60.0
+
+
+@dataclass(eq=False)
+class Reconciler:
+    """The queue calls `reconcile`; its errors are the queue's back-off."""
+
+    caches: Caches
+    states: JobStates
+    reports: Reports
+    lookup: Lookup
+    executor: Executor
+    runtime: Runtime
+    settings: Settings
+    ready_in: Callable[[Key], float | None] = lambda _key: 0.0
+    """Seconds until a job may be reconciled, 0: now; None: not before it is enqueued again."""
+    observed: Callable[[Key], None] = lambda _key: None
+    """Called before the state of a job is read: what was requested for it until then needs no other reconcile."""
+    reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
+    """Of those jobs of which our copy has a part so many are held whole at a time, of 4 MiB at most."""
+
+    async def reconcile(self, key: Key) -> float | None:
+        """The seconds until time alone makes another reconcile necessary; None: it does not. Raises RetryError."""
+        try:
+            return await self._reconcile(key)
+        finally:
+            if (raw := self.caches.jobs.get(key)) is not None and storage.is_cut(raw):
+                self.states.forget_spec(key)
+
+    async def _reconcile(self, key: Key) -> float | None:
+        if (wait := self.ready_in(key)) != 0.0:
+            return wait
+        raw = self.caches.jobs.get(key)
+        if raw is None or not storage.is_cut(raw):
+            with self.caches.jobs.held(key):
+                return await self._rounds(key)
+        if (until := self._rests_until(key, raw)) is not None:
+            return self._seconds_until(until)
+        async with self.reads.place(key[0]):
+            with self.caches.jobs.held(key):
+                await self._read(key)
+                # Whether it waits for a gang is known only now.
+                return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
+
+    def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
+        """Until when nothing is to be done for a job of which our copy has a part; None: it must be read."""
+        copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
+        copies += [gang.store for gang in self.caches.gangs.values()]
+        has_objects = any(copy.unreadable(key) or any(copy.each(key)) for copy in copies)
+        until = storage.rests_until(raw, self.runtime.now(), has_objects=has_objects)
+        if until is not None:
+            self.caches.jobs.begun.waits_no_more(key)
+            self.states.forget([key])
+        elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
+            return bounds.TIME_LAST  # until it has a place
+        return until
+
+    def _seconds_until(self, at: dt.datetime) -> float | None:
+        return None if at == bounds.TIME_LAST else max(0.05, (at - self.runtime.now()).total_seconds())
+
+    async def _read(self, key: Key) -> None:
+        """All of a job. Raises RetryError."""
+        try:
+            await self.lookup.read_job(key, quietly=True)
+        except ApiError as error:
+            raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
+
+    async def _rounds(self, key: Key) -> float | None:
+        ends = self.runtime.clock() + RECONCILE_SECONDS
+        for _ in range(ROUNDS_MAX):
+            try:
+                again_in = await self._round(key, ends)
+            except ConflictError:
+                continue
+            except ApiError as error:
+                raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
+            if again_in != "another round":
+                return again_in
+        return 1.0
+
+    async def _round(self, key: Key, ends: float) -> float | Literal["another round"] | None:
+        """The seconds until the next reconcile, None: nothing is to come; or another round comes at once."""
+        self.observed(key)
+        readable = await self._readable(key)
+        if not isinstance(readable, tuple):
+            return readable
+        job, problems = readable
+        state = self.states.of(key, job.metadata.uid)
+        if not await self._confirm_gone(key, job, state):
+            return 0.0  # the other jobs that are due come first
+        seen = await self._observe(key, job, state)
+        todo = await self._plan(job, seen, problems)
+        if todo.status is None and not todo.actions:
+            return self._requeue_in(todo, state)
+        if await self._has_read_job(key, todo, state) or await self._has_listed_pods(key, job, todo, state):
+            return "another round"
+        if (wait := self._wait_for_turn(job, todo, state)) > 0:
+            return min(wait, self._requeue_in(todo, state) or wait)
+        again_in = await self._execute(job, todo, state, ends)
+        if again_in is not None:
+            return again_in
+        return self._requeue_in(todo, state) if _is_only_progress(job.status, todo) else "another round"
+
+    async def _plan(self, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
+        """That of a large job takes up to a second, in which other jobs, and the Lease, go on."""
+        now = self.runtime.now()
+        if max(job.spec.nodes, len(seen.pods)) <= PLANNED_AT_ONCE:
+            return plan(job, seen, now, problems=problems, settings=self.settings)
+        # Reports and changes of nodes that come meanwhile go into the next plan.
+        seen = replace(seen, reports=dict(seen.reports), nodes=None if seen.nodes is None else dict(seen.nodes))
+        return await asyncio.to_thread(plan, job, seen, now, problems=problems, settings=self.settings)
+
+    async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> float | None:
+        """The seconds until the next reconcile; None: another round comes at once."""
+        if self._tells_later(job.status, todo, state):
+            todo = Plan(todo.actions, requeue_at=todo.requeue_at)
+        is_complete = await self.executor.execute(job, todo, state)
+        if todo.status is not None:
+            state.is_read, state.written_at = True, self.runtime.clock()
+        only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
+        if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
+            # The status that was just written describes it, and the new pods' own changes come soon enough. Also where
+            # it took long: in a storm of jobs each would write that all of its pods run but the one just made.
+            return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
+        if not is_complete or self.runtime.clock() > ends:
+            return 0.0  # the other jobs that are due come first
+        return None
+
+    def _tells_later(self, old: api.Status, todo: Plan, state: JobState) -> bool:
+        """Whether a plan goes on to make pods, and its status would only tell that some of the others run. Each time
+        that a job goes on it would be written once more, and cost the API server as much as two pods."""
+        new = todo.status
+        if new is None or not state.unfinished or self.runtime.clock() - state.written_at > UNFINISHED_SECONDS:
+            return False
+        told = {c.type: c.status for c in old.conditions} == {c.type: c.status for c in new.conditions}
+        same = {name: getattr(old, name) for name in ("nodes", "started_nodes", "display", "message", "conditions")}
+        return told and bool(todo.actions) and msgspec.structs.replace(new, **same) == old
+
+    async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | float | None:
+        """The job and what is wrong with its spec; None where it is gone, or not ours. Where it or one of its objects
+        cannot be read that is reported, and the seconds until the next try are returned: whoever fixes the object
+        enqueues the job earlier."""
+        raw = self.caches.jobs.get(key)
+        if raw is not None and storage.is_cut(raw):  # by an event that came meanwhile
+            await self.lookup.read_job(key, quietly=True)
+            raw = self.caches.jobs.get(key)
+        if raw is None:
+            self.states.forget([key])
+            return None
+        version = str(raw["metadata"].get("resourceVersion") or "")
+        state = self.states.of(key, raw["metadata"]["uid"])
+        if (wait := state.waits(version, self.runtime.clock())) > 0:
+            return wait
+        try:
+            job, problems = self.states.parse(key, raw)
+        except validation.UnreadableJobError as error:
+            if not unreadable.is_managed(raw):
+                return None
+            return self._put_off(key, state, version, await self._report_unreadable(raw, str(error)) or str(error))
+        copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
+        copies += [gang.store for gang in self.caches.gangs.values()]
+        if why := next((why for copy in copies if (why := copy.unreadable(key))), ""):
+            # Without it a rank would seem to be lost, and a pod would be made beside it.
+            self.executor.send_event(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
+            return self._put_off(key, state, "", why)
+        state.put_off = None
+        return job, problems
+
+    def _put_off(self, key: Key, state: JobState, version: str, why: str) -> float:
+        """The seconds until the next try. Each reason is logged once in a row."""
+        pause = state.put_it_off(why, version, self.runtime.clock())
+        if state.put_off is not None and state.put_off.times == 1:
+            about = decisions.about(key, self.caches.jobs.get(key))
+            text = "%s: %s; nothing is done for the job until that is fixed"
+            self.runtime.log.warning(text, about["job"], why, extra=about)
+        return pause
+
+    async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> str:
+        """Nothing is planned for a job that cannot be read. Return why the server refuses its condition; "" if it does
+        not."""
+        status = unreadable.with_condition(raw, why, self.runtime.now())
+        if status is None and unreadable.is_reported(raw):
+            return ""
+        return await self.executor.report_unreadable(raw["metadata"], status, unreadable.event(why))
+
+    async def _observe(self, key: Key, job: api.DDPJob, state: JobState) -> Observed:
+        now = self.runtime.now()
+        state.adjust_clock(now)
+        for (kind, name), conflict in list(state.conflicts.items()):
+            if conflict.check_at <= now:
+                await self.lookup.is_own(kind, name, job, state)
+        state.undeletable = {uid: until for uid, until in state.undeletable.items() if until > now}
+        services = [s for s in self.caches.services.of(key) if s.name == job.metadata.name]
+        own = [s for s in services if s.owner_uid == job.metadata.uid]
+        others = tuple(
+            ConflictingObject("Service", s.name, of_deleted_job=s.owner_job == job.metadata.name)
+            for s in services
+            if s not in own
+        )
+        pods = state.by_own_clock(self.caches.pods.of(key), self.runtime.now())
+        await self._confirm_nodes(pods)
+        return Observed(
+            service=bool(own),
+            pods=tuple(pods),
+            conflicts=(*others, *(conflict.object for conflict in state.conflicts.values())),
+            refusals=tuple(state.refusals.values()),
+            undeletable=frozenset(state.undeletable),
+            reports=state.reports,
+            listening_since=self.reports.listening_since,
+            agent=state.agent.agent if state.agent and state.agent.attempt == job.status.attempt else None,
+            nodes=self.caches.nodes.seen(),
+            deleted_pods=tuple(p for p in state.deleted_pods.values() if p.attempt == job.status.attempt),
+            trackers={rank: t for rank, t in state.trackers.items() if t.attempt == job.status.attempt},
+            gang_apis={name: gang.api_in(key[0]) for name, gang in self.caches.gangs.items()},
+            groups=tuple(group for gang in self.caches.gangs.values() for group in gang.groups(key)),
+            no_room=self._no_room(key, job),
+            neighbours=self._neighbours(key, pods) if job.status.gang is not None else {},
+        )
+
+    def _no_room(self, key: Key, job: api.DDPJob) -> str:
+        """Why a job that is to begin has no place; empty: it has one, or needs none."""
+        raw, begun = self.caches.jobs.get(key), self.caches.jobs.begun
+        if raw is not None and storage.would_begin(job):
+            return begun.ask(key, storage.size(raw))
+        begun.waits_no_more(key)
+        return ""
+
+    async def _confirm_nodes(self, pods: Sequence[Pod]) -> None:
+        """A pod whose node is gone counts as lost, so the API server is asked first for a node that our copy has not
+        got: the pod may be on a new node, of which the watch of nodes has not told yet."""
+        for name in self.caches.nodes.unknown({pod.node for pod in pods if pod.live and pod.node}):
+            await self.lookup.read_node(("", name))
+
+    def _neighbours(self, key: Key, pods: Sequence[Pod]) -> dict[str, int]:
+        """Which other jobs of the namespace have nodes, where pods of this one wait for some."""
+        if not any(pod.unschedulable and not pod.node for pod in pods):
+            return {}
+        others = (other for other in self.caches.pods.jobs() if other[0] == key[0] and other != key and other[1])
+        held = {name: sum(p.live and bool(p.node) for p in self.caches.pods.of((at, name))) for at, name in others}
+        return {name: nodes for name, nodes in held.items() if nodes}
+
+    async def _confirm_gone(self, key: Key, job: api.DDPJob, state: JobState) -> bool:
+        """A pod that has run and is missing from our copy fails the job, so the API server is asked first; False: there
+        was no time to ask for all.
+
+        Our copy may be behind the job's status: after a restart of the operator, or while a watch hangs unnoticed.
+        """
+        status = job.status
+        if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
+            return True
+        ran = status.started - status.completed
+        names = {naming.present_pod_name(job, status, place) for place in ran}
+        if not (missing := self._missing(key, names) - state.confirmed_gone):
+            return True
+        await self.lookup.list_pods(key)
+        return await self.executor.take_back(job, self._missing(key, missing), state)
+
+    def _missing(self, key: Key, names: Set[str]) -> Set[str]:
+        """Those of these pods that our copy has not got."""
+        return names - {pod.name for pod in self.caches.pods.of(key)}
+
+    async def _has_read_job(self, key: Key, todo: Plan, state: JobState) -> bool:
+        """Before a new leader makes pods for a status that it has not written itself, the API server is asked for the
+        job, and it is planned again: after a list that was behind, those would be pods of an attempt that is over, and
+        their agents would have budgets that are spent."""
+        if state.is_read or todo.status is not None or not any(isinstance(a, CreatePod) for a in todo.actions):
+            return False
+        await self.lookup.read_job(key)
+        state.is_read = True
+        return True
+
+    async def _has_listed_pods(self, key: Key, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
+        """Before the first pod of an attempt, and before what holds the place of a group is given up, the API server
+        lists the pods, and the job is planned again: a copy that is behind (a new leader whose watch hangs, an answer
+        that was lost) does not show all of them, and two groups would train at once."""
+        creates = ((a.attempt, a.replacement) for a in todo.actions if isinstance(a, CreatePod))
+        newest = max(creates, default=(0, 0))
+        # All pods of a job that succeeded were seen to end.
+        status = job.status
+        freed = {(a.uid, status.attempt) for a in todo.actions if _frees(a)} if status.state != "Succeeded" else set()
+        if newest <= state.listed_for and freed <= state.listed_to_free:
+            return False
+        await self.lookup.list_pods(key)
+        state.listed_for, state.listed_to_free = max(newest, state.listed_for), freed
+        return True
+
+    def _wait_for_turn(self, job: api.DDPJob, todo: Plan, state: JobState) -> float:
+        """Seconds that a write of progress alone has to wait for those of other jobs."""
+        only_progress = job.status.progress is not None and _is_only_progress(job.status, todo)
+        if only_progress and (wait := self.reports.wait_for_write(state)) > 0:
+            return wait
+        state.progress_at = None
+        return 0.0
+
+    def _requeue_in(self, todo: Plan, state: JobState) -> float | None:
+        times = [*(conflict.check_at for conflict in state.conflicts.values()), *state.undeletable.values()]
+        if todo.requeue_at is not None:
+            times.append(todo.requeue_at)
+        return max(0.05, (min(times) - self.runtime.now()).total_seconds()) if times else None
+
+
+def _frees(action: Action) -> TypeGuard[DeleteGroup | TellGroup]:
+    """Whether others may have the place of pods after it."""
+    return isinstance(action, DeleteGroup) or (
+        isinstance(action, TellGroup) and action.what not in ("ready", "unready")
+    )
+
+
+def _is_only_progress(old: api.Status, todo: Plan) -> bool:
+    """Whether a plan writes progress and nothing else: no rule waits for that, so there is no more to do after it
+    (tests/property/test_plan_properties.py). Each job that reports has such a plan every ten seconds."""
+    new = todo.status
+    return not todo.actions and new is not None and apart_from_progress(old) == apart_from_progress(new)

@@ -1,0 +1,144 @@
+"""Reports of ranks and agents: what they change for their job, and whether reports reach this operator at all."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+from collections.abc import Iterator
+
+import msgspec
+
+from ddpjob_operator.job import topology
+from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.kube.watch.store import Jobs, Key
+from ddpjob_operator.kube.work.job_state import JobState, JobStates
+from ddpjob_operator.observed import stall
+from ddpjob_operator.observed.reports import BadReportError, Report
+from ddpjob_operator.plan import agent_restarts
+
+SILENCE_CHECK_SECONDS = 10.0
+FIRST_REPORT_SECONDS = 0.1
+# A job whose progress waits for its turn is not planned for each report meanwhile, but as often as this, for the rest
+# of what its ranks say: thousands of jobs would be planned every ten seconds in vain.
+WAITING_SECONDS_MAX = 60.0
+# Writes of nothing but progress, of all jobs together. Thousands of jobs that train would otherwise take all of the API
+# server's time for their step numbers.
+PROGRESS_WRITES_PER_SECOND = 10
+
+
+class Reports:
+    """Of all jobs, while this operator leads."""
+
+    def __init__(self, jobs: Jobs, states: JobStates, runtime: Runtime, progress_write_seconds: float) -> None:
+        self._jobs = jobs
+        self._states = states
+        self._runtime = runtime
+        self._progress_write_seconds = progress_write_seconds
+        self._next_write_at = float("-inf")
+        self._silence: stall.Silence | None = None
+        self._receiving_since: dt.datetime | None = None
+        """After a silence of most jobs; None: there was none."""
+        self.listening_since = runtime.now()
+
+    def take(self, key: Key, report: Report) -> float | None:
+        """Keep a report; the seconds until a reconcile of its job is worth it.
+
+        None: nothing in it is new, or there is no such job. When a rank that reports nothing new is stalled is known
+        beforehand, so the reconcile that took its last news has asked for another one by itself. Raises BadReportError
+        where a pod reports for a rank that is not its own: one pod could fill our memory with 100,000.
+        """
+        raw, spec = self._jobs.get(key), self._states.spec(key)
+        if raw is None or spec is None:
+            return None
+        # Also before the first reconcile: what is confirmed here is perhaps not said again.
+        state = self._states.of(key, raw["metadata"]["uid"])
+        if report.agent is not None:
+            return _take_from_agent(state, report)
+        if why := topology.not_its_rank(spec, report.rank, report.node_rank):
+            raise BadReportError(why)
+        if report.rank:
+            # The status shows rank 0's metrics; of the other ranks only their steps count.
+            report = msgspec.structs.replace(report, metrics={})
+        state.make_room(report, None if topology.ranks_follow_nodes(spec) else topology.nproc_per_node(spec))
+        return self._take_from_rank(state, report)
+
+    def _take_from_rank(self, state: JobState, report: Report) -> float | None:
+        known = state.reports.get(report.rank)
+        if known is not None and report.attempt < known.attempt:
+            return None
+        begins = known is None or _begins(known, report)
+        is_alarm = bool(report.save_failed) and (known is None or not known.save_failed)
+        is_news = self._track(state, report)
+        if known is None or msgspec.structs.replace(report, received_at=known.received_at) != known:
+            state.reports[report.rank] = report
+            is_news = True
+        if not is_news:
+            return None
+        # The status shows by rank 0's first step how long the start took, and which steps are made twice. Until then
+        # it shows no step, and just after a restart people look.
+        if (begins or is_alarm) and report.rank == 0:
+            return FIRST_REPORT_SECONDS
+        turn = 0.0 if state.progress_at is None else state.progress_at - self._runtime.clock()
+        return max(self._progress_write_seconds, min(turn, WAITING_SECONDS_MAX))
+
+    def wait_for_write(self, state: JobState) -> float:
+        """Seconds until the progress of a job may be written, in the order in which jobs asked first. A job that does
+        not come back leaves its time unused, which holds up the others for 0.1 s."""
+        now = self._runtime.clock()
+        if state.progress_at is None:
+            state.progress_at = max(now, self._next_write_at)
+            self._next_write_at = state.progress_at + 1.0 / PROGRESS_WRITES_PER_SECOND
+        return max(0.0, state.progress_at - now)
+
+    def _track(self, state: JobState, report: Report) -> bool:
+        """Whether the time until the rank counts as stalled starts again."""
+        now = report.received_at or self._runtime.now()
+        before = state.trackers.get(report.rank)
+        tracker = stall.update(before, report, now, self._receiving_since)
+        if tracker is None:
+            return False
+        state.trackers[report.rank] = tracker
+        state.last_report_at = None if report.final else now
+        return before is None or tracker.advanced_at != before.advanced_at
+
+    async def run(self) -> None:
+        """Check for silence until cancelled."""
+        while True:
+            await asyncio.sleep(SILENCE_CHECK_SECONDS)
+            try:
+                self.check_silence()
+            except Exception:
+                # The end of this task would end the operator.
+                self._runtime.log.exception("whether reports reach this operator was not checked")
+
+    def check_silence(self) -> None:
+        """Where most jobs go silent together it is the way to us that is broken, so the jobs that still report have
+        their full time again until they count as stalled."""
+        silence = stall.silence(self._last_reports(), self._runtime.now())
+        if silence is not None:
+            self._receiving_since = self._runtime.now() + dt.timedelta(seconds=1)  # our clock has whole seconds
+        if silence is not None and self._silence is None:
+            self._runtime.log.warning("%s", silence.sentence())
+        elif silence is None and self._silence is not None:
+            self._runtime.log.info("reports of most jobs arrive again")
+        self._silence = silence
+
+    def _last_reports(self) -> Iterator[dt.datetime]:
+        """When each job that should report has done so last."""
+        for key, state in self._states:
+            status = (self._jobs.get(key) or {}).get("status") or {}
+            if state.last_report_at is not None and status.get("state") == "Running":
+                yield state.last_report_at
+
+
+def _begins(known: Report, report: Report) -> bool:
+    """Whether ranks have started, or made their first step, since the report before."""
+    starts = (report.attempt, report.generation) > (known.attempt, known.generation)
+    return starts or (report.step > 0 and not known.step) or (known.phase == "start" != report.phase)
+
+
+def _take_from_agent(state: JobState, report: Report) -> float | None:
+    """Node 0's agent counts the restarts that it has led; seconds as of `take`."""
+    known, state.agent = state.agent, agent_restarts.latest(state.agent, report)
+    is_news = state.agent is report and (known is None or known.agent != report.agent)
+    return FIRST_REPORT_SECONDS if is_news else None

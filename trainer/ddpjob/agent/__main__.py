@@ -1,5 +1,0 @@
-"""`python -m ddpjob.agent`."""
-
-from ddpjob.agent import main
-
-main()

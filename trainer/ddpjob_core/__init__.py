@@ -1,0 +1,13 @@
+"""What operator, local run, agents and library share: rules and formats, computed from their arguments alone.
+
+In:   numbers, texts and records of one job: budgets, beats, reports, members.
+Out:  decisions (is this failure charged, is that rank stalled, which state counts) and records of fixed layout.
+
+    failures, failure_policy, rules, budget   a failure as all parts write it; what it is charged to
+    members, rank_info                        node, place, rank, leader
+    heartbeat, stall_limits, findings         the layout of a heartbeat; how long silence may last; what is suspicious
+    memory, copies                            which state in memory counts, who writes it, when it is copied
+
+Called by: `ddpjob_operator`, `ddpjob_check`, `ddpjob_cli`, `ddprun`, `ddpjob`. A rule that two need is here once.
+Must not know: anything but the standard library; no I/O, no clock, no processes, no torch.
+"""

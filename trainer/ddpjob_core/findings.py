@@ -1,0 +1,40 @@
+"""Findings: facts about a run that ended as its exit code says, and that make the success suspicious.
+
+An agent writes them under "findings" of the container's termination message; the operator and the local run read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ddpjob_core.failures import BRIEF_MAX
+
+FINDINGS_MAX = 8
+NO_PROCESS_GROUP = "NoProcessGroup"
+"""Several ranks were expected, and no rank has formed a process group: each has trained alone."""
+REPLICAS_DIFFER = "ReplicasDiffer"
+"""The parameters of a DDP-wrapped module were not the same on all ranks at the end."""
+FAILURE_IN_LOG = "FailureInLog"
+"""The log shows the failure of a rank, and the exit code is 0. No agent writes it."""
+
+
+class Finding(NamedTuple):
+    """One suspicious fact. reason: a word in CamelCase; message: one sentence of at most 300 characters."""
+
+    reason: str
+    message: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the finding for a termination message."""
+        return {"reason": self.reason, "message": self.message[:BRIEF_MAX]}
+
+    @classmethod
+    def from_dict(cls, written: Any) -> Finding:
+        """Read what another process has written. Raises ValueError if it is no finding; texts are cut."""
+        if not isinstance(written, Mapping):
+            raise ValueError(f"{written!r:.80} is no object")
+        reason, message = written.get("reason"), written.get("message")
+        if not isinstance(reason, str) or not reason.isidentifier() or not isinstance(message, str):
+            raise ValueError(f"{dict(written)!r:.80} has no reason or no message")
+        return cls(reason[:64], message[:BRIEF_MAX])

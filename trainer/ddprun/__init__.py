@@ -1,0 +1,49 @@
+"""`ddprun`, the agent in the pod: start it in place of torchrun, and nothing else changes.
+
+    ddprun --nproc-per-node 4 train.py --lr 0.1
+
+It starts the ranks of its node with torchrun's environment, forked from a process that has imported torch already. When
+a rank fails, all ranks of the job start again on a new port, led by node 0's agent, without a new pod.
+
+    options.py         torchrun's options                 environment.py  what a rank is started with
+    run.py             puts an agent together             wire.py         the line between agents
+    agent.py           the loop: signals, sockets, time
+    leader.py          node 0's side of the line          follower.py     the side of the others
+    node.py            the ranks of this node              processes.py    fork, exec, signals, the tree
+    forkserver.py      the process with torch in it       preload.py      the agent's end of it
+    heartbeats.py      shared memory of heartbeats       watch_ranks.py  the watchdog: its clock, and its questions
+    posting.py         reports of restarts                logs.py         files, tee, filters
+    core/              what is decided: no I/O, no clock (leader_state, stall_rules, stall_monitor)
+
+In:   torchrun's command line and variables, and the pod's (`DDPJOB_…`).
+Out:  ranks, their logs, the exit code of the job's first failure, reports to the operator.
+Called by: the command in a pod, or by hand on any machine.
+Must not know: Kubernetes, the operator, torch (its fork server imports torch). Rules shared with the operator are in
+`ddpjob_core`; of the library it uses how ranks report.
+
+Standard library only, and little of it, because a job waits for its imports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+
+def main() -> None:
+    """The console script: ends with the exit code of the job's first failure, 128 + n for signal n."""
+    from ddprun.options import parse
+
+    options = parse(sys.argv[1:], os.environ)
+    from ddprun import own_children, processes
+
+    processes.open_streams()
+    own_children.stand_apart()  # before much is imported: the process that stays behind needs none of it
+    from ddprun.run import run
+
+    code = run(options, os.environ)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
+            stream.flush()
+    os._exit(code)  # all is done, and an interpreter's end takes as long as its beginning

@@ -1,0 +1,5 @@
+"""`python -m ddprun`."""
+
+from ddprun import main
+
+main()

@@ -1,0 +1,316 @@
+"""The agent: one loop over signals, sockets and time. It decides nothing that `core/` decides, and never blocks.
+
+The leader's agent has the `LeaderState`, and the others follow it over one connection each. An agent that loses its
+leader, and a leader that loses an agent, ends its ranks at once: without each other they cannot go on, and a connection
+that comes back brings an agent that runs nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ddpjob import own_files
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob_core.failures import Failure
+from ddpjob_core.findings import Finding
+from ddpjob_core.heartbeat import STACKS_SIGNAL
+from ddprun import processes
+from ddprun.core.leader_state import EndOrder
+from ddprun.environment import Life
+from ddprun.logs import TAIL_SECONDS, LogFolder
+from ddprun.node import LocalRanks, say
+from ddprun.options import Options
+from ddprun.preload import ForkServer
+
+if TYPE_CHECKING:
+    from ddprun.core.stall_monitor import StallReport
+    from ddprun.core.stall_rules import Position
+    from ddprun.heartbeats import Heartbeats
+
+# They end a process that does not handle them.
+_FATAL = "SIGHUP SIGINT SIGTERM SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGIO SIGPWR SIGXCPU".split()
+WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
+MESSAGE_BEGINS = b'{"ddpjob"'
+
+
+class Group(Protocol):
+    """The agent's part in the group: it leads, or follows the leader. Its methods are called for what happens on this
+    node: a rank has failed, none runs any more, all have ended with 0; its end is requested, or it is given up."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` has something to do."""
+
+    def begin(self, now: float, /) -> None: ...
+    def tick(self, now: float, /) -> None: ...
+    def failed(self, failures: list[Failure], now: float, /) -> None: ...
+    def stopped(self, failures: list[Failure], now: float, /) -> None: ...
+    def finished(self, now: float, /) -> None: ...
+    def termination_requested(self, now: float, /) -> None: ...
+    def abandon(self) -> None: ...
+    def stood(self, report: StallReport, now: float, /) -> None: ...
+    def answered(self, report: StallReport, positions: Sequence[Position], now: float, /) -> None: ...
+
+
+class Watchdog(Protocol):
+    """Finds out whether the ranks of this node are stalled."""
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` has something to do."""
+
+    def begin(self, beats: Heartbeats, /) -> None: ...
+    def tick(self, now: float, /) -> None: ...
+    def ask(self, now: float, /, *, quiet: bool = False) -> None: ...
+    def others_have_ended(self) -> None: ...
+    def ask_stacks(self, now: float, /) -> None: ...
+    def end(self) -> None: ...
+
+
+class Agent:
+    """One node of a job."""
+
+    group: Group
+    watching: Watchdog
+
+    def __init__(
+        self, options: Options, environ: Mapping[str, str], folder: LogFolder, server: ForkServer | None
+    ) -> None:
+        self.options, self.environ, self.folder = options, environ, folder
+        self.code: int | None = None
+        self.termination_signal = 0  # 0: no termination is requested
+        self._numbers = [getattr(signal, name) for name in options.signals if not _is_nohup(name)]
+        self._fatal = _fatal() - set(self._numbers)
+        # Whoever asks for stacks needs a signal that ends nothing, also where the user lets SIGQUIT end the job.
+        self._for_stacks = {signal.SIGQUIT, STACKS_SIGNAL} - set(self._numbers)
+        self._signals = processes.listen_to_signals([*self._numbers, *self._fatal, *self._for_stacks])
+        self._poller = select.poll()
+        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._server = server
+        self.node = LocalRanks(options, environ, folder, server)
+        self.members = options.members  # of the last generation
+        self._failure_reported = False
+        self.settled = True  # whether nothing of the last generation is left here
+        self._has_backlog = False  # whether ranks have written more than a turn copies
+
+    # ---- the loop ------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        self.watch(self._signals, self._receive_signals)
+        if self._server is not None:
+            self.watch(self._server.fileno(), self._receive_from_server)
+        self.group.begin(time.monotonic())
+        while self.code is None:
+            for descriptor, _ in self._poller.poll(self._milliseconds()):
+                heard = self._callbacks.get(descriptor)
+                if heard is not None:
+                    heard()
+            self._turn()
+        return self.code
+
+    def watch(self, descriptor: int, heard: Callable[[], None], *, write: bool = False) -> None:
+        """Call when there is something to read, or room to write."""
+        self._poller.register(descriptor, select.POLLOUT if write else select.POLLIN)
+        self._callbacks[descriptor] = heard
+
+    def unwatch(self, descriptor: int) -> None:
+        if self._callbacks.pop(descriptor, None) is not None:
+            self._poller.unregister(descriptor)
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        for pid, code in processes.reaped():
+            self.node.ended(pid, code)
+        self.node.advance()
+        self.node.tick(now)
+        if self.node.outlives_sigkill(now):
+            # Whoever waits for it waits for ever, and silently. Without us the job goes on, with another pod.
+            say("a rank does not end, although it was killed: the kernel holds it; this node is given up")
+            return self.group.abandon()
+        if self.folder.tails:
+            self._has_backlog = not self.folder.copy()
+        self._report(now)
+        self.watching.tick(now)
+        return self.group.tick(now)
+
+    def _report(self, now: float) -> None:
+        """Say how the ranks end: the first failure at once, and that all are gone."""
+        if self.settled:
+            return
+        if self.node.failures and not self._failure_reported:
+            self._failure_reported = True
+            self.group.failed(self.node.failures, now)
+        if self.node.running:
+            return
+        self.settled = True
+        self.watching.end()
+        failures = self.node.settle()
+        if self.termination_signal and self.options.place != self.members.leader:
+            if not failures and not self.node.stopped:
+                self.group.finished(now)  # perhaps the last that the job waited for
+            self.end(self.termination_code(), None)
+        elif self.node.stopped or failures:
+            self.group.stopped(failures, now)
+        else:
+            self.group.finished(now)
+
+    def _milliseconds(self) -> float:
+        now = time.monotonic()
+        times = (self.node.deadline(now), self.group.deadline, self.watching.deadline)
+        deadlines = [now + WAIT_SECONDS_MAX, *(at for at in times if at)]
+        if self.folder.tails:
+            deadlines.append(now if self._has_backlog else now + TAIL_SECONDS)
+        if not self.settled and not self.node.running:  # none could be started
+            deadlines.append(now)
+        return max(0.0, min(deadlines) - now) * 1000 + 1
+
+    def _receive_signals(self) -> None:
+        for number in os.read(self._signals, 4096):
+            if number in self._numbers:
+                self._terminate(number)
+            elif number in self._for_stacks:
+                self.watching.ask_stacks(time.monotonic())
+            elif number in self._fatal:
+                # As it ends torchrun, but the kernel would leave our folder.
+                handled = ",".join(self.options.signals)
+                say(f"ended by {signal.Signals(number).name}, which is not among --signals-to-handle: {handled}")
+                self.code = 128 + number
+
+    def _terminate(self, number: int) -> None:
+        """A signal from outside, for instance the kubelet's: the ranks get it too, and the time that is left."""
+        first, self.termination_signal = not self.termination_signal, self.termination_signal or number
+        now = time.monotonic()
+        if not first:
+            if number == signal.SIGINT:  # a second Ctrl-C: the user does not want to wait
+                self.node.kill_now(now)
+            return
+        self.watching.end()
+        if self.node.running:
+            self.node.tell(number, self.options.shutdown_seconds, now)
+        elif self.node.exit_code:
+            self.node.forget()
+        self.group.termination_requested(now)
+
+    def _receive_from_server(self) -> None:
+        assert self._server is not None, "only a server is heard"
+        given_up = bool(self._server.refused)  # and said so
+        self._server.hear()
+        if self._server.refused:
+            self.unwatch(self._server.fileno())
+            self._server.close()
+            if not given_up:
+                say(f"no fork server: {self._server.refused}; every rank is a new process (or ask for --no-preload)")
+        for name, why in self._server.failed.items():
+            say(f"--preload: {name}: {why}; left out")
+        self._server.failed = {}
+
+    # ---- what the group orders -----------------------------------------------------------------------------
+
+    def start(self, life: Life) -> None:
+        """Start the ranks of a generation."""
+        self.settled = self._failure_reported = False
+        self.members = life.members
+        self.node.start(life)
+        if not life.preflight and self.node.beats is not None:
+            self.watching.begin(self.node.beats)
+        # Only now: the ranks have not waited for what a failure will need, and a failure shall not wait for it either.
+        from ddpjob.reporting import termination  # noqa: F401
+
+    def stop(self, now: float, *, patient: bool, furthest: int = 0) -> None:
+        """End the ranks; `group.stopped` follows, at once where none runs. furthest: the clock of a rank elsewhere."""
+        self.watching.end()
+        if self.node.running:
+            options = self.options
+            grace = options.shutdown_seconds if patient else options.broken_grace_seconds
+            self.node.stop(signal.SIGTERM, grace, now, rescue=not patient, furthest=furthest)
+        elif self.settled:
+            if self.node.exit_code == 0:
+                self.node.forget()  # that all have ended well is undone: they start again with the others
+            self.group.stopped([], now)
+
+    def end(
+        self,
+        code: int,
+        failure: Failure | None,
+        *,
+        ended: bool = False,
+        account: dict[str, Any] | None = None,
+        findings: Sequence[Finding] = (),
+    ) -> None:
+        """It is over: the termination message is left, and `run` returns.
+
+        ended: whether the whole group is at its end, by its leader's order; who goes alone is replaced alone.
+        account: of the restarts that node 0 has led. findings: what makes an exit code of 0 suspicious.
+        """
+        known = self.node.termination_message() if code != 0 else None
+        if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
+            known = failure._replace(traceback=self.node.traceback_of(failure.rank))
+        group: dict[str, Any] = ({"ended": True} if ended else {}) | ({"agent": account} if account else {})
+        if findings:
+            group["findings"] = [finding.as_dict() for finding in findings]
+        message = group if code != 0 or account or findings else {}
+        if known is not None or (code != 0 and not self.termination_signal):
+            # A shell around us may end with 0 nevertheless: `ddprun train.py | tee log`.
+            own = {"exitCode": code} if known is None else known.as_dict()
+            message = own | group | {"failed": not self.termination_signal}
+        if message:
+            leave_message(self.environ.get("DDPJOB_TERMINATION_LOG"), message)
+        self.code = code
+
+    def termination_code(self) -> int:
+        """What the ranks ended with; that of the signal where none had begun."""
+        return 128 + self.termination_signal if self.node.exit_code is None else self.node.exit_code
+
+    def own_code(self, order: EndOrder) -> int:
+        """What this agent ends with: the culprit rank's code with its node, else that it can be resumed."""
+        if order.code == 0:
+            return 0
+        if self.termination_signal:
+            return self.termination_code()
+        return order.code if self.is_mine(order.failure) else RESUMABLE
+
+    def is_mine(self, failure: Failure | None) -> bool:
+        """Whether one of this node's ranks failed so."""
+        if failure is None or failure.rank is None:
+            return False
+        return self.members.place_of_rank(failure.rank, self.options.nproc) == self.options.place
+
+
+def _fatal() -> set[int]:
+    """The signals that would end this process, without those that whoever started it has ignored."""
+    numbers = (getattr(signal, name) for name in _FATAL)
+    return {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+
+
+def _is_nohup(name: str) -> bool:
+    """Whether it is the signal of a closed terminal in a program under `nohup`, which is to outlive that."""
+    return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+def leave_message(path: str | None, message: dict[str, Any]) -> None:
+    """The termination message of the pod."""
+    if not path:
+        return
+    from ddpjob.reporting.termination import write_over
+
+    with contextlib.suppress(OSError):
+        descriptor = own_files.open_file(path, os.O_WRONLY | os.O_CREAT)
+        try:
+            write_over(descriptor, message)
+        finally:
+            os.close(descriptor)
+
+
+def forget_message(path: str | None) -> None:
+    """Remove what a launcher before this one has left in the same container: `ddprun a.py || ddprun b.py`."""
+    with contextlib.suppress(OSError):
+        if path and os.path.getsize(path):
+            with open(path, "r+b", opener=own_files.opener) as file:
+                if file.read(len(MESSAGE_BEGINS)) == MESSAGE_BEGINS:
+                    file.truncate(0)

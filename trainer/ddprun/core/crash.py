@@ -1,0 +1,37 @@
+"""What faulthandler has written in a process that a signal has killed: where it was, as a traceback."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+"""What `faulthandler.enable` handles."""
+CALLS_MAX = 20
+_BEGIN = "Fatal Python error: "
+_THREAD = re.compile(r"^(Current thread|Thread) 0x")
+_MORE_THREADS = "..."
+_CALL = re.compile(r'^  File "(.*)", line (\d+) in (.+)$')
+_FORK_SERVER = "/ddprun/forkserver.py"
+
+
+def calls(dump: str) -> list[str]:
+    """The calls of the thread that the signal hit, as lines of a traceback, the most recent last.
+
+    dump: faulthandler's text. Where the thread is C++'s own (of gloo, of NCCL's watchdog) it has no Python calls; then
+    they are the main thread's, which most likely waits for that one. faulthandler lists it last, after at most 99
+    others: of more threads it is not known.
+    """
+    current: list[str] = []
+    last: list[str] = []
+    is_current = is_over = False
+    for line in dump.rpartition(_BEGIN)[2].splitlines():  # a child of the rank may have crashed before
+        if line == _MORE_THREADS:
+            last = []
+        elif thread := _THREAD.match(line):
+            is_current, is_over, last = thread[1] == "Current thread", False, []
+        elif found := _CALL.match(line):
+            is_over = is_over or found[1].endswith(_FORK_SERVER)  # below the script's first line
+            if not is_over:
+                (current if is_current else last).insert(0, f'  File "{found[1]}", line {found[2]}, in {found[3]}')
+    return (current or last)[-CALLS_MAX:]

@@ -1,0 +1,647 @@
+"""What node 0's agent decides for all: when a generation starts, stops, starts again, and when the job is over.
+
+Pure: events and the time come in, orders go out, and `leader.py` carries them out. The leader's own node is node 0
+like any other, and a job of one node follows the same rules.
+
+    gathering   until every node is connected and nothing of the last generation runs anywhere
+    running     until a rank fails, a node is lost, or all nodes have finished
+    stopping    until every connected node has reported that its ranks are gone; after the timeout of a rank that waited
+                for another one, ranks are asked where they are before they are stopped; after a mistake of the script,
+                the ranks of the other nodes have a moment to make it as well
+    pausing     the back-off
+    over
+
+An operator, where there is one, makes a new pod for one that is lost and charges for it; what needs no new pod is
+charged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from ddpjob_core.budget import (
+    INFRASTRUCTURE_IN_A_ROW_MAX,
+    NO_PROGRESS_MAX,
+    STALLS_MAX,
+    TRAINED_SECONDS,
+    Attempt,
+    Budget,
+    Grant,
+    Limits,
+    RestartHistory,
+)
+from ddpjob_core.failure_policy import PolicyRule
+from ddpjob_core.failures import BRIEF_MAX, Failure, Precedence, abridged, root_cause
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob_core.members import Members
+from ddprun.core.stall_rules import DeadlockSearch, Position, Standstill, TimeoutQuestion, only_waited
+
+if TYPE_CHECKING:
+    from ddpjob_core import rules
+    from ddprun.core.stall_monitor import StallReport
+
+Ended = tuple[int, int]
+"""A rank that ended with 0 before it was stopped, and the last step that it made."""
+State = Literal["gathering", "running", "stopping", "pausing", "over"]
+
+
+class StartOrder(NamedTuple):
+    """To every node: start your ranks."""
+
+    generation: int
+    members: Members
+    preflight: bool = False
+    """Not the script's: they measure the nodes, under the number of the generation before."""
+
+
+class Stop(NamedTuple):
+    """To these nodes: end your ranks, and report when they are gone."""
+
+    nodes: Collection[int]
+    generation: int
+    patient: bool
+    """Whether ranks may have something to save together: they were asked to stop and have not lost each other."""
+
+
+class Ask(NamedTuple):
+    """To every node: the group seems stalled; each rank reports its position."""
+
+    generation: int
+    timed_out: int | None = None
+    """The rank that has ended because it waited for another one until its timeout, where that is why."""
+    quiet: bool = False
+    """Whether each rank reports what it waits in, and writes nothing: none may hang at all."""
+
+
+class Over(NamedTuple):
+    """To every node: all ranks of one have ended well, so no rank waits for another one any more."""
+
+    generation: int
+
+
+class EndOrder(NamedTuple):
+    """To every node: it is over."""
+
+    code: int
+    """0, or how the culprit rank ended; 75 where there is none."""
+    failure: Failure | None
+    why: str
+
+
+class Leave(NamedTuple):
+    """To node 0 alone: it ends, because its termination is requested, and the others wait for its replacement."""
+
+    why: str
+
+
+REPEATS = "the same error would come again: not restarted"
+# What is not listed is a budget that is spent.
+NOT_RESTARTED: dict[str, str] = {
+    "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
+    "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
+    "TooManyInfrastructureFailures": f"{INFRASTRUCTURE_IN_A_ROW_MAX} restarts in a row for lost nodes: not restarted",
+}
+CHARGED_MAX = 5
+ANSWER_SECONDS = 3.0  # for what takes an agent one
+SAME_MISTAKE_SECONDS = 3.0  # ranks that start together come to the same line within a second
+PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
+Order = StartOrder | Stop | Ask | Over | EndOrder | Leave
+
+
+class LeaderState:
+    """The state of one job, as its leader knows it."""
+
+    def __init__(
+        self,
+        members: Members,
+        budget: Budget,
+        join_seconds: float,
+        now: float,
+        *,
+        policy: Sequence[PolicyRule] = (),
+        has_operator: bool = False,
+        preflight: bool = False,
+        furthest_step: int = 0,
+    ) -> None:
+        self.state: State = "gathering"
+        self.generation = -1
+        self.orders: list[Order] = []
+        self.furthest_step = furthest_step  # of all ranks, in all generations, and before
+        self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
+        self._furthest_before = furthest_step  # the last failure that was charged here
+        self._standstill, self._question, self._search = Standstill(), TimeoutQuestion(), DeadlockSearch()
+        self._waited_for: Failure | None = None  # the rank that others have waited for until their timeouts
+        self.members, self._budget, self._policy = members, budget, policy
+        self._has_operator = has_operator
+        self._wants_preflight = preflight
+        self._checking = False  # whether it is a pre-flight that runs
+        self._join_seconds = join_seconds
+        self._here: set[int] = set()
+        self._finished: set[int] = set()
+        self._ended: list[Ended] = []  # in this generation
+        self._unable: set[int] = set()  # nodes that have no such program, in this generation
+        self._raised: dict[str, set[int]] = {}  # the nodes that raised an exception, in this generation
+        self._awaited: str | None = None  # the exception that the other nodes have a moment to raise as well
+        self._has_trained = False  # or ran as long as only a script does that can
+        self._stopping: set[int] = set()  # nodes whose ranks are not gone yet
+        self._terminations = Terminations(members.leader, has_operator)
+        self._replacements: dict[int, int] = {}  # by node: which of its pods was here last
+        self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation has lost first
+        self._uncharged: Failure | None = None  # a lost node; who is charged is known when it comes again
+        self._failures: list[Failure] = []  # as they came: clocks of nodes differ, and jump
+        self.said = ""  # why the next ranks start: what the last failure was, and what it cost
+        self._since = now  # of this state
+        self._ran_seconds = 0.0  # the last generation
+        self.deadline: float | None = now + join_seconds  # when `tick` has something to do
+
+    @property
+    def restarts(self) -> int:
+        """In place, so far."""
+        return self._budget.history.total
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What was charged here, and how many in a row, from where the operator's count stood."""
+        return self._budget.report
+
+    def is_outdated(self, node: int, replacement: int) -> bool:
+        """Whether a newer pod of this node has been here: it has its place, and this one is on its way out."""
+        return replacement < self._replacements.get(node, 0)
+
+    def joined(
+        self,
+        node: int,
+        now: float,
+        generation: int = -1,
+        replacement: int = 0,
+        *,
+        preflight: bool = False,
+        grant: Grant | None = None,
+    ) -> None:
+        """An agent is here, no rank runs with it, and the last that did were of that generation."""
+        assert node not in self._here, "a node is lost before it comes again"
+        self._here.add(node)
+        self._terminations.leaving.discard(node)
+        self._replacements[node] = replacement
+        self._wants_preflight |= preflight
+        if grant is not None:
+            self._budget = self._budget.renewed(grant, self._replacements[self.members.leader])
+        if generation > self.generation:  # a leader that replaces another one goes on from there
+            self.generation, self.said = generation, "the pod of node 0 is new"
+        self._go_on_if_all_are_here(now)
+
+    def lost(self, node: int, now: float) -> None:
+        """An agent is gone, or does not answer."""
+        if node not in self._here:
+            return
+        self._here.discard(node)
+        self._stopping.discard(node)
+        self._finished.discard(node)
+        vanished = self._lose(node)
+        if self.state == "running":
+            self._stop([vanished], now)
+        elif self.state == "stopping":
+            self._failures.append(vanished)
+            self._ask_no_more()
+            self._await_no_more()
+            self._settle_if_all_have_stopped(now)
+
+    def failed(self, node: int, failures: list[Failure], now: float) -> None:
+        """A rank of this node has ended with something else than 0."""
+        if self.state == "running" and node in self._here:
+            self._note_raised(node, failures)
+            self._stop(failures, now, asks=True)
+            return
+        if not all(failure.waited_in or failure.symptom for failure in failures):
+            self._ask_no_more()  # it is the cause, and its node reports it again when its ranks are gone
+        self._note_raised(node, failures)
+        self._await_no_more(unless_others_may_raise_it=True)
+
+    def stopped(
+        self,
+        node: int,
+        failures: list[Failure],
+        now: float,
+        ended: Ended | None = None,
+        *,
+        lacks_program: bool = False,
+    ) -> None:
+        """No rank of this node runs any more. ended: one that had ended with 0 before it was stopped. lacks_program:
+        whether its script is not there, also where no rank has come to look for it."""
+        if self.state == "stopping" and node in self._stopping:
+            self._stopping.discard(node)
+            self._ended += [ended] if ended is not None else []
+            self._unable |= {node} if lacks_program or any(f.lacks_program for f in failures) else set()
+            self._note_raised(node, failures)
+            self._failures = _merged(self._failures, failures)
+            self._ask_no_more(answered=True)
+            self._await_no_more(unless_others_may_raise_it=True)
+            self._settle_if_all_have_stopped(now)
+
+    def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
+        """Every rank of this node has ended with 0, the first of them so."""
+        if self.state == "running" and node in self._here:
+            self._finished.add(node)
+            self._ended += [ended] if ended is not None else []
+            wait = self._standstill.forget(node)
+            self._search.forget(node)
+            if wait is not None and not self._standstill.asked:
+                self.deadline = now + wait
+            if len(self._finished) == len(self.members) and self._checking:
+                self._go_on_after_check("", now)
+            elif len(self._finished) == len(self.members):
+                self._end(0, None, "all ranks have ended", now)
+            elif len(self._finished) == 1:
+                self.orders.append(Over(self.generation))
+        else:
+            self._ask_no_more()  # it has no rank that could answer
+            self._await_no_more()
+
+    def reached(self, step: int) -> None:
+        """A rank of this generation has made this step."""
+        self.furthest_step = max(self.furthest_step, step)
+
+    def stood(self, node: int, report: StallReport, now: float) -> None:
+        """The ranks of this node get on, or stand still, from now on."""
+        if self.state == "running" and node in self._here:
+            stalled = self._standstill.heard(node, report)
+            self._search.heard(node, still=report.still)
+            if stalled and self.deadline is None:
+                self._ask(now)
+            elif self.deadline is None and self._search.is_due(self._here - self._finished):
+                self._search.ask()
+                self.deadline = now + ANSWER_SECONDS
+                self.orders.append(Ask(self.generation, quiet=True))
+
+    def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
+        """Where the ranks of this node are."""
+        if self.state == "running" and node in self._here:
+            running = self._here - self._finished
+            self._search.heard(node, still=report.still)
+            if self._search.answered(node, positions, running):
+                self._settle_search(now)
+            elif self._standstill.answered(node, report, positions, running):
+                self._settle_standstill(now)
+        elif self._question.asked and node in self._stopping:
+            self._question.answered(node, positions)
+            self._ask_no_more(answered=True)
+
+    def termination_requested(self, node: int, now: float) -> None:
+        """The termination of a node: it ends once its ranks have; without an operator the job ends with it."""
+        self._terminations.request(node)
+        if self.state in ("gathering", "pausing"):
+            if self._terminations.include_leader:
+                self._leave(now)
+            else:
+                self._here.discard(node)
+        elif self.state == "stopping":
+            self._ask_no_more()
+            self._await_no_more()
+            self._settle_if_all_have_stopped(now)
+        elif node == self.members.leader and node in self._finished:
+            self._stop([self._lose(node)], now)  # it must go, and the others have something to save
+
+    def tick(self, now: float) -> None:
+        """Time has passed."""
+        if self.deadline is None or now < self.deadline:
+            return
+        if self.state == "pausing":
+            self._enter("gathering", now, self._join_seconds)
+            self._go_on_if_all_are_here(now)
+        elif self.state == "running" and self._checking:
+            why = f"took longer than {PREFLIGHT_SECONDS:g} s"
+            self._stop([Failure(exit_code=RESUMABLE, exception=why, symptom=True)], now)
+        elif self.state == "gathering":
+            missing = sorted(set(self.members) - self._here)
+            why = f"nodes {', '.join(map(str, missing))} did not connect within {self._join_seconds:g} s"
+            self._end(RESUMABLE, None, why, now)
+        elif self.state == "stopping":
+            self._ask_no_more()
+            self._await_no_more()
+        elif self._search.asked:
+            self._settle_search(now)
+        elif self._standstill.asked:
+            self._settle_standstill(now)
+        elif self._standstill.stalled:
+            self._ask(now)
+        else:
+            self.deadline = None
+
+    def _note_raised(self, node: int, failures: list[Failure]) -> None:
+        for failure in failures:
+            self._raised.setdefault(_compared(failure), set()).add(node)
+
+    def _lose(self, place: int) -> Failure:
+        self._lost_pods.setdefault(place, self._replacements[place])
+        return Failure(node_rank=self.members.node_rank(place), vanished=True)
+
+    def _ask(self, now: float) -> None:
+        self._standstill.ask()
+        self.deadline = now + ANSWER_SECONDS
+        self.orders.append(Ask(self.generation))
+
+    def _settle_standstill(self, now: float) -> None:
+        self.deadline = None
+        found = self._standstill.settle()
+        if found is not None:
+            self._stop([found], now)
+
+    def _settle_search(self, now: float) -> None:
+        self.deadline = None
+        found = self._search.settle(self._here - self._finished)
+        if found is not None:
+            self._stop([found], now)
+        elif self._standstill.stalled:
+            self._ask(now)
+
+    def _go_on_if_all_are_here(self, now: float) -> None:
+        if self.state != "gathering":
+            return None
+        lost = self._uncharged
+        place = None if lost is None else self.members.place(lost.node_rank)
+        if lost is not None and place is not None and place in self._here:
+            self._uncharged = None
+            if self._replacements[place] == self._lost_pods[place]:
+                return self._charge(lost, now)  # its pod is the same one, so only the connection was lost
+            self.said = f"{describe(lost)}, and a new pod is in its place"
+        return self._start(now) if len(self._here) == len(self.members) else None
+
+    def _go_on_after_check(self, said: str, now: float) -> None:
+        self.said = "; ".join(sentence for sentence in (self.said, said) if sentence)
+        self._checking = self._wants_preflight = False
+        if self._terminations.include_leader:
+            return self._leave(now)
+        self._enter("gathering", now, self._join_seconds)
+        return self._go_on_if_all_are_here(now)
+
+    def _start(self, now: float) -> None:
+        self._checking = self._wants_preflight
+        if not self._checking:
+            self.generation += 1
+        self._finished, self._failures = set(), []
+        self._ended, self._unable, self._raised, self._awaited = [], set(), {}, None
+        self._lost_pods = {}
+        self._terminations.begin_generation()
+        self._standstill, self._question, self._waited_for = Standstill(), TimeoutQuestion(), None
+        self._search = DeadlockSearch()
+        self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
+        self.orders.append(StartOrder(self.generation, self.members, self._checking))
+
+    def _stop(self, failures: list[Failure], now: float, *, asks: bool = False) -> None:
+        """asks: whether a rank that still runs may be what one that has failed waited for until its timeout."""
+        self._failures += failures
+        self._ran_seconds = now - self._since
+        self._has_trained |= self.furthest_step > 0 or self._ran_seconds >= TRAINED_SECONDS
+        self._terminations.group_stops()
+        patient = self._terminations.came_first or any(failure.resumable for failure in failures)
+        self._stopping = set(self._here)
+        self._enter("stopping", now, None)
+        if not self._stopping:
+            self._settle_if_all_have_stopped(now)
+        elif asks and only_waited(failures) and not (patient or self._finished or self._checking):
+            self._question.ask()
+            self.deadline = now + ANSWER_SECONDS
+            self.orders.append(Ask(self.generation, next(f.rank for f in failures if f.waited_in)))
+        elif asks and not (patient or self._finished or self._checking) and self._others_may_make(failures[0]):
+            self._awaited = _compared(failures[0])
+            self.deadline = now + SAME_MISTAKE_SECONDS
+        else:
+            self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
+
+    def _others_may_make(self, failure: Failure) -> bool:
+        """True for a mistake of the script before its first step. The ranks of other nodes would be killed before they
+        come to it, and a mistake that all make is not worth a restart."""
+        return len(self.members) > 1 and not self._has_trained and _is_wrong(failure) and not failure.lacks_program
+
+    def _await_no_more(self, *, unless_others_may_raise_it: bool = False) -> None:
+        """Stop the ranks that had a moment to make the same mistake."""
+        if self._awaited is None or self.state != "stopping":
+            return
+        still = self._stopping - self._raised.get(self._awaited, set())
+        if unless_others_may_raise_it and still and set(self._raised) == {self._awaited}:
+            return
+        self._awaited = self.deadline = None
+        if self._stopping:
+            self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
+
+    def _ask_no_more(self, *, answered: bool = False) -> None:
+        """Stop the ranks that were asked first where they are. answered: only if all have said it, or have ended."""
+        if not self._question.asked or (answered and self._question.is_open(self._stopping)):
+            return
+        self._waited_for = self._question.settle(self._failures, self._stopping)
+        self.deadline = None
+        if self._stopping:
+            self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
+
+    def _settle_if_all_have_stopped(self, now: float) -> None:
+        # A leader that leaves need not wait for nodes that leave as well: they end by themselves, in their own time.
+        leaving, leader = self._terminations.leaving, self.members.leader
+        if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
+            return None
+        assert self._failures, "a generation is stopped for a failure"
+        # Last, because a rank that has failed by itself is a better cause; and who has ended with 0 makes fewer steps.
+        stalled = [self._waited_for] if self._waited_for is not None and not self._ended else []
+        failure = explained(root_cause([*self._failures, *stalled]), self._ended)
+        if self._terminations.explain(failure):
+            self.said = str(self._terminations)
+            return self._pause(0, now)
+        if failure.vanished and self._has_operator:
+            self._uncharged = failure
+            return self._pause(0, now)
+        return self._charge(failure, now)
+
+    def _settle_check(self, failure: Failure, now: float) -> None:
+        """A node that was found bad ends the group, so that it starts without it; a pre-flight that fails, nothing."""
+        bad = next((f for f in self._failures if f.preflight and f.bad_nodes), None)
+        if bad is not None:
+            return self._end(RESUMABLE, bad, bad.exception, now)
+        why = failure.exception if failure.rank is None else describe(failure)
+        self._here -= self._terminations.leaving
+        return self._go_on_after_check(f"the pre-flight failed: {why}; training starts without it", now)
+
+    def _charge(self, failure: Failure, now: float) -> None:
+        if self._checking and not failure.vanished:
+            return self._settle_check(failure, now)
+        failure, verdict = self._judge(failure, now)
+        if isinstance(verdict, str):
+            # A rank that ended too early did so with 0, which would count as success.
+            code = failure.exit_code or (1 if failure.early else RESUMABLE)
+            return self._end(code, failure, f"{describe(failure)}; {verdict}", now)
+        self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
+        self._budget = self._budget._replace(history=verdict.history)
+        charged = failure._replace(charged_to=verdict.charged_to or "", generation=self.generation)
+        self.charged = [*self.charged, charged][-CHARGED_MAX:]
+        return self._pause(verdict.wait_seconds, now)
+
+    def _pause(self, seconds: float, now: float) -> None:
+        """No rank runs; the next generation begins after that time, when every node is here."""
+        if self._terminations.include_leader:
+            return self._leave(now)
+        self._here -= self._terminations.leaving
+        self._enter("pausing", now, seconds)
+        return self.tick(now)
+
+    def _leave(self, now: float) -> None:
+        """This agent ends because of a termination: where no operator replaces the node, all nodes do."""
+        if not self._has_operator:
+            from ddpjob_core import rules
+
+            unsaved = next((f for f in self._failures if rules.is_unsaved(f.exception)), None)
+            if unsaved is not None:  # with 75 it would look as if all were saved
+                return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
+            return self._end(RESUMABLE, None, "told to stop", now)
+        self._enter("over", now, None)
+        others = "; the other nodes wait for a new node 0" if len(self.members) > 1 else ""
+        return self.orders.append(Leave(f"told to stop{others}"))
+
+    def _judge(self, failure: Failure, now: float) -> tuple[Failure, rules.Verdict | str]:
+        """The failure with its class, and the restart that follows, or why none does."""
+        import datetime as dt
+
+        from ddpjob_core import rules
+
+        attempt = Attempt(
+            made_a_new_step=self.furthest_step > self._furthest_before,
+            reports_steps=self.furthest_step > 0,
+            ran_seconds=self._ran_seconds,
+            only_complaints=failure.symptom and not failure.unstarted,
+        )
+        # Seconds of this agent, not of a clock that may jump: only their differences count.
+        moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
+        limits, history = Limits(backoff_limit=self._budget.application), self._budget.history
+        found, is_elsewhere = self._class_of(failure, history, attempt)
+        failure = failure._replace(failure_class=found)
+        self._furthest_before = self.furthest_step
+        verdict = rules.judge(found, history, attempt, limits, moment)
+        if is_elsewhere and found == "infrastructure":
+            return failure, "another node may have it"
+        if verdict.charged_to is None:
+            by_policy = any(rule.matches(failure.exit_code) for rule in self._policy)
+            return failure, "not restarted, by failurePolicy" if by_policy else REPEATS
+        if verdict.restart and self._budget.allows(verdict.charged_to, verdict.history):
+            return failure, verdict
+        return failure, NOT_RESTARTED.get(verdict.stop) or self._spent()
+
+    def _spent(self) -> str:
+        most = self._budget.max_restarts
+        return "no restarts left in place" if most is None else f"no restarts left (--max-restarts {most})"
+
+    def _class_of(self, failure: Failure, history: RestartHistory, attempt: Attempt) -> tuple[rules.Class, bool]:
+        """Its class after the user's failurePolicy, and whether only another node may have the program."""
+        from ddpjob_core import rules
+
+        code = failure.exit_code
+        found = "infrastructure" if failure.symptom else rules.classify(failure)
+        if failure.lacks_program and found in ("permanent", "application"):
+            found = self._class_of_no_start()
+        if found == "application" and self._repeats(failure):
+            found = "permanent"
+        found = rules.of_complaints(found, history, attempt)
+        ignored = any(rule.matches(code) for rule in self._policy)
+        is_elsewhere = found == "infrastructure" and failure.lacks_program and not ignored
+        outside = rules.from_outside(failure) or failure.unstarted
+        return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
+
+    def _repeats(self, failure: Failure) -> bool:
+        """As the operator's: a mistake of the script that was made on all nodes before the first step, or twice in a
+        row, because another rank may come to it too late. Also a script or a module that is not there: what starts the
+        ranks raises for it."""
+        on_all_nodes = len(self._raised.get(_compared(failure), ())) == len(self.members)
+        again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)
+        return _is_wrong(failure) and (on_all_nodes or again) and not self._has_trained
+
+    def _class_of_no_start(self) -> rules.Class:
+        """As the operator's: for good only where the job has never trained, and no node has the program."""
+        if self.furthest_step or self.generation > 0:
+            return "application"
+        return "permanent" if len(self._unable) == len(self.members) or not self._has_operator else "infrastructure"
+
+    def _end(self, code: int, failure: Failure | None, why: str, now: float) -> None:
+        self._enter("over", now, None)
+        self.orders.append(EndOrder(code, failure, why))
+
+    def _enter(self, state: State, now: float, seconds: float | None) -> None:
+        self.state, self._since = state, now
+        self.deadline = None if seconds is None else now + seconds
+
+
+class Terminations:
+    """The nodes whose termination is requested from outside. What fails because of that is charged to nobody."""
+
+    def __init__(self, leader: int, has_operator: bool) -> None:
+        self._leader, self._has_operator = leader, has_operator
+        self._requested: set[int] = set()  # since this generation began
+        self.leaving: set[int] = set()  # the nodes that have no new agent yet
+        self.came_first = False  # before anything failed
+
+    @property
+    def include_leader(self) -> bool:
+        """Whether node 0's agent ends too: where nobody replaces a node that does, all nodes end."""
+        return self._leader in self.leaving if self._has_operator else bool(self.leaving)
+
+    def request(self, node: int) -> None:
+        self.leaving.add(node)
+        self._requested.add(node)
+
+    def begin_generation(self) -> None:
+        """What ended a node before explains nothing from now on."""
+        self._requested, self.came_first = set(), False
+
+    def group_stops(self) -> None:
+        """Something has failed, or a termination is requested."""
+        self.came_first = bool(self._requested)
+
+    def explain(self, failure: Failure) -> bool:
+        """Whether the root cause of the stop follows from a termination."""
+        if not self._has_operator or self.came_first:
+            return bool(self._requested)
+        return bool(self._requested) and failure.precedence >= Precedence.RESUMABLE
+
+    def __str__(self) -> str:
+        return " and ".join(f"node {node} was told to stop" for node in sorted(self._requested))
+
+
+def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
+    """The failures with what a node adds when its ranks have ended. Node 0's own finding stays, because a rank that was
+    stopped for a stall, or found to be slow, says nothing of that with its end."""
+    by_rank = {failure.rank: failure for failure in news}
+    ranks = {failure.rank for failure in known}
+    kept = [f if f.stalled or f.preflight else by_rank.get(f.rank, f) for f in known]
+    return kept + [failure for failure in news if failure.rank not in ranks]
+
+
+def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
+    """The cause of what a rank complains of, where another one ended with 0: it makes fewer steps."""
+    if not failure.symptom or failure.unstarted or not ended or failure.rank is None:
+        return failure
+    from ddpjob_core import rules
+
+    rank, step = min(ended)
+    text = rules.ended_early(step or None, f"rank {failure.rank}", failure.step or None)
+    return failure._replace(rank=rank, exit_code=0, signal="", exception=text, step=step, symptom=False, early=True)
+
+
+def _is_wrong(failure: Failure) -> bool:
+    """True if the same lines would fail again, or there are none to run."""
+    from ddpjob_core import rules
+
+    return rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
+
+
+def _compared(failure: Failure) -> str:
+    """As much of its exception as another node's report holds."""
+    return abridged(failure.exception, BRIEF_MAX)
+
+
+def describe(failure: Failure) -> str:
+    """Return `rank 3 ended with exit code 7 in train.py:41 (ValueError: none)`, or `rank 3 was killed by SIGKILL`."""
+    if failure.early:
+        return f"rank {failure.rank} {failure.exception}"
+    if failure.vanished:
+        return f"node {failure.node_rank} is lost"
+    if failure.stalled:
+        return f"the group {failure.exception}"
+    how = f"was killed by {failure.signal}" if failure.signal else f"ended with exit code {failure.exit_code}"
+    how += f" in {failure.where}" if failure.where else ""
+    return f"rank {failure.rank} {how}" + (f" ({failure.exception})" if failure.exception else "")

@@ -1,0 +1,107 @@
+"""What a rank is started with: torchrun's variables, name by name, and its command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ddpjob_core.members import Members
+from ddprun.options import SIGNALS, Options
+
+PREFLIGHT = "ddpjob.preflight"
+
+
+class Life(NamedTuple):
+    """One generation: one life of all ranks."""
+
+    generation: int
+    """0, 1, …: how often the ranks have been started again."""
+    members: Members
+    port: int
+    """Where rank 0 serves the store; another one in each generation, so that nothing old can join."""
+    preflight: bool = False
+    """Whether the nodes only measure each other: no generation, and it has the number of the one before."""
+
+    @property
+    def name(self) -> str:
+        """Of its folder; a pre-flight may come again under the same number, with a port of its own."""
+        return f"preflight_{self.port}" if self.preflight else str(self.generation)
+
+
+def prepare(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of everything that is started here, as torchrun changes it for all ranks alike."""
+    # torchrun's default has SIGQUIT as well, which ends nothing here but shows stacks.
+    signals = options.signals if options.signals != SIGNALS else (*SIGNALS, "SIGQUIT")
+    changed = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals)}
+    if options.nproc > 1:
+        # torchrun's own default: n ranks with all cores each are slower than n ranks with one.
+        changed.setdefault("OMP_NUM_THREADS", "1")
+    return changed
+
+
+def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that only this rank gets.
+
+    TORCHELASTIC_USE_AGENT_STORE is False: rank 0 itself serves the store at MASTER_PORT, and so also where a script
+    meets by tcp:// (docs/ddprun.md).
+    """
+    members = life.members
+    rank, world_size = members.ranks(options.place, options.nproc)[local_rank], members.world_size(options.nproc)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(members.node_rank(options.place)),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": options.role,
+        "LOCAL_WORLD_SIZE": str(options.nproc),
+        "WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": str(len(members)),
+        "ROLE_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": options.host,
+        "MASTER_PORT": str(life.port),
+        "TORCHELASTIC_RESTART_COUNT": str(life.generation),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.budget.application),
+        "TORCHELASTIC_RUN_ID": options.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        **(_one_gpu(local_rank, environ) if options.virtual_local_rank else {}),
+    }
+
+
+def argv_of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str, str]) -> list[str]:
+    """The command line of a rank that is a process of its own."""
+    if life.preflight:
+        return [python(environ), "-u", "-m", PREFLIGHT]
+    words = [options.script, *(substituted(word, local_rank) for word in options.script_args)]
+    if options.kind == "program":
+        return words
+    return [python(environ), "-u", *(["-m"] if options.kind == "module" else []), *words]
+
+
+def python(environ: Mapping[str, str]) -> str:
+    """The interpreter of the ranks."""
+    return environ.get("PYTHON_EXEC") or sys.executable
+
+
+def substituted(word: str, local_rank: int) -> str:
+    """torchrun's one macro, ${local_rank}."""
+    if "$" not in word:
+        return word
+    import string
+
+    return string.Template(word).safe_substitute(local_rank=local_rank)
+
+
+def _one_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = str(local_rank) if visible is None else (visible.split(",")[local_rank : local_rank + 1] or [""])[0].strip()
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus}
+
+
+def first_folder(options: Options) -> str:
+    """What Python puts in front of sys.path."""
+    if options.kind == "module":
+        return os.getcwd()
+    return os.path.dirname(os.path.realpath(options.script))

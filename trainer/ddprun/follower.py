@@ -1,0 +1,297 @@
+"""Every other node's side of the group: keeps a connection to node 0, and carries out its orders."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob_core.failures import Failure
+from ddpjob_core.members import Members
+from ddprun import processes
+from ddprun.core.leader_state import EndOrder
+from ddprun.environment import Life
+from ddprun.leader import HEARTBEAT_SECONDS, SILENT_SECONDS, clock_of, line_of
+from ddprun.node import say
+from ddprun.wire import Link, Refused, job_key
+
+if TYPE_CHECKING:
+    from ddprun.agent import Agent
+    from ddprun.core.stall_monitor import StallReport
+    from ddprun.core.stall_rules import Position
+
+POSITIONS_MAX = 64
+WAITS_BYTES_MAX = 1 << 15  # half a line; without what ranks wait in, no deadlock is certain
+FAILURES_MAX = 24
+RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
+CONNECT_SECONDS = 10.0
+LOG_WAIT_AFTER_SECONDS = 30.0  # pods start within seconds of each other, which is not worth a line
+
+
+class Follower:
+    """The connection to node 0."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent, self._options = agent, agent.options
+        self._link: Link | None = None
+        self._welcome = False
+        self._connecting: socket.socket | None = None  # a connection that is being made
+        self._lookup = -1  # the pipe of the child that resolves the leader's name
+        self._addresses: list[tuple[int, Any]] = []
+        self._generation = -1
+        self._checking = False  # whether what runs, or ran last, is a pre-flight
+        self._disconnected_since = time.monotonic()
+        self._retry_at, self._pause = 0.0, RETRY_SECONDS
+        self._connect_until = 0.0
+        self._heard_at = self._heartbeat_at = 0.0
+        self._done = False  # whether all our ranks have ended with 0
+        self._wait_logged = False
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        if self._link is not None:
+            return min(self._heartbeat_at, self._heard_at + SILENT_SECONDS)
+        give_up = self._disconnected_since + self._options.join_seconds
+        if not self._agent.settled:
+            return give_up
+        return min(give_up, self._connect_until if self._connecting or self._lookup >= 0 else self._retry_at)
+
+    def begin(self, now: float) -> None:
+        self._disconnected_since = now
+        self.tick(now)
+
+    def failed(self, failures: list[Failure], _now: float) -> None:
+        self._send({**self._event("failed"), "failures": _encoded(failures), "clock": self._agent.node.clock})
+
+    def stopped(self, failures: list[Failure], _now: float) -> None:
+        node = self._agent.node
+        about = {"ended": node.ended_well, "inMemory": node.step_in_memory, "lacksProgram": node.lacks_program}
+        self._send({**self._event("stopped"), "failures": _encoded(failures), **about})
+
+    def finished(self, _now: float) -> None:
+        from ddprun.core import rank_ends
+
+        self._done, node = not self._checking, self._agent.node
+        left = {} if self._checking else rank_ends.as_message(node.end_of_ranks())
+        self._send({**self._event("finished"), "ended": node.ended_well, "left": left})
+
+    def stood(self, report: StallReport, _now: float) -> None:
+        self._send({**self._event("stood"), "word": report})
+
+    def answered(self, report: StallReport, positions: Sequence[Position], _now: float) -> None:
+        """Where our ranks are: those that are furthest behind, as many as a line holds."""
+        behind = sorted(positions, key=lambda p: (p.sequence, p.step))[:POSITIONS_MAX]
+        lines = [line_of(position) for position in behind]
+        if len(json.dumps(lines)) > WAITS_BYTES_MAX:
+            lines = [line_of(position._replace(waits=None)) for position in behind]
+        self._send({**self._event("answered"), "word": report, "positions": lines})
+
+    def termination_requested(self, _now: float) -> None:
+        """The termination of this node is requested: it ends when its ranks have, or at once."""
+        self._send({"terminating": self._agent.termination_signal})
+        if self._agent.settled:
+            self._agent.end(self._agent.termination_code(), None)
+
+    def tick(self, now: float) -> None:
+        if self._link is not None:
+            self._keep_alive(now)
+        elif self._agent.code is None:
+            self._reconnect(now)
+
+    # ---- with a leader -------------------------------------------------------------------------------------
+
+    def _keep_alive(self, now: float) -> None:
+        if now > self._heard_at + SILENT_SECONDS:
+            return self._disconnect(f"it has been silent for {SILENT_SECONDS:g} s", now)
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_SECONDS
+            self._send({"heartbeat": 1})
+        return None
+
+    def _receive(self) -> None:
+        assert self._link is not None, "only a link is received from"
+        self._heard_at = now = time.monotonic()
+        try:
+            for message in self._link.receive():
+                if self._agent.code is None:
+                    self._handle(message, now)
+        except (Refused, KeyError, TypeError, ValueError, ArithmeticError, AssertionError) as error:
+            self._disconnect(str(error), time.monotonic())
+
+    def _handle(self, message: dict[str, Any], now: float) -> None:
+        if "welcome" in message:
+            self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
+            # A new pod has to tell it to the next leader if this one is lost before it starts anything here.
+            self._generation = max(self._generation, int(message["generation"]))
+            if self._agent.termination_signal:
+                self._send({"terminating": self._agent.termination_signal})
+        elif "start" in message:
+            order = message["start"]
+            members = Members.read(str(order["members"]))
+            if self._options.place not in members:
+                raise ValueError(f"members {members.text}: this node is none of them")
+            life = Life(int(order["generation"]), members, int(order["port"]), order.get("preflight") is True)
+            self._generation, self._checking, self._done = life.generation, life.preflight, False
+            self._agent.start(life)
+        elif "stop" in message:
+            stop = message["stop"]
+            if stop["generation"] == self._generation:
+                self._agent.stop(now, patient=stop["patient"] is True, furthest=clock_of(stop))
+        elif "ask" in message or "over" in message:
+            self._watch(message, now)
+        elif "end" in message:
+            self._end(message["end"])
+
+    def _watch(self, message: dict[str, Any], now: float) -> None:
+        (order, about), *_ = message.items()
+        if about["generation"] != self._generation:
+            return None
+        watching = self._agent.watching
+        return watching.ask(now, quiet=about.get("quiet") is True) if order == "ask" else watching.others_have_ended()
+
+    def abandon(self) -> None:
+        self._agent.end(RESUMABLE, None)
+
+    def _end(self, said: dict[str, Any]) -> None:
+        failure = said["failure"]
+        order = EndOrder(int(said["code"]), None if failure is None else Failure.from_dict(failure), "")
+        assert self._link is not None, "the leader said so"
+        self._agent.unwatch(self._link.fileno())
+        self._link.close()
+        self._link = None
+        self._agent.end(self._agent.own_code(order), order.failure, ended=True)
+
+    def _event(self, name: str) -> dict[str, Any]:
+        return {"event": name, "generation": self._generation, "step": self._agent.node.furthest_step}
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._link is not None and self._welcome:  # before that the other end has not authenticated
+            try:
+                self._link.send(message)
+            except Refused as error:
+                self._disconnect(str(error), time.monotonic())
+
+    def _disconnect(self, why: str, now: float) -> None:
+        """A node without its leader runs nothing, because the others may have started again."""
+        if self._link is None:
+            return
+        known = self._welcome
+        self._agent.unwatch(self._link.fileno())
+        self._link.close()
+        self._link, self._welcome = None, False
+        if known:
+            say(f"node 0 is lost ({why}); waiting for it for {self._options.join_seconds:g} s")
+            self._disconnected_since = now
+        self._retry(now)
+        self._agent.stop(now, patient=bool(self._agent.termination_signal) or self._agent.node.exit_code == RESUMABLE)
+
+    # ---- without a leader ----------------------------------------------------------------------------------
+
+    def _reconnect(self, now: float) -> None:
+        if now >= self._disconnected_since + self._options.join_seconds:
+            where = f"{self._options.host}:{self._options.port}"
+            say(f"node 0 was not reached at {where} for {self._options.join_seconds:g} s")
+            self._agent.node.end()
+            # `ended`: the others give up as well, and new pods for each, one by one, would find no peers.
+            return self._agent.end(0 if self._done else RESUMABLE, None, ended=True)
+        if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
+            self._wait_logged = True
+            say(f"waiting for node 0 at {self._options.host}:{self._options.port}")
+        if self._connecting is not None or self._lookup >= 0:
+            if now >= self._connect_until:
+                self._cancel(now)
+        elif self._agent.settled and now >= self._retry_at:
+            self._look_up(now)
+        return None
+
+    def _look_up(self, now: float) -> None:
+        """In a child: a name that does not resolve yet may take half a minute, and SIGTERM must not wait for it."""
+        host, port = self._options.host, self._options.port
+
+        def addresses() -> bytes:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            return json.dumps([(family, address) for family, _, _, _, address in found]).encode()
+
+        try:
+            _, self._lookup = processes.call_in_child(addresses)
+        except OSError:  # no process is left for it now
+            return self._retry(now)
+        self._connect_until = now + 6 * CONNECT_SECONDS
+        return self._agent.watch(self._lookup, self._resolved)
+
+    def _resolved(self) -> None:
+        try:
+            said = os.read(self._lookup, 1 << 16)
+        except BlockingIOError:
+            return None
+        self._agent.unwatch(self._lookup)
+        os.close(self._lookup)
+        self._lookup = -1
+        now = time.monotonic()
+        try:
+            self._addresses = [(family, tuple(address)) for family, address in json.loads(said)]
+        except ValueError:  # the name does not resolve yet
+            return self._retry(now)
+        return self._connect(now)
+
+    def _connect(self, now: float) -> None:
+        """Connect to the next of its addresses."""
+        if not self._addresses:
+            return self._retry(now)
+        family, address = self._addresses.pop(0)
+        try:
+            self._connecting = socket.socket(family, socket.SOCK_STREAM)
+        except OSError:  # an IPv6 address, and no IPv6 here
+            return self._connect(now)
+        self._connecting.setblocking(False)
+        self._connect_until = now + CONNECT_SECONDS
+        if self._connecting.connect_ex(address) not in (0, errno.EINPROGRESS):
+            return self._cancel(now)
+        return self._agent.watch(self._connecting.fileno(), self._connected, write=True)
+
+    def _connected(self) -> None:
+        now = time.monotonic()
+        assert self._connecting is not None, "a connection is being made"
+        if self._connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
+            return self._cancel(now)
+        connection, self._connecting = self._connecting, None
+        self._agent.unwatch(connection.fileno())
+        about = {
+            "preflight": self._options.preflight and self._generation < 0,
+            "nodes": self._options.nodes,
+            "nproc": self._options.nproc,
+            "generation": self._generation,
+            "replacement": self._options.replacement,
+            "left": self._agent.environ.get("DDPJOB_RESTARTS_LEFT", ""),
+        }
+        key = job_key(self._options.run_id, self._agent.environ)
+        self._link = Link(connection, key, node=self._options.place, about=about)
+        self._heard_at, self._heartbeat_at = now, now + HEARTBEAT_SECONDS
+        return self._agent.watch(connection.fileno(), self._receive)
+
+    def _cancel(self, now: float) -> None:
+        if self._lookup >= 0:
+            self._agent.unwatch(self._lookup)
+            os.close(self._lookup)
+            self._lookup = -1
+        if self._connecting is not None:
+            self._agent.unwatch(self._connecting.fileno())
+            self._connecting.close()
+            self._connecting = None
+            return self._connect(now)
+        return self._retry(now)
+
+    def _retry(self, now: float) -> None:
+        self._retry_at = now + self._pause
+        self._pause = min(2 * self._pause, RETRY_SECONDS_MAX)
+
+
+def _encoded(failures: Sequence[Failure]) -> list[dict[str, Any]]:
+    """The first ones, because what more would fail for itself fails with them."""
+    return [failure.brief().as_dict() for failure in failures[:FAILURES_MAX]]

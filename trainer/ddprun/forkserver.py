@@ -1,0 +1,542 @@
+"""The fork server: imports torch once, and every rank begins where the imports have ended.
+
+`preload.py` runs this file as a program, `python -u forkserver.py FD`, with the environment of the ranks; it imports
+little, and from the standard library alone, because each rank has all that it imports. FD is a socket to the
+agent, a JSON object a line:
+
+    agent:  {"modules": ["torch"], "path0": "/app", "hidden": {"PYTORCH_NVML_BASED_CUDA_CHECK": null}}
+    server: {"ready": true, "failed": {"numpyy": "ModuleNotFoundError: …"}}  or  {"refused": "why"}
+    agent:  {"run": "script", "argv": ["train.py", "--lr", "1"], "environ": {"RANK": "3"}, "stdout": "", …}
+    server: {"pid": 4711}  or  {"error": "OSError: …"}
+    agent:  {"spare": true}
+    server: {"pid": 4712}  or  {"error": "OSError: …"}
+
+A rank is forked twice: its parent ends at once, so that it becomes a child of the agent, which reaps it as any other
+child. `become` gives it all that `python -u train.py` would find. A spare is forked in the same way before it is
+needed, and waits; what is run next is given to it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import fcntl
+import gc
+import io
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import types
+import zipimport
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # at run time each rank would have typing imported
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+PR_SET_PDEATHSIG = 1
+CRASH_DESCRIPTOR = 512  # or the next that is free; `ulimit -n` is 1024 or more
+PIPE_BYTES = 4096  # at most, are written to a pipe in one piece
+CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
+
+
+def main() -> Callable[[], None] | None:
+    """Import, report whether forks are safe from here, and fork until the agent is gone."""
+    agent = socket.socket(fileno=int(sys.argv[1]))
+    agent.set_inheritable(False)
+    agent_pid = os.getppid()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    lines = agent.makefile("r", encoding="utf-8")
+    order = json.loads(lines.readline())
+    with reads_recorded() as read, not_collected():
+        failed = preload(order)
+    refused = unsafe()
+    if refused:
+        say(agent, {"refused": refused})
+        return None
+    prepared = Prepared(read)
+    spares = Spares(prepared.wait)
+    say(agent, {"ready": True, "failed": failed})
+    for line in lines:
+        told = serve(agent, agent_pid, json.loads(line), spares)
+        if told is not None:
+            lines.close()
+            agent.close()
+            return become(order, told(), prepared)
+    return None
+
+
+def preload(order: dict[str, Any]) -> dict[str, str]:
+    """Import the modules, with the search path and the environment of the ranks; what went wrong, by name."""
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = order["path0"]  # torch imports numpy: a file numpy.py beside the script counts here as in a rank
+    # Looking for a GPU through CUDA itself would make this process, and each fork of it, unable to use one.
+    for name in order["hidden"]:
+        os.environ[name] = "1"
+    failed = {}
+    for name in order["modules"]:
+        try:
+            __import__(name)
+        except Exception as error:  # noqa: PERF203 - the next may be importable
+            failed[name] = f"{type(error).__name__}: {error}"
+    if "torch.distributed.distributed_c10d" in sys.modules:
+        with contextlib.suppress(ImportError):
+            import ddpjob.group.gloo_teardown
+            import ddpjob.group.meet
+            import ddpjob.reporting.rank_end  # noqa: F401 - what `prepare_groups` needs
+    return failed
+
+
+@contextlib.contextmanager
+def not_collected() -> Iterator[None]:
+    """What is made within is no matter for the garbage collector, also later.
+
+    It would look at all that is imported again and again, which is a quarter of the time of the imports, and once more
+    in each rank, where it writes to what it looks at, so that the fork copies those pages. What it would have freed is
+    6 MB of torch's that all ranks share.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(0)  # gc.disable() could not be told from that of a module
+    try:
+        yield
+    finally:
+        gc.freeze()
+        if gc.get_threshold()[0] == 0:
+            gc.set_threshold(*before)
+
+
+@contextlib.contextmanager
+def reads_recorded() -> Iterator[set[str]]:
+    """The variables that Python code reads while it is imported: a script that sets them afterwards is too late."""
+    names: set[str] = set()
+    kind: Any = type(os.environ)
+    read = kind.__getitem__
+
+    def read_and_record(environ: Any, name: Any) -> Any:
+        names.add(name)
+        return read(environ, name)
+
+    kind.__getitem__ = read_and_record
+    try:
+        yield names
+    finally:
+        kind.__getitem__ = read
+
+
+def unsafe() -> str:
+    """Why a fork from here would not be as a new process; empty: it would be."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "a preloaded module has initialised CUDA, and a forked process cannot use it"
+    threads = len(os.listdir("/proc/self/task")) - 1
+    pool = openblas_threads()
+    if threads > pool:
+        names = [thread_name(task) for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+        of_blas = f", of which OpenBLAS has {pool}" if pool else ""
+        return f"the preloaded modules run {threads} threads ({', '.join(sorted(names))}){of_blas}: a fork has none"
+    return ""
+
+
+def openblas_threads() -> int:
+    """The threads of OpenBLAS, which ends them before a fork and starts them after it by itself."""
+    from ddprun.late_environment import of_openblas
+
+    return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
+
+
+def thread_name(task: str) -> str:
+    with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/comm") as comm:
+        return comm.read().strip()
+    return "ended"
+
+
+class Prepared:
+    """What all ranks have in common is done here, once: in a rank it copies each page that it changes, 6 ms for torch's
+    modules alone."""
+
+    def __init__(self, read: set[str]) -> None:
+        """read: the variables that were read while torch was imported."""
+        self.torch: Any = sys.modules.get("torch")
+        self.hidden: Any = None
+        prepare_groups()
+        write_whole_lines()
+        if self.torch is not None:
+            with contextlib.suppress(ImportError):
+                from ddprun import late_environment
+
+                self.hidden = late_environment.hide_torch(read)
+        # The kernel forgets children that have ended: to wait for one takes as long as to fork it.
+        self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    def wait(self) -> None:
+        """In a rank that waits: pages that its script's `import torch` will write to are copied meanwhile."""
+        if self.hidden is not None:
+            self.hidden.touch()
+
+    def begin(self) -> None:
+        """In a rank, which has its environment."""
+        signal.signal(signal.SIGCHLD, self._ended)
+        reseed(self.torch)
+        if self.hidden is not None:
+            self.hidden.begin()
+
+
+class Spares:
+    """Ranks that are forked before they are needed: two forks of what torch's imports leave take 12 to 30 ms of two
+    CPUs, for each rank, and a restart would wait for them."""
+
+    def __init__(self, begin: Callable[[], None]) -> None:
+        """begin: what one does before it waits."""
+        self._begin = begin
+        self._waiting: list[tuple[int, int]] = []  # the pid of each, and the pipe to which its run is written
+
+    def add(self, agent_pid: int) -> tuple[int, Callable[[], dict[str, Any]] | None]:
+        """Fork one: its pid; in the spare 0, and what waits for its run. Raises OSError."""
+        read_end, write_end = os.pipe()
+        try:
+            pid = fork_rank(agent_pid, (read_end, write_end))
+        except OSError:
+            os.close(read_end)
+            os.close(write_end)
+            raise
+        if pid == 0:
+            os.close(write_end)
+            self.close()
+            self._begin()
+            return 0, lambda: awaited(read_end)
+        os.close(read_end)
+        self._waiting.append((pid, write_end))
+        return pid, None
+
+    def take(self, run: dict[str, Any]) -> int:
+        """Give the run to one that waits: its pid; 0: none is left."""
+        while self._waiting:
+            pid, pipe = self._waiting.pop(0)
+            with contextlib.suppress(OSError), open(pipe, "w", encoding="utf-8") as file:  # it was killed
+                file.write(json.dumps(run) + "\n")
+                file.flush()
+                return pid
+        return 0
+
+    def close(self) -> None:
+        """In a rank: what it kept open would keep the others waiting when the server has ended."""
+        for _, pipe in self._waiting:
+            os.close(pipe)
+        self._waiting.clear()
+
+
+def awaited(pipe: int) -> dict[str, Any]:
+    """What a spare is given to run. It ends where nothing will come."""
+    with open(pipe, encoding="utf-8") as file:
+        line = file.readline()
+    if not line.endswith("\n"):
+        os._exit(0)
+    run: dict[str, Any] = json.loads(line)
+    return run
+
+
+def serve(
+    agent: socket.socket, agent_pid: int, asked: dict[str, Any], spares: Spares
+) -> Callable[[], dict[str, Any]] | None:
+    """Fork a rank, or let a spare be one. Returns what tells what to run in the rank, and None in the server."""
+    told, server = None, os.getpid()
+    try:
+        if "spare" in asked:
+            pid, told = spares.add(agent_pid)
+        else:
+            pid = spares.take(asked) or fork_rank(agent_pid)
+    except OSError as error:
+        if os.getpid() != server:  # a fork that goes on here would be a second server, at the same socket
+            os._exit(1)
+        say(agent, {"error": str(error)})
+        return None
+    if pid:
+        say(agent, {"pid": pid})
+        return None
+    spares.close()
+    return told or (lambda: asked)
+
+
+def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
+    """Fork twice. Returns the pid in the server, and 0 in the rank, whose parent is the agent. Raises OSError.
+
+    of_rank: descriptors that the process between them closes.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        between = fork()
+    except OSError as error:
+        os.close(read_end)
+        os.close(write_end)
+        raise OSError(f"{type(error).__name__}: {error}") from None
+    if between == 0:
+        os.close(read_end)
+        fork_again(agent_pid, write_end, of_rank)
+        return 0
+    os.close(write_end)
+    answer = os.read(read_end, PIPE_BYTES).decode()  # written at once, before it ends
+    os.close(read_end)
+    if not answer.isdecimal():
+        raise OSError(answer or "it was killed while it forked")
+    return int(answer)
+
+
+def fork_again(agent_pid: int, answer: int, of_rank: tuple[int, ...]) -> None:
+    """Returns in the rank only, once the agent is its parent: from then on the end of either reaches the other."""
+    between = os.getpid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a rank that is killed before then is left for the agent to reap
+    try:
+        pid = fork()
+    except OSError as error:
+        os.write(answer, f"{type(error).__name__}: {error}".encode()[:PIPE_BYTES])
+        os._exit(1)
+    if pid:
+        for descriptor in of_rank:  # before it is known: a pipe that is open here looks as if the rank could be told
+            os.close(descriptor)
+        os.write(answer, str(pid).encode())
+        os._exit(0)
+    os.close(answer)
+    while os.getppid() == between:
+        time.sleep(0.0002)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent_pid:  # it ended before the line above, so no signal comes
+        os._exit(1)
+
+
+def fork() -> int:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: "is multi-threaded"; `unsafe` has looked at them
+        return os.fork()
+
+
+def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Callable[[], None]:
+    """Become what `python -u SCRIPT` is before the first line of the script. Returns what runs it, to be called last.
+
+    Python's stream objects stay: they keep nothing but the line that is being written, whatever file they write to.
+    """
+    os.setsid()
+    for path, descriptor in ((run["stdout"], 1), (run["stderr"], 2)):
+        if path:
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            os.dup2(file, descriptor)
+            os.close(file)
+    write_down_crashes(run["crash"])
+    if (rank_end := sys.modules.get("ddpjob.reporting.rank_end")) is not None:
+        rank_end.begin(run["end"])
+    for name, value in order["hidden"].items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    os.environ.update(run["environ"])
+    module = run["run"] == "module"
+    sys.argv[:] = run["argv"]
+    sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if module else []), *run["argv"]]
+    prepared.begin()
+    if "triton" in sys.modules:
+        # Its nanobind prints hundreds of lines of "leaked" at the end for objects that are frozen.
+        atexit.register(gc.unfreeze)
+    sys.modules["__main__"] = main_module()
+    return run_module if module else run_script
+
+
+def write_whole_lines() -> None:
+    """As a new Python's stderr. Under -u a print is two writes, so that lines of ranks mix where they print at once, as
+    all do after a collective: `rank 0rank 1`."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a module that was preloaded may have put another one in its place
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
+def write_down_crashes(path: str) -> None:
+    """Where this process is when a signal of its own kills it, for the agent; without it only the signal is known.
+
+    Not where somebody has chosen where to write it (PYTHONFAULTHANDLER). The number of the descriptor is a high one: a
+    script that closes all of them opens its files as the lowest ones that are free, and is not to find this in them.
+    """
+    if faulthandler.is_enabled():
+        return
+    with contextlib.suppress(OSError, ValueError):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        try:
+            faulthandler.enable(file=fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, CRASH_DESCRIPTOR))
+        finally:
+            os.close(file)
+
+
+def reseed(torch: Any) -> None:
+    """Otherwise all ranks draw the same numbers, after each restart too. Python's own generator reseeds itself."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    if torch is not None:
+        torch.default_generator.seed()  # the CPU's; those of GPUs are made with CUDA, in the rank
+
+
+def prepare_groups() -> None:
+    """For the groups of a script that does not use the library: rank 0 is waited for (meet.py), those of gloo are kept
+    (gloo_teardown.py says why), and the watchdog begins with the first."""
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    gloo, meet = (sys.modules.get(f"ddpjob.group.{name}") for name in ("gloo_teardown", "meet"))
+    if meet is not None:
+        meet.have_torch_wait_for_rank_0()
+    if c10d is not None and gloo is not None:
+        gloo.keep_all_of(c10d)
+    watch_group(c10d)
+    ddp, rank_end = (sys.modules.get(name) for name in ("torch.nn.parallel.distributed", "ddpjob.reporting.rank_end"))
+    if ddp is not None and rank_end is not None:
+        rank_end.watch_ddp(ddp.DistributedDataParallel)
+
+
+def watch_group(c10d: Any) -> None:
+    """ddprun's watchdog begins with the first process group, and not before: it has a thread, and until then a script
+    may fork as it likes.
+
+    No public hook tells of a new group: where this function of torch has another name, only those are watched that call
+    `ddpjob.init` or `ddpjob.progress`.
+    """
+    update = getattr(c10d, "_update_default_pg", None)
+    if update is None:
+        return
+
+    def update_and_watch(group: Any) -> None:
+        if "DDPJOB_BEATS" not in os.environ:
+            update(group)
+            return
+        with contextlib.suppress(Exception):
+            from ddpjob.reporting import watchdog
+
+            if group is None:
+                watchdog.left()
+        update(group)
+        with contextlib.suppress(Exception):
+            if group is not None:
+                watchdog.begin()
+                sys.modules["ddpjob.reporting.rank_end"].formed(group)
+
+    c10d._update_default_pg = update_and_watch
+
+
+def main_module() -> Any:
+    module: Any = types.ModuleType("__main__")
+    module.__builtins__ = sys.modules["builtins"]
+    module.__annotations__ = {}
+    return module
+
+
+def run_script() -> None:
+    """`python SCRIPT`."""
+    path = sys.argv[0]
+    if is_zip(path):
+        sys.path[0] = path
+        run_main(alter_argv=False)
+    else:
+        run_source(path, read_source(os.path.abspath(path)))
+
+
+def read_source(path: str) -> bytes:
+    try:
+        with io.open_code(path) as file:
+            return file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def run_source(path: str, source: bytes) -> None:
+    from importlib.machinery import SourceFileLoader
+
+    module: Any = sys.modules["__main__"]
+    module.__file__ = os.path.join(os.getcwd(), path)
+    module.__cached__ = None
+    module.__loader__ = SourceFileLoader("__main__", module.__file__)
+    exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - it is the script
+
+
+def is_zip(path: str) -> bool:
+    with contextlib.suppress(ImportError):
+        return bool(zipimport.zipimporter(path))
+    return False
+
+
+def run_module() -> None:
+    """`python -m MODULE`."""
+    sys.argv[0], name = "-m", sys.argv[0]
+    run_main(name)
+
+
+def run_main(name: str = "__main__", *, alter_argv: bool = True) -> None:
+    import runpy
+
+    runpy._run_module_as_main(name, alter_argv)  # type: ignore[attr-defined]  # what Python itself calls
+
+
+def say(agent: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # it has ended, and PDEATHSIG ends this process as well
+        agent.sendall(json.dumps(message).encode() + b"\n")
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def print_without_our_frames() -> None:
+    """An exception's trace begins in the script, as if nothing had called it, and is recorded for the agent."""
+    users, rank = sys.excepthook, os.getpid()
+
+    def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        sys.excepthook = users
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        error.__traceback__ = sys.last_traceback = trace
+        # A child that was forked by this rank is not the rank. And a KeyboardInterrupt ends Python by SIGINT, but
+        # no longer once the hook has executed source text, as an import of dataclasses does.
+        if os.getpid() == rank and isinstance(error, Exception):
+            with contextlib.suppress(Exception):
+                import traceback
+
+                from ddpjob.reporting.termination import cause_line
+
+                record(cause_line(error), "".join(traceback.format_exception(kind, error, trace)))
+        users(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def record_exit(error: SystemExit) -> None:
+    """`sys.exit("no data")`, and what argparse says before it ends the process: no excepthook is called for them."""
+    with contextlib.suppress(Exception):
+        from ddpjob.reporting.termination import exit_words
+
+        line, printed = exit_words(error)
+        if line:
+            record(line, printed)
+
+
+def record(line: str, printed: str) -> None:
+    """What torch's `@record` writes of a failure, also for a script without it: an exit code names no cause."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    extra = {"py_callstack": printed[-CALLSTACK_CHARACTERS_MAX:], "timestamp": str(int(time.time()))}
+    with open(path, "w", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o600)) as file:
+        json.dump({"message": {"message": line, "extraInfo": extra}}, file)
+
+
+if __name__ == "__main__":
+    run = main()
+    if run is not None:
+        try:
+            run()
+        except BaseException as error:
+            print_without_our_frames()
+            if isinstance(error, SystemExit):
+                record_exit(error)
+            raise

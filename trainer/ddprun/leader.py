@@ -1,0 +1,424 @@
+"""Node 0's side of the group: passes the events of all nodes to `LeaderState`, and its orders to all nodes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddpjob_core.budget import Grant
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddpjob_core.failures import Failure
+from ddpjob_core.findings import Finding
+from ddprun import ports
+from ddprun.core import deadlock
+from ddprun.core.leader_state import Ask, Ended, EndOrder, LeaderState, Over, StartOrder, Stop
+from ddprun.core.stall_monitor import StallReport
+from ddprun.core.stall_rules import Position
+from ddprun.environment import Life
+from ddprun.node import say
+from ddprun.posting import Posting
+
+if TYPE_CHECKING:
+    from ddprun.agent import Agent
+    from ddprun.core.rank_ends import NodeEnd
+    from ddprun.wire import Link
+
+HEARTBEAT_SECONDS = 5.0
+SILENT_SECONDS = 30.0  # an agent only answers: one that misses six heartbeats is gone, or its node is
+GREETING_SECONDS = 5.0
+UNAUTHENTICATED_MAX = 64
+DRAIN_SECONDS = 2.0
+
+
+class Leader:
+    """The connections to all other nodes, and the decisions of `LeaderState`."""
+
+    def __init__(self, agent: Agent) -> None:
+        options = agent.options
+        self._agent, self._options = agent, options
+        self._lead = LeaderState(
+            options.members,
+            options.budget,
+            options.join_seconds,
+            time.monotonic(),
+            policy=options.policy,
+            has_operator=options.has_operator,
+            preflight=options.preflight,
+            furthest_step=options.furthest_step,
+        )
+        self._posting = Posting(agent)
+        self._listener: socket.socket | None = None
+        self._links: dict[int, Link] = {}  # by node
+        self._unauthenticated: dict[Link, float] = {}  # connections that have not authenticated yet, and since when
+        self._refused: set[str] = set()  # refusals that are logged already: a refused agent tries again every second
+        self._heard_at: dict[int, float] = {}
+        self._heartbeat_at = 0.0
+        self._held: socket.socket | None = None  # the port of this generation
+        self._late_start: Life | None = None  # what the other nodes are not told yet
+        self._step_in_memory = 0  # that a node has whole, written by the ranks that were stopped last; 0: none
+        self._furthest = 0  # the clock of a rank on a node where one has failed, in this generation
+        self._started_from = 0  # of those, what the last generation was started with
+        self._left: dict[int, NodeEnd] = {}  # by node: what the ranks of this generation have left that all ended well
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        heartbeat_at = self._heartbeat_at if self._links or self._unauthenticated else None
+        times = [at for at in (self._lead.deadline, self._posting.deadline, heartbeat_at) if at]
+        return min(times) if times else None
+
+    def begin(self, now: float) -> None:
+        if self._options.nodes > 1:
+            assert self._options.port is not None, "several nodes have a port to meet at"
+            try:
+                self._listener = ports.listen(self._options.port)
+            except OSError as error:
+                say(f"port {self._options.port}, where the other nodes connect to this one: {error.strerror}")
+                return self._agent.end(RESUMABLE, None, ended=True)  # another attempt has another port
+            self._agent.watch(self._listener.fileno(), self._accept)
+        self._lead.joined(self._options.place, now, replacement=self._options.replacement)
+        return self.tick(now)
+
+    def failed(self, failures: list[Failure], now: float) -> None:
+        self._lead.reached(self._agent.node.furthest_step)
+        self._furthest = max(self._furthest, self._agent.node.clock)
+        self._lead.failed(self._options.place, failures, now)
+
+    def stopped(self, failures: list[Failure], now: float) -> None:
+        self._lead.reached(self._agent.node.furthest_step)
+        self._step_in_memory = max(self._step_in_memory, self._agent.node.step_in_memory)
+        node = self._agent.node
+        self._lead.stopped(self._options.place, failures, now, node.ended_well, lacks_program=node.lacks_program)
+
+    def finished(self, now: float) -> None:
+        self._left[self._options.place] = self._agent.node.end_of_ranks()
+        self._lead.finished(self._options.place, now, self._agent.node.ended_well)
+
+    def stood(self, report: StallReport, now: float) -> None:
+        self._lead.stood(self._options.place, report, now)
+
+    def answered(self, report: StallReport, positions: Sequence[Position], now: float) -> None:
+        self._lead.answered(self._options.place, report, positions, now)
+
+    def termination_requested(self, now: float) -> None:
+        self._lead.termination_requested(self._options.place, now)
+
+    def tick(self, now: float) -> None:
+        """Do what the lead orders, and what time asks for."""
+        self._lead.tick(now)
+        if self._links or self._unauthenticated:
+            self._send_heartbeats(now)
+        self._start_others()
+        while self._lead.orders and self._agent.code is None:
+            order = self._lead.orders.pop(0)
+            if isinstance(order, StartOrder):
+                self._start(order)
+            elif isinstance(order, Stop):
+                self._stop(order, now)
+            elif isinstance(order, Ask):
+                self._ask(order, now)
+            elif isinstance(order, Over):
+                self._send(self._lead.members, {"over": {"generation": order.generation}})
+                self._agent.watching.others_have_ended()
+            elif isinstance(order, EndOrder):
+                self._end(order)
+            else:
+                say(order.why)
+                self._go(self._agent.termination_code())
+            self._start_others()
+        if self._agent.code is None:
+            self._posting.tick(now, self._post())
+
+    # ---- orders --------------------------------------------------------------------------------------------
+
+    def _start(self, order: StartOrder) -> None:
+        if order.preflight:
+            say("pre-flight: the nodes measure each other first")
+        elif order.generation > 0:
+            why = f": {self._lead.said}" if self._lead.said else ""
+            say(f"restart {order.generation}{why}{self._from_where()}")
+        elif self._lead.said:
+            say(self._lead.said)
+        try:
+            port = self._new_port(order.generation)
+        except OSError as error:
+            say(f"no port for rank 0: {error}; this node is given up")
+            return self.abandon()
+        life, self._furthest = Life(order.generation, order.members, port, order.preflight), 0
+        self._left.clear()
+        self._late_start = life
+        self._start_others()
+        return self._agent.start(life)
+
+    def _start_others(self) -> None:
+        """As soon as the ranks of this node can begin, or something else is ordered.
+
+        While a new pod of node 0 imports torch nobody serves rank 0's store. Ranks elsewhere would look for it, and
+        torch looks again up to a second after it has not found it: node 0 was ready after 3.2 s, and all met after 4.2.
+        """
+        if (life := self._late_start) is not None and (self._lead.orders or self._agent.node.can_start):
+            self._late_start = None
+            self._send(life.members, {"start": {**life._asdict(), "members": life.members.text}})
+
+    def _from_where(self) -> str:
+        """What the ranks will find, as far as the nodes know; which of it counts is theirs to say."""
+        step, self._step_in_memory = self._step_in_memory, 0
+        self._started_from = step
+        saved = self._agent.node.saved_step
+        if step:
+            return f", from step {step} in memory"
+        return f", from step {saved}" if saved else ""
+
+    def _stop(self, order: Stop, now: float) -> None:
+        stop = {"generation": order.generation, "patient": order.patient, "clock": self._furthest}
+        self._send(order.nodes, {"stop": stop})
+        if self._options.place in order.nodes:
+            self._agent.stop(now, patient=order.patient, furthest=self._furthest)
+
+    def _ask(self, order: Ask, now: float) -> None:
+        timed_out = order.timed_out
+        why = "no rank makes progress" if timed_out is None else f"rank {timed_out} waited until its timeout"
+        if not order.quiet:
+            say(f"{why}: each is asked for its position")
+        self._send(self._lead.members, {"ask": {"generation": order.generation, "quiet": order.quiet}})
+        self._agent.watching.ask(now, quiet=order.quiet)
+
+    def _end(self, order: EndOrder) -> None:
+        if order.code != 0:
+            say(order.why)
+        failure = None if order.failure is None else order.failure.brief().as_dict()
+        self._send(list(self._links), {"end": {"code": order.code, "failure": failure}})
+        self._drain()
+        account = self._account() if order.code != 0 or self._lead.restarts else None
+        findings = self._findings() if order.code == 0 else []
+        for finding in findings:
+            say(finding.message)
+        self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account, findings=findings)
+        self._posting.finish(self._post())
+
+    def _findings(self) -> list[Finding]:
+        from ddprun.core import rank_ends
+
+        return rank_ends.findings(self._left.values(), self._lead.members.world_size(self._options.nproc))
+
+    def abandon(self) -> None:
+        self._go(RESUMABLE)
+
+    def _go(self, code: int) -> None:
+        for link in self._links.values():
+            link.shut()
+        self._agent.end(code, None, account=self._account() if self._lead.restarts else None)
+        self._posting.finish(self._post())
+
+    def _account(self) -> dict[str, Any]:
+        """What this agent has charged in its life."""
+        step = self._step_in_memory or self._started_from
+        return {
+            "replacement": self._options.replacement,
+            "generation": max(0, self._lead.generation),
+            **({"stepInMemory": step} if step else {}),
+            "restarts": self._lead.counts,
+        }
+
+    def _post(self) -> dict[str, Any] | None:
+        """The same for the status receiver, with the failures behind it; None where nothing was charged."""
+        if not self._lead.charged:
+            return None
+        self._lead.reached(self._agent.node.furthest_step)
+        failures = [reported(failure, self._options.nproc) for failure in self._lead.charged]
+        return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
+
+    def _new_port(self, generation: int) -> int:
+        # A job of one node has nobody to meet: its ranks first get the port that was asked for, as from torchrun.
+        asked = self._options.port if self._options.nodes == 1 and generation == 0 else None
+        if asked is not None:
+            return asked
+        before, self._held = self._held, ports.hold()  # beside the last one: else the kernel may give the same again
+        if before is not None:
+            before.close()
+        return ports.number(self._held)
+
+    def _send(self, nodes: Collection[int], message: dict[str, Any]) -> None:
+        for node in nodes:
+            link = self._links.get(node)
+            if link is not None:
+                self._guard(link, lambda link=link: link.send(message))  # type: ignore[misc]
+
+    def _drain(self) -> None:
+        """Wait until every agent has read the end: closing a socket with unread lines in it discards what was sent."""
+        deadline = time.monotonic() + DRAIN_SECONDS
+        for link in self._links.values():
+            link.shut()
+        while self._links and time.monotonic() < deadline:
+            for link in list(self._links.values()):
+                self._guard(link, link.receive)
+            time.sleep(0.002)
+
+    # ---- events --------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        from ddprun.wire import Link, Refused, job_key
+
+        assert self._listener is not None, "only a listener accepts"
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # gone again
+            return
+        if len(self._unauthenticated) >= UNAUTHENTICATED_MAX:
+            # A random one is dropped, so that a client that takes all places cannot keep an agent of the job out.
+            self._drop(list(self._unauthenticated)[os.urandom(1)[0] % UNAUTHENTICATED_MAX])
+        try:
+            link = Link(connection, job_key(self._options.run_id, self._agent.environ), node=None)
+        except Refused:
+            connection.close()
+            return
+        self._unauthenticated[link] = time.monotonic()
+        self._heartbeat_at = min(self._heartbeat_at or time.monotonic(), time.monotonic() + GREETING_SECONDS)
+        self._agent.watch(link.fileno(), lambda: self._receive(link))
+
+    def _receive(self, link: Link) -> None:
+        now = time.monotonic()
+        for message in self._guard(link, link.receive) or []:
+            if link in self._unauthenticated:
+                self._guard(link, lambda message=message: self._welcome(link, message, now))  # type: ignore[misc]
+            elif self._links.get(link.node or 0) is link:
+                self._heard_at[link.node or 0] = now
+                self._guard(link, lambda message=message: self._handle(link.node or 0, message, now))  # type: ignore[misc]
+
+    def _welcome(self, link: Link, message: dict[str, Any], now: float) -> None:
+        from ddprun.wire import Refused
+
+        node, own = link.node, (self._options.nodes, self._options.nproc)
+        other = (message.get("nodes"), message.get("nproc"))
+        if node is None or node == self._options.place or node not in self._options.members:
+            raise Refused(f"node {node} of {self._options.nodes}")
+        if other != own:
+            say(f"node {node} has --nnodes, --nproc-per-node {other}, node 0 {own}: it cannot join")
+            raise Refused("another size")
+        generation, replacement = int(message["generation"]), int(message.get("replacement", 0))
+        grant = Grant.read(message["left"]) if message.get("left") else None
+        if self._lead.is_outdated(node, replacement):
+            raise Refused(f"node {node} comes as pod {replacement} of its attempt, and a newer one has been here")
+        del self._unauthenticated[link]
+        if node in self._links:
+            self._drop(self._links[node])
+        self._start_others()  # what has ended, perhaps with its last connection, is not for the node that comes now
+        self._links[node], self._heard_at[node] = link, now
+        link.send({"welcome": node, "generation": self._lead.generation})
+        self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, grant=grant)
+
+    def _handle(self, node: int, message: dict[str, Any], now: float) -> None:
+        if "terminating" in message:
+            self._lead.termination_requested(node, now)
+        if message.get("generation") != self._lead.generation:
+            return  # a heartbeat, or a late event of an earlier generation
+        failures = [of_rank(failure) for failure in message.get("failures", [])][: self._options.nproc]
+        event = message.get("event")
+        self._lead.reached(int(message.get("step", 0)))
+        if event == "failed":
+            self._furthest = max(self._furthest, clock_of(message))
+            self._lead.failed(node, failures, now)
+        elif event == "stopped":
+            self._step_in_memory = max(self._step_in_memory, int(message.get("inMemory", 0)))
+            lacks = message.get("lacksProgram") is True
+            self._lead.stopped(node, failures, now, self._ended(node, message), lacks_program=lacks)
+        elif event == "finished":
+            from ddprun.core import rank_ends
+
+            self._left[node] = rank_ends.of_message(message.get("left"))
+            self._lead.finished(node, now, self._ended(node, message))
+        elif event == "stood":
+            self._lead.stood(node, stall_report_of(message["word"]), now)
+        elif event == "answered":
+            positions = [position_of(position) for position in message["positions"]][: self._options.nproc]
+            self._lead.answered(node, stall_report_of(message["word"]), positions, now)
+
+    def _ended(self, node: int, message: dict[str, Any]) -> Ended | None:
+        """Raises TypeError, ValueError."""
+        if message.get("ended") is None:
+            return None
+        rank, step = map(int, message["ended"])
+        if self._lead.members.place_of_rank(rank, self._options.nproc) != node or not 0 <= step < 1 << 53:
+            raise ValueError(f"rank {rank} of node {node} at step {step}")
+        return rank, step
+
+    def _send_heartbeats(self, now: float) -> None:
+        if now < self._heartbeat_at:
+            return
+        self._heartbeat_at = now + HEARTBEAT_SECONDS
+        for link, since in list(self._unauthenticated.items()):
+            if now > since + GREETING_SECONDS:
+                self._drop(link)
+        for node, link in list(self._links.items()):
+            if now > self._heard_at[node] + SILENT_SECONDS:
+                say(f"node {node} has been silent for {SILENT_SECONDS:g} s")
+                self._drop(link)
+        self._send(list(self._links), {"heartbeat": 1})
+
+    def _guard(self, link: Link, work: Callable[[], Any]) -> Any:
+        """Whatever goes wrong with a connection ends it, and nothing else."""
+        from ddprun.wire import Refused
+
+        try:
+            return work()
+        except (Refused, KeyError, TypeError, ValueError, ArithmeticError) as error:  # 1e999 is no number of steps
+            if link in self._unauthenticated and link.node is not None and str(error) not in self._refused:
+                self._refused.add(str(error))
+                say(f"a connection was refused: {error}")
+            self._drop(link)
+            return None
+
+    def _drop(self, link: Link) -> None:
+        if link.fileno() < 0:
+            return
+        self._agent.unwatch(link.fileno())
+        link.close()
+        self._unauthenticated.pop(link, None)
+        if link.node is not None and self._links.get(link.node) is link:
+            del self._links[link.node]
+            self._lead.lost(link.node, time.monotonic())
+
+
+def reported(failure: Failure, nproc: int) -> dict[str, Any]:
+    """As a report has it; rank -1 is a node whose connection was lost."""
+    node_rank = failure.node_rank if failure.rank is None else failure.rank // nproc
+    return {"rank": -1, **failure.brief().as_dict(), "nodeRank": node_rank}
+
+
+def clock_of(message: dict[str, Any]) -> int:
+    """At the furthest boundary that was passed on the node that tells of a failure. One that is none is left out: the
+    failure counts, and a script may count its steps from where it likes."""
+    clock = message.get("clock")
+    return clock if type(clock) is int and 0 <= clock < 1 << 53 else 0
+
+
+def of_rank(written: Any) -> Failure:
+    """A rank's failure as another node reports it. Raises ValueError."""
+    failure = Failure.from_dict(written)
+    if failure.rank is None or failure.exit_code is None or failure.exit_code <= 0:
+        raise ValueError("a failure has a rank and an exitCode")
+    return failure
+
+
+def stall_report_of(written: Any) -> StallReport:
+    """How another node's ranks get on, as it tells it. Raises TypeError, ValueError."""
+    level, stalled, seconds, phase, still = written
+    return StallReport(int(level), stalled is True, float(seconds), str(phase)[:16], still is True)  # type: ignore[arg-type]  # shown, no more
+
+
+def position_of(said: Any) -> Position:
+    """Where another node's rank stands. Raises KeyError, TypeError, ValueError."""
+    rank, step, sequence, op, done, where, answers, idle, apart, shape, waits, ended_after = said
+    flags = (answers is True, idle is True, apart is True)
+    waits_in = deadlock.waits_of(waits), int(ended_after)
+    return Position(
+        int(rank), int(step), int(sequence), str(op), done is True, str(where), *flags, str(shape), *waits_in
+    )
+
+
+def line_of(position: Position) -> list[Any]:
+    """The inverse, as JSON has it."""
+    return [*position._replace(waits=None)[:-2], deadlock.written(position.waits), position.ended_after]

@@ -1,0 +1,246 @@
+"""Where the ranks' output goes: torchrun's files, and its console.
+
+    <log_dir>/<run id>_<random>/attempt_<restarts>/<local rank>/{stdout.log,stderr.log,error.json}
+    <log_dir>/<run id>_<random>/attempt_<restarts>/filtered_{stdout,stderr}.log
+
+Without --log-dir it is a temporary folder, which stays if it has what the console has not shown.
+
+A stream that is neither redirected nor tee'd is the agent's own: the rank writes to it directly. With `--tee` the rank
+writes into a file, and the agent copies whole lines from there, so that a console that does not read blocks no rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ddpjob import own_files
+from ddprun.options import Options
+
+TAIL_SECONDS = 0.1
+LAST_LINES_SECONDS = 5.0  # for a console that takes nothing
+LAST_LINES_SECONDS_MAX = 20.0  # node 0 gives up an agent that is silent for 30 s, and this one is meanwhile
+CHUNK = 1 << 16
+CHUNKS_MAX = 16  # of a file in one turn of the loop, because signals and peers wait meanwhile
+RUN_BYTES_MAX = 200  # of the run id in the folder's name, which file systems limit to 255 bytes
+WRITE_MAX = select.PIPE_BUF  # a pipe that is ready takes as much without blocking
+STREAMS = (("stdout", 1), ("stderr", 2))
+OWN = ("crash_{}.txt", "end_{}.json")  # files of each rank that only this agent reads
+
+
+class Files(NamedTuple):
+    """Of one rank; "" is the console."""
+
+    stdout: str
+    stderr: str
+    error: str
+    crash: str
+    """What faulthandler writes where a signal kills the rank."""
+    end: str
+    """What the rank writes when it ends."""
+
+
+class LogFolder:
+    """The files of this run."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        nowhere = options.log_dir == os.devnull
+        self._kept = bool(options.log_dir) and not nowhere
+        base = options.log_dir if self._kept else os.environ.get("TMPDIR") or "/tmp"  # noqa: S108 - as tempfile, without its imports
+        base = os.path.abspath(base)  # ranks are given paths below it, and may change their folder
+        os.makedirs(base, exist_ok=True)
+        run = os.fsencode(options.run_id.replace("/", "_"))[:RUN_BYTES_MAX].decode(errors="ignore")
+        name = f"{run}_{os.urandom(4).hex()}"
+        self.has_unseen = not options.log_dir and _has_unseen(options)
+        # A local run of a DDPJob removes what begins with ddprun_ and its id.
+        kind = "" if self._kept else "ddprun-output_" if self.has_unseen else "ddprun_"
+        self.path = os.path.join(base, f"{kind}{name}")
+        os.mkdir(self.path, 0o700)
+        self.tails: list[_Tail] = []  # the files that are copied to the console
+
+    def termination(self, life: str) -> str:
+        """The file for the termination message of this node's ranks."""
+        return os.path.join(self._attempt(life), "termination.json")
+
+    def prepare(self, life: str, ranks: Sequence[int]) -> list[Files]:
+        """The files of these ranks, by local rank; their folders are made."""
+        options, attempt = self._options, self._attempt(life)
+        own_files.make_folder(self.path)  # somebody may have emptied /tmp, and taken the name there
+        os.mkdir(attempt, 0o700)  # generations only grow, also under a new leader
+        files = []
+        for rank in range(len(ranks)):
+            folder = os.path.join(attempt, str(rank))
+            os.mkdir(folder, 0o700)
+            to_file = options.redirects[rank] | options.tee[rank]
+            hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
+            out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
+            crash, end = (os.path.join(attempt, name.format(rank)) for name in OWN)
+            files.append(Files(out, err, os.path.join(folder, "error.json"), crash, end))
+        self.tails.extend(self._make_tails(attempt, files, ranks))  # those before one that fails are closed with them
+        return files
+
+    def copy(self) -> bool:
+        """Copy what ranks have written since, up to 1 MiB of each; whether no rank has written more."""
+        return None not in [tail.copy(chunks=CHUNKS_MAX) for tail in self.tails]
+
+    def copy_last(self) -> bool:
+        """Copy the rest of a generation, also a last line without its end; whether the console has taken all of it.
+
+        A slow one is waited for as long as it takes something, but no longer than `LAST_LINES_SECONDS_MAX`.
+        """
+        left, taken, began = self.tails, 0, time.monotonic()
+        give_up = began + LAST_LINES_SECONDS
+        while left := [tail for tail in left if tail.copy(last=True, chunks=CHUNKS_MAX) is not True]:
+            now, before, taken = time.monotonic(), taken, sum(tail.taken for tail in self.tails)
+            if taken != before:
+                give_up = now + LAST_LINES_SECONDS
+            if now > min(give_up, began + LAST_LINES_SECONDS_MAX):
+                self.has_unseen = not self._options.log_dir
+                break
+            takes(left[0].console, TAIL_SECONDS)
+        for tail in self.tails:
+            tail.close()
+        self.tails = []
+        return not left
+
+    @property
+    def rest(self) -> str:
+        """Where the end of the output is that the console has not taken."""
+        return f"only in {self.path}" if self._kept or self.has_unseen else f"lost, because --log-dir is {os.devnull}"
+
+    def remove(self) -> None:
+        if not self._kept and not self.has_unseen:
+            import shutil
+
+            shutil.rmtree(self.path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):  # a file that stays is no reason for another exit code
+                for attempt in os.scandir(self.path):
+                    _unlink_own(attempt.path, self._options.nproc)
+
+    def _attempt(self, life: str) -> str:
+        return os.path.join(self.path, f"attempt_{life}")
+
+    def _make_tails(self, attempt: str, files: list[Files], ranks: Sequence[int]) -> Iterable[_Tail]:
+        options = self._options
+        prefix = os.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE")
+        for (name, bit), words in zip(STREAMS, (options.stdout_filters, options.stderr_filters), strict=True):
+            filtered = os.path.join(attempt, f"filtered_{name}.log") if words else ""
+            for local_rank, rank in enumerate(ranks):
+                if options.tee[local_rank] & bit and (options.shown is None or local_rank in options.shown):
+                    header = _header(prefix, options.role, rank, local_rank)
+                    path = files[local_rank].stdout if bit == 1 else files[local_rank].stderr
+                    yield _Tail(path, header.encode(), bit, filtered, [word.encode() for word in words])
+
+
+def takes(console: int, seconds: float = 0.0) -> bool:
+    """Whether the console takes something, within that time."""
+    poller = select.poll()
+    poller.register(console, select.POLLOUT)
+    return bool(poller.poll(seconds * 1000))
+
+
+def is_read(console: int) -> bool:
+    """Whether anybody can still read what is written there; of a file or a device always."""
+    poller = select.poll()
+    poller.register(console, 0)
+    return not any(found & (select.POLLERR | select.POLLHUP) for _, found in poller.poll(0))
+
+
+def _has_unseen(options: Options) -> bool:
+    """Whether a stream of a rank goes into a file and not to the console too."""
+    shown = [options.shown is None or rank in options.shown for rank in range(options.nproc)]
+    return any(
+        (options.redirects[rank] | options.tee[rank]) & ~(options.tee[rank] if shown[rank] else 0)
+        for rank in range(options.nproc)
+    )
+
+
+def _header(template: str | None, role: str, rank: int, local_rank: int) -> str:
+    if not template:
+        return f"[{role}{local_rank}]:"
+    import string
+
+    return string.Template(template).safe_substitute(role_name=role, rank=rank, local_rank=local_rank)
+
+
+def _unlink_own(attempt: str, nproc: int) -> None:
+    """What is in no folder of torchrun's: only this agent reads it."""
+    for name in ("termination.json", *(name.format(rank) for name in OWN for rank in range(nproc))):
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(attempt, name))
+
+
+class _Tail:
+    """One file that grows, and where its lines go."""
+
+    def __init__(self, path: str, header: bytes, console: int, filtered: str, words: list[bytes]) -> None:
+        self._header, self.console, self._words = header, console, words
+        self._file = own_files.open_file(path, os.O_RDONLY | os.O_CREAT)
+        try:
+            self._filtered = own_files.open_file(filtered, os.O_WRONLY | os.O_CREAT | os.O_APPEND) if filtered else -1
+        except OSError:
+            os.close(self._file)
+            raise
+        self._part = b""  # of a line
+        self._goes_on = False  # whether a line was shown in part, because it is long
+        self._waiting = b""  # for the console
+        self.taken = 0  # bytes that the console has taken
+
+    def copy(self, *, last: bool = False, chunks: int | None = None) -> bool | None:
+        """Copy what there is while the console takes it; whether that was all, None where so many chunks were not."""
+        while self._write():
+            if chunks == 0:
+                return None
+            chunks = None if chunks is None else chunks - 1
+            data = os.read(self._file, CHUNK)
+            if not data:
+                if last and self._part:
+                    self._take([self._part])
+                    self._part = b""
+                    return self._write()
+                return True
+            lines = (self._part + data).splitlines(keepends=True)  # a progress bar ends its lines with \r
+            self._part = b"" if lines[-1].endswith(b"\n") or len(lines[-1]) > CHUNK else lines.pop()
+            self._take(lines)
+        return False
+
+    def close(self) -> None:
+        os.close(self._file)
+        if self._filtered >= 0:
+            os.close(self._filtered)
+
+    def _take(self, lines: list[bytes]) -> None:
+        named = [b"" if goes_on else self._header for goes_on in self._going_on(lines)]
+        pairs = list(zip(named, lines, strict=True))
+        self._waiting += b"".join(header + line for header, line in pairs)
+        chosen = b"".join(header + line for header, line in pairs if any(word in line for word in self._words))
+        if chosen:
+            # On a full disk the rank's own file is complete or shows it, and training goes on.
+            with contextlib.suppress(OSError):
+                os.write(self._filtered, chosen)
+
+    def _going_on(self, lines: list[bytes]) -> Iterable[bool]:
+        """Whether each of them goes on with the one before."""
+        for line in lines:
+            yield self._goes_on
+            self._goes_on = not line.endswith((b"\n", b"\r"))
+
+    def _write(self) -> bool:
+        while self._waiting:
+            if not takes(self.console):
+                return False
+            # Up to the end of a line: the console is shared, and the next to write may be another rank.
+            end = self._waiting.rfind(b"\n", 0, WRITE_MAX) + 1 or WRITE_MAX
+            try:
+                written = os.write(self.console, self._waiting[:end])
+            except OSError:  # nobody reads any more, and the file is complete
+                written = len(self._waiting)
+            self._waiting = self._waiting[written:]
+            self.taken += written
+        return True

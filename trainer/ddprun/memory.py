@@ -1,0 +1,136 @@
+"""The memory of this node in which the state outlives the ranks (`ddpjob_core/memory.py` has its layout and its rules).
+
+A file without a name, which ranks open through our descriptor of it; only the pages that are written take memory. It
+lives as long as this agent, so what is in it is of this job and this attempt. After a failure the pipe of the
+generation is closed before any rank gets a signal: a thread of each rank waits for that, and one of the ranks that hold
+the newest step writes it. The agent waits for those that may bring a newer step than what is whole, for a limited time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Mapping
+
+from ddpjob import threads
+from ddpjob_core import memory
+
+MFD_NOEXEC_SEAL = 0x0008  # not in the os module; a kernel with vm.memfd_noexec=2 refuses files without it
+LOOK_SECONDS = 0.001
+LATE_LOOK_SECONDS = 0.02  # the state of each thread of each rank is read then
+
+
+class Memory:
+    """Of all generations of this node's ranks."""
+
+    def __init__(self, ranks: int) -> None:
+        """Raises OSError where the kernel gives none."""
+        self._ranks = ranks
+        self._descriptor = create("ddprun-state")
+        os.ftruncate(self._descriptor, memory.layout(ranks)[1])
+        cells = memoryview(mmap.mmap(self._descriptor, (1 + ranks) * memory.PAGE_BYTES)).cast("q")
+        page = memory.PAGE_BYTES // 8
+        self._node = cells[: memory.NODE_CELLS]
+        self._cells = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
+        self._read = self._write = -1
+        self._wrote = 0, 0.0  # WROTE as it was seen last, and when it had become so
+
+    def begin(self, generation: int) -> None:
+        """A generation starts: none of the last one runs any more. Raises OSError where no descriptor is left."""
+        self.order()
+        self._close_read()
+        for cells in self._cells:
+            cells[memory.PID] = cells[memory.CLOCK] = cells[memory.ANSWER] = 0
+        self._node[memory.FURTHEST] = 0
+        self._node[memory.GENERATION] = generation
+        self._read, self._write = os.pipe()
+
+    def where(self, local_rank: int) -> str:
+        """What DDPJOB_MEMORY is for this rank."""
+        return f"{os.getpid()}:{self._descriptor}:{self._read}:{self._ranks}:{local_rank}"
+
+    @property
+    def clock(self) -> int:
+        """At the furthest boundary that a rank has passed."""
+        return max(memory.passed(cells[memory.CLOCK]) for cells in self._cells)
+
+    def order(self, furthest: int = 0) -> None:
+        """Have the ranks of this generation write the state. furthest: the clock that another node's agent has told."""
+        self._node[memory.FURTHEST] = max(self._node[memory.FURTHEST], furthest)
+        if self._write >= 0:
+            os.close(self._write)
+            self._write = -1
+
+    def waits_for(self, pids: Mapping[int, int], seconds: float) -> bool:
+        """Whether one of these ranks, which run, may still write the state.
+
+        pids: by local rank. seconds: since they were asked.
+        """
+        whole = self.whole
+        step = whole.step if whole is not None and whole.generation == self._node[memory.GENERATION] else 0
+        if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
+            step = 0  # who has saved writes over it
+        size, still = self._size, self._still(seconds)
+        late = still >= memory.limit_seconds(size)  # before that it does not matter, and costs time
+        furthest = max(self.clock, self._node[memory.FURTHEST])
+        return any(
+            cells[memory.PID]
+            and cells[memory.ANSWER] == memory.NONE
+            and memory.is_waited_for(
+                max(furthest, cells[memory.CLOCK]), step, seconds, still, size, late and threads.is_held_up(pid)
+            )
+            for cells, pid in ((self._cells[rank], pid) for rank, pid in pids.items())
+        )
+
+    def _still(self, seconds: float) -> float:
+        """Seconds since a rank has written a piece."""
+        wrote = self._node[memory.WROTE]
+        if wrote != self._wrote[0] or seconds < self._wrote[1]:
+            self._wrote = wrote, seconds
+        return seconds - self._wrote[1]
+
+    def look_again(self, seconds: float) -> float:
+        """When to ask that again, in seconds. seconds: since they were asked."""
+        return LOOK_SECONDS if seconds < memory.limit_seconds(self._size) else LATE_LOOK_SECONDS
+
+    @property
+    def _size(self) -> int:
+        """Bytes that are reserved for the state."""
+        return self._node[memory.area_cell(0, memory.RESERVED)]
+
+    @property
+    def whole(self) -> memory.Version | None:
+        """The state that is whole here, but for its attempt; None: none."""
+        return self._in_area(self._newest_area)
+
+    @property
+    def _newest_area(self) -> int:
+        return max(range(memory.AREAS), key=lambda area: self._in_area(area) or memory.Version(0, 0, 0))
+
+    def _in_area(self, area: int) -> memory.Version | None:
+        step = self._node[memory.area_cell(area, memory.AREA_STEP)]
+        return memory.Version(0, self._node[memory.area_cell(area, memory.AREA_GENERATION)], step) if step > 0 else None
+
+    def _close_read(self) -> None:
+        if self._read >= 0:
+            os.close(self._read)
+            self._read = -1
+
+
+def create(name: str) -> int:
+    """A file without a name, in memory. Raises OSError."""
+    try:
+        return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel before 6.3 does not know the flag
+            raise
+    return os.memfd_create(name)
+
+
+def created(ranks: int) -> Memory | None:
+    """None where the kernel gives none: a restart then goes on from the folder, as it would without this."""
+    with contextlib.suppress(OSError):
+        return Memory(ranks)
+    return None

@@ -1,0 +1,544 @@
+"""The ranks of this node: start them, know how they end, end them with all that they have started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ddpjob import own_files
+from ddpjob_core.failures import (
+    EXCEPTION_MAX,
+    KILLED_BY_KERNEL,
+    OUTPUT_UNREAD,
+    Failure,
+    abridged,
+    first_line,
+    signal_name,
+    where_of,
+)
+from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
+from ddprun import environment, missing_script, processes
+from ddprun.core import crash
+from ddprun.core.leader_state import Ended
+from ddprun.environment import Life
+from ddprun.heartbeats import Heartbeats
+from ddprun.logs import Files, LogFolder, is_read, takes
+from ddprun.memory import created
+from ddprun.oom_kills import Kills
+from ddprun.options import Options
+from ddprun.preload import ForkServer
+from ddprun.signalled import LOOK_SECONDS, Signalled
+
+if TYPE_CHECKING:
+    from ddprun.core.rank_ends import NodeEnd
+
+LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
+HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
+KILL_AGAIN_SECONDS = 0.05
+SPARES_AFTER_SECONDS = 5.0  # not while the ranks begin, which need the processors themselves
+FILE_BYTES_MAX = 1 << 16
+END_BYTES_MAX = 1 << 22  # 20,000 parameters
+STDERR = 2
+_OF_PIPE = "BrokenPipeError"
+_UNFLUSHED = 120  # Python's, where it cannot write the rest of its output at its end
+
+
+class LocalRanks:
+    """The ranks of this pod, one generation at a time."""
+
+    def __init__(
+        self, options: Options, environ: Mapping[str, str], folder: LogFolder, server: ForkServer | None
+    ) -> None:
+        self._options, self._environ, self._folder, self._server = options, environ, folder, server
+        self._life: Life | None = None
+        self._ranks: Sequence[int] = ()  # of this generation, by local rank
+        self._waiting = False  # for the fork server
+        self._spares_at: float | None = None  # when the ranks of the next generation are forked
+        self._pids: dict[int, int] = {}  # by local rank, of those that run
+        self._codes: dict[int, int] = {}  # by local rank, of those that have ended; negative: a signal
+        self._files: list[Files] = []
+        self._kills = Kills()
+        self.beats: Heartbeats | None = None  # of this generation
+        self._saved_before = 0  # by the generations before
+        self.memory = created(options.nproc)
+        self._asked_at: float | None = None  # ranks write the state before they get the signal
+        self._then: tuple[int, float] = (0, 0.0)  # that signal, and its grace
+        self.failures: list[Failure] = []  # of this generation, in their order; not of ranks that were stopped
+        self.stopped = False  # whether its ranks were ended for the group's sake
+        self._stopped_at = 0.0  # and when, by the clock of termination messages
+        self.kill_at: float | None = None
+        self._killed_at: float | None = None  # first
+        self.helpers: set[int] = set()  # children of the agent that are no rank's, and outlive a generation
+        self._signalled = Signalled()
+        self.ended_well: Ended | None = None  # the first rank of this generation that has, by itself
+
+    @property
+    def running(self) -> bool:
+        """Whether a rank of this generation runs, or is about to; or what it had started, after a signal."""
+        return self._waiting or bool(self._pids) or bool(self._signalled.left)
+
+    @property
+    def can_start(self) -> bool:
+        """Whether ranks would start at once: the fork server has its imports, or there is none."""
+        return self._server is None or self._server.settled
+
+    @property
+    def running_ranks(self) -> set[int]:
+        """The local ranks that run."""
+        return set(self._pids)
+
+    def pid(self, local_rank: int) -> int:
+        """The process of a local rank that runs; 0 if it has ended."""
+        return self._pids.get(local_rank, 0)
+
+    def rank(self, local_rank: int) -> int:
+        """The rank of a local rank, in this generation."""
+        return self._ranks[local_rank]
+
+    @property
+    def furthest_step(self) -> int:
+        """That a rank of this generation has made, as far as one says it."""
+        return 0 if self.beats is None else self.beats.furthest_step
+
+    @property
+    def saved_step(self) -> int:
+        """Of the newest checkpoint that its ranks have saved or loaded; 0: none, or none is known."""
+        return (0 if self.beats is None else self.beats.saved_step) or self._saved_before
+
+    @property
+    def step_in_memory(self) -> int:
+        """Of the state that this generation has left whole in this node's memory; 0: none."""
+        whole = None if self.memory is None else self.memory.whole
+        return whole.step if whole and self._life and whole.generation == self._life.generation else 0
+
+    @property
+    def clock(self) -> int:
+        """The furthest boundary that a rank has passed, as `ddpjob_core/memory.py` counts; 0: none, or not known."""
+        return 0 if self.memory is None else self.memory.clock
+
+    @property
+    def exit_code(self) -> int | None:
+        """What its ranks together ended with: 0 only if all did; 75 if one has stopped, unless another one says that
+        nothing was saved; None where none has trained."""
+        if not self._codes or (self._life is not None and self._life.preflight):
+            return None
+        codes = [as_exit_code(code) for code in self._codes.values()]
+        others = [code for code in codes if code not in (0, RESUMABLE)]
+        if RESUMABLE in codes and not (others and self._is_unsaved()):
+            return RESUMABLE
+        return next(iter(others), 0)
+
+    def _is_unsaved(self) -> bool:
+        from ddpjob_core import rules
+
+        return any(rules.is_unsaved(failure.exception) for failure in self.failures)
+
+    def start(self, life: Life) -> None:
+        """Start all ranks; at once, or as soon as the fork server has its imports."""
+        assert not self.running, "one generation at a time"
+        self._life, self._codes, self.failures = life, {}, []
+        self._ranks = life.members.ranks(self._options.place, self._options.nproc)
+        self.stopped, self.kill_at, self._killed_at, self._signalled = False, None, None, Signalled()
+        self.ended_well = self._asked_at = None
+        self._kills.look()
+        self._saved_before = self.saved_step
+        if self.beats is not None:
+            self.beats.close()
+        self.beats = None
+        try:
+            self.beats = Heartbeats(self._options.nproc)
+            self._files = self._folder.prepare(life.name, self._ranks)
+            if self.memory is not None and not life.preflight:
+                self.memory.begin(life.generation)
+        except OSError as error:  # no descriptor, a full disk, or somebody has emptied /tmp
+            self._files = [Files("", "", "", "", "")] * self._options.nproc
+            self._has_not_started(0, error)
+            return
+        self._waiting = True
+        self.advance()
+
+    def advance(self) -> None:
+        """Start what waits for the fork server, if that has settled."""
+        if self._waiting and self.can_start:
+            self._waiting = False
+            for local_rank in range(self._options.nproc):
+                if not self.failures:
+                    self._start_or_fail(local_rank)
+            if not self.failures:
+                self._spares_at = time.monotonic() + SPARES_AFTER_SECONDS
+
+    def ended(self, pid: int, code: int) -> None:
+        """One of our children has ended."""
+        local_rank = next((rank for rank, its in self._pids.items() if its == pid), None)
+        if local_rank is None:
+            if self._server is not None:
+                self._server.spares.discard(pid)
+            return
+        self._fork_no_spares()
+        del self._pids[local_rank]
+        self._codes[local_rank] = code
+        if code == 0 and not self._signalled.numbers and self.ended_well is None:
+            self.ended_well = (self.rank(local_rank), self._step(local_rank))
+        if code != 0 and not self.stopped:
+            self.failures.append(self._failure(local_rank, code))
+        if not self._pids and self._signalled.numbers:
+            self._signalled.look(has_ranks=False, others=self._not_of_ranks)
+
+    def stop(self, number: int, grace_seconds: float, now: float, *, rescue: bool = False, furthest: int = 0) -> None:
+        """For the group's sake: a signal to every rank, then to what it has started, and SIGKILL in time.
+
+        rescue: those that can write the state into this node's memory have a moment for it before.
+        furthest: the clock of a rank of another node that is further, as its agent tells it.
+        """
+        if not self.stopped:
+            self.stopped, self._stopped_at = True, time.time()
+        self._fork_no_spares()
+        if not (rescue and self._writes_state(now, furthest)):
+            self._signal(number, grace_seconds, now)
+        elif self._asked_at is None:
+            self._asked_at, self._then = now, (number, grace_seconds)
+
+    def _writes_state(self, now: float, furthest: int) -> bool:
+        """Whether ranks write the state into the memory of this node, after they are asked to."""
+        is_preflight = self._life is not None and self._life.preflight
+        if self.memory is None or self._waiting or self._signalled.numbers or is_preflight:
+            return False
+        self.memory.order(furthest)
+        return self._is_writing(now)
+
+    def _is_writing(self, now: float) -> bool:
+        since = 0.0 if self._asked_at is None else now - self._asked_at
+        return self.memory is not None and self.memory.waits_for(self._pids, since)
+
+    def tell(self, number: int, grace_seconds: float, now: float) -> None:
+        """As `stop`, for ranks that may have something to save: what they end with is theirs."""
+        if self._waiting:  # none has begun, and none will
+            self.failures.append(self._failure(0, -number))
+        self._signal(number, grace_seconds, now)
+
+    def kill_now(self, now: float) -> None:
+        """Their time is over."""
+        if self.running:
+            self.kill_at = now
+
+    def _signal(self, number: int, grace_seconds: float, now: float) -> None:
+        """A later call can only shorten the time: a rank that got the signal, saved, and is on its way out has given up
+        its handlers, and a second SIGTERM would make its 75 a 143."""
+        self._waiting, self._asked_at = False, None
+        self._fork_no_spares()
+        if number not in self._signalled.numbers:
+            self._signalled.send(self._pids.values(), number, set() if self.beats is None else self.beats.announced)
+        kill_at = now + grace_seconds
+        self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
+
+    def deadline(self, now: float) -> float | None:
+        """When `tick` has something to do."""
+        if self._asked_at is not None and self.running:
+            assert self.memory is not None, "ranks write into it"
+            return now + self.memory.look_again(now - self._asked_at)
+        if self.kill_at is None or not self.running:
+            return self._spares_at
+        return min(self.kill_at, now + LOOK_SECONDS) if now < self.kill_at else now + KILL_AGAIN_SECONDS
+
+    def outlives_sigkill(self, now: float) -> bool:
+        """Whether the kernel holds a rank: it waits for a disk or a driver that does not answer."""
+        return self._killed_at is not None and bool(self._pids) and now > self._killed_at + HELD_SECONDS
+
+    def forget(self) -> None:
+        """How the last generation ended is no longer true: it was overcome, or undone."""
+        assert not self.running, "what runs has not ended"
+        self._life, self._codes = None, {}
+
+    def tick(self, now: float) -> None:
+        """SIGKILL to those whose time is over; before that, the signal to those that have written the state."""
+        if self._asked_at is not None and not self._is_writing(now):
+            self._signal(*self._then, now)
+        if self._spares_at is not None and now >= self._spares_at:
+            self._fork_spares()
+        if self.kill_at is None or not self.running:
+            return
+        if now < self.kill_at:
+            self._signalled.look(has_ranks=bool(self._pids), others=self._not_of_ranks)
+            if remark := self._signalled.remark(self.kill_at - now):
+                say(remark)
+        elif self._pids:
+            processes.kill(self._pids.values())
+            self._killed_at = self._killed_at or now  # not `kill_at`: we may have been suspended with them
+        else:
+            self._signalled.left = set()  # `settle` kills it
+
+    def _fork_spares(self) -> None:
+        from ddprun import spares  # only now: ranks do not wait for it
+
+        self._spares_at = None
+        if self._server is not None and spares.has_room(self._options.nproc):
+            self._server.fork_spares(self._options.nproc)
+
+    def _fork_no_spares(self) -> None:
+        """From here on the ranks that end, or write the state, need the processors."""
+        self._spares_at = None
+        if self._server is not None:
+            self._server.fork_spares(0)
+
+    def settle(self) -> list[Failure]:
+        """End what the ranks have left behind, when all have ended; the failures of this generation."""
+        assert not self.running, "only what has ended is settled"
+        self._end_tree(self._not_of_ranks())
+        if not self._folder.copy_last() and takes(STDERR):
+            say(f"the console is too slow: the end of what the ranks have printed is {self._folder.rest}")
+        if self._life is not None:
+            self._add_termination_message()
+        self._blame_for_ports()
+        return self.failures
+
+    def _not_of_ranks(self) -> set[int]:
+        server = self._server
+        serves = set() if server is None or server.refused else {server.pid, *server.spares}
+        return serves | self.helpers
+
+    def end(self) -> None:
+        """End everything that is below us, the fork server too."""
+        self._waiting = False
+        self._end_tree(set())
+        self._pids.clear()
+
+    @property
+    def lacks_program(self) -> bool:
+        """Whether the script is not there; of interest only before ranks have ever begun."""
+        life = self._life
+        if life is None or life.preflight or life.generation > 0:
+            return False
+        return missing_script.missing(self._options, self._environ) != ""
+
+    def termination_message(self) -> Failure | None:
+        """What the library has written for this node's ranks. A script may write into its file too, and anything."""
+        written = None if self._life is None else _document(self._folder.termination(self._life.name))
+        with contextlib.suppress(ValueError):
+            return None if written is None else Failure.from_dict(written)
+        return None
+
+    def end_of_ranks(self) -> NodeEnd:
+        """What its ranks have left behind that have all ended with 0."""
+        from ddprun.core import rank_ends
+
+        files = zip(self._ranks, self._files, strict=True)
+        return rank_ends.node_end({rank: _document(of_rank.end, END_BYTES_MAX) for rank, of_rank in files})
+
+    def traceback_of(self, rank: int) -> str:
+        """Of a rank of this node, as far as it was recorded."""
+        known = [*self.failures, *([message] if (message := self.termination_message()) is not None else [])]
+        return next((failure.traceback for failure in known if failure.rank == rank and failure.traceback), "")
+
+    def _start_or_fail(self, local_rank: int) -> None:
+        """A rank that could not be started is not tried again in this generation: it may run, and we not know it."""
+        try:
+            self._pids[local_rank] = self._start_rank(local_rank)
+        except OSError as error:
+            if self._server is not None and self._server.ready:
+                self._server.give_up(str(error))
+                say(f"the fork server is given up: {error}; from now on every rank is a new process")
+            self._has_not_started(local_rank, error)
+
+    def _has_not_started(self, local_rank: int, error: OSError) -> None:
+        # Not the application's, and no complaint about a peer.
+        failure = self._failure(local_rank, RESUMABLE)
+        text = f"not started: {error}"
+        self.failures.append(failure._replace(exception=text, resumable=False, symptom=True, unstarted=True))
+
+    def _start_rank(self, local_rank: int) -> int:
+        assert self._life is not None
+        assert self.beats is not None
+        files = self._files[local_rank]
+        own = environment.of_rank(self._options, self._life, local_rank, self._environ) | {
+            "TORCHELASTIC_ERROR_FILE": files.error if self._options.log_dir != os.devnull else "",
+            # Not the pod's own file: what a rank said in a generation that has been overcome is no longer true.
+            "DDPJOB_TERMINATION_LOG": self._folder.termination(self._life.name),
+            "DDPJOB_BEATS": self.beats.where(local_rank),
+            # Of the job: torchrun's TORCHELASTIC_RESTART_COUNT is each node's own.
+            "DDPJOB_GENERATION": str(self._life.generation),
+            "DDPJOB_MEMORY": "" if self.memory is None else self.memory.where(local_rank),
+        }
+        if self._life.preflight:
+            own["DDPJOB_STATUS_URL"] = own["DDPJOB_MEMORY"] = ""  # it is not the training that begins
+        if self._server is not None and self._server.ready:
+            words = [environment.substituted(word, local_rank) for word in self._options.script_args]
+            run = {
+                "run": self._options.kind,
+                "argv": [self._options.script, *words],
+                "environ": own,
+                "crash": files.crash,
+                "end": files.end,
+            }
+            if self._life.preflight:
+                run |= {"run": "module", "argv": [environment.PREFLIGHT]}
+            return self._server.start({**run, "stdout": files.stdout, "stderr": files.stderr})
+        argv = environment.argv_of_rank(self._options, self._life, local_rank, self._environ)
+        return processes.start(argv, {**self._environ, **own}, stdout=files.stdout, stderr=files.stderr)
+
+    def _failure(self, local_rank: int, code: int) -> Failure:
+        from ddpjob_core import rules
+
+        exception, traceback = _recorded(self._files[local_rank].error)
+        symptom = rules.is_symptom(exception)
+        traceback = traceback or self._crash(local_rank, -code)
+        if code == -signal.SIGKILL and self._kills.another():
+            exception, symptom = KILLED_BY_KERNEL, False
+        elif self._found_no_reader(local_rank, code, exception):
+            exception, symptom = OUTPUT_UNREAD, False
+        elif self._life is not None and not self._life.preflight:
+            exception = missing_script.explains(code, exception, self._options, self._environ) or exception
+        return Failure(
+            self.rank(local_rank),
+            exit_code=as_exit_code(code),
+            signal=signal_name(-code) if code < 0 else "",
+            exception=exception,
+            step=self._step(local_rank),
+            time=time.time(),
+            resumable=code == RESUMABLE,
+            symptom=symptom,
+            waited_in=0 if self.beats is None else self.beats.waited_in(local_rank),
+            traceback=traceback,
+            where=where_of(traceback.splitlines()),
+        )
+
+    def _crash(self, local_rank: int, number: int) -> str:
+        """The calls of a rank that a signal of its own has killed; shown as well, where the rank has written."""
+        if number not in crash.SIGNALS:
+            return ""
+        files = self._files[local_rank]
+        calls = crash.calls(_text(files.crash))
+        if not calls:
+            return ""
+        header = f"calls of rank {self.rank(local_rank)} when {signal_name(number)} killed it, the most recent last:"
+        text = "\n".join((header, *calls))
+        if not files.stderr:
+            say(text)
+        elif files.stderr != os.devnull:
+            with contextlib.suppress(OSError), open(files.stderr, "a", opener=own_files.opener) as file:
+                file.write(f"ddprun: {text}\n")
+        return text
+
+    def _found_no_reader(self, local_rank: int, code: int, exception: str) -> bool:
+        """Whether it has failed because it writes to the console, which is closed. A pod that was lost with what reads
+        its output is the operator's to replace."""
+        if self._options.has_operator or code not in (1, _UNFLUSHED, -signal.SIGPIPE):
+            return False
+        files = self._files[local_rank]
+        consoles = [console for path, console in ((files.stdout, 1), (files.stderr, STDERR)) if not path]
+        of_pipe = not exception or exception.startswith(_OF_PIPE)  # a process of its own may record none
+        return of_pipe and not all(is_read(console) for console in consoles)
+
+    def _step(self, local_rank: int) -> int:
+        return 0 if self.beats is None else self.beats.of(local_rank).step
+
+    def _blame_for_ports(self) -> None:
+        """The port that this generation was given is rank 0's alone; any other that is in use is the script's."""
+        from ddpjob_core import rules
+
+        port = 0 if self._life is None else self._life.port
+        for i, failure in enumerate(self.failures):
+            if not port or rules.port_in_use(failure.exception) != port:
+                continue
+            if failure.rank == 0:
+                self.failures[i] = failure._replace(symptom=True)  # somebody was faster
+            else:
+                text = (
+                    f"port {port} is in use: it is rank 0's, and rank {failure.rank} took itself for rank 0 "
+                    f"({failure.exception})"
+                )
+                self.failures[i] = failure._replace(exception=abridged(text, EXCEPTION_MAX))
+
+    def _add_termination_message(self) -> None:
+        """A rank knows better why it failed: also one that was stopped while it wrote so.
+
+        What one wrote after that is what our signal has done to it: a DataLoader's worker that is gone, an exception
+        of the script's own handler.
+        """
+        message = self.termination_message()
+        if message is None or message.rank is None or message.exit_code is None:
+            return
+        if not self.failures and not self.stopped:
+            return  # all have ended with 0: what one of them wrote was overcome
+        known = next((i for i, failure in enumerate(self.failures) if failure.rank == message.rank), None)
+        if known is not None:
+            self.failures[known] = _with_message(self.failures[known], message)
+            return
+        from ddpjob_core import rules
+
+        # That the state of a stop is not saved is no mere effect of the signal: the others end with 75.
+        is_late = self.stopped and message.time > self._stopped_at and not rules.is_unsaved(message.exception)
+        if message.preflight or not (message.symptom or message.resumable or is_late):
+            self.failures.append(message)
+
+    def _end_tree(self, spared: set[int]) -> None:
+        """Kill until nothing of the ranks is left; orphans become our children, so none can hide."""
+        deadline = time.monotonic() + LINGERING_SECONDS
+        pause = 0.0005
+        while True:
+            for pid, code in processes.reaped():
+                self.ended(pid, code)
+            left = processes.descendants(os.getpid()) - spared
+            if not left:
+                return None
+            if time.monotonic() > deadline:
+                return say(f"processes {sorted(left)} do not end, although they were killed")
+            processes.kill(left)
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+
+def as_exit_code(code: int) -> int:
+    """128 + n for signal n, as a shell says it."""
+    return code if code >= 0 else 128 - code
+
+
+def say(sentence: str) -> None:
+    with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
+        sys.stderr.write(f"ddprun: {sentence}\n")
+        sys.stderr.flush()
+
+
+def _recorded(path: str) -> tuple[str, str]:
+    """The exception's line, and its trace, as torch's `@record` or our fork server writes them."""
+    message = (_document(path) or {}).get("message")
+    if not isinstance(message, dict) or not isinstance(message.get("message"), str):
+        return "", ""
+    extra = message.get("extraInfo")
+    trace = extra.get("py_callstack") if isinstance(extra, dict) else ""
+    return abridged(first_line(message["message"]), EXCEPTION_MAX), trace if isinstance(trace, str) else ""
+
+
+def _with_message(failure: Failure, message: Failure) -> Failure:
+    """How the process ended is seen here; what it wrote says why. It cannot know whose the pipe was."""
+    is_known = failure.exception == OUTPUT_UNREAD and message.exception.startswith(_OF_PIPE)
+    return message._replace(
+        exit_code=failure.exit_code,
+        signal=failure.signal,
+        exception=failure.exception if is_known else message.exception or failure.exception,
+        traceback=message.traceback or failure.traceback,
+        symptom=message.symptom or failure.symptom,
+        waited_in=failure.waited_in,
+    )
+
+
+def _text(path: str) -> str:
+    """What an unwatched process has written; the end of it, where it is long."""
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - FILE_BYTES_MAX))
+        return file.read(FILE_BYTES_MAX).decode(errors="replace")
+    return ""
+
+
+def _document(path: str, bytes_max: int = FILE_BYTES_MAX) -> dict[str, Any] | None:
+    try:
+        with open(path, "rb") as file:
+            read = json.loads(file.read(bytes_max))
+    except (OSError, ValueError):
+        return None
+    return read if isinstance(read, dict) else None

@@ -1,0 +1,479 @@
+"""torchrun's options as ddprun understands them: the same names, abbreviations, PET_ variables and defaults.
+
+An option that ddprun does not have is refused by its name, with the reason, because a user who relies on it would find
+out too late. Those that only concern how torchrun itself works (--monitor-interval, --start-method, --local-addr) are
+accepted and change nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from ddpjob_core.budget import BACKOFF_LIMIT, Budget, Grant, natural
+from ddpjob_core.failure_policy import PolicyRule
+from ddpjob_core.members import NPROC_MAX, Members
+
+T = TypeVar("T")
+
+PORT = 29500
+SHUTDOWN_SECONDS = 30.0
+# The group is broken, so nothing can be saved together; it is time for a last line of output.
+BROKEN_GRACE_SECONDS = 0.1
+JOIN_SECONDS = 600.0  # torchrun's own, for static rendezvous
+# What the first DistributedDataParallel of a process imports beside torch (docs/dev/ddprun-internals.md).
+PRELOAD = ("torch", "torch._dynamo")
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
+_SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # not to be handled; SIGCHLD reports a rank's end
+STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
+
+
+class Options(NamedTuple):
+    """What one agent does."""
+
+    nodes: int
+    place: int
+    nproc: int
+    host: str
+    port: int | None  # None: any free one; only where the job has one node
+    run_id: str
+    role: str
+    budget: Budget
+    furthest_step: int  # that the job has made before
+    policy: tuple[PolicyRule, ...]
+    has_operator: bool  # an operator makes a new pod for a lost one
+    preflight: bool  # the nodes measure each other before their first ranks start
+    replacement: int  # the number of this pod among those of this node in this attempt, from 0
+    stall_seconds: float | None  # until a group without steps is stalled; None: learned from its steps, 0: never
+    broken_grace_seconds: float  # what ranks get to stop after one has failed
+    script: str
+    script_args: tuple[str, ...]
+    kind: str  # "script", "module", or "program" (--no-python)
+    log_dir: str  # "": a temporary folder
+    redirects: dict[int, int]
+    tee: dict[int, int]
+    shown: frozenset[int] | None  # local ranks whose output the console shows; None: all
+    stdout_filters: tuple[str, ...]
+    stderr_filters: tuple[str, ...]
+    signals: tuple[str, ...]
+    shutdown_seconds: float
+    join_seconds: float
+    virtual_local_rank: bool
+    preload: tuple[str, ...]
+    preload_asked: bool  # whether the user has named the modules
+
+    @property
+    def members(self) -> Members:
+        """The places of the job's nodes, which all take part in every generation."""
+        return Members(range(self.nodes))
+
+
+def parse(words: Sequence[str], environ: Mapping[str, str]) -> Options:
+    """The options of a command line; ends the process with 2 and a sentence where they make no sense."""
+    parser = _parser(environ)
+    read = parser.parse_args(words)
+    try:
+        return _options(read, environ)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+EXAMPLE = """\
+examples:
+  ddprun --nproc-per-node 4 train.py --lr 0.1                      four ranks on this machine
+  ddprun --nnodes 2 --node-rank 0 --master-addr node-0 train.py    node 0 of two; a DDPJob sets these by itself
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    ambiguous: dict[str, str]
+    """Words that abbreviate several options, and those options."""
+
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Two spellings of one option do not make its abbreviation ambiguous, unlike in argparse before 3.12.3.
+
+        argparse calls it for the script's arguments too, and before 3.12.8 it ends there with an error for an ambiguous
+        one. For an abbreviation of several options it is therefore unknown; before the script `error` says why.
+        """
+        found = super()._get_option_tuples(option_string)
+        options = list({match[0].dest: match for match in reversed(found)}.values())[::-1]
+        if len(options) > 1:
+            self.ambiguous[option_string] = ", ".join(match[1] for match in options)
+            return []
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Without the usage: its 17 lines of options push the one that counts off the screen."""
+        unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0]
+        if message != unknown and unknown in self.ambiguous:
+            message = f"ambiguous option: {unknown} could match {self.ambiguous[unknown]}"
+        elif "training_script" in message:
+            message = "training_script is missing: what every rank runs, as in `ddprun train.py`"
+        self.exit(2, f"{self.prog}: error: {message}\n(ddprun --help has all options)\n")
+
+
+class _Version(argparse.Action):
+    """Reads the version only when it is asked for: importlib.metadata takes longer to import than argparse."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib import metadata
+
+        print(f"{parser.prog} {metadata.version('ddpjob')}")
+        parser.exit()
+
+
+class _Group:
+    """Options under one heading, each in both spellings, with its PET_ variable as the default."""
+
+    def __init__(self, parser: argparse.ArgumentParser, title: str, environ: Mapping[str, str]) -> None:
+        self._parser, self._group, self._environ = parser, parser.add_argument_group(title), environ
+
+    def value(self, name: str, shown: str, about: str, default: str | None = None, *short: str) -> None:
+        """An option with a value; `shown` stands for the value in the help."""
+        fallback = self._environ.get(_variable(name), default)
+        self._group.add_argument(*short, f"--{name}", default=fallback, help=about, metavar=shown)
+        self._second_spelling(name, "store", fallback)
+
+    def flag(self, name: str, about: str, *short: str) -> None:
+        """An option without a value."""
+        text = self._environ.get(_variable(name)) or "0"
+        if text not in ("0", "1"):  # as torchrun; "false" is no less true than any text
+            self._parser.error(f"{_variable(name)}: {text[:100]!r} is neither 0 nor 1.")
+        fallback = text == "1"
+        self._group.add_argument(*short, f"--{name}", action="store_true", default=fallback, help=about)
+        self._second_spelling(name, "store_true", fallback)
+
+    def _second_spelling(self, name: str, action: str, fallback: object) -> None:
+        if "-" in name:
+            underscored = name.replace("-", "_")
+            self._group.add_argument(f"--{underscored}", action=action, default=fallback, help=argparse.SUPPRESS)
+
+
+def _variable(name: str) -> str:
+    return f"PET_{name.replace('-', '_').upper()}"
+
+
+def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="ddprun",
+        usage="ddprun [options] training_script [arguments of the script]",
+        description="Start the ranks of a distributed training on this node, with torchrun's options.",
+        epilog=EXAMPLE,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=110),
+    )
+    parser.ambiguous = {}
+    parser.add_argument("--version", nargs=0, action=_Version, help="show the version and exit")
+    _add_nodes(_Group(parser, "nodes and ranks", environ))
+    _add_script(_Group(parser, "the script", environ))
+    _add_restarts(_Group(parser, "restarts and signals", environ))
+    parser.set_defaults(max_restarts=None)  # PET_MAX_RESTARTS comes after DDPJOB_RESTARTS_LEFT, not before
+    _add_logs(_Group(parser, "output", environ))
+    _add_others(_Group(parser, "accepted without effect, or refused", environ))
+    what = parser.add_argument_group("what to run")
+    what.add_argument("training_script", help="what every rank runs")
+    what.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
+    return parser
+
+
+def _add_nodes(group: _Group) -> None:
+    group.value("nnodes", "N", "number of nodes", "1")
+    group.value("nproc-per-node", "N", "ranks on this node: a number, cpu, gpu or auto", "1")
+    group.value("node-rank", "N", "which of the nodes this is")
+    group.value("master-addr", "HOST", "host name or address of node 0", "127.0.0.1")
+    group.value("master-port", "PORT", "the port of node 0 for the rendezvous")
+    group.value("rdzv-backend", "NAME", "static or c10d; both rendezvous at node 0", "static")
+    group.value("rdzv-endpoint", "HOST:PORT", "node 0", "")
+    group.value("rdzv-id", "ID", "the name of this run", "none")
+    group.value("rdzv-conf", "K=V,…", "timeout and join_timeout (seconds to wait for the others) are read", "")
+    group.flag("standalone", "one node, any free port")
+    group.flag("virtual-local-rank", "LOCAL_RANK is 0 everywhere, CUDA_VISIBLE_DEVICES one GPU")
+
+
+def _add_script(group: _Group) -> None:
+    group.flag("module", "the script is a module, as for python -m", "-m")
+    group.flag("no-python", "the script is a program")
+    group.value("preload", "NAMES", f"modules imported once, before ranks are forked ({','.join(PRELOAD)})")
+    group.flag("no-preload", "every rank is a new Python process")
+
+
+def _add_restarts(group: _Group) -> None:
+    group.value(
+        "max-restarts", "N", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too ({BACKOFF_LIMIT})"
+    )
+    group.value("signals-to-handle", "NAMES", "signals that end the job", ",".join(SIGNALS))
+    group.value("shutdown-timeout", "SECONDS", "time between SIGTERM and SIGKILL (30)")
+
+
+def _add_logs(group: _Group) -> None:
+    group.value("role", "NAME", "the name before each line of --tee", "default")
+    group.value("log-dir", "DIR", "folder for the files of --redirects and --tee")
+    group.value("redirects", "N", "streams into files: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by local rank", "0", "-r")
+    group.value("tee", "N", "streams into files and to the console", "0", "-t")
+    group.value("local-ranks-filter", "RANKS", "only these local ranks are shown on the console: 0,1", "")
+    filtered = "lines of --tee with one of these words also go to filtered_stdout.log"
+    group.value("duplicate-stdout-filters", "WORDS", filtered, "")
+    group.value("duplicate-stderr-filters", "WORDS", "likewise for stderr", "")
+
+
+def _add_others(group: _Group) -> None:
+    group.flag("run-path", "no effect: the script is run by its path in any case")
+    group.value("monitor-interval", "S", "no effect: a rank's end is noticed at once")
+    group.value("start-method", "NAME", "no effect")
+    group.value("local-addr", "HOST", "no effect: node 0 is found by its name")
+    group.value("event-log-handler", "NAME", "refused: ddprun has no torch events", "null")
+    group.value("logs-specs", "NAME", "refused: a class of torch")
+    group.value("numa-binding", "NAME", "refused: ddprun binds no process to CPUs")
+
+
+def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
+    _refuse(read)
+    nodes = 1 if read.standalone else _nodes(read.nnodes)
+    nproc = _nproc(read.nproc_per_node, environ)
+    host, port = ("127.0.0.1", None) if read.standalone else _endpoint(read, nodes)
+    conf, grant = _pairs(read.rdzv_conf), granted(environ)
+    joined = conf.get("join_timeout") or conf.get("timeout")
+    shutdown = read.shutdown_timeout or environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    stall, grace = (environ.get(name) for name in ("DDPJOB_STALL_TIMEOUT", "DDPJOB_RESTART_GRACE"))
+    return Options(
+        nodes=nodes,
+        place=_node_rank(read.node_rank, nodes),
+        nproc=nproc,
+        host=host,
+        port=port,
+        run_id=_run_id(read, port),
+        role=read.role,
+        budget=budget(read.max_restarts, grant, environ),
+        furthest_step=0 if grant is None else grant.step,
+        policy=_policy(environ.get("DDPJOB_FAILURE_POLICY")),
+        has_operator=grant is not None,
+        preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
+        replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
+        stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", stall, None),
+        broken_grace_seconds=_seconds("DDPJOB_RESTART_GRACE", grace, BROKEN_GRACE_SECONDS),
+        script=read.training_script,
+        script_args=tuple(read.training_script_args),
+        kind="program" if read.no_python else "module" if read.module else "script",
+        log_dir=read.log_dir or "",
+        redirects=_streams("redirects", read.redirects, nproc),
+        tee=_streams("tee", read.tee, nproc),
+        shown=_ranks(read.local_ranks_filter),
+        stdout_filters=_words(read.duplicate_stdout_filters),
+        stderr_filters=_words(read.duplicate_stderr_filters),
+        signals=_signals(read.signals_to_handle),
+        shutdown_seconds=_seconds("--shutdown-timeout", shutdown, SHUTDOWN_SECONDS),
+        join_seconds=_seconds("--rdzv-conf: timeout", joined, JOIN_SECONDS),
+        virtual_local_rank=read.virtual_local_rank,
+        preload=() if read.no_preload or read.no_python else PRELOAD if read.preload is None else _names(read.preload),
+        preload_asked=read.preload is not None,
+    )
+
+
+def _refuse(read: argparse.Namespace) -> None:
+    if read.rdzv_backend not in ("static", "c10d"):
+        raise ValueError(
+            f"--rdzv-backend: {read.rdzv_backend!r}: not supported. Use static or c10d: both rendezvous at node 0."
+        )
+    if read.event_log_handler != "null":
+        raise ValueError(f"--event-log-handler: {read.event_log_handler!r}: ddprun has no torch events. Remove it.")
+    if read.logs_specs is not None:
+        raise ValueError(f"--logs-specs: {read.logs_specs!r} is a class of torch, which ddprun never loads. Remove it.")
+    if read.numa_binding is not None:
+        raise ValueError("--numa-binding: ddprun binds no process to CPUs. Remove it, or use torchrun.")
+    if read.no_python and read.module:
+        raise ValueError("--module: --no-python starts a program, not a module. Remove one of them.")
+
+
+def _nodes(text: str) -> int:
+    low, _, high = text.partition(":")
+    nodes = _number("nnodes", low, 1)
+    if high and _number("nnodes", high, 1) != nodes:
+        raise ValueError(f"--nnodes: {text}: a job whose size changes is not available yet. Give one number.")
+    return nodes
+
+
+def _node_rank(text: str | None, nodes: int) -> int:
+    if text is None and nodes > 1:
+        raise ValueError(f"--node-rank: missing; each of the {nodes} nodes has its own, 0 to {nodes - 1}.")
+    rank = _number("node-rank", text or "0", 0)
+    if rank >= nodes:
+        raise ValueError(f"--node-rank: {rank} is not below --nnodes: {nodes}.")
+    return rank
+
+
+def _nproc(text: str, environ: Mapping[str, str]) -> int:
+    if text == "cpu":
+        return len(os.sched_getaffinity(0))
+    if text in ("gpu", "auto"):
+        gpus = _gpus(environ)
+        if gpus == 0 and text == "gpu":
+            raise ValueError("--nproc-per-node: gpu: no NVIDIA GPU is visible here. Give a number.")
+        return gpus or len(os.sched_getaffinity(0))
+    if text == "xpu":
+        raise ValueError("--nproc-per-node: xpu: only NVIDIA GPUs can be counted without torch. Give a number.")
+    number = _number("nproc-per-node", text, 1)
+    if number > NPROC_MAX:
+        raise ValueError(f"--nproc-per-node: {number}: at most {NPROC_MAX} ranks on a node.")
+    return number
+
+
+def _gpus(environ: Mapping[str, str]) -> int:
+    """GPUs that a rank can use: /dev/nvidia0 …, without those that CUDA_VISIBLE_DEVICES leaves out."""
+    present = sum(name[6:].isdecimal() for name in os.listdir("/dev") if name.startswith("nvidia"))
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return present
+    named = [part.strip() for part in visible.split(",")]
+    end = next((i for i, part in enumerate(named) if part in ("", "-1")), len(named))  # CUDA reads no further
+    return min(present, end)
+
+
+def _endpoint(read: argparse.Namespace, nodes: int) -> tuple[str, int | None]:
+    if read.rdzv_endpoint:
+        host, text = _host_and_port(read.rdzv_endpoint.strip())
+        port: int | None = _port("rdzv-endpoint", text)
+    else:
+        host = read.master_addr
+        port = None if read.master_port is None else _port("master-port", read.master_port)
+    host = host.strip("[]")  # torch's store takes ::1 and not [::1]
+    if nodes == 1:
+        return host, port or None
+    if port == 0:
+        raise ValueError(f"--rdzv-endpoint: port 0 is another port on each of {nodes} nodes. Give one port.")
+    return host, port or PORT
+
+
+def _host_and_port(endpoint: str) -> tuple[str, str]:
+    """host:29400, host, [::1]:29400, [::1], ::1"""
+    host, colon, text = endpoint.rpartition(":")
+    if not colon or endpoint.endswith("]") or (":" in host and not host.endswith("]")):
+        return endpoint, str(PORT)
+    if not host:
+        raise ValueError(f"--rdzv-endpoint: {endpoint!r} has no host. Give that of node 0: host:port.")
+    return host, text
+
+
+def _run_id(read: argparse.Namespace, port: int | None) -> str:
+    """As torchrun: without a fixed port the run gets a name of its own."""
+    if port is not None or (read.rdzv_id != "none" and not read.standalone):
+        return str(read.rdzv_id)
+    digits = os.urandom(16).hex()
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+def granted(environ: Mapping[str, str]) -> Grant | None:
+    """What the operator grants; None where there is none. Raises ValueError."""
+    text = environ.get("DDPJOB_RESTARTS_LEFT")
+    return Grant.read(text) if text else None
+
+
+def budget(asked: str | None, grant: Grant | None, environ: Mapping[str, str]) -> Budget:
+    """What the operator grants and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
+    if grant is not None and asked is None:
+        return Budget.of(grant, None)
+    if asked is None:
+        asked = environ.get("PET_MAX_RESTARTS", str(BACKOFF_LIMIT))
+    most = _number("max-restarts", asked, 0)
+    return Budget.of(grant or Grant(most, most, most), most)
+
+
+def _policy(text: str | None) -> tuple[PolicyRule, ...]:
+    try:
+        return tuple(_policy_rule(rule) for rule in json.loads(text or "[]"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        example = '[{"action": "FailJob", "codes": [3], "notIn": false}]'
+        raise ValueError(
+            f"DDPJOB_FAILURE_POLICY: {str(text)[:200]!r} is not {example}; action is FailJob, Ignore or Count."
+        ) from None
+
+
+def _policy_rule(rule: Any) -> PolicyRule:
+    if rule["action"] not in ("FailJob", "Ignore", "Count"):
+        raise ValueError(rule)
+    return PolicyRule(rule["action"], frozenset(map(natural, rule["codes"])), rule.get("notIn", False) is True)
+
+
+def _replacement(text: str | None) -> int:
+    try:
+        return natural(int(text or "0"))
+    except ValueError:
+        raise ValueError(f"DDPJOB_REPLACEMENT: {str(text)[:100]!r} is not 0, 1, …") from None
+
+
+def _streams(name: str, text: str, nproc: int) -> dict[int, int]:
+    """3, or 0:1,1:3: the streams of each local rank."""
+    if text.isdecimal() and int(text) <= STREAMS_MAX:
+        return dict.fromkeys(range(nproc), int(text))
+    streams_of: dict[int, int] = {}
+    for part in text.split(","):
+        rank, _, streams = part.partition(":")
+        if not (rank.isdecimal() and streams.isdecimal() and int(streams) <= STREAMS_MAX):
+            raise ValueError(f"--{name}: {text!r} is neither 0 to 3 nor a list like 0:1,1:3.")
+        streams_of[int(rank)] = int(streams)
+    return {rank: streams_of.get(rank, 0) for rank in range(nproc)}
+
+
+def _ranks(text: str) -> frozenset[int] | None:
+    return frozenset(_number("local-ranks-filter", part, 0) for part in text.split(",")) if text else None
+
+
+def _words(text: str) -> tuple[str, ...]:
+    """Separated by commas; two commas stand for one."""
+    return tuple(word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")) if text else ()
+
+
+def _signals(text: str) -> tuple[str, ...]:
+    """Refused where no handler is possible, because the signal would end the node at once, with all its ranks."""
+    for name in (names := _names(text)):
+        if name not in signal.Signals.__members__ or name in _SIGNALS_NOT_TAKEN:
+            raise ValueError(f"--signals-to-handle: {name[:100]!r} is no signal that can be handled, such as SIGUSR1.")
+    return names
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _pairs(text: str) -> dict[str, str]:
+    """As torchrun, which takes no key without a value."""
+    pairs = {}
+    for part in filter(str.strip, text.split(",")):
+        key, value = (side.strip() for side in part.partition("=")[::2])
+        if not key:
+            raise ValueError(f"--rdzv-conf: {part[:100]!r} has no name. Give it as timeout=60.")
+        if not value:
+            raise ValueError(f"--rdzv-conf: {key[:100]!r} has no value. Give it as {key[:100]}=60.")
+        pairs[key] = value
+    return pairs
+
+
+def _number(name: str, text: str | int, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"--{name}: {text!r} is not a number.") from None
+    if value < least:
+        raise ValueError(f"--{name}: {value} is less than {least}.")
+    return value
+
+
+def _port(name: str, text: str) -> int:
+    port = _number(name, text, 0)
+    if port > 65535:
+        raise ValueError(f"--{name}: {port} is no port: at most 65535.")
+    return port
+
+
+def _seconds(name: str, text: str | None, default: T) -> float | T:
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 1e9:
+        raise ValueError(f"{name}: {text[:100]!r} is no number of seconds.")
+    return seconds

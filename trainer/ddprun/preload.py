@@ -1,0 +1,127 @@
+"""The agent's end of the fork server: start it, wait for its imports, let it fork ranks, do without it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from ddprun import environment, processes
+from ddprun.options import Options
+
+PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver.py")
+# With it `torch.cuda.is_available()` asks NVML and not CUDA, so that the process can still fork.
+HIDDEN = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
+FORK_SECONDS = 30.0  # two forks take milliseconds; a machine that swaps may need longer
+
+
+class ForkServer:
+    """One server process, until it refuses or ends: then ranks are started without it."""
+
+    def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
+        self.ready = False
+        self.refused = ""  # why it cannot be used
+        self.failed: dict[str, str] = {}  # modules that the user named, and why they cannot be imported
+        self.spares: set[int] = set()  # children of ours that wait for what they are to run
+        self._spares_left = 0  # to be forked
+        self._forks_spare = False  # whether its answer is still to come
+        self._asked = options.preload_asked
+        self._socket, its = socket.socketpair()
+        # Not buffered: `poll` does not see what has been read already.
+        self._lines = self._socket.makefile("rb", buffering=0)
+        argv = [environment.python(environ), "-u", PROGRAM, str(its.fileno())]
+        self.pid = processes.start(argv, environ, keep=[its.fileno()])
+        its.close()
+        hidden = {name: environ.get(name) for name in HIDDEN}
+        self._send({"modules": options.preload, "path0": environment.first_folder(options), "hidden": hidden})
+
+    @property
+    def settled(self) -> bool:
+        """Whether it is decided: it serves, or it does not."""
+        return self.ready or bool(self.refused)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def hear(self) -> None:
+        """Read its message at the end of its imports, that of a spare, or its end."""
+        if not processes.readable(self.fileno(), 0):  # `start` has read it, in the same turn
+            return
+        message = self._read()
+        if message is None:
+            self.refused = self.refused or ("it has ended" if self.ready else "it ended while it imported")
+            self.ready = False
+        elif self.refused:
+            pass  # it was given up, and this is too late
+        elif self._forks_spare:
+            self._add_spare(message)
+            self._fork_spare()
+        else:
+            self.ready = bool(message.get("ready"))
+            self.refused = str(message.get("refused", ""))
+            self.failed = {name: why for name, why in message.get("failed", {}).items() if self._asked}
+
+    def start(self, run: Mapping[str, Any]) -> int:
+        """Fork a rank, or let a spare be it; its pid. Raises OSError where that fails; `give_up` follows then."""
+        self._spares_left = 0
+        self._send(run)
+        if self._forks_spare:
+            self._add_spare(self._answer())
+        answer = self._answer()
+        if "pid" not in answer:
+            raise OSError(str(answer["error"]))
+        self.spares.discard(int(answer["pid"]))
+        return int(answer["pid"])
+
+    def fork_spares(self, number: int) -> None:
+        """Have so many ranks wait for the next generation; 0: fork no more. They are forked one after the other, and
+        `hear` hears of them."""
+        self._spares_left = number - len(self.spares)
+        self._fork_spare()
+
+    def _fork_spare(self) -> None:
+        # Counted, not compared with those that live: whoever kills them would have others forked without end.
+        if self.ready and not self._forks_spare and self._spares_left > 0:
+            self._spares_left -= 1
+            self._forks_spare = True
+            with contextlib.suppress(OSError):  # it has ended, and `hear` hears of it
+                self._send({"spare": True})
+
+    def _add_spare(self, message: Mapping[str, Any]) -> None:
+        self._forks_spare = False
+        try:
+            pid = int(message["pid"])
+            os.kill(pid, 0)
+        except (KeyError, OSError):  # not forked, or killed with what ranks have left behind, and reaped
+            self._spares_left = 0  # a restart does without
+        else:
+            self.spares.add(pid)
+
+    def _answer(self) -> Mapping[str, Any]:
+        if not processes.readable(self.fileno(), FORK_SECONDS):
+            raise OSError(f"it did not fork within {FORK_SECONDS:g} s")
+        return self._read() or {"error": "it has ended"}
+
+    def give_up(self, why: str) -> None:
+        """No more ranks are forked, and the server ends; `hear` is still called, once."""
+        self.ready, self.refused = False, why
+        self.spares.clear()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def _read(self) -> dict[str, Any] | None:
+        with contextlib.suppress(OSError):
+            line = self._lines.readline()
+            message = json.loads(line) if line.endswith(b"\n") else None
+            return message if isinstance(message, dict) else None
+        return None

@@ -1,0 +1,68 @@
+"""Puts an agent together from its parts, and runs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ddpjob_core.failures import Failure
+from ddprun import environment, missing_script, processes
+from ddprun.agent import Agent, Group, forget_message, leave_message
+from ddprun.logs import LogFolder
+from ddprun.node import say
+from ddprun.options import Options
+from ddprun.preload import ForkServer
+from ddprun.watch_ranks import Watching
+
+USAGE = 2  # as argparse ends
+
+
+def run(options: Options, environ: Mapping[str, str]) -> int:
+    """Do all that the options ask; the exit code."""
+    forget_message(environ.get("DDPJOB_TERMINATION_LOG"))
+    # Agents of other nodes would wait for one that has ended: there it is told of the ranks (node.py).
+    if options.nodes == 1 and (missing := missing_script.missing(options, environ)):
+        say(missing)
+        found = Failure(exit_code=USAGE, exception=missing_script.told(missing))
+        leave_message(environ.get("DDPJOB_TERMINATION_LOG"), found.as_dict() | {"failed": True})
+        return USAGE
+    processes.become_subreaper()
+    processes.close_to_children()
+    prepared = environment.prepare(options, environ)
+    try:
+        folder = LogFolder(options)
+    except OSError as error:
+        say(f"no folder for the ranks' files: {error.filename}: {error.strerror}. Name one: --log-dir, or TMPDIR.")
+        return USAGE
+    if folder.has_unseen:
+        say(f"what the console does not show of the ranks' output is in {folder.path}")
+    agent = Agent(options, prepared, folder, _fork_server(options, prepared))
+    agent.watching, agent.group = Watching(agent), _group(agent)
+    try:
+        return agent.run()
+    finally:
+        agent.node.end()
+        folder.remove()
+
+
+def _group(agent: Agent) -> Group:
+    if agent.options.place == agent.options.members.leader:
+        from ddprun.leader import Leader
+
+        return Leader(agent)
+    from ddprun.follower import Follower
+
+    return Follower(agent)
+
+
+def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | None:
+    """Where there is something to import, and a script that can be run in it."""
+    if not options.preload or options.kind == "program":
+        return None
+    if options.kind == "script" and not os.path.isfile(options.script):  # a folder, a zip, a mistake
+        return None
+    try:
+        return ForkServer(options, environ)
+    except OSError as error:
+        say(f"no fork server: {error}; every rank is a new process")
+        return None

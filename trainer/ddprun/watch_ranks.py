@@ -1,0 +1,270 @@
+"""The watchdog of one node: reads the heartbeats of its ranks, reports their progress, and asks their positions.
+
+It looks once a second, and not at all before a rank has a heartbeat. `core/stall_monitor.py` says what they prove, and
+node 0 decides for all nodes (`core/stall_rules.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ddpjob import threads
+from ddpjob_core.heartbeat import LOUD, QUIET
+from ddprun import processes
+from ddprun.core import deadlock, idle, stall_monitor
+from ddprun.core.stall_monitor import Heartbeat, HeartbeatTracker, StallReport
+from ddprun.core.stall_rules import Position
+from ddprun.heartbeats import Heartbeats
+from ddprun.node import say
+from ddprun.stacks import StacksQuestion, write_stacks
+
+if TYPE_CHECKING:
+    from ddprun.agent import Agent
+
+SIGNAL_SECONDS = 0.6  # a rank that has not answered by then is asked by a signal, which no interpreter can hold up
+ANSWER_SECONDS = 1.0
+QUIET_SECONDS = 1.5  # a full recorder takes up to 0.5 s of it
+IDLE_MAX = 0.01  # of a CPU: the watchdog's own thread uses a tenth of that
+SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
+
+
+class Watching:
+    """Of one generation at a time."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.timeout = agent.options.stall_seconds
+        self._beats: Heartbeats | None = None
+        self._paces: dict[int, HeartbeatTracker] = {}
+        self._reported: StallReport | None = None
+        self._over = False  # whether all ranks of another node have ended well
+        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: since when it is stalled, and its CPU seconds by then
+        self._still: dict[int, tuple[str, float]] = {}  # by rank: how often it was run, and since when
+        self._quiet = False  # the last question
+        self._looked_at = 0.0
+        self._look_at: float | None = None  # None: nobody beats
+        self._signals: list[int] = []  # ranks that are asked by a signal unless they answer
+        self._signal_at: float | None = None
+        self._answer_at: float | None = None
+        self._stacks = StacksQuestion(agent)
+        self._idle = idle.IdleClock()
+        self._idle_at: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        times = (self._look_at, self._signal_at, self._answer_at, self._idle_at, self._stacks.deadline)
+        return min((at for at in times if at is not None), default=None)
+
+    def begin(self, beats: Heartbeats) -> None:
+        """A generation starts."""
+        self._beats = beats
+        self._paces, self._reported, self._over, self._cpu, self._still = {}, None, False, {}, {}
+        self._idle = idle.IdleClock()
+        self._idle_at = None if self.timeout == 0 else time.monotonic()
+        self._agent.watch(beats.notify_read, self._read_notification)
+
+    def end(self) -> None:
+        """No rank runs any more, or all shall end."""
+        if self._beats is not None:
+            self._agent.unwatch(self._beats.notify_read)
+        self._stacks.end()
+        self._beats = self._look_at = self._signal_at = self._answer_at = self._idle_at = None
+
+    def tick(self, now: float) -> None:
+        if self._look_at is not None and now >= self._look_at:
+            self._look(now)
+        if self._signal_at is not None and now >= self._signal_at:
+            self._signal_next(now)
+        if self._answer_at is not None and now >= self._answer_at:
+            self._answer(now)
+        if self._idle_at is not None and now >= self._idle_at:
+            self._look_for_idle(now)
+        self._stacks.tick(now, is_free=self._answer_at is None)
+
+    def ask_stacks(self, now: float) -> None:
+        """Print the stacks of the ranks of this node, folded."""
+        self._stacks.ask(self._beats, now)
+
+    def _look_for_idle(self, now: float) -> None:
+        assert self._beats is not None, "only beats are looked at"
+        node, options = self._agent.node, self._agent.options
+        self._idle_at = now + idle.LOOK_SECONDS
+        beats = {rank: self._beats.of(rank) for rank in node.running_ranks}
+        is_paused = any(beat.phase in ("save", "evaluate") for beat in beats.values())
+        parent_of = processes.parents() if beats and not is_paused else {}
+        cpu = {rank: cpu_seconds(node.pid(rank), parent_of) for rank in beats if not is_paused}
+        found = self._idle.look(now, cpu, self._mark(beats))
+        if found:
+            name = self._agent.environ.get("DDPJOB_NAME")
+            whose = f" of node {options.place}" if options.nodes > 1 else ""
+            how = f"ddpjob stacks {name}" if name else f"kill -QUIT {os.getpid()}"
+            say(idle.sentence(found, self._idle.seconds, whose, how))
+
+    def _mark(self, beats: Mapping[int, Heartbeat]) -> tuple[tuple[int, int], ...] | None:
+        """How far the ranks are, if they train and have been seen to get on several times; else a step may be long."""
+        paces = self._paces.values()
+        enough = all(pace.phase == "train" and pace.moves >= stall_monitor.LOOKS_UNTIL_TRAINING for pace in paces)
+        if not paces or not enough or any(beat.over for beat in beats.values()):
+            return None
+        return tuple((beat.step, beat.collectives) for _, beat in sorted(beats.items()))
+
+    def others_have_ended(self) -> None:
+        """All ranks of a node have ended well: those of this one wait for nobody any more."""
+        self._over = True
+
+    def ask(self, now: float, *, quiet: bool = False) -> None:
+        """Every rank writes its stacks and its last collectives to its log; what they answer goes to node 0. quiet: it
+        writes nothing, and says what it waits in."""
+        if self._beats is None:
+            return
+        self._beats.ask(kind=QUIET if quiet else LOUD)
+        self._quiet, self._signal_at, self._answer_at = quiet, None, now + QUIET_SECONDS
+        if not quiet:
+            self._signals = sorted(self._agent.node.running_ranks)
+            self._signal_at, self._answer_at = now + SIGNAL_SECONDS, now + ANSWER_SECONDS
+
+    def _read_notification(self) -> None:
+        assert self._beats is not None, "only an open pipe is read"
+        if not self._beats.announced:
+            return
+        if self._look_at is None and self.timeout != 0:
+            self._looked_at = self._look_at = time.monotonic()
+
+    def _look(self, now: float) -> None:
+        assert self._beats is not None, "only beats are looked at"
+        over = self._over or self._agent.node.ended_well is not None
+        found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
+        beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
+        seen = {rank: beat for rank, beat in beats.items() if _lives(beat.pid)}
+        # Also where a rank has ended: it got on, and what the others wait for may be another thing now.
+        if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
+            self._paces = stall_monitor.restart_clocks(self._paces, now)
+            self._still = {}
+        self._looked_at, self._look_at = now, now + stall_monitor.LOOK_SECONDS
+        folded = {rank: stall_monitor.update(self._paces.get(rank), beat, now) for rank, beat in seen.items()}
+        self._paces = {rank: pace for rank, pace in folded.items() if pace is not None}
+        self._note_cpu(beats)
+        report = self._report(beats, now)
+        if self._reported is None or _news(report) != _news(self._reported):
+            self._reported = report
+            self._agent.group.stood(report, now)
+
+    def _report(self, beats: Mapping[int, Heartbeat], now: float) -> StallReport:
+        runs = {rank: threads.times_run(beat.pid) for rank, beat in beats.items()}
+        self._still = {
+            rank: known if (known := self._still.get(rank)) is not None and known[0] == times else (times, now)
+            for rank, times in runs.items()
+            if times
+        }
+        enough = all(now - since >= stall_monitor.STILL_SECONDS for _, since in self._still.values())
+        still = enough and bool(runs) and self._still.keys() == runs.keys()
+        return stall_monitor.stall_report(self._paces, self.timeout, now)._replace(still=still)
+
+    def _note_cpu(self, beats: Mapping[int, Heartbeat]) -> None:
+        """What ranks had used when they began to stand, where it will be asked for."""
+        self._cpu = {
+            rank: known
+            if (known := self._cpu.get(rank)) is not None and known[0] == pace.advanced_at
+            else (pace.advanced_at, cpu_seconds(beats[rank].pid))
+            for rank, pace in self._paces.items()
+            if beats[rank].over
+        }
+
+    def _is_idle(self, local_rank: int, now: float) -> bool:
+        known = self._cpu.get(local_rank)
+        if known is None or self._beats is None:
+            return False
+        since, before = known
+        return cpu_seconds(self._beats.of(local_rank).pid) - before < IDLE_MAX * (now - since)
+
+    def _signal_next(self, now: float) -> None:
+        assert self._beats is not None, "only ranks that may beat are asked"
+        self._signal_at = None
+        while self._signals:
+            rank = self._signals.pop(0)
+            if self._beats.answer(rank) is None and write_stacks(self._beats.of(rank).pid):
+                self._signal_at = now + SIGNAL_PAUSE_SECONDS
+                return
+
+    def _answer(self, now: float) -> None:
+        assert self._beats is not None, "only ranks that may beat are asked"
+        self._answer_at = self._signal_at = None
+        self._look(now)  # they may have got on since they were asked
+        if self._beats is None:
+            return None  # node 0 was lost when it was told so
+        running = sorted(self._agent.node.running_ranks)
+        if self._quiet:
+            assert self._reported is not None, "it was looked at just now"
+            return self._agent.group.answered(self._reported, [*map(self._waiting, running), *self._ended()], now)
+        # One that never beats cannot answer, and is not to blame for that where others do.
+        beating = [rank for rank in running if self._beats.of(rank).pid]
+        positions = [self._position(rank)._replace(idle=self._is_idle(rank, now)) for rank in beating or running]
+        report = stall_monitor.stall_report(self._paces, self.timeout, now)
+        self._paces, self._reported = stall_monitor.restart_clocks(self._paces, now), report._replace(stalled=False)
+        return self._agent.group.answered(report, positions, now)
+
+    def _waiting(self, local_rank: int) -> Position:
+        """What a rank waits in; nothing is certain if it has run since it was asked, or has not answered."""
+        assert self._beats is not None, "a rank that runs has a page"
+        rank, step, answer = self._agent.node.rank(local_rank), self._beats.of(local_rank).step, None
+        if self._reported is not None and self._reported.still:
+            answer = self._beats.answer(local_rank)
+        return waiting(rank, step, answer)
+
+    def _ended(self) -> list[Position]:
+        """The ranks that have ended with 0; one that has ended otherwise ends the group."""
+        assert self._beats is not None, "their pages are read"
+        node, options = self._agent.node, self._agent.options
+        ended = sorted(set(range(options.nproc)) - node.running_ranks)
+        return [Position(node.rank(rank), ended_after=self._beats.begun_by(rank)) for rank in ended]
+
+    def _position(self, local_rank: int) -> Position:
+        assert self._beats is not None, "a rank that runs has a page"
+        rank = self._agent.node.rank(local_rank)
+        beat = self._beats.of(local_rank)
+        return position(rank, beat.step, self._beats.answer(local_rank), over=beat.over)
+
+
+def _news(report: StallReport) -> tuple[int, bool, bool]:
+    return report.level, report.stalled, report.still
+
+
+def waiting(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
+    """A rank that was asked what it waits in, by its answer; nonsense is none."""
+    try:
+        waits = None if answer is None else deadlock.waits_of(answer.get("waits"))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        waits = None
+    return Position(rank, step, where=str((answer or {}).get("where", ""))[:120], waits=waits)
+
+
+def cpu_seconds(pid: int, parent_of: Mapping[int, int] | None = None) -> float:
+    """Of a process and of all below it, those that have ended too; 0 where it has. parent_of: of all processes."""
+    return sum(_own_cpu_seconds(one) for one in {pid, *processes.descendants(pid, parent_of)})
+
+
+def _own_cpu_seconds(pid: int) -> float:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            ticks = stat.read().rpartition(b")")[2].split()[11:15]  # utime, stime, cutime, cstime
+    except OSError:
+        return 0.0
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+
+def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bool = False) -> Position:
+    """A rank's position, by its answer. over: its heartbeat. Raises TypeError, ValueError for nonsense."""
+    if answer is None:
+        return Position(rank, step, answers=False, apart=over)
+    sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))
+    done, apart, shape = answer.get("done", True) is True, answer.get("apart") is True, str(answer.get("shape", ""))
+    return Position(rank, step, sequence, op[:40], done, where[:120], apart=apart, shape=shape[:60])
+
+
+def _lives(pid: int) -> bool:
+    """A rank that is a shell script outlives the training in it."""
+    return pid > 0 and os.path.exists(f"/proc/{pid}")
