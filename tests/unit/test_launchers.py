@@ -99,7 +99,7 @@ def test_ddprun_passes_a_local_rank_that_the_script_takes_as_an_option(cli: Cli)
     ("name", "text", "why"),
     [
         ("job.yaml", "kind: DDPJob\n", "says in its command what starts the ranks"),
-        ("spawn.py", "import torch\ntorch.multiprocessing.spawn(print)\n", "starts the processes of its node by itself"),
+        ("s.py", "from torch import multiprocessing as m\nm.spawn(id)\n", "starts the processes of its node by itself"),
     ],
 )  # fmt: skip
 def test_a_launcher_for_what_has_its_own_is_refused(cli: Cli, name: str, text: str, why: str) -> None:

@@ -61,6 +61,11 @@ class Hidden:
         self._modules, self._read, self._before = modules, read, dict(os.environ)
         self._spec = modules[PACKAGE].__spec__
 
+    @property
+    def names(self) -> set[str]:
+        """Of the hidden modules."""
+        return set(self._modules)
+
     def touch(self) -> None:
         """Count a reference to each module, as their import will, so that the pages they lie on are copied now."""
         self._touched = dict(self._modules)
