@@ -75,7 +75,7 @@ def _imports_of_torch(script: Script) -> Iterator[int]:
             else []
         )
         if any(name.partition(".")[0] == late_environment.PACKAGE for name in names):
-            yield node.lineno
+            yield int(getattr(node, "lineno", 0))
 
 
 def _variables_set(script: Script) -> Iterator[tuple[str, int]]:
