@@ -40,7 +40,7 @@ TRAIN = """
 import hashlib, mmap, os
 import torch
 import ddpjob
-from ddpjob.checkpoint.memory import Keeper
+from ddpjob.checkpoint.in_memory.memory import Keeper
 
 STEPS, RANKS, CELLS = 40, int(os.environ["WORLD_SIZE"]), 3
 BETWEEN, FORWARD, REDUCE, OPTIMIZER, BOUNDARY, RESTORE, RESCUE = range(7)

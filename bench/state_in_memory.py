@@ -40,7 +40,7 @@ from ddpjob_core import memory
 from ddprun.memory import Memory
 
 if TYPE_CHECKING:
-    from ddpjob.checkpoint.streams import Streams
+    from ddpjob.checkpoint.in_memory.streams import Streams
 
 TRAIN = """
 import os, signal, sys, time
@@ -224,9 +224,9 @@ def train(turn: int, done: int, *, memory_is_on: bool) -> None:
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    from ddpjob.checkpoint.half_done import SinceLastStep
-    from ddpjob.checkpoint.memory import Keeper
-    from ddpjob.checkpoint.shared import Shared
+    from ddpjob.checkpoint.in_memory.memory import Keeper
+    from ddpjob.checkpoint.in_memory.shared import Shared
+    from ddpjob.checkpoint.state.half_done import SinceLastStep
 
     torch.manual_seed(1)
     model = torch.nn.Sequential(*[torch.nn.Linear(32, 32) for _ in range(150)])
@@ -307,7 +307,7 @@ def gpu_cost(sizes: list[int], rounds: int) -> None:
     """A table: steps on one GPU with copies and without, in turns."""
     import torch
 
-    from ddpjob.checkpoint.streams import CudaStreams
+    from ddpjob.checkpoint.in_memory.streams import CudaStreams
 
     if not torch.cuda.is_available():
         sys.exit("no CUDA device is here")
@@ -325,8 +325,8 @@ def device_cost(
     """A row of that table: medians of the milliseconds of a step."""
     import torch
 
-    from ddpjob.checkpoint.memory import Keeper
-    from ddpjob.checkpoint.shared import Shared
+    from ddpjob.checkpoint.in_memory.memory import Keeper
+    from ddpjob.checkpoint.in_memory.shared import Shared
 
     agent = Memory(1)
     agent.begin(0)

@@ -31,6 +31,11 @@ def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequ
     return ["torchrun", "--no-python", "sh", "-c", f"exec python {' '.join(words)}"]
 
 
+def word_that_passes(option: ast.Call) -> str:
+    """The argument by which ddprun passes the rank: torchrun's macro, which it replaces for each rank."""
+    return f"{_NEW if _NEW in _names(option) else _OLD}=${{local_rank}}"
+
+
 def _recipe(job: Job, option: ast.Call) -> str:
     """That command as docs/launching.md writes it."""
     return command_line(command_that_passes(job.script, option, job.words))

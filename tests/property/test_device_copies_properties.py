@@ -13,11 +13,11 @@ import torch
 from late_device import Host, LateDevice, Mark, Ticket
 
 from ddpjob import process
-from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.copies import Boundary
-from ddpjob.checkpoint.device_copies import DeviceCopies
-from ddpjob.checkpoint.kept import BUFFERS, Kept
-from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.in_memory.copies import Boundary
+from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
+from ddpjob.checkpoint.in_memory.kept import BUFFERS, Kept
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.state import packed
 from ddpjob_core import copies
 from ddpjob_core.memory import AREAS, COPY_SLOTS, Found, Version, newest
 from ddprun.memory import Memory

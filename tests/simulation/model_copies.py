@@ -1,7 +1,7 @@
 """A model of copies by cadence: what each rank does at its boundaries while all goes well.
 
 When a copy is made, over what, and which plan is in force is decided by the real rules (`ddpjob_core.copies`). The
-model has what surrounds them, as `checkpoint/copies.py` does it: the store in which rank 0 tells its plans, the parts
+model has what surrounds them, as `in_memory/copies.py` does it: the store in which rank 0 tells its plans, the parts
 of a copy, between any two of which the job may end, and what copies cost. The first rank of each node writes the state,
 each rank what is its own.
 """

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.state import packed
 from ddpjob_core import memory
 from ddpjob_core.memory import Held, Version
 from ddprun.memory import Memory

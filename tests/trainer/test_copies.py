@@ -17,7 +17,7 @@ from memory_node import Node, parts, rescue, settle, steps
 
 import ddpjob
 from ddpjob import process
-from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.state import packed
 from ddpjob_core import copies
 
 
@@ -261,7 +261,7 @@ def test_copies_without_room_are_said_with_the_reason(
     node: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Two of them take twice the memory, and a container over its limit is killed."""
-    from ddpjob.checkpoint import room
+    from ddpjob.checkpoint.in_memory import room
 
     monkeypatch.setattr(room, "shortage", lambda size: room.Shortage(f"{size} bytes are too many", size))
 
@@ -278,7 +278,7 @@ def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was in the log alone: whoever looks at the job's status took its steps for safe."""
-    from ddpjob.checkpoint import room
+    from ddpjob.checkpoint.in_memory import room
 
     with_copies: list[bool] = []
 

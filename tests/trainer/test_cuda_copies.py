@@ -18,14 +18,14 @@ import real_gpus
 import torch
 from agents import Launcher, finish
 
-from ddpjob.checkpoint.streams import CudaStreams, for_device
+from ddpjob.checkpoint.in_memory.streams import CudaStreams, for_device
 
 on_gpu = pytest.mark.skipif(not real_gpus.count(), reason="needs a CUDA device")
 
 STREAMS = """
 import mmap, os, time
 import torch
-from ddpjob.checkpoint.streams import for_device
+from ddpjob.checkpoint.in_memory.streams import for_device
 
 device = torch.device("cuda", 0)
 torch.cuda.set_device(device)

@@ -20,8 +20,9 @@ from memory_node import Node, parts, rescue, settle
 
 import ddpjob
 from ddpjob import process
-from ddpjob.checkpoint import packed, streams
-from ddpjob.checkpoint.device_copies import would_go_on
+from ddpjob.checkpoint.in_memory import streams
+from ddpjob.checkpoint.in_memory.device_copies import would_go_on
+from ddpjob.checkpoint.state import packed
 from ddpjob.group.join import end_without_abort
 from ddpjob_core import copies
 from ddprun.memory import Memory
@@ -291,7 +292,7 @@ def test_small_tensors_of_a_gpu_are_summed_from_a_copy_that_lives_as_long_as_it_
 
 def test_the_random_state_of_a_gpu_is_kept_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dropout on the GPU would draw other numbers after a restart."""
-    from ddpjob.checkpoint import random_states
+    from ddpjob.checkpoint.state import random_states
 
     state = torch.arange(16, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)

@@ -18,8 +18,10 @@ from memory_node import Node, parts, rescue, settle, steps
 
 import ddpjob
 from ddpjob import process
-from ddpjob.checkpoint import packed, recall, writers
-from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint import writers
+from ddpjob.checkpoint.in_memory import recall
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.state import packed
 from ddpjob_core import memory
 from ddpjob_core.memory import Held, Version
 from ddprun.memory import Memory

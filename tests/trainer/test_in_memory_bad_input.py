@@ -13,8 +13,9 @@ from memory_node import Node, parts, rescue, settle, steps
 
 import ddpjob
 from ddpjob import process
-from ddpjob.checkpoint import packed, room
-from ddpjob.checkpoint.kept import Kept
+from ddpjob.checkpoint.in_memory import room
+from ddpjob.checkpoint.in_memory.kept import Kept
+from ddpjob.checkpoint.state import packed
 from ddpjob_core import memory
 
 

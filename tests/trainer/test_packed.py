@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.kept import Kept, merged
+from ddpjob.checkpoint.in_memory.kept import Kept, merged
+from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ddpjob.checkpoint.alike import digest, same
-from ddpjob.checkpoint.places import Places
+from ddpjob.checkpoint.in_memory.places import Places
+from ddpjob.checkpoint.state.alike import digest, same
 
 
 def test_a_change_between_should_stop_and_save_is_named_and_the_mark_alone_counts_no_more() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from ddpjob.checkpoint import random_states
+from ddpjob.checkpoint.state import random_states
 
 Draw = Callable[[], Any]
 DRAWS: dict[str, Draw] = {

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import ddpjob
 
-replicas = importlib.import_module("ddpjob.checkpoint.replicas")
+replicas = importlib.import_module("ddpjob.checkpoint.state.replicas")
 
 
 def net(width: int = 3) -> torch.nn.Module:

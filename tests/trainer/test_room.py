@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from ddpjob.checkpoint import packed, room
-from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.in_memory import room
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.state import packed
 from ddpjob_core.memory import Held, Version
 from ddprun.memory import Memory
 

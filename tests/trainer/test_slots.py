@@ -11,10 +11,10 @@ import numpy
 import pytest
 import torch
 
-from ddpjob.checkpoint import random_states
-from ddpjob.checkpoint.kept import Kept
-from ddpjob.checkpoint.shared import Shared
-from ddpjob.checkpoint.slots import Slots
+from ddpjob.checkpoint.in_memory.kept import Kept
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.in_memory.slots import Slots
+from ddpjob.checkpoint.state import random_states
 from ddpjob_core.memory import EARLY
 from ddprun.memory import Memory
 

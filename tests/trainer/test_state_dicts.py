@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ddpjob
-from ddpjob.checkpoint import state_dicts
+from ddpjob.checkpoint.state import state_dicts
 
 DTYPES = sorted({kind for name in dir(torch) if isinstance(kind := getattr(torch, name), torch.dtype)}, key=str)
 

@@ -115,7 +115,7 @@ def test_an_option_before_the_script_is_ours_whatever_the_script_declares(cli: C
     done = cli.here("run", "--env", "A=1", "--dry-run", "train.py", "--", "--env", "B")
     pods = list(yaml.safe_load_all(done.stdout))
     trainer = pods[-1]["spec"]["containers"][0]
-    assert trainer["command"] == ["torchrun", "train.py", "--env", "B"]
+    assert trainer["command"] == ["ddprun", "train.py", "--env", "B"]
     assert {"name": "A", "value": "1"} in trainer["env"]
     assert "goes to" not in done.stderr
 

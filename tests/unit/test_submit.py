@@ -451,7 +451,7 @@ def test_a_notebook_goes_as_the_script_of_its_cells_with_the_folder_it_is_in(
     done = ddpjob("submit", "try it.ipynb", "--", "--epochs", "5")
     assert done.code == 0, done.err
     job = cluster.find("ddpjobs", "try-it")
-    assert trainer_of(job)["command"] == ["torchrun", "try it.py", "--epochs", "5"]
+    assert trainer_of(job)["command"] == ["ddprun", "try it.py", "--epochs", "5"]
     assert "env" not in trainer_of(job), "a folder of this machine is in no pod"
     assert code_of(cluster.find("configmaps")) == {"train.py": SOUND, "try it.py": "pass\nimport train\nprint(train)\n"}
 
@@ -464,7 +464,7 @@ def test_the_script_of_a_notebook_replaces_no_file_of_its_folder(
     (folder / "src/train.ipynb").write_text(notebook("x = 1"))
     (folder / "src/train.py").write_text("y = 2\n")
     assert ddpjob("submit", "src/train.ipynb", "--code", ".").code == 0
-    assert trainer_of(cluster.find("ddpjobs", "train"))["command"] == ["torchrun", "src/train_notebook.py"]
+    assert trainer_of(cluster.find("ddpjobs", "train"))["command"] == ["ddprun", "src/train_notebook.py"]
     sent = code_of(cluster.find("configmaps"))
     assert sent == {"train.py": SOUND, "src/train.py": "y = 2\n", "src/train_notebook.py": "x = 1\n"}
 
@@ -501,7 +501,7 @@ def test_a_script_from_stdin_goes_alone_or_into_the_folder_that_is_named(
     """Its job named a file in /tmp of this machine, which no pod has."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("print(1)\n"))
     assert ddpjob("submit", "-", "--name", "alone").code == 0
-    assert trainer_of(cluster.find("ddpjobs", "alone"))["command"] == ["torchrun", "stdin.py"]
+    assert trainer_of(cluster.find("ddpjobs", "alone"))["command"] == ["ddprun", "stdin.py"]
     assert code_of(cluster.find("configmaps")) == {"stdin.py": "print(1)\n"}
     assert ddpjob("delete", "alone").code == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("print(1)\n"))

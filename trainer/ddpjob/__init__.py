@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpjob.checkpoint.replicas import check_replicas
     from ddpjob.checkpoint.snapshot import Snapshot
+    from ddpjob.checkpoint.state.replicas import check_replicas
     from ddpjob.data import Batch, DataPartitioner, GlobalBatchSampler, Partition, accumulate
     from ddpjob.errors import (
         ConfigurationError,

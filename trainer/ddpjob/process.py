@@ -83,7 +83,7 @@ class Process:
         self.resumed_from = ""
         """Where that state was: a folder, or the memory of which nodes."""
         self.not_kept = ""
-        """Why the state is not kept in memory, where it was to be; `checkpoint/memory.py` knows it."""
+        """Why the state is not kept in memory, where it was to be; `ddpjob/checkpoint/in_memory/memory.py` knows it."""
         self.limit_needed: int | None = None
         """Bytes that the container's memory limit must be for that, where it is the limit that is too small."""
 

@@ -1,6 +1,6 @@
 """The memory in which the state of a training outlives its ranks: its layout, and which of what is there counts.
 
-One file without a name for each agent (`ddprun/memory.py` owns it, `checkpoint/memory.py` in the ranks writes it):
+One file without a name for each agent (`ddprun/memory.py` owns it, `in_memory/memory.py` in the ranks writes it):
 
     page 0                  cells of 8 bytes for the node, NODE_CELLS
     page 1 + local rank     cells of that rank, RANK_CELLS

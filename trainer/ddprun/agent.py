@@ -105,6 +105,7 @@ class Agent:
         self.watch(self._signals, self._receive_signals)
         if self._server is not None:
             self.watch(self._server.fileno(), self._receive_from_server)
+            self.watch(self._server.later.fileno(), self._receive_learned)
         self.group.begin(time.monotonic())
         while self.code is None:
             for descriptor, _ in self._poller.poll(self._milliseconds()):
@@ -210,6 +211,15 @@ class Agent:
             say(f"--preload: {name}: {why}; left out")
         self._server.failed = {}
 
+    def _receive_learned(self) -> None:
+        """A child of the fork server takes its place, or could not."""
+        assert self._server is not None, "only a server is heard"
+        before, later = self._server.fileno(), self._server.later.fileno()
+        self.unwatch(later)
+        if self._server.hear_later():
+            self.unwatch(before)
+            self.watch(later, self._receive_from_server)
+
     # ---- what the group orders -----------------------------------------------------------------------------
 
     def start(self, life: Life) -> None:
@@ -217,6 +227,8 @@ class Agent:
         self.settled = self._failure_reported = False
         self.members = life.members
         self.node.start(life)
+        if life.generation and (learned := self.node.tell_learned()):
+            say(learned)
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
         # Only now: the ranks have not waited for what a failure will need, and a failure shall not wait for it either.

@@ -1,7 +1,7 @@
 """The fork server: imports torch once, and every rank begins where the imports have ended.
 
-`preload.py` runs this file as a program, `python -u forkserver.py FD`, with the environment of the ranks; it imports
-little, and from the standard library alone, because each rank has all that it imports. FD is a socket to the
+`preload.py` runs this file as a program, `python -u forkserver.py FD FD2`, with the environment of the ranks; it
+imports little, and from the standard library alone, because each rank has all that it imports. FD is a socket to the
 agent, a JSON object a line:
 
     agent:  {"modules": ["torch"], "path0": "/app", "hidden": {"PYTORCH_NVML_BASED_CUDA_CHECK": null}}
@@ -10,6 +10,13 @@ agent, a JSON object a line:
     server: {"pid": 4711}  or  {"error": "OSError: …"}
     agent:  {"spare": true}
     server: {"pid": 4712}  or  {"error": "OSError: …"}
+    agent:  {"learn": "/tmp/…/imports_0.json"}
+
+After the last one a child imports what the ranks have imported (`learned.py`), and answers at a second socket:
+
+    child:  {"ready": true, "pid": 4713, "imports": ["sklearn"], "left": {"x.y": "starts a thread"}, "bytes": 61000000}
+
+Then the agent closes the first socket, which ends the server, and the child serves at the second one.
 
 A rank is forked twice: its parent ends at once, so that it becomes a child of the agent, which reaps it as any other
 child. `become` gives it all that `python -u train.py` would find. A spare is forked in the same way before it is
@@ -47,8 +54,9 @@ CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
 
 def main() -> Callable[[], None] | None:
     """Import, report whether forks are safe from here, and fork until the agent is gone."""
-    agent = socket.socket(fileno=int(sys.argv[1]))
+    agent, later = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     agent.set_inheritable(False)
+    later.set_inheritable(False)
     agent_pid = os.getppid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     lines = agent.makefile("r", encoding="utf-8")
@@ -60,15 +68,57 @@ def main() -> Callable[[], None] | None:
         say(agent, {"refused": refused})
         return None
     prepared = Prepared(read)
-    spares = Spares(prepared.wait)
     say(agent, {"ready": True, "failed": failed})
+    return served(agent, lines, agent_pid, order, prepared, later)
+
+
+def served(
+    agent: socket.socket,
+    lines: Any,
+    agent_pid: int,
+    order: dict[str, Any],
+    prepared: Prepared,
+    later: socket.socket | None,
+) -> Callable[[], None] | None:
+    """Fork until the agent is gone; in a rank what runs it. later: where a child serves that has learned imports."""
+    spares = Spares(prepared.wait)
     for line in lines:
-        told = serve(agent, agent_pid, json.loads(line), spares)
+        asked = json.loads(line)
+        if "learn" in asked:
+            if later is not None and learns(asked["learn"], agent_pid, prepared, later):
+                spares.close()
+                lines.close()
+                agent.close()
+                return served(later, later.makefile("r", encoding="utf-8"), agent_pid, order, prepared, None)
+            if later is not None:
+                later.close()
+                later = None
+            continue
+        told = serve(agent, agent_pid, asked, spares)
         if told is not None:
             lines.close()
             agent.close()
+            if later is not None:
+                later.close()
             return become(order, told(), prepared)
     return None
+
+
+def learns(path: str, agent_pid: int, prepared: Prepared, later: socket.socket) -> bool:
+    """Fork a child that imports what a note of a rank names: False at once; in the child True, when it can serve."""
+    from ddprun import learned
+
+    with not_collected():
+        known = learned.fork(path, agent_pid, later, prepared.show_torch)
+    if known is None:
+        return False
+    prepared.hide_torch(known.read)
+    packages = list(dict.fromkeys(name.partition(".")[0] for name in known.modules))
+    say(
+        later,
+        {"ready": True, "pid": os.getpid(), "imports": packages, "left": known.left, "bytes": known.size},
+    )
+    return True
 
 
 def preload(order: dict[str, Any]) -> dict[str, str]:
@@ -163,20 +213,36 @@ class Prepared:
         """read: the variables that were read while torch was imported."""
         self.torch: Any = sys.modules.get("torch")
         self.hidden: Any = None
+        self._read: set[str] = set()
         prepare_groups()
         write_whole_lines()
+        self.hide_torch(read)
+        # The kernel forgets children that have ended: to wait for one takes as long as to fork it.
+        self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    def hide_torch(self, read: set[str]) -> None:
+        """read: variables that were read by imports since this was called last."""
+        self._read |= read
         if self.torch is not None:
             with contextlib.suppress(ImportError):
                 from ddprun import late_environment
 
-                self.hidden = late_environment.hide_torch(read)
-        # The kernel forgets children that have ended: to wait for one takes as long as to fork it.
-        self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+                self.hidden = late_environment.hide_torch(self._read)
+
+    def show_torch(self) -> None:
+        """Undo `hide_torch`."""
+        if self.hidden is not None:
+            self.hidden.begin()
+            import torch  # noqa: F401 - its finder puts back all of torch
 
     def wait(self) -> None:
         """In a rank that waits: pages that its script's `import torch` will write to are copied meanwhile."""
         if self.hidden is not None:
             self.hidden.touch()
+
+    def of_torch(self) -> set[str]:
+        """The names of torch's modules that are hidden."""
+        return set() if self.hidden is None else self.hidden.names
 
     def begin(self) -> None:
         """In a rank, which has its environment."""
@@ -339,6 +405,9 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
     module = run["run"] == "module"
     sys.argv[:] = run["argv"]
     sys.orig_argv[:] = [sys.executable, "-u", *(["-m"] if module else []), *run["argv"]]
+    if run.get("imports"):
+        Imports.path, Imports.known = run["imports"], {*sys.modules, *prepared.of_torch()}
+        Imports.environ = {name: value for name, value in os.environ.items() if name not in run["environ"]}
     prepared.begin()
     if "triton" in sys.modules:
         # Its nanobind prints hundreds of lines of "leaked" at the end for objects that are frozen.
@@ -418,10 +487,41 @@ def watch_group(c10d: Any) -> None:
         update(group)
         with contextlib.suppress(Exception):
             if group is not None:
+                show_torch()
                 watchdog.begin()
                 sys.modules["ddpjob.reporting.rank_end"].formed(group)
+        with contextlib.suppress(Exception):
+            if group is not None:
+                Imports.note()
 
     c10d._update_default_pg = update_and_watch
+
+
+def show_torch() -> None:
+    """It is hidden from a script whose own imports were learned, and that imports torch by them alone."""
+    import torch  # noqa: F401
+
+
+class Imports:
+    """Of a rank, which notes them when it forms its first group."""
+
+    path = ""
+    """Where; "" if nobody wants to know."""
+    known: set[str] = set()  # noqa: RUF012 - replaced as a whole
+    """What the fork server had imported."""
+    environ: dict[str, str] = {}  # noqa: RUF012
+    """Variables at the beginning, without those that each rank gets for itself."""
+
+    @classmethod
+    def note(cls) -> None:
+        """Once, and never in a process that the rank has started."""
+        path, cls.path = cls.path, ""
+        if path and os.environ.get("DDPJOB_BEATS"):
+            from ddprun import learned
+
+            names = {*cls.environ, *os.environ}
+            changed = {n: os.environ.get(n) for n in names if cls.environ.get(n) != os.environ.get(n)}
+            learned.note(path, cls.known, changed)
 
 
 def main_module() -> Any:

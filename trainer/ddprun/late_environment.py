@@ -24,8 +24,21 @@ LIBRARIES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "GOTO_")
 IN_C = frozenset(
     "TORCH_CPP_LOG_LEVEL ATEN_CPU_CAPABILITY PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF".split()
 )
+# What torch, numpy and sympy read in Python while they are imported (torch 2.13), by how the names begin.
+READ_IN_PYTHON = (
+    "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCHEXPORT_", "TORCH_COMPILE", "TORCH_DYNAMO_", "TORCH_TRACE", "TORCH_DTRACE",
+    "TORCH_FAKE_TENSOR_", "TORCH_CUDA_SANITIZER", "TORCH_USE_RTLD_GLOBAL", "TORCH_DEVICE_BACKEND_AUTOLOAD",
+    "AOT_", "AOTINDUCTOR_", "INDUCTOR_", "PYTORCH_JIT", "NPY_", "NUMPY_", "SYMPY_", "MPMATH_",
+)  # fmt: skip
 # Read at the import and read again before they are used; or read for no purpose of torch's.
 HARMLESS = frozenset("HOME USER LOGNAME LNAME USERNAME CI CXX PYTHONUSERBASE TORCHINDUCTOR_CACHE_DIR".split())
+
+
+def is_read_at_import(name: str) -> bool:
+    """True if a script that sets this variable before its `import torch` is too late in a fork of the fork server, as
+    far as the name tells it."""
+    is_read = name in IN_C or name.startswith((*LIBRARIES, *READ_IN_PYTHON))
+    return is_read and name not in HARMLESS and not any(name in names for names, _ in APPLIED)
 
 
 def hide_torch(read: set[str]) -> Hidden:
@@ -47,6 +60,11 @@ class Hidden:
     def __init__(self, modules: dict[str, ModuleType], read: set[str]) -> None:
         self._modules, self._read, self._before = modules, read, dict(os.environ)
         self._spec = modules[PACKAGE].__spec__
+
+    @property
+    def names(self) -> set[str]:
+        """Of the hidden modules."""
+        return set(self._modules)
 
     def touch(self) -> None:
         """Count a reference to each module, as their import will, so that the pages they lie on are copied now."""

@@ -29,7 +29,7 @@ CHUNKS_MAX = 16  # of a file in one turn of the loop, because signals and peers 
 RUN_BYTES_MAX = 200  # of the run id in the folder's name, which file systems limit to 255 bytes
 WRITE_MAX = select.PIPE_BUF  # a pipe that is ready takes as much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
-OWN = ("crash_{}.txt", "end_{}.json")  # files of each rank that only this agent reads
+OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # files of each rank that only this agent reads
 
 
 class Files(NamedTuple):
@@ -42,6 +42,8 @@ class Files(NamedTuple):
     """What faulthandler writes where a signal kills the rank."""
     end: str
     """What the rank writes when it ends."""
+    imports: str = ""
+    """What it writes of its imports when it forms its group."""
 
 
 class LogFolder:
@@ -79,8 +81,8 @@ class LogFolder:
             to_file = options.redirects[rank] | options.tee[rank]
             hidden = os.devnull if options.shown is not None and rank not in options.shown else ""
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
-            crash, end = (os.path.join(attempt, name.format(rank)) for name in OWN)
-            files.append(Files(out, err, os.path.join(folder, "error.json"), crash, end))
+            own = [os.path.join(attempt, name.format(rank)) for name in OWN]
+            files.append(Files(out, err, os.path.join(folder, "error.json"), *own))
         self.tails.extend(self._make_tails(attempt, files, ranks))  # those before one that fails are closed with them
         return files
 

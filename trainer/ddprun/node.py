@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
 HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
 KILL_AGAIN_SECONDS = 0.05
+NOTE_SECONDS = 0.5  # between looks for what a rank notes of its imports
 SPARES_AFTER_SECONDS = 5.0  # not while the ranks begin, which need the processors themselves
 FILE_BYTES_MAX = 1 << 16
 END_BYTES_MAX = 1 << 22  # 20,000 parameters
@@ -60,6 +61,8 @@ class LocalRanks:
         self._ranks: Sequence[int] = ()  # of this generation, by local rank
         self._waiting = False  # for the fork server
         self._spares_at: float | None = None  # when the ranks of the next generation are forked
+        self._learn_at: float | None = None  # when it is time to look for what a rank has noted
+        self._has_told = False  # what the fork server has learned
         self._pids: dict[int, int] = {}  # by local rank, of those that run
         self._codes: dict[int, int] = {}  # by local rank, of those that have ended; negative: a signal
         self._files: list[Files] = []
@@ -172,6 +175,7 @@ class LocalRanks:
                     self._start_or_fail(local_rank)
             if not self.failures:
                 self._spares_at = time.monotonic() + SPARES_AFTER_SECONDS
+                self._learn_at = time.monotonic() + NOTE_SECONDS if self._can_learn else None
 
     def ended(self, pid: int, code: int) -> None:
         """One of our children has ended."""
@@ -243,7 +247,7 @@ class LocalRanks:
             assert self.memory is not None, "ranks write into it"
             return now + self.memory.look_again(now - self._asked_at)
         if self.kill_at is None or not self.running:
-            return self._spares_at
+            return min((at for at in (self._spares_at, self._learn_at) if at is not None), default=None)
         return min(self.kill_at, now + LOOK_SECONDS) if now < self.kill_at else now + KILL_AGAIN_SECONDS
 
     def outlives_sigkill(self, now: float) -> bool:
@@ -260,7 +264,9 @@ class LocalRanks:
         if self._asked_at is not None and not self._is_writing(now):
             self._signal(*self._then, now)
         if self._spares_at is not None and now >= self._spares_at:
-            self._fork_spares()
+            self._fork_spares(now)
+        if self._learn_at is not None and now >= self._learn_at:
+            self._learn(now)
         if self.kill_at is None or not self.running:
             return
         if now < self.kill_at:
@@ -273,16 +279,50 @@ class LocalRanks:
         else:
             self._signalled.left = set()  # `settle` kills it
 
-    def _fork_spares(self) -> None:
+    @property
+    def _can_learn(self) -> bool:
+        """Whether what the ranks import is to be imported for the next generation."""
+        server = self._server
+        return server is not None and server.ready and not server.learning and not self._options.preload_asked
+
+    def _learn(self, now: float) -> None:
+        """Have the fork server learn, if a rank has formed its group."""
+        self._learn_at = None
+        note = self._files[0].imports
+        if not self._can_learn or self._server is None:
+            return
+        if not os.path.exists(note):
+            self._learn_at = now + NOTE_SECONDS
+        else:
+            self._server.learn(note)
+
+    def tell_learned(self) -> str:
+        """What the generation that starts has imported before, a sentence for its first time; "" if nothing."""
+        server = self._server
+        if server is None or self._has_told or not (server.imports or server.left):
+            return ""
+        self._has_told = True
+        left = ", ".join(f"{name or 'all'} ({why})" for name, why in sorted(server.left.items()))
+        size = f", {server.bytes_learned >> 20} MiB more in the fork server" if server.imports else ""
+        unnamed = {*sys.stdlib_module_names, "ddpjob", "ddpjob_core", "ddprun"}
+        named = [name for name in server.imports if name not in unnamed and not name.startswith("_")]
+        packages = ", ".join(named[:4]) + (", …" if len(named) > 4 else "")
+        begins = f"imported before the ranks start: {packages or 'torch'}{size}"
+        return begins + (f"; left out: {left}" if left else "")
+
+    def _fork_spares(self, now: float) -> None:
         from ddprun import spares  # only now: ranks do not wait for it
 
+        if self._server is not None and self._server.learning == "now":  # spares come from what takes its place
+            self._spares_at = now + NOTE_SECONDS
+            return
         self._spares_at = None
         if self._server is not None and spares.has_room(self._options.nproc):
             self._server.fork_spares(self._options.nproc)
 
     def _fork_no_spares(self) -> None:
         """From here on the ranks that end, or write the state, need the processors."""
-        self._spares_at = None
+        self._spares_at = self._learn_at = None
         if self._server is not None:
             self._server.fork_spares(0)
 
@@ -300,6 +340,8 @@ class LocalRanks:
     def _not_of_ranks(self) -> set[int]:
         server = self._server
         serves = set() if server is None or server.refused else {server.pid, *server.spares}
+        if server is not None and server.learning == "now":
+            serves |= processes.descendants(server.pid)
         return serves | self.helpers
 
     def end(self) -> None:
@@ -374,6 +416,7 @@ class LocalRanks:
                 "environ": own,
                 "crash": files.crash,
                 "end": files.end,
+                "imports": files.imports if local_rank == 0 and self._can_learn else "",
             }
             if self._life.preflight:
                 run |= {"run": "module", "argv": [environment.PREFLIGHT]}

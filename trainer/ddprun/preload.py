@@ -30,11 +30,18 @@ class ForkServer:
         self._forks_spare = False  # whether its answer is still to come
         self._asked = options.preload_asked
         self._socket, its = socket.socketpair()
+        self.later, its_later = socket.socketpair()  # at which what has learned serves
+        self.learning = ""  # "": not yet; "now"; "done"
+        self.imports: list[str] = []  # packages that it has learned
+        self.left: dict[str, str] = {}  # modules that it did not import, and why
+        self.bytes_learned = 0
         # Not buffered: `poll` does not see what has been read already.
         self._lines = self._socket.makefile("rb", buffering=0)
-        argv = [environment.python(environ), "-u", PROGRAM, str(its.fileno())]
-        self.pid = processes.start(argv, environ, keep=[its.fileno()])
+        ends = [its.fileno(), its_later.fileno()]
+        argv = [environment.python(environ), "-u", PROGRAM, *map(str, ends)]
+        self.pid = processes.start(argv, environ, keep=ends)
         its.close()
+        its_later.close()
         hidden = {name: environ.get(name) for name in HIDDEN}
         self._send({"modules": options.preload, "path0": environment.first_folder(options), "hidden": hidden})
 
@@ -63,6 +70,30 @@ class ForkServer:
             self.ready = bool(message.get("ready"))
             self.refused = str(message.get("refused", ""))
             self.failed = {name: why for name, why in message.get("failed", {}).items() if self._asked}
+
+    def learn(self, note: str) -> None:
+        """Have a child import what a rank has noted; it is `heard_later`."""
+        self.learning = "now"
+        with contextlib.suppress(OSError):  # it has ended, and `hear` hears of it
+            self._send({"learn": note})
+
+    def hear_later(self) -> bool:
+        """Read whether the child can serve; True if it does from now on, and the descriptor has changed."""
+        self.learning = "done"
+        message: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError), self.later.makefile("rb", buffering=0) as lines:
+            message = json.loads(lines.readline())
+        if not message.get("ready") or not self.ready:
+            self.left = {"": str(message["unlearned"])} if "unlearned" in message else {}
+            self.later.close()
+            return False
+        self.close()
+        self._socket, self._lines = self.later, self.later.makefile("rb", buffering=0)
+        self.pid, self._forks_spare, self._spares_left = int(message["pid"]), False, 0
+        self.spares.clear()
+        self.imports, self.left = list(message["imports"]), dict(message["left"])
+        self.bytes_learned = int(message["bytes"])
+        return True
 
     def start(self, run: Mapping[str, Any]) -> int:
         """Fork a rank, or let a spare be it; its pid. Raises OSError where that fails; `give_up` follows then."""

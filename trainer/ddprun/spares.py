@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 
-from ddpjob.checkpoint import room
+from ddpjob.checkpoint.in_memory import room
 
 # A rank has some threads of torch, gloo or NCCL, and workers of its DataLoader with theirs; all count.
 PROCESSES_FOR_EACH_RANK = 50

@@ -6,6 +6,7 @@ It reads the script as `ddpjob check` does, without running it, and says what it
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from ddpjob_check.nodes import text_in
 from ddpjob_check.rule import TooLongError
 from ddpjob_check.script import INIT, Script
 from ddpjob_check.values import STARTERS
+from ddpjob_cli.commands import launchers
 from ddpjob_cli.commands.cpu_limit import CpuLimit
 from ddpjob_cli.commands.options import refuse_other_bytes
 from ddpjob_cli.manifest.yamlfile import InputError
@@ -46,6 +48,9 @@ class Start:
     arguments: Sequence[str] = ()
     gpus: bool = False
     """Whether there are GPUs to ask for."""
+    launcher: str = launchers.TORCHRUN
+    note: str = ""
+    """A sentence about the launcher, for a comment."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +65,16 @@ class FoundScript:
     local_rank: ast.Call | None = None
     """The option without which it does not train as one job, and which torchrun does not pass."""
     notes: tuple[str, ...] = ()
-    """Sentences for comments."""
+    """Sentences for comments, as they are if torchrun starts the processes."""
+    needs_torchrun: str = ""
+    """What in it works under torchrun alone; "" if nothing does."""
 
 
 def job_yaml(start: Start, text: str | None) -> str:
     """The YAML. text: of the script; None where it is a module, which is not read. Raises InputError."""
     _refuse_unprintable(start)
     found = FoundScript() if text is None else read(start.script, text)
+    sentences = [note.replace(" torchrun ", f" {start.launcher} ") for note in found.notes[:FOUND_MAX]]
     nodes = start.nodes or str(NODES)
     nproc = start.nproc or "1"
     words = _command(start, found)
@@ -80,7 +88,8 @@ def job_yaml(start: Start, text: str | None) -> str:
     )
     file = f"{name_of(start.script)}.yaml"
     # Names of options are the script's: one with a line end would add lines to the YAML.
-    notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in found.notes[:FOUND_MAX])
+    sentences += [start.note] if start.note else []
+    notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in sentences)
     least, restarts = start.min_nodes, start.max_restarts
     limit = f"\n  backoffLimit: {_scalar(restarts)}     # restarts after a failure" if restarts is not None else ""
     elastic = f"\n  minNodes: {_scalar(least)}         # it starts with these, and takes in more" if least else ""
@@ -103,14 +112,18 @@ spec:
 
 def _command(start: Start, found: FoundScript) -> list[str]:
     script = f"./{start.script}" if start.script.startswith("-") else start.script
+    arguments = start.arguments
     if found.local_rank is not None and not found.spawns:
-        return local_rank.command_that_passes([script], found.local_rank, start.arguments)
+        if start.launcher != launchers.DDPRUN:
+            return local_rank.command_that_passes([script], found.local_rank, arguments)
+        arguments = [local_rank.word_that_passes(found.local_rank), *arguments]
     module = ["-m"] if start.module else []
     if found.spawns:
-        return ["python", *module, script, *start.arguments]
-    return ["torchrun", *module, script, *behind_script(start.arguments)]
+        return ["python", *module, script, *arguments]
+    return [start.launcher, *module, script, *behind_script(arguments)]
 
 
+@functools.lru_cache(maxsize=4)
 def read(name: str, text: str) -> FoundScript:
     """What a script shows without being run. Raises InputError for one that is not valid Python."""
     try:
@@ -131,7 +144,7 @@ def _read(script: Script) -> FoundScript:
     cuda = bool(nccl) or any(isinstance(n, ast.Attribute) and n.attr == "cuda" for n in ast.walk(script.tree))
     passed = local_rank.must_be_passed(script)
     notes = (*_of_launch(script, spawned, passed), *_of_gpus(nccl), *_of_arguments(script.tree), *_of_files(script))
-    return FoundScript(bool(spawned), nccl, cuda, passed, notes)
+    return FoundScript(bool(spawned), nccl, cuda, passed, notes, "" if spawned else launchers.why_torchrun(script))
 
 
 def _refuse_unprintable(start: Start) -> None:

@@ -46,6 +46,7 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @click.option("--nodes", metavar="N", help="Nodes; MIN:MAX: an elastic job.  [1, or spec.nodes]")
 @click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node.  [1, or the file's]")
 @click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3, or the file's]")
+@sections.launcher("ddprun, torchrun")
 @click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field: spec.backoffLimit=5.")
 @click.option("--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer.")
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, not on GPUs.")
@@ -89,6 +90,7 @@ def run(
     nodes: str | None,
     nproc: str | None,
     max_restarts: str | None,
+    launcher: str | None,
     settings: tuple[str, ...],
     variables: tuple[str, ...],
     status: Path | None,
@@ -108,7 +110,7 @@ def run(
     Options end at a script's first other word: the rest is the script's.
     Exit codes: 0 succeeded, 1 failed, 2 wrong input, 130 interrupted.
     """
-    from ddpjob_cli.commands import check_files, sources
+    from ddpjob_cli.commands import check_files, launchers, sources
     from ddpjob_cli.local.processes import faults, gpus
     from ddpjob_cli.local.run import RunOptions
 
@@ -127,6 +129,9 @@ def run(
         file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
     )
     with sources.as_file(source) as source:
+        source, why = sources.with_launcher(source, launcher, lambda: launchers.missing_here(os.environ))
+        if why:
+            click.echo(f"torchrun starts the ranks: {why}", err=True)
         document, parsed = sources.load(source)
         faults.check(broken, parsed)
         if dry_run:
@@ -165,6 +170,7 @@ def run(
 @click.option("--nodes", metavar="N", help="This many nodes; MIN:MAX: an elastic job.  [1]")
 @click.option("--nproc-per-node", "nproc", metavar="N", help="This many processes on each.  [1]")
 @click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3]")
+@sections.launcher("ddprun or torchrun; the image must have it.  [torchrun]", rare=False)
 def init(
     script: str | None,
     arguments: tuple[str, ...],
@@ -172,18 +178,23 @@ def init(
     nodes: str | None,
     nproc: str | None,
     max_restarts: str | None,
+    launcher: str | None,
 ) -> int:
     """Print a DDPJob for a training script, with what the script shows in comments.
 
     Options come before the script or right behind it; all from the first other word on is the script's.
     """
-    from ddpjob_cli.commands import sources
+    from dataclasses import replace
+
+    from ddpjob_cli.commands import launchers, sources
 
     if module is not None:
         script, arguments = None, (*([] if script is None else [script]), *arguments)
     if (script is None) == (module is None):
         raise click.UsageError("name a script, or -m MODULE")
     source = sources.Source(script, module, None, nodes, nproc, (), (), arguments, max_restarts=max_restarts)
+    source, why = sources.with_launcher(source, launcher, lambda: launchers.HINT)
+    source = replace(source, note=why if why in ("", launchers.HINT) else f"torchrun starts the ranks: {why}")
     sources.load(source)
     return answer(sources.to_yaml(source))
 

@@ -29,6 +29,13 @@ class RareOption(click.Option):
     """An option that `Brief` names in a few words, after the others."""
 
 
+def launcher(about: str, *, rare: bool = True) -> Any:
+    """Return the decorator that adds --launcher."""
+    kind = RareOption if rare else click.Option
+    names = click.Choice(["ddprun", "torchrun"])
+    return click.option("--launcher", cls=kind, metavar="NAME", type=names, help=about)
+
+
 class Brief(click.Command):
     """A command with many options whose help is one screen of 24 lines."""
 

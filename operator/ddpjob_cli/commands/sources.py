@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ddpjob_check import notebook
-from ddpjob_cli.commands import kinds
+from ddpjob_cli.commands import from_script, kinds, launchers
 from ddpjob_cli.commands.from_script import Start, job_yaml
 from ddpjob_cli.commands.options import applied, range_of, refuse_other_bytes
 from ddpjob_cli.local.kept.files import read_script
@@ -53,6 +53,10 @@ class Source:
     text: str | None = None
     """The YAML from stdin."""
     max_restarts: str | None = None
+    launcher: str = launchers.TORCHRUN
+    """What starts the ranks of a script."""
+    note: str = ""
+    """A sentence about the launcher, for a comment in the YAML."""
 
 
 def load(source: Source) -> tuple[Document, api.DDPJob]:
@@ -77,6 +81,7 @@ def to_yaml(source: Source) -> str:
     least, nodes = range_of(source.nodes) if source.nodes is not None else ("", None)
     start = Start(source.file or "", nodes=nodes, min_nodes=least, nproc=source.nproc, arguments=source.arguments)
     start = replace(start, gpus=source.gpus, max_restarts=source.max_restarts)
+    start = replace(start, launcher=source.launcher, note=source.note)
     if source.module is not None:
         return job_yaml(replace(start, script=source.module, module=True), None)
     if is_notebook(start.script):
@@ -86,6 +91,43 @@ def to_yaml(source: Source) -> str:
             f"then ddpjob init {stem}.py"
         )
     return job_yaml(start, _text(source.file or ""))
+
+
+def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
+    """Return the source with the launcher that starts its script, and why that is not ddprun; "" if it is, or was not
+    the question.
+
+    asked: by --launcher. missing: why ddprun is not there, where the script is to run. Raises InputError.
+    """
+    made = source.module is not None or (source.text is None and kinds.of(source.file or "") != "job")
+    found = _found(source) if made else from_script.FoundScript()
+    if not made or found.spawns:
+        if asked is not None:
+            name = source.module or source.file or "stdin"
+            why = "starts the processes of its node by itself" if made else "says in its command what starts the ranks"
+            raise InputError(f"--launcher {asked}: {name} {why}; leave the option out")
+        return source, ""
+    why = "" if asked is not None else _why_torchrun(source, found) or missing()
+    name = asked or (launchers.TORCHRUN if why else launchers.DDPRUN)
+    return replace(source, launcher=name), why
+
+
+def _why_torchrun(source: Source, found: from_script.FoundScript) -> str:
+    given = {setting.partition("=")[0].strip() for setting in source.settings}
+    if ":" in (source.nodes or "") or "spec.minNodes" in given:
+        return "ddprun cannot train with a changing number of nodes"
+    return found.needs_torchrun
+
+
+def _found(source: Source) -> from_script.FoundScript:
+    """What the script shows without being run; of a module what its file shows, if it is here."""
+    if source.module is None:
+        return from_script.read(source.file or "", _text(source.file or ""))
+    path = next((file for file in command.Command(module=source.module).files if os.path.isfile(file)), None)
+    if path is None:
+        return from_script.FoundScript()
+    # It is started as a module in any case, by a launcher.
+    return replace(from_script.read(path, _text(path)), spawns=False)
 
 
 def processes(nproc: str | None, devices: int) -> str | None:

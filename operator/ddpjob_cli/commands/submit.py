@@ -34,6 +34,7 @@ class Wishes:
     nodes: str | None
     nproc: int | None
     max_restarts: str | None
+    launcher: str | None
     gpus: int | None
     settings: tuple[str, ...]
     variables: tuple[str, ...]
@@ -52,6 +53,7 @@ class Wishes:
 @click.option("--nodes", metavar="N", help="How many nodes (pods); MIN:MAX for an elastic job.  [1, or the file's]")
 @click.option("--nproc-per-node", "nproc", type=click.IntRange(min=1), metavar="P", help="Processes on each node.")
 @click.option("--max-restarts", metavar="N", help="Restarts after a failure.  [3, or the file's]")
+@sections.launcher("ddprun or torchrun.  [ddprun if the image is ours]", rare=False)
 @click.option("--gpus", type=click.IntRange(min=1), metavar="G", help="GPUs of each node (nvidia.com/gpu).")
 @click.option("--image", metavar="IMAGE", help=f"The trainer's image.  [{IMAGE}, or the file's]")
 @click.option("--name", metavar="NAME", help="The job's name.  [the script's, or the file's]")
@@ -111,7 +113,7 @@ def prepare(
     """The job with all options applied, and its code. Raises InputError, also for an error that the check finds."""
     from ddpjob_cli.client import script
     from ddpjob_cli.client.submit import as_new
-    from ddpjob_cli.commands import kinds, sources
+    from ddpjob_cli.commands import kinds, launchers, sources
     from ddpjob_cli.manifest.yamlfile import InputError
 
     if wishes.code and wishes.no_code:
@@ -124,6 +126,9 @@ def prepare(
     with sources.as_file(source) as given:
         # What as_file sets names folders of this machine.
         here = replace(given, variables=wishes.variables)
+        here, why = sources.with_launcher(here, wishes.launcher, lambda: launchers.missing_in(_image(wishes)))
+        if why:
+            say(f"torchrun starts the ranks: {why}")
         document, _ = sources.load(here)
         as_new(document.data)
         _apply(document.data, wishes)
@@ -136,6 +141,14 @@ def prepare(
         code = _code(file, here.file or "", wishes)
         script.for_cluster(document.data, here.file or "", code.name)
         return document, code.archive
+
+
+def _image(wishes: Wishes) -> str:
+    """The image of a job that is made for a script."""
+    given = (
+        value for path, _, value in (s.partition("=") for s in reversed(wishes.settings)) if path.endswith(".image")
+    )
+    return wishes.image or next(given, IMAGE)
 
 
 # Volumes that are gone with the pod, or cannot be written to.

@@ -48,11 +48,12 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import own_files, process
-from ddpjob.checkpoint import half_done, of_each_rank, random_states, writers
-from ddpjob.checkpoint.in_memory import InMemory
+from ddpjob.checkpoint import writers
+from ddpjob.checkpoint.in_memory.door import InMemory
+from ddpjob.checkpoint.in_memory.recall import Fetched
 from ddpjob.checkpoint.reasons import reason
-from ddpjob.checkpoint.recall import Fetched
-from ddpjob.checkpoint.state_dicts import copied, refuse_sharded, restore, state_of, without_copies
+from ddpjob.checkpoint.state import half_done, of_each_rank, random_states
+from ddpjob.checkpoint.state.state_dicts import copied, refuse_sharded, restore, state_of, without_copies
 from ddpjob.errors import ConfigurationError, SnapshotError, StateError, Stopped, Superseded
 from ddpjob.group import gather, stop
 from ddpjob.group.join import World, active, before_leaving, rank_in_group, store_of

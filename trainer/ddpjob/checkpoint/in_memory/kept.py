@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parameter import is_lazy
 
-from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.of_each_rank import ignored, outermost, sends_buffers
-from ddpjob.checkpoint.state_dicts import copied, sharded, state_of, unwrapped
+from ddpjob.checkpoint.state import packed
+from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, sends_buffers
+from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
 SMALL_BYTES_MAX = 4 << 20  # of one object, at each step

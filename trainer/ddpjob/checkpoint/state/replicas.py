@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob.checkpoint.state_dicts import described, not_whole, sharded, unwrapped
+from ddpjob.checkpoint.state.state_dicts import described, not_whole, sharded, unwrapped
 from ddpjob.errors import ReplicasDifferError, StateError
 from ddpjob.group import gather
 

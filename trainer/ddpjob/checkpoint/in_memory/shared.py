@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
 from ddpjob_core.memory import (

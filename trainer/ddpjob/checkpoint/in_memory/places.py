@@ -19,7 +19,7 @@ would have no memory before their first save.
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from ddpjob.checkpoint.alike import moved
+from ddpjob.checkpoint.state.alike import moved
 
 
 class Places:

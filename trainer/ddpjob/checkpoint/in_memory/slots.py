@@ -7,9 +7,9 @@ import operator
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.kept import Kept
-from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.in_memory.kept import Kept
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.state import packed
 
 PLACE = "\0ddpjob place"
 """The name of what `Keeper` adds to the settings: where in its step the rank was."""

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from ddpjob import process
-from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.copies import Boundary, Copies
-from ddpjob.checkpoint.kept import BUFFERS, Kept
-from ddpjob.checkpoint.shared import Shared
-from ddpjob.checkpoint.streams import Mark, Streams, Ticket
+from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
+from ddpjob.checkpoint.in_memory.kept import BUFFERS, Kept
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.in_memory.streams import Mark, Streams, Ticket
+from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
 from ddpjob_core.memory import Held, Version

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddpjob import process
-from ddpjob.checkpoint import device_copies, recall, streams
-from ddpjob.checkpoint.memory import Keeper
-from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.in_memory import device_copies, recall, streams
+from ddpjob.checkpoint.in_memory.memory import Keeper
+from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.errors import StateError
 from ddpjob.group.join import World, store_of
 from ddpjob_core.memory import Found, Version

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from ddpjob import process
-from ddpjob.checkpoint import packed, random_states
-from ddpjob.checkpoint.alike import digest
-from ddpjob.checkpoint.kept import BUFFERS, merged
-from ddpjob.checkpoint.shared import Shared
-from ddpjob.checkpoint.slots import PLACE
-from ddpjob.checkpoint.state_dicts import misfit, unwrapped
+from ddpjob.checkpoint.in_memory.kept import BUFFERS, merged
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.in_memory.slots import PLACE
+from ddpjob.checkpoint.state import packed, random_states
+from ddpjob.checkpoint.state.alike import digest
+from ddpjob.checkpoint.state.state_dicts import misfit, unwrapped
 from ddpjob.errors import StateError
 from ddpjob.group import gather
 from ddpjob_core import memory

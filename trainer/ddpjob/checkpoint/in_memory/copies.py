@@ -23,9 +23,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ddpjob import process
-from ddpjob.checkpoint import packed, room
-from ddpjob.checkpoint.kept import Kept
-from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.in_memory import room
+from ddpjob.checkpoint.in_memory.kept import Kept
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
 from ddpjob_core.copies import Plan

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddpjob.checkpoint.state_dicts import NESTED_MAX, not_whole
+from ddpjob.checkpoint.state.state_dicts import NESTED_MAX, not_whole
 from ddpjob.errors import StateError
 
 _TENSOR = "\0ddpjob tensor"  # (this, its number) stands for a tensor

@@ -18,11 +18,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob import process, threads
-from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.copies import Boundary, Copies
-from ddpjob.checkpoint.kept import Kept, OutgrownError, ReplacedError
-from ddpjob.checkpoint.places import Places
-from ddpjob.checkpoint.shared import Shared
+from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
+from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
+from ddpjob.checkpoint.in_memory.places import Places
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob.reporting import termination
 from ddpjob_core import memory

@@ -22,15 +22,16 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
-from ddpjob.checkpoint import copies, packed, random_states, room
-from ddpjob.checkpoint.alike import moved
-from ddpjob.checkpoint.copies import Boundary, Copies
-from ddpjob.checkpoint.device_copies import DeviceCopies
-from ddpjob.checkpoint.kept import Kept, ReplacedError
-from ddpjob.checkpoint.shared import Shared
-from ddpjob.checkpoint.slots import PLACE, Slots
-from ddpjob.checkpoint.streams import Streams
-from ddpjob.checkpoint.survivor import AGAIN_SECONDS, Survivor
+from ddpjob.checkpoint.in_memory import copies, room
+from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
+from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
+from ddpjob.checkpoint.in_memory.kept import Kept, ReplacedError
+from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.in_memory.slots import PLACE, Slots
+from ddpjob.checkpoint.in_memory.streams import Streams
+from ddpjob.checkpoint.in_memory.survivor import AGAIN_SECONDS, Survivor
+from ddpjob.checkpoint.state import packed, random_states
+from ddpjob.checkpoint.state.alike import moved
 from ddpjob.errors import StateError
 from ddpjob_core import memory
 from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Version

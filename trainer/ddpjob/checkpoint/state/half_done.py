@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddpjob.checkpoint.state_dicts import unwrapped
+from ddpjob.checkpoint.state.state_dicts import unwrapped
 from ddpjob.errors import StateError
 
 WATCHED_MAX = 8  # parameters of a model: what follows each optimizer step must cost nothing

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddpjob.checkpoint import packed
-from ddpjob.checkpoint.alike import digest
-from ddpjob.checkpoint.state_dicts import copied, state_of, unwrapped
+from ddpjob.checkpoint.state import packed
+from ddpjob.checkpoint.state.alike import digest
+from ddpjob.checkpoint.state.state_dicts import copied, state_of, unwrapped
 from ddpjob.errors import StateError
 
 OWN_BYTES_MAX = 4 << 20  # of one object of one rank, which passes through the store of the group

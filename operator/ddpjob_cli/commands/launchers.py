@@ -1,0 +1,86 @@
+"""Which launcher starts a script for which no command was written: ddprun, unless something needs torchrun.
+
+`ddprun` is the default on this machine, and in a cluster for images that are known to have it. `--launcher` chooses.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+
+from ddpjob_check.nodes import text_in
+from ddpjob_check.script import Script
+from ddprun import late_environment
+
+DDPRUN, TORCHRUN = NAMES = ("ddprun", "torchrun")
+IMAGE = "ddpjob-trainer"
+"""The image of this project, which has ddprun; under whatever registry and tag."""
+HINT = (
+    "In an image with the package ddpjob, ddprun in place of torchrun restarts the ranks in place: ddpjob init "
+    "--launcher ddprun."
+)
+_STORE = "torch.distributed.TCPStore"
+
+
+def missing_here(environ: Mapping[str, str]) -> str:
+    """Return why ddprun cannot start the ranks on this machine with the Python that torchrun would take; "" if it
+    can."""
+    from ddpjob_cli.local.processes.pod_process import search_path
+
+    path = search_path(environ.get("PATH", os.defpath))
+    ours, torchs = (shutil.which(name, path=path) for name in NAMES)
+    if torchs is None:
+        return "ddprun needs PyTorch"  # the run names the missing torchrun, and how to install it
+    if ours is None or os.path.dirname(ours) != os.path.dirname(torchs):
+        return f"{os.path.dirname(torchs)}, where PyTorch is installed, has no ddprun: install the package ddpjob there"
+    return ""
+
+
+def missing_in(image: str) -> str:
+    """Return why an image may lack ddprun; "" for ours, which has it."""
+    name = image.rpartition("/")[2].partition("@")[0].partition(":")[0]
+    return "" if name == IMAGE else f"{image} may lack ddprun; with the package ddpjob in it, add --launcher ddprun"
+
+
+def why_torchrun(script: Script) -> str:
+    """Return what in the script works under torchrun alone, as a clause that names the line; "" if nothing does."""
+    return next(_needs(script), "")
+
+
+def _needs(script: Script) -> Iterator[str]:
+    stores = script.calls_to(_STORE)
+    if stores and not any(_may_serve(script, call) for call in stores):
+        yield f"line {stores[0].lineno} connects to a store that torchrun serves"
+    first = min(_imports_of_torch(script), default=None)
+    for name, line in _variables_set(script):
+        if late_environment.is_read_at_import(name) and (first is None or line < first):
+            yield f"line {line} sets {name}, which torch reads while it is imported, and ddprun imports torch before"
+
+
+def _may_serve(script: Script, call: ast.Call) -> bool:
+    """True unless the call certainly makes a client: its fourth argument, is_master, is False by default."""
+    given = script.argument(call, "is_master", 3)
+    return not (given is None or (isinstance(given, ast.Constant) and given.value is False))
+
+
+def _imports_of_torch(script: Script) -> Iterator[int]:
+    for node in ast.walk(script.tree):
+        names = (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+        if any(name.partition(".")[0] == late_environment.PACKAGE for name in names):
+            yield int(getattr(node, "lineno", 0))
+
+
+def _variables_set(script: Script) -> Iterator[tuple[str, int]]:
+    """Variables that the script gives itself, with their lines."""
+    yield from ((name, getattr(where, "lineno", 0)) for name, _, where in script.variables_set)
+    for call in script.calls_to("os.environ.setdefault"):
+        if call.args:
+            yield text_in(call.args[0]), call.lineno

@@ -1,0 +1,301 @@
+"""A fork server that has imported what the ranks import, so that the next generation imports nothing again.
+
+When the first rank of a node forms its group, it writes down what it has imported (`note`). A child of the fork server
+imports that in the background, with a pause after each import that is as long as its CPU time, and takes the place of
+the fork server (`forkserver.py`). A fork is like a new process only if an import leaves nothing of one process behind.
+So each import is watched; if it does what `_Watch` names, it is left out, and another child begins without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import site
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from importlib import machinery, util
+from typing import Any, NamedTuple
+
+from ddpjob import own_files
+from ddpjob.checkpoint import room
+
+ROUNDS_MAX = 6
+COARSE_AFTER = 3  # from this round on a package is left out as a whole
+MODULES_MAX = 20_000
+MIB = 1 << 20
+BYTES_MAX = 512 * MIB  # more than the fork server had
+BYTES_EXPECTED = 128 * MIB  # for which there must be room at the beginning
+_OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# They draw random numbers while they are imported, and a fork is none the worse: the first two are seeded again in each
+# rank, tempfile's names differ by process, the next draws the numbers of links in a terminal, and the last makes
+# generators for calls that name none.
+_MAY_DRAW = (
+    "numpy.random numpy.random._pickle joblib._multiprocessing_helpers rich.style scipy.stats._new_distributions"
+).split()
+_OURS = ("ddpjob", "ddpjob_core", "ddprun")
+
+
+# ---- in a rank ---------------------------------------------------------------------------------------------
+
+
+def note(path: str, known: set[str], variables: dict[str, str | None]) -> None:
+    """Write down what this rank has imported besides `known`, and the variables that it has to itself or has
+    changed."""
+    folders = _installed()
+    modules = [
+        name
+        for name, module in list(sys.modules.items())
+        if name not in known and name != "__main__" and _is_installed(name, module, folders)
+    ]
+    with open(f"{path}.new", "w", encoding="utf-8", opener=own_files.opener) as file:
+        json.dump({"modules": modules[:MODULES_MAX], "variables": variables, "argv": sys.argv}, file)
+    os.replace(f"{path}.new", path)
+
+
+def _installed() -> tuple[str, ...]:
+    """The folders of what does not change while a job runs: the standard library, and packages that were installed."""
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    paths = {sysconfig.get_path(name) for name in names} | {*site.getsitepackages(), site.getusersitepackages()}
+    return tuple(os.path.realpath(path) + os.sep for path in paths if path)
+
+
+def _is_installed(name: str, module: Any, folders: tuple[str, ...]) -> bool:
+    file = getattr(getattr(module, "__spec__", None), "origin", None)
+    if not isinstance(file, str) or not os.path.isabs(file):
+        return False
+    return name.partition(".")[0] in _OURS or os.path.realpath(file).startswith(folders)
+
+
+# ---- in the fork server ------------------------------------------------------------------------------------
+
+
+class Learned(NamedTuple):
+    """What a child has imported."""
+
+    modules: list[str]
+    left: dict[str, str]
+    """Names that are left out, and why."""
+    read: set[str]
+    """Variables that were read meanwhile."""
+    size: int
+    """Bytes that it has more than the fork server."""
+
+
+def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], None]) -> Learned | None:
+    """Fork what imports the modules of a note. Returns None in the caller; in the process that takes its place, whose
+    parent is the agent, what it has imported."""
+    if os.fork():
+        return None
+    _end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        learned = _rounds(path, agent_pid, unhide)
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            later.sendall(json.dumps({"unlearned": f"{type(error).__name__}: {error}"}).encode() + b"\n")
+        os._exit(1)
+    return learned
+
+
+def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> Learned:
+    """Returns in the child whose imports left nothing behind; the others end."""
+    with open(path, encoding="utf-8") as file:
+        order = json.load(file)
+    if shortage := room.shortage(BYTES_EXPECTED):
+        raise RuntimeError(shortage.why)
+    left: dict[str, str] = {}
+    for number in range(ROUNDS_MAX):
+        wanted = [name for name in order["modules"] if not _is_left(name, left)]
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(read_end)
+            return _imported(wanted, order, left, write_end, agent_pid, unhide)
+        os.close(write_end)
+        with open(read_end, encoding="utf-8") as pipe:
+            answer = pipe.read()
+        found = json.loads(answer) if answer else {wanted[-1] if wanted else "": "ends the process"}
+        if not found:
+            os._exit(0)  # the child goes on, as a child of the agent
+        os.waitpid(pid, 0)
+        for name, why in found.items():
+            left[name if number < COARSE_AFTER else name.partition(".")[0]] = why
+    raise RuntimeError(f"imports of {', '.join(sorted(left))} cannot be repeated")
+
+
+def _is_left(name: str, left: dict[str, str]) -> bool:
+    return any(name == other or name.startswith(f"{other}.") for other in left)
+
+
+def _imported(
+    wanted: list[str],
+    order: dict[str, Any],
+    left: dict[str, str],
+    answer: int,
+    agent_pid: int,
+    unhide: Callable[[], None],
+) -> Learned:
+    parent = os.getppid()
+    argv, sys.argv[:] = list(sys.argv), order["argv"]
+    unhide()
+    watch = _Watch(order["variables"])
+    found: dict[str, str] = {}
+    with watch:
+        for name in wanted:
+            if name not in sys.modules and (why := watch.imports(name)):
+                found[name] = why
+    sys.argv[:] = argv
+    with open(answer, "w", encoding="utf-8") as pipe:
+        json.dump(found, pipe)
+    if found:
+        os._exit(0)
+    while os.getppid() == parent:
+        time.sleep(0.001)
+    if os.getppid() != agent_pid:
+        os._exit(1)
+    _end_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    return Learned(wanted, left, watch.read, max(0, _resident() - watch.resident))
+
+
+def _end_with_parent() -> None:
+    from ddprun import processes
+
+    processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _openblas_threads() -> int:
+    """Those end before a fork, and start after it by themselves."""
+    from ddprun.late_environment import of_openblas
+
+    return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
+
+
+class _Watch:
+    """Watches imports one by one: why a fork would differ from a process that has imported the module itself."""
+
+    def __init__(self, variables: dict[str, str | None]) -> None:
+        """variables: those of a rank, which the fork server has not."""
+        self._read_now: set[str] = set()
+        self.read: set[str] = set()
+        self.resident = _resident()
+        self._variables = variables
+        self._why = ""
+        self._undo: list[Callable[[], None]] = []
+
+    def __enter__(self) -> _Watch:
+        self._out = os.memfd_create("printed")
+        self._kept = [(number, os.dup(number)) for number in (1, 2)]
+        for number, _ in self._kept:
+            os.dup2(self._out, number)
+        kind: Any = type(os.environ)
+        getter, iterate, seed = kind.__getitem__, kind.__iter__, random.Random.seed
+
+        def get(environ: Any, name: Any) -> Any:
+            self.read.add(name)
+            self._read_now.add(name)
+            return getter(environ, name)
+
+        def iterated(environ: Any) -> Iterator[Any]:
+            self._why = "reads all variables"
+            return iterate(environ)  # type: ignore[no-any-return]
+
+        def seeded(generator: Any, a: Any = None, *rest: Any, **options: Any) -> Any:
+            if a is None:
+                self._why = "draws random numbers"
+            return seed(generator, a, *rest, **options)
+
+        run = machinery.SourceFileLoader.exec_module
+
+        def executed(loader: Any, module: Any) -> None:
+            kept = self._why, random.getstate()
+            run(loader, module)
+            if module.__name__ in _MAY_DRAW:
+                self._why = kept[0]
+                random.setstate(kept[1])
+
+        self._replace(machinery.SourceFileLoader, "exec_module", executed)
+        self._replace(kind, "__getitem__", get)
+        self._replace(kind, "__iter__", iterated)
+        self._replace(random.Random, "seed", seeded)
+        for owner, name, why in (
+            (os, "fork", "starts a process"),
+            (os, "posix_spawn", "starts a process"),
+            (os, "system", "starts a process"),
+            (subprocess.Popen, "__init__", "starts a process"),
+            (socket.socket, "__init__", "opens a socket"),
+            (os, "urandom", "draws random numbers"),
+            (random, "_urandom", "draws random numbers"),
+        ):
+            self._replace(owner, name, self._noting(getattr(owner, name), why))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for undo in reversed(self._undo):
+            undo()
+        for number, kept in self._kept:
+            os.dup2(kept, number)
+            os.close(kept)
+        os.close(self._out)
+
+    def imports(self, name: str) -> str:
+        """Import a module; why it must be left out, or ""."""
+        before, began = self._state(), time.process_time()
+        self._why = ""
+        self._read_now.clear()
+        try:
+            if util.find_spec(name.partition(".")[0]) is None:
+                return "is not found"
+            __import__(name)
+        except BaseException as error:
+            return f"cannot be imported: {type(error).__name__}"
+        # What the module has set as in the rank, before or after it was read, is no difference.
+        own = (n for n in sorted(self._read_now & self._variables.keys()) if os.environ.get(n) != self._variables[n])
+        why = next((f"reads {name}" for name in own), "") or self._why or self._changed(before, self._state())
+        time.sleep(time.process_time() - began)  # the ranks train meanwhile
+        return why
+
+    def _changed(self, before: dict[str, Any], after: dict[str, Any]) -> str:
+        if (more := after["bytes"] - self.resident) > BYTES_MAX:
+            return f"takes the fork server's imports to {more // MIB} MiB, more than {BYTES_MAX // MIB}"
+        names = {"threads": "starts a thread", "files": "keeps a file open", "printed": "prints"}
+        names["cuda"] = "initialises CUDA"
+        names |= dict.fromkeys(("python", "numpy", "torch"), "draws random numbers")
+        return next((why for name, why in names.items() if before[name] not in (after[name], None)), "")
+
+    def _state(self) -> dict[str, Any]:
+        torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy.random")
+        return {
+            "bytes": _resident(),
+            "threads": len(os.listdir("/proc/self/task")) - _openblas_threads(),
+            "files": len(os.listdir("/proc/self/fd")),
+            "printed": os.fstat(self._out).st_size,
+            "cuda": torch is not None and torch.cuda.is_initialized(),
+            "python": random.getstate(),
+            "numpy": None if numpy is None else (numpy.get_state()[1].tobytes(), *numpy.get_state()[2:]),
+            "torch": None if torch is None else torch.default_generator.get_state().numpy().tobytes(),
+        }
+
+    def _noting(self, call: Callable[..., Any], why: str) -> Callable[..., Any]:
+        def noted(*arguments: Any, **options: Any) -> Any:
+            self._why = why
+            return call(*arguments, **options)
+
+        return noted
+
+    def _replace(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
+        before = vars(owner).get(name)
+        setattr(owner, name, by)
+        self._undo.append(lambda: setattr(owner, name, before) if before is not None else delattr(owner, name))
