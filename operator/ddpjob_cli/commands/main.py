@@ -5,6 +5,7 @@ Imports stand inside the commands: `ddpjob --help` must not wait for what it doe
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
@@ -31,6 +32,9 @@ def cli() -> None:
     """PyTorch DDP jobs: one YAML, on Kubernetes or as processes on this machine."""
 
 
+_rare = functools.partial(click.option, cls=sections.RareOption)
+
+
 class _Run(script_words.ScriptCommand, sections.Brief):
     """`ddpjob run`."""
 
@@ -53,34 +57,19 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @click.option(
     "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; node=1,at=20s."
 )
-@click.option("--pdb", cls=sections.RareOption, metavar="RANK", type=int, help="has the terminal")
-@click.option("--dry-run", cls=sections.RareOption, is_flag=True, help="prints pods")
-@click.option(
-    "-f",
-    "--filename",
-    cls=sections.RareOption,
-    metavar="FILE",
-    type=click.Path(dir_okay=False, allow_dash=True),
-    help="as FILE",
-)
-@click.option("-m", "--module", cls=sections.RareOption, metavar="NAME", help="not FILE")
-@click.option("--no-check", cls=sections.RareOption, is_flag=True, help="in any case")
-@click.option("--job", cls=sections.RareOption, metavar="NAME", help="of many")
-@click.option("--report", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="HTML")
-@click.option("--status", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="JSON")
-@click.option(
-    "--metrics-file", "metrics", cls=sections.RareOption, type=sections.AsPath(dir_okay=False), help="metrics"
-)
-@click.option(
-    "--logs",
-    cls=sections.RareOption,
-    type=sections.AsPath(file_okay=False),
-    help="of all runs",
-    metavar="DIR",
-)
-@click.option("--plain", cls=sections.RareOption, is_flag=True, help="no table")
-@click.option("--allow-unsupported", cls=sections.RareOption, is_flag=True, help="ignore fields")
-@click.option("--yes", cls=sections.RareOption, is_flag=True, help="512+ ranks")
+@_rare("--pdb", metavar="RANK", type=int, help="has the terminal")
+@_rare("--dry-run", is_flag=True, help="prints pods")
+@_rare("-f", "--filename", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True), help="as FILE")
+@_rare("-m", "--module", metavar="NAME", help="not FILE")
+@_rare("--no-check", is_flag=True, help="in any case")
+@_rare("--job", metavar="NAME", help="of many")
+@_rare("--report", type=sections.AsPath(dir_okay=False), help="HTML")
+@_rare("--status", type=sections.AsPath(dir_okay=False), help="JSON")
+@_rare("--metrics-file", "metrics", type=sections.AsPath(dir_okay=False), help="metrics")
+@_rare("--logs", type=sections.AsPath(file_okay=False), help="of all runs", metavar="DIR")
+@_rare("--plain", is_flag=True, help="no table")
+@_rare("--allow-unsupported", is_flag=True, help="ignore fields")
+@_rare("--yes", is_flag=True, help="512+ ranks")
 def run(
     file: str | None,
     arguments: tuple[str, ...],
