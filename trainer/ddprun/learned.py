@@ -24,7 +24,7 @@ from importlib import machinery, util
 from typing import Any, NamedTuple
 
 from ddpjob import own_files
-from ddpjob.checkpoint import room
+from ddpjob.checkpoint.in_memory import room
 
 ROUNDS_MAX = 6
 COARSE_AFTER = 3  # from this round on a package is left out as a whole

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import click
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS = (
     ("On this machine", "run init check list logs stacks report".split()),
@@ -29,7 +32,7 @@ class RareOption(click.Option):
     """An option that `Brief` names in a few words, after the others."""
 
 
-def launcher(about: str, *, rare: bool = True) -> Any:
+def launcher(about: str, *, rare: bool = True) -> Callable[[F], F]:
     """Return the decorator that adds --launcher."""
     kind = RareOption if rare else click.Option
     names = click.Choice(["ddprun", "torchrun"])
