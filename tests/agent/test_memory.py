@@ -185,7 +185,7 @@ IN_PIECES = """
 import hashlib, json, os, signal, time
 import torch
 import ddpjob
-from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.state import packed
 
 packed.PIECE_BYTES = 1 << 18
 generation, rank = int(os.environ["DDPJOB_GENERATION"]), int(os.environ["RANK"])

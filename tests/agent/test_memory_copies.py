@@ -14,7 +14,7 @@ TRAIN = """
 import hashlib, json, os, signal
 import torch
 import ddpjob
-from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.state import packed
 from ddpjob_core import copies
 
 copies.COST_MAX = 1e9  # a copy costs nothing: each step is copied

@@ -13,7 +13,7 @@ TRAIN = """
 import hashlib, os, signal, time
 import torch
 import ddpjob
-from ddpjob.checkpoint import packed
+from ddpjob.checkpoint.state import packed
 
 packed.PIECE_BYTES = 1 << 18
 rank, generation = int(os.environ["RANK"]), int(os.environ["DDPJOB_GENERATION"])

@@ -185,7 +185,8 @@ import sys, threading, time
 import torch
 from last_moment import LastMoment, Mark
 import ddpjob
-from ddpjob.checkpoint import packed, streams
+from ddpjob.checkpoint.in_memory import streams
+from ddpjob.checkpoint.state import packed
 from ddpjob_core import copies
 
 copies.COST_MAX = 1e9

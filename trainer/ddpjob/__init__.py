@@ -59,7 +59,7 @@ _HOME = {
     **dict.fromkeys(["ignore_sigterm", "should_stop"], "group.stop"),
     **dict.fromkeys(["pause", "progress"], "reporting.progress"),
     "Snapshot": "checkpoint.snapshot",
-    "check_replicas": "checkpoint.replicas",
+    "check_replicas": "checkpoint.state.replicas",
 }
 
 
