@@ -34,7 +34,7 @@ def copy_and_die_within(target, source):
 packed.copy_piece = copy_and_die_within
 if os.environ.get("DEVICE"):
     import last_moment
-    from ddpjob.checkpoint import streams
+    from ddpjob.checkpoint.in_memory import streams
 
     def copy_and_die(self):
         for target, source in self._pairs:

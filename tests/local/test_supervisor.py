@@ -415,7 +415,7 @@ def test_a_working_folder_that_is_missing_is_told_by_its_name(node: NodeProcess)
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """A supervisor with `change` made to it, in the place of the real one."""
-    program = f"from ddpjob_cli.local import supervisor; {change}; supervisor.main()"
+    program = f"from ddpjob_cli.local.processes import supervisor; {change}; supervisor.main()"
     monkeypatch.setattr(node_module, "SUPERVISOR", program)
 
 

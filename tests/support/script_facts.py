@@ -18,7 +18,7 @@ def facts():
     import __main__
     status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines() if ":" in line)
     own = ("MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "DDPJOB_TERMINATION_LOG", "TORCHELASTIC_RUN_ID", "DDPJOB_BEATS",
-           "DDPJOB_MEMORY")
+           "DDPJOB_END", "DDPJOB_MEMORY")
     environ = {k: v for k, v in os.environ.items() if k not in own}
     return {
         "argv": sys.argv, "orig_argv": sys.orig_argv[1:], "path": sys.path, "flags": str(sys.flags),

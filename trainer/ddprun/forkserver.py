@@ -139,6 +139,7 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
             import ddpjob.group.gloo_teardown
             import ddpjob.group.meet
             import ddpjob.reporting.rank_end  # noqa: F401 - what `prepare_groups` needs
+            import ddprun.learned  # noqa: F401 - how a rank tells of its imports
     return failed
 
 
