@@ -425,3 +425,11 @@ def test_stdin_that_is_no_utf_8_is_one_line(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "ddpjob_cli", "run", "-", "--dry-run"]
     done = subprocess.run(words, input="print('é')".encode("latin-1"), capture_output=True, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, b"stdin:1: it is not UTF-8\n")
+
+
+def test_what_is_wrong_with_a_job_that_was_made_for_a_script_has_no_line_of_the_script(tmp_path: Path) -> None:
+    """`train.py:15: spec.template…` sent a new user to a line of a script that had ten."""
+    script = tmp_path / "train.py"
+    script.write_text("import torch\n")
+    document, _ = sources.load(sources.Source(str(script)))
+    assert document.place(("spec", "template")) == str(script)

@@ -224,7 +224,8 @@ def _command(document: Document) -> Any:
 
 
 def _made(name: str, source: Source) -> Document:
-    return yamlfile.read_job(name, None, to_yaml(source).encode())
+    """The lines of its YAML are no lines of the script."""
+    return replace(yamlfile.read_job(name, None, to_yaml(source).encode()), lines={})
 
 
 def _refuse_two_values(source: Source) -> None:

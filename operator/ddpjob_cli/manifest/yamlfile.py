@@ -110,9 +110,9 @@ class Document:
         return InputError("\n".join(lines))
 
     def place(self, path: FieldPath) -> str:
-        """FILE:LINE of a field, or the option that has set it."""
+        """FILE:LINE of a field, or the option that has set it; FILE alone for a job that was made for a script."""
         option = next((o for set_path, o in self.options.items() if path[: len(set_path)] == set_path), None)
-        return option or f"{self.source}:{self.line(path)}"
+        return option or (f"{self.source}:{self.line(path)}" if self.lines else self.source)
 
 
 def read_job(path: str, job: str | None = None, data: bytes | None = None) -> Document:
