@@ -18,7 +18,7 @@ from simulate import lives, report, shrink
 
 from ddpjob_operator.gangs import kueue
 from ddpjob_operator.observed.groups import Placement
-from ddpjob_operator.plan import actions, gang
+from ddpjob_operator.plan import gang
 from ddpjob_operator.plan.actions import TellGroup
 from ddpjob_operator.plan.view import View
 
@@ -164,9 +164,7 @@ def end_untold() -> contextlib.AbstractContextManager[Any]:
 
 def more_pods_than_admitted() -> contextlib.AbstractContextManager[Any]:
     """An elastic job that was admitted in part makes all its pods: they run on what the queue gives to others."""
-    assert kueue.ADAPTER.queue is not None
-    blind = replace(kueue.ADAPTER.queue, placement=lambda _: Placement())
-    return mock.patch.object(actions, "ADAPTERS", {"kueue": replace(kueue.ADAPTER, queue=blind)})
+    return mock.patch.object(kueue, "placement", return_value=Placement())
 
 
 def quota_counted_by_nobody() -> contextlib.AbstractContextManager[Any]:

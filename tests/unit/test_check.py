@@ -23,7 +23,7 @@ import ddpjob_check as check
 from ddpjob_check import Finding, Job
 from ddpjob_check.job import known
 from ddpjob_check.notebook import parts as read_notebook
-from ddpjob_cli.commands import check_files, main
+from ddpjob_cli.commands import check_files, main, sources
 from ddpjob_cli.manifest import yamlfile
 from ddpjob_operator.job import launcher, validation
 from ddpjob_operator.job.command import read
@@ -1005,7 +1005,7 @@ def test_our_own_examples_are_left_alone(path: Path) -> None:
 def test_our_own_jobs_have_no_error(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The notes show some old ways on purpose: those are warnings."""
     monkeypatch.chdir(ROOT)
-    report = check_files.check_all([str(path)], {str(path): main.load(str(path), None, None, (), ())})
+    report = check_files.check_all([str(path)], {str(path): sources.load(sources.Source(str(path)))})
     assert [str(f) for f in report.findings if f.severity == "error"] == []
 
 

@@ -196,6 +196,9 @@ def test_an_operator_that_is_to_ask_shows_the_place_of_a_waiting_job_and_another
             asked.append(path)
             return self.answers.get(path) or {}
 
+        async def close(self) -> None:
+            pass
+
     async def story() -> None:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
@@ -213,7 +216,7 @@ def test_an_operator_that_is_to_ask_shows_the_place_of_a_waiting_job_and_another
             await asyncio.sleep(1)
             places.extend(group.admission.place for group in gang.groups(("team", "digits")))
             assert [path for path in asked if path.startswith(API)] == ([API, MAIN] if on else [])
-            await operator.stand_by()
+            await operator.stop()
 
     play(story)
     assert places == [3, None]

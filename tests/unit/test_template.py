@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from worlds import manifest
 
 import pod_types as tool
-from ddpjob_cli.commands import main
+from ddpjob_cli.commands import sources
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import pod_types, template, validation
 
@@ -74,7 +74,7 @@ def loaded(tmp_path: Path):
         path = tmp_path / "job.yaml"
         path.write_text(yaml.safe_dump(body))
         try:
-            main.load(str(path), None, None, (), ())
+            sources.load(sources.Source(str(path)))
         except InputError as error:
             lines = path.read_text().splitlines()
             return [_with_its_line(line, lines) for line in str(error).splitlines()]
