@@ -1,10 +1,10 @@
 """Decide from heartbeats whether the ranks of one node are stalled. Pure; times are seconds of the monotonic clock.
 
-In: a `Heartbeat` per rank from `watch_ranks.py`, which reads shared memory and keeps one `HeartbeatTracker` per rank.
+In: a `Heartbeat` per rank from `watch_ranks.py`, which keeps one `HeartbeatTracker` per rank.
 Out: one `StallReport` per node, which the leader combines for the group.
 
-The rules are the operator's (`observed.stall`) and the limits come from `stall_limits.py`. Only a whole group stalls, so
-ranks that report steps count and ranks that report less are ignored. The agent reads heartbeats itself, so a silent
+The rules are the operator's (`observed.stall`) and the limits come from `stall_limits.py`. Only a whole group
+stalls, so ranks that report steps count and ranks that report less are ignored. The agent reads heartbeats itself, so a silent
 rank is not a lost message. But the agent may be suspended together with its ranks: after a gap in its own reads, all
 clocks start again.
 
@@ -25,7 +25,7 @@ STILL_SECONDS = 5.0  # a rank blocked in a collective uses no CPU time
 # What shows the progress of a rank. A rank without the library shows collectives only.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
 # A script without the library does not report that training began. Fewer reads are not enough: constructing DDP runs
-# collectives too, and the first step may then compile for minutes.
+# collectives too, and the first step may then compile.
 LOOKS_UNTIL_TRAINING = 5
 
 
