@@ -4,7 +4,8 @@ In: a `Heartbeat` per rank from `watch_ranks.py`, which keeps one `HeartbeatTrac
 Out: one `StallReport` per node, which the leader combines for the group.
 
 The rules are the operator's (`observed.stall`) and the limits come from `stall_limits.py`. Only a whole group
-stalls, so ranks that report steps count and ranks that report less are ignored. The agent reads heartbeats itself, so a silent
+stalls, so ranks that report steps count and ranks that report less are ignored. The agent reads heartbeats itself,
+so a silent
 rank is not a lost message. But the agent may be suspended together with its ranks: after a gap in its own reads, all
 clocks start again.
 
