@@ -1,8 +1,8 @@
 """The agent: one loop over signals, sockets and time. It decides nothing that `core/` decides, and never blocks.
 
 The leader's agent has the `LeaderState`, and the others follow it over one connection each. An agent that loses its
-leader, and a leader that loses an agent, ends its ranks at once: without each other they cannot go on, and a connection
-that comes back brings an agent that runs nothing.
+leader, and a leader that loses an agent, ends its ranks at once: the ranks cannot continue without each other. An agent
+that reconnects therefore has no running ranks.
 """
 
 from __future__ import annotations

@@ -469,8 +469,9 @@ def watch_group(c10d: Any) -> None:
     """ddprun's watchdog begins with the first process group, and not before: it has a thread, and until then a script
     may fork as it likes.
 
-    No public hook tells of a new group: where this function of torch has another name, only those are watched that call
-    `ddpjob.init` or `ddpjob.progress`.
+    torch has no public hook for a new group, so this replaces `_update_default_pg`
+    (torch/distributed/distributed_c10d.py:1445 in torch 2.13.0). If a torch version renames it, only scripts that call
+    `ddpjob.init` or `ddpjob.progress` are watched.
     """
     update = getattr(c10d, "_update_default_pg", None)
     if update is None:

@@ -1,9 +1,11 @@
 """The memory of this node in which the state outlives the ranks (`ddpjob_core/memory.py` has its layout and its rules).
 
-A file without a name, which ranks open through our descriptor of it; only the pages that are written take memory. It
-lives as long as this agent, so what is in it is of this job and this attempt. After a failure the pipe of the
-generation is closed before any rank gets a signal: a thread of each rank waits for that, and one of the ranks that hold
-the newest step writes it. The agent waits for those that may bring a newer step than what is whole, for a limited time.
+The agent creates a memfd; ranks open it through the agent's descriptor. Only written pages use memory. The memfd ends
+with the agent, so it never holds the state of another job or attempt.
+
+After a failure the agent closes the pipe of the generation, before any rank gets a signal. A thread in each rank waits
+for that, and a rank that has the newest step writes it. The agent waits a limited time for ranks that may write a newer
+step than the complete one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Processes for an agent and for a local run: adopt orphans, start a program, read the tree, kill it.
 
-torch starts workers in sessions of their own, and users' scripts fork as they like: a process group misses some of
-them (two workers survived a kill -9 of torchrun), so the tree is read from /proc, and a subreaper adopts whoever loses
-its parent.
+A process group is not enough to kill a job. torch 2.13.0 starts each worker in its own session
+(torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py:66), and scripts fork as they like:
+two workers survived a kill -9 of torchrun. So the tree is read from /proc, and a subreaper adopts orphans.
 """
 
 from __future__ import annotations

@@ -1,14 +1,20 @@
-"""A deadlock that is certain: ranks that wait in collectives which can never meet. Pure; `LeaderState` asks.
+"""Prove a deadlock: ranks wait in collectives that can never complete. Pure functions; `LeaderState` calls them.
 
-The proof is about one moment at which no rank runs: each has not run for STILL_SECONDS, and says what it waits in
-(`reporting/waiting.py`). A collective can never end if a rank of its group
+In: one `Standing` per rank, taken while no rank has run for STILL_SECONDS. It lists the collectives the rank has begun
+(`reporting/waiting.py`). Out: a sentence for the user, or "" if the deadlock is not certain. Nothing is kept between
+calls.
 
-    is in another operation at the same number of the same group, or brings fewer bytes of the same one
-    has not begun it, waits in a collective that can never end either, and begins nothing before that ends
-    has ended without having begun it
+A collective can never complete if a rank of its group
 
-The set of such ranks is the greatest one that explains itself. A rank is in it only if everything that it has begun can
-never end, because what ends may begin something else. Whatever is not known counts as something that may still happen.
+    is in a different operation with the same number in the same group, or contributes fewer bytes to the same one
+    has not begun it, and is blocked in a collective that can never complete either
+    has exited without beginning it
+
+`_World.stuck` starts with every waiting rank and removes ranks until nothing changes (a greatest fixed point). A rank
+stays only if none of its open collectives can complete, because a completed one may let it begin others.
+
+The cost of certainty: one rank with unknown state makes the answer "". Operations not listed in _NEED_ALL or _NEED_ANY
+never count as stuck. An exited rank is only compared in the default group.
 """
 
 from __future__ import annotations
@@ -21,9 +27,9 @@ SYNC = "sync"
 DEFAULT_GROUP = "0"
 # Every rank of the group must contribute before any rank has the result.
 _NEED_ALL = frozenset(("all_reduce", "sparse_all_reduce", "barrier", "all_gather"))
-# A rank may be done without some of the others; which ones it needs is not known.
+# A rank may complete these without some of the others. We do not know which ones it needs, so all must be missing.
 _NEED_ANY = frozenset(("broadcast", "reduce", "gather", "scatter", "all_to_all"))
-_WITHOUT_INPUT = ("barrier", "scatter")  # others without a byte may end without a peer
+_WITHOUT_INPUT = ("barrier", "scatter")  # any other operation with 0 bytes may complete without a peer
 _OF_EQUAL_SIZE = frozenset(("all_reduce", "all_gather"))
 
 
@@ -48,52 +54,51 @@ class GroupCalls(NamedTuple):
     ranks: tuple[int, ...]
     """Empty: all ranks."""
     begun: int
-    """The number of the newest one; -1: unknown."""
+    """Number of the newest collective; -1 if unknown."""
     recent: tuple[Call, ...]
-    """The newest ones, the newest last; all that are not done are among them."""
+    """The latest collectives, oldest first. Contains every one that is not done."""
 
 
 class Waits(NamedTuple):
-    """What a rank waits in that does not run."""
+    """The collectives that a blocked rank waits in."""
 
     how: str
-    """SYNC: it waits for the newest collective and does nothing else; another word: it may still begin others."""
+    """SYNC if the rank is blocked until its newest collective completes. Any other value: it may still begin others."""
     size: int
     """The number of ranks."""
     groups: tuple[GroupCalls, ...]
 
     def open_calls(self) -> Iterator[tuple[GroupCalls, Call]]:
-        """The collectives that it has begun and that have not ended."""
+        """Yield the collectives that this rank has begun and not completed."""
         return ((group, call) for group in self.groups for call in group.recent if not call.done)
 
     def group(self, like: GroupCalls) -> GroupCalls | None:
-        """The same group, as this rank knows it."""
+        """Return this rank's record of that group; None if its name or its ranks differ."""
         found = next((group for group in self.groups if group.name == like.name), None)
         return found if found is not None and found.ranks == like.ranks else None
 
 
 class Standing(NamedTuple):
-    """A rank at that moment."""
+    """The state of one rank when all were found blocked."""
 
     rank: int
     waits: Waits | None
-    """None: nothing is certain, or it has ended."""
+    """None if the rank has exited, or if its state is unknown."""
     where: str = ""
     """train.py:41 in load_batch"""
     ended_after: int = -1
-    """The process has ended with 0: the number of operations that it had begun in the default group; -1: it has not
-    ended, or that is not known."""
+    """Operations begun in the default group by a process that exited with 0; -1 if it has not exited, or if unknown."""
 
 
 class CollectiveConflict(NamedTuple):
-    """Two ranks that wait for each other, or one for another that has ended."""
+    """A rank and the other rank that its collective can never get data from."""
 
     rank: int
     group: GroupCalls
     call: Call
     other: int
     why: str
-    """other: it is in another collective at that number; behind: it waits elsewhere; ended."""
+    """"other": a different collective at that number; "behind": blocked elsewhere before it; "ended": exited."""
 
 
 def find(standings: Sequence[Standing]) -> str:
@@ -120,7 +125,7 @@ class _World:
         self._ranks, self._live = ranks, live
 
     def stuck(self) -> set[int]:
-        """The greatest set of ranks of which everything that they have begun can never end."""
+        """Return the largest set of ranks whose open collectives can never complete."""
         stuck = {rank for rank, waits in self._live.items() if any(True for _ in waits.open_calls())}
         while True:
             left = {rank for rank in stuck if all(self._never(rank, *open_, stuck) for open_ in self._open(rank))}
@@ -135,7 +140,7 @@ class _World:
                     yield CollectiveConflict(rank, group, call, other, why)
 
     def preference(self, found: CollectiveConflict) -> tuple[Any, ...]:
-        """Two operations at one number before all else; of them a rank that most are not like, which is shown last."""
+        """Sort key: mismatched operations first, and among them the pair whose other rank differs from the majority."""
         place = ("other", "ended", "behind").index(found.why)
         alike = Counter(self._op(rank, found) for rank in self._live)
         rarity = alike[self._op(found.other, found)] - alike[self._op(found.rank, found)]
@@ -165,7 +170,7 @@ class _World:
         return any(kept) if call.op in _NEED_ALL else call.op in _NEED_ANY and all(kept)
 
     def _keeps(self, rank: int, group: GroupCalls, call: Call, other: int, stuck: Collection[int]) -> str:
-        """Why this rank will never have from the other one what it needs for the collective; "" if it may."""
+        """Return why the other rank will never contribute to this collective; "" if it still may."""
         waits = self._live.get(other)
         if waits is None:
             is_short = group.name == DEFAULT_GROUP and 0 <= self._ranks[other].ended_after < call.number
@@ -180,7 +185,7 @@ class _World:
 
 
 def _differ(rank: int, call: Call, other: int, there: Call, members: int) -> bool:
-    """True if the other rank's collective at this number brings nothing for this one, or too little."""
+    """True if the other rank's collective at this number does not match this one, or contributes too few bytes."""
     known = _NEED_ALL | _NEED_ANY
     if call.op not in known or there.op not in known:
         return False

@@ -1,11 +1,16 @@
-"""Whether the ranks of one node are stalled: what their heartbeats prove. `watch_ranks.py` reads them.
+"""Decide from heartbeats whether the ranks of one node are stalled. Pure; times are seconds of the monotonic clock.
 
-The rules are the operator's (`observed.stall`), the limits the same (`stall_limits.py`): the group is stalled, not
-a rank, so a rank that never says a step does not count where another one does. Here a rank is seen, not heard of, so
-its silence is no question; a gap in our own looks is: then all clocks start again, because the ranks may have been held
-as we were.
+In: a `Heartbeat` per rank from `watch_ranks.py`, which keeps one `HeartbeatTracker` per rank.
+Out: one `StallReport` per node, which the leader combines for the group.
 
-Pure. Times are seconds of the agent's monotonic clock.
+The rules are the operator's (`observed.stall`) and the limits come from `stall_limits.py`. Only a whole group
+stalls, so ranks that report steps count and ranks that report less are ignored. The agent reads heartbeats itself,
+so a silent
+rank is not a lost message. But the agent may be suspended together with its ranks: after a gap in its own reads, all
+clocks start again.
+
+The cost: a script without the library is only known by its collectives, so its start of training is a guess
+(LOOKS_UNTIL_TRAINING).
 """
 
 from __future__ import annotations
@@ -17,69 +22,69 @@ from ddpjob_core.stall_limits import Learned, Limit, Phase, learn, limit
 
 LOOK_SECONDS = 1.0
 GAP_SECONDS = 3.0
-STILL_SECONDS = 5.0  # a rank that waits in a collective is not run by the kernel until that ends
-# By what a rank is seen to get on. A rank without the library is known by its collectives alone.
+STILL_SECONDS = 5.0  # a rank blocked in a collective uses no CPU time
+# What shows the progress of a rank. A rank without the library shows collectives only.
 BY_COLLECTIVES, BY_START, BY_STEPS = 1, 2, 3
-# A script without the library cannot say that it has begun to train. DDP's construction has collectives too, and then
-# the first step is compiled.
+# A script without the library does not report that training began. Fewer reads are not enough: constructing DDP runs
+# collectives too, and the first step may then compile.
 LOOKS_UNTIL_TRAINING = 5
 
 
 class Heartbeat(NamedTuple):
-    """What a rank says."""
+    """What a rank reports."""
 
     pid: int
-    """0: nothing yet."""
+    """0 if the rank has reported nothing yet."""
     phase: Phase | Literal[""]
     step: int
     collectives: int
     over: bool = False
-    """Whether it needs no other rank any more: its group is left, its script has ended, or theirs have."""
+    """True if it needs no other rank: it left its group, its script has ended, or the other scripts have."""
     completed: bool = False
-    """Whether a collective of its default group has completed."""
+    """True if a collective of its default group has completed."""
 
 
 class HeartbeatTracker(NamedTuple):
-    """How a rank gets on."""
+    """The progress of a rank."""
 
     level: int
     phase: Phase
     mark: int
-    """The step, or the collectives begun."""
+    """The step, or the number of collectives begun."""
     advanced_at: float
     measured: bool
-    """Whether it was seen to come here; else the look that saw it first was in the middle of a step."""
+    """False if the first read fell in the middle of a step, so its duration is unknown."""
     learned: Learned
     moves: int
-    """How many looks saw it get on."""
+    """Number of reads that found progress."""
     completed: bool = False
-    """Whether a collective has completed: then the limit that the user has set holds, also before the first step."""
+    """True if a collective has completed: the user's limit then applies even before the first step."""
 
     def limit(self, timeout: float | None) -> Limit:
-        """How long it may stand where it is."""
+        """Return how long the rank may go without progress."""
         has_begun = self.completed and timeout and self.phase == "start"
         return limit("train" if has_begun else self.phase, self.mark, self.learned, timeout)
 
 
 class StallReport(NamedTuple):
-    """What a node says of its ranks together."""
+    """The progress of all ranks of a node together."""
 
     level: int
-    """0: no rank beats."""
+    """0 if no rank sends heartbeats."""
     stalled: bool
-    """Whether each of those that count has made no progress for longer than it may."""
+    """True if every rank that counts exceeded its limit."""
     seconds: float
-    """For how long all of them do."""
+    """Time since the last progress of any of them."""
     phase: Phase
     still: bool = False
-    """Whether none of its ranks has run for STILL_SECONDS."""
+    """True if no rank has used the CPU for STILL_SECONDS."""
 
 
 NOTHING = StallReport(0, False, 0.0, "start")
 
 
 def update(pace: HeartbeatTracker | None, beat: Heartbeat, now: float) -> HeartbeatTracker | None:
-    """The pace of a rank after a look; None as long as it says nothing."""
+    """Return the tracker after a read; None until the rank reports something."""
     level, phase, mark = _where(pace, beat)
     if level == 0:
         return None
@@ -94,12 +99,12 @@ def update(pace: HeartbeatTracker | None, beat: Heartbeat, now: float) -> Heartb
 
 
 def restart_clocks(trackers: Mapping[int, HeartbeatTracker], now: float) -> dict[int, HeartbeatTracker]:
-    """The trackers after a gap in our looks: who stood, may have been held."""
+    """Return the trackers after a gap in our reads: the ranks may have been suspended with us."""
     return {rank: pace._replace(advanced_at=now, measured=False) for rank, pace in trackers.items()}
 
 
 def stall_report(trackers: Mapping[int, HeartbeatTracker], timeout: float | None, now: float) -> StallReport:
-    """What these trackers prove."""
+    """Return the report that these trackers give."""
     level = max((pace.level for pace in trackers.values()), default=0)
     counting = [pace for pace in trackers.values() if pace.level == level]
     if not counting:
