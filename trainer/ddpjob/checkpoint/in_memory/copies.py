@@ -302,7 +302,8 @@ class Copies:
         """Called when another optimizer makes the same step."""
 
     def count_saved(self) -> bool:
-        """Make the copy for save() valid: all ranks have reached its boundary. False if there is none. Raises OSError."""
+        """Make the copy for save() valid: all ranks have reached its boundary. False if there is none. Raises
+        OSError."""
         with self._lock:
             written = self._written
             if written is None or not written.is_saved:

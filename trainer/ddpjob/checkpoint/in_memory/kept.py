@@ -133,7 +133,7 @@ class Kept:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """The objects. Raises ReplacedError if the script has thrown one away."""
+        """The objects by name. Raises ReplacedError if the script has dropped one."""
         found = {name: get() for name, get in self._objects.items()}
         if gone := [name for name, value in found.items() if value is None and type(self._objects[name]) is not _Held]:
             raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
@@ -235,7 +235,8 @@ class Kept:
         return [*self._optimizers, *self._others]
 
     def parts_of(self, name: str) -> list[Any] | None:
-        """Parts of a setting: while they are the same objects, its value is unchanged. None if the parts are not known."""
+        """Parts of a setting: while they are the same objects, its value is unchanged. None if the parts are
+        not known."""
         if (optimizer := self._optimizers.get(name)) is not None:
             found: list[Any] = []
             for group in optimizer.param_groups:

@@ -561,7 +561,8 @@ class Keeper(Survivor):
             own.boundary(at)
 
     def _copy_because_of_changes(self, why: str) -> None:
-        """Copy the state regularly, because parameters change between a boundary and the next step. why: for the log."""
+        """Copy the state regularly, because parameters change between a boundary and the next step. why: for
+        the log."""
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         if self._copies is None:
@@ -612,7 +613,8 @@ class Keeper(Survivor):
         return turn
 
     def _is_proven(self, kept: Kept, step: int) -> bool:
-        """True if it is proven that nothing large changes between a boundary and the next step; else sum this boundary."""
+        """True if it is proven that nothing large changes between a boundary and the next step; else sum this
+        boundary."""
         if self._shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False

@@ -136,7 +136,8 @@ class Survivor(abc.ABC):
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
-        """True if `part` of the time limit is left. Attempts count too: a rank without CPU time has had no chance yet."""
+        """True if `part` of the time limit is left. Attempts count too: a rank without CPU time has had no
+        chance yet."""
         size, now, wrote = self._shared.reserved(), time.monotonic(), self._shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now
@@ -197,7 +198,8 @@ class Survivor(abc.ABC):
         return UNABLE if why else SAVED
 
     def _is_in_step(self) -> bool:
-        """True if the training thread has begun the next step: its stack has a forward or backward pass of the model."""
+        """True if the training thread has begun the next step: its stack has a forward or backward pass of the
+        model."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None and not self._has_begun:
             if frame.f_code is _FORWARD and frame.f_locals["self"].module.training:
@@ -208,7 +210,8 @@ class Survivor(abc.ABC):
         return self._has_begun
 
     def _turn_to_write(self, clock: int, began: float) -> str:
-        """Return `memory.turn`, but "write" after half of the time, or if the memory already has the furthest boundary."""
+        """Return `memory.turn`, but "write" after half of the time, or if the memory already has the furthest
+        boundary."""
         living, gone = self._shared.clocks_of_others()
         if self._ends:  # this rank will reach no further boundary
             gone = []
