@@ -1,8 +1,15 @@
-"""A state as bytes: small values as a pickle, the large one as tensors that lie one after the other in shared memory.
+"""A state as bytes: small values as a pickle, the large state as tensors that lie one after the other in shared memory.
 
-torch.save is for files that are kept: it needs a millisecond for the smallest state, and a checksum and a copy for a
-large one. These bytes are read by the same version of everything, in the same pod or by a peer of the same group.
-Only plain values are unpickled, because a pickle can run any code.
+Why not torch.save: it takes a millisecond for the smallest state, and a checksum and a copy for a large one. It is
+meant for files that are kept. These bytes are read by the same versions, in the same pod or by a peer of the same
+group.
+
+Flow: `pack` describes a value without copying its tensors, `write` copies them to a memory area, `in_place` reads them
+there without a copy, and `own` gives them memory of their own. `total` is the checksum.
+
+Security: a pickle can run any code, so only plain values and the types in `find_class` are unpickled.
+
+Drawbacks: the format has no version. Tensors from `in_place` change when the area is written again.
 """
 
 import collections
