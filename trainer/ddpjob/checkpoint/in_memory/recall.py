@@ -257,7 +257,7 @@ def _is_copied_from(target: Any) -> bool:
     """True if this object copies the tensors of a state that it loads, as modules of torch do
     (torch/nn/modules/module.py:2495). Then they need no copy first.
 
-    An optimizer on a CPU keeps the given tensors (torch/optim/optimizer.py:800: `.to()` returns the same tensor), and
+    An optimizer on a CPU keeps the given tensors (torch/optim/optimizer.py:801: `.to()` returns the same tensor), and
     they would change when the next state is written. Seen with torch 2.13.0.
     """
     model = unwrapped(target)
