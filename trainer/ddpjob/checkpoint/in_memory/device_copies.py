@@ -118,7 +118,7 @@ class _Flight:
 
 
 class DeviceCopies(Copies):
-    """What one rank does of it."""
+    """One rank's part of the copies from a device."""
 
     _least = copies.EVERY_LEAST_ON_DEVICE
     _later = copies.LATER_ON_DEVICE
@@ -146,7 +146,7 @@ class DeviceCopies(Copies):
         return True
 
     def stop(self) -> None:
-        """Also from another thread than the one that trains: nothing counts from now on."""
+        """No copy becomes valid from now on. Any thread may call this."""
         with self._lock:
             self._stopped = True
 
@@ -229,12 +229,12 @@ class DeviceCopies(Copies):
         return kept.large_with_buffers(self._streams.clone)
 
     def _land(self) -> None:
-        """Count what is there."""
+        """Make the copy valid if it is complete."""
         if self._flight is not None and self._flight.is_down():
             self._count()
 
     def _bring_down(self) -> None:
-        """The last one counts now; it was begun steps ago."""
+        """Wait for the last copy and make it valid."""
         if self._flight is not None and self._flight.come_down():
             self._count()
         self._leave()
@@ -255,7 +255,7 @@ class DeviceCopies(Copies):
     # ---- the next optimizer step ---------------------------------------------------------------------------
 
     def before_step(self, kept: Kept) -> None:
-        """The device makes no step before its copies; the host does not wait."""
+        """Make the device wait for its copies before the step. The host does not wait."""
         if self._streams.is_recording():
             raise StateError("a CUDA graph makes the optimizer's steps, and nobody hears of one")
         flight, looked = self._flight, self._has_looked

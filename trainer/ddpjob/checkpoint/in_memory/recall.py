@@ -70,7 +70,7 @@ class _Row(NamedTuple):
     miscounted: int = 0
 
     def held(self, attempt: int) -> Held | None:
-        """The state of its node."""
+        """State of this rank's node; None if there is none."""
         version = Version(attempt, self.generation, self.step)
         others = self.loads, self.size, self.total, bool(self.assumed), self.every
         return Held(version, *others) if self.step else None
@@ -127,11 +127,11 @@ class Fetched(NamedTuple):
     """A state of memory."""
 
     state: dict[str, Any]
-    """Under the names of `save`."""
+    """Values under the names given to `save`."""
     by_value: bool
     """Whether the script had named values, which no object knows."""
     seeded: list[int]
-    """Ranks whose random states were lost."""
+    """Ranks whose random states are missing, so they are seeded."""
 
 
 def fetch(
@@ -314,7 +314,7 @@ def _set_generators(own: Any, source: Any, step: int, rank: int) -> None:
 
 
 def _gathered(own: list[int], world_size: int) -> list[list[int]]:
-    """One row a rank."""
+    """One row per rank."""
     rows: list[list[int]] = gather.numbers(torch.tensor(own, device="cpu")).tolist() if world_size > 1 else [own]
     return rows
 
@@ -339,7 +339,7 @@ def _large(shared: Shared | None, found: Found, rank: int, world_size: int) -> A
 
 
 def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
-    """A small value of that rank, on all ranks."""
+    """Broadcast a small value of rank `source`."""
     if world_size == 1:
         return value
     body = packed.dumps(value) if rank == source else b""

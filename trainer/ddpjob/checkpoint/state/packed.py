@@ -34,11 +34,11 @@ _TENSOR = "\0ddpjob tensor"  # (this, its number) stands for a tensor
 _ALIGNED = 64
 SMALL_BYTES = 1 << 16
 PIECE_BYTES = 16 << 20
-"""Copied at once: after each piece a writer reports that it is getting on."""
+"""Size of one copy. A writer reports progress after each piece."""
 THREADS_MAX = 8
-"""More threads only wait for the memory."""
+"""More threads would only wait for memory bandwidth."""
 WORTH_BYTES = 32 << 20
-"""Less is copied sooner than threads are started."""
+"""Below this, starting threads takes longer than the copy."""
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 _HEAD = 16  # length of the pickle, length of everything
 _HUGE_BYTES = 4 << 20
@@ -156,7 +156,7 @@ def places(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
 
 
 def write(packed: Packed, memory: torch.Tensor, threads: int = 1, report: Callable[[], object] = lambda: None) -> None:
-    """Copy it there. report: called after each piece."""
+    """Copy the state to this memory. report: called after each piece."""
     head = torch.frombuffer(bytearray(packed.head), dtype=torch.uint8)
     sources = [flat_bytes(tensor) for tensor in packed.tensors]
     with torch_threads(threads):
@@ -205,7 +205,7 @@ def own(value: Any, threads: int = 1) -> Any:
 
 
 def reserved(size: int) -> torch.Tensor:
-    """So many bytes of memory, of any content."""
+    """Return uninitialized memory of this many bytes."""
     return _empty(torch.uint8, (size,), (1,))
 
 
@@ -261,7 +261,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors of it, tied ones once."""
+    """All tensors of the value; tied ones once."""
     found: list[torch.Tensor] = []
     _skeleton(value, found, {}, 0)
     return found
