@@ -1,27 +1,34 @@
-"""`Snapshot`: the training state in a folder that survives the processes. Written by rank 0, read by all.
+"""`Snapshot`: save the training state to a folder that outlives the processes. Rank 0 writes it; all ranks read it.
 
 Files, all in one folder:
     step-000000000312.writer-000003.9f86d081884c7d65.pt   a state; readable with torch.load(weights_only=True)
-    writer-000003.json                                    who the third writer is: {"job": uid, "attempt": 2}, and
-                                                          "generation" where ranks were started again in their pods
-    writer-000003.alive                                   its process runs (writers.py)
+    writer-000003.json                                    the claim of writer 3: {"job": uid, "attempt": 2}, plus
+                                                          "generation" if ranks were restarted in their pods
+    writer-000003.alive                                   shows that this writer's process is running (writers.py)
     .tmp-000003-4711-1                                    a file being written, or left by a crash
-A state's name carries its step, its writer and the first 16 hexadecimal digits of its bytes' SHA-256. The name appears
-by rename, after fsync: a file under such a name is complete, or was damaged later, which the digest shows.
 
-Fencing. Every attempt of a job that touches the folder, and under ddprun every generation of its ranks, takes the next
-writer number, once, by an exclusive create. So does every further process that saves, because a run that begins again
-at step 0 has lower steps than the run before it; one that only loads goes on with the number of that run. The
-newest state is that of the highest (writer, step), never of the highest step alone, and names of two writers never
-meet: what a process of an old attempt writes late can neither overwrite nor hide a newer attempt's state. Besides, it
-checks for a higher number before it writes, publishes and prunes, and ends with Superseded. A race between that check
-and the rename costs a file too many in the folder, nothing more.
+A state's file name has its step, its writer number and the first 16 hex digits of the SHA-256 of its bytes. The file
+gets this name by rename, after fsync. So a file with such a name was complete once; the digest shows later damage.
 
-A save that fails (a full disk, a folder that is gone) does not end the training: it is reported, and the next save
-tries again. `wait`, `close`, leaving the group and the end of the script write the last state, or fail.
+Flow: `save` copies the state to the CPU and a thread writes it. The other ranks send their random states, and objects
+that differ by rank, through the group's store. `load` compares the folder with the agent's memory (in_memory/door.py)
+and takes the newer state.
 
-A folder is one job's. Another job takes it over only once the process of the last claim has ended or is silent for a
-minute, says so, and goes on from that state; until then it is refused.
+Fencing: each attempt of a job, and under ddprun each generation of its ranks, takes the next writer number by creating
+the claim exclusively. So does every other process that saves, because a run that starts again at step 0 has lower steps
+than the run before it. A process that only loads uses the number of the current run. The newest state has the highest
+(writer, step), not the highest step. Names of two writers never collide, so a late write of an old attempt can neither
+overwrite nor hide a newer state. A process also checks for a higher number before it writes, publishes or prunes, and
+raises Superseded if there is one. The check and the rename are not atomic; losing that race leaves one file too many.
+
+Failures: a save that fails (disk full, folder removed) is reported, training continues, and the next save tries again.
+`wait`, `close`, leaving the group and the end of the script write the last state or raise.
+
+Ownership: a folder belongs to one job. Another job is refused while the last claim's process is running or has been
+silent for less than a minute. After that it takes over, logs it, and resumes from that state.
+
+Drawbacks: rank 0 writes everything, so sharded states are refused; and the whole state is copied to the CPU at each
+save.
 """
 
 import contextlib
@@ -62,40 +69,43 @@ from ddpjob.reporting.progress import pause, report_resumed, report_save_failed,
 from ddpjob_core.memory import Found, Version, is_newer
 
 FORMAT = 1
-STEP_MAX = 10**12 - 1  # of the digits in a state's name
+STEP_MAX = 10**12 - 1  # the name has 12 digits for the step
 BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
 HASHED_BYTES = 1024 * 1024
-OFFERS_MAX = 3  # states of one rank that wait in the store; rank 0 is at most one save behind
-RNG_WAIT_SECONDS = 2.0  # how long the writing thread waits for the other ranks' random states; training does not wait
+OFFERS_MAX = 3  # states of one rank waiting in the store; rank 0 is at most one save behind
+RNG_WAIT_SECONDS = 2.0  # the writing thread waits this long for other ranks' random states; training does not wait
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # a Path has made one slash of two
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # one slash, because Path collapses "//"
 _STATE_NAME = re.compile(r"step-(\d{12})\.writer-(\d{6,})\.([0-9a-f]{16})\.pt")
 _WRITER_NAME = re.compile(r"writer-(\d{6,})\.json")
 _ALIVE_NAME = re.compile(r"writer-(\d{6,})\.alive")
 _TMP_NAME = re.compile(r"\.tmp-(\d{6,})-\d+-\d+")
-# Of this process, and not of a Snapshot: two of them may write into one folder at once.
+# Shared by all Snapshots of this process: two of them may write to the same folder at once.
 _being_written: set[str] = set()
 
 
 class Snapshot:
-    """Saves and resumes the training state.
+    """Save and resume the training state.
 
         snapshot = ddpjob.Snapshot("snapshots", world)
-        step = snapshot.load(model=model, optimizer=optimizer, sampler=sampler)    # 0 where there is none
+        step = snapshot.load(model=model, optimizer=optimizer, sampler=sampler)    # 0 if there is none
         ...
             snapshot.save(step, model=model, optimizer=optimizer, sampler=sampler)
         snapshot.close()
 
-    folder  on a volume that outlives the pod; made if absent. Where the nodes do not share it, rank 0's counts and its
-            bytes are sent to the ranks that cannot read them. None: the state is in memory alone.
-    world   by default the one of `init`; else the group that the script has made is used, else rank 0 of 1. Once the
-            group is left, each rank reads by itself, and rank 0 alone saves.
-    keep    newest states that stay; at least 1.
-    memory  under ddprun, keep the state in the pod's memory as well, where a restart finds it at the last step.
+    folder  on a volume that outlives the pod; created if missing. If nodes do not share it, rank 0's folder counts, and
+            its bytes are sent to the ranks that cannot read them. None: the state is in memory only.
+    world   defaults to the one of `init`, else to the process group that the script created, else to rank 0 of 1. After
+            the group is left, each rank loads by itself and only rank 0 saves.
+    keep    number of newest states to keep, at least 1.
+    memory  under ddprun, also keep the state in the pod's memory, where a restart finds the last step.
 
     The random states of Python, numpy (if imported), torch and this rank's CUDA device are saved for each rank that
-    calls `save`. A resume at the same number of ranks restores each rank's own; at another number every rank is seeded
-    from the saved states, the step and its rank, so that it repeats itself, but not the old order.
+    calls `save`. With the same number of ranks, each rank resumes its own. With another number, each rank is seeded
+    from the saved states, the step and its rank: the same resume gives the same numbers, but they differ from those of
+    the run that saved.
+
+    Raises ConfigurationError for wrong arguments.
     """
 
     def __init__(
@@ -118,11 +128,11 @@ class Snapshot:
         self._folder = None if folder is None else Path(folder)
         self._states_max = keep
         self._world = world or active()
-        self._ranks = 0  # of a group that is left
+        self._ranks = 0  # world size of a group that was left, else 0
         if self._world is not None:
             self.rank, self.world_size = self._world.rank, self._world.world_size
         elif process.current.left is not None and process.torch_group() is None:
-            self.rank, self.world_size = process.current.left.rank, 1  # there is nobody to ask
+            self.rank, self.world_size = process.current.left.rank, 1  # no group is left that could be asked
             self._ranks = process.current.left.world_size
         else:
             self.rank, self.world_size = rank_in_group("pass world=")
@@ -131,23 +141,25 @@ class Snapshot:
         self._own_claim = _Claim(os.environ.get("DDPJOB_UID", ""), attempt, generation)
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
-        self._problem: BaseException | None = None  # for which the process must end
-        self._unwritten: _Unwritten | None = None  # the last state that was saved, where it is not in the folder
-        self._owed: _Owed | None = None  # the state that memory alone had, until the folder has it or a newer one
-        self._late: dict[int, str] = {}  # ranks without a random state in the file before, and where it was expected
-        self._name = str(folder)  # among the ranks; `load` makes it rank 0's, because each node may have its own path
-        self._others: _OthersSaved | None = None  # of the last save
-        self._differ: set[str] = set()  # objects of which ranks were seen to have their own
-        self._named_large: set[str] = set()  # objects of which the log has said that they are too large
-        self._named_late = False  # whether the log has named ranks that do not save
+        self._problem: BaseException | None = None  # raised by the next `_join`: this process must end
+        self._unwritten: _Unwritten | None = None  # the last saved state, until it is in the folder
+        self._owed: _Owed | None = None  # the state that only memory has, until the folder has it or a newer one
+        # store keys of ranks that were missing at the save before
+        self._late: dict[int, str] = {}
+        # Part of the store keys. `load` sets rank 0's name on all ranks, because paths may differ by node.
+        self._name = str(folder)
+        self._others: _OthersSaved | None = None  # tells if the other ranks have passed the last save
+        self._differ: set[str] = set()  # names of objects that differ between ranks
+        self._named_large: set[str] = set()  # objects already logged as too large
+        self._named_late = False  # True if ranks that do not save were logged
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
-        self._reads_ahead: str | None = None  # the sampler of which that was said
-        self._has_begun = False  # at step 0, and said so
+        self._reads_ahead: str | None = None  # name of the sampler that was logged
+        self._has_begun = False  # True if starting at step 0 was logged
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
         self._since_step = half_done.SinceLastStep()
-        self._named_half: set[str] = set()  # what the log has said of models that a restart does not give back
+        self._named_half: set[str] = set()  # logged warnings about state that a restart loses
         _count_optimizer_steps()
         before_leaving(self.wait)
         process.at_exit(_Ending(weakref.ref(self)), 15)
@@ -155,7 +167,7 @@ class Snapshot:
 
     @property
     def folder(self) -> Path:
-        """Where the states are. Raises SnapshotError where there is none."""
+        """Folder of the states. Raises SnapshotError if the states are in memory only."""
         if self._folder is None:
             raise SnapshotError("folder: none: the state is in memory alone.")
         return self._folder
@@ -163,28 +175,32 @@ class Snapshot:
     # ---- save ----------------------------------------------------------------------------------------------
 
     def save(self, step: int, **state: Any) -> None:
-        """Save the state under this step; returns when it is copied to the CPU, a thread writes it.
+        """Save the state under this step. Returns when it is copied to the CPU; a thread writes the file.
 
-        step   steps made so far, at least 1.
-        state  each an object with state_dict() (a DDP model is saved without its wrapper), or tensors, numbers,
-               strings, None, and dicts, lists and tuples of them. By exact type: what would come back as something
-               else (a DTensor, a subclass of Tensor, a namedtuple, a set, …) is a StateError that names it.
+        step   number of steps made so far, at least 1.
+        state  objects with state_dict() (a DDP model is saved without its wrapper), or tensors, numbers, strings, None,
+               and dicts, lists and tuples of them. Types must match exactly: a DTensor, a subclass of Tensor, a
+               namedtuple or a set raises StateError, because it would come back as another type.
 
-        Call it on every rank, or on rank 0 alone (then only rank 0's random state is kept); nothing here waits for
-        another rank. Waits for the save before it. A folder that cannot be written to is reported, and tried again by
-        the next save or `close`. Raises StateError for what could not be read back, Superseded once a newer attempt
-        owns the folder, SnapshotError if another process or job is using it.
+        Call it on every rank, or on rank 0 only; then only rank 0's random state is kept. It never waits for another
+        rank, but it waits for the save before it. If the folder cannot be written to, that is reported, and the next
+        save or `close` tries again.
+
+        Raises StateError for values that could not be read back, Superseded if a newer attempt owns the folder, and
+        SnapshotError if another process or job is using it.
         """
         step = _checked_step(step)
-        refuse_sharded(state)  # on every rank: rank 0 alone would find out in a call that waits for the others
+        # on every rank: otherwise rank 0 would find it inside a collective that the others do not call
+        refuse_sharded(state)
         if self.rank == 0:
             self._since_step.refuse_stale_shards(state)
             self._name_half_done(step, state)
-        # A step that is saved again (in the loop, and at the end) must not wait for what the first save has taken.
+        # The same step may be saved twice (in the loop and at the end). The second save needs keys of its own in the
+        # store: the first has already taken the other ranks' values.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
         self._last_step = step
         if self._folder is None:
-            with pause("save"):  # the first one waits for memory
+            with pause("save"):  # the first save waits until memory is reserved
                 self._memory.saved(step, state)
             return
         self._memory.saved(step, state)
@@ -192,10 +208,11 @@ class Snapshot:
             self._save(step, state)
 
     def keep(self, step: int, **state: Any) -> None:
-        """Keep the state of this step in memory under ddprun, without writing it; elsewhere it does nothing.
+        """Keep the state of this step in memory without writing a file. Does nothing without ddprun.
 
-        Call it on every rank after each optimizer step, with what `save` is given. `should_stop(step)` does the same
-        for objects; values need this call, because they are what they are when they are named. Nothing is waited for.
+        Call it on every rank after each optimizer step, with the arguments of `save`. It waits for nothing.
+        `should_stop(step)` does the same for objects. Plain values need this call, because they are captured when you
+        pass them.
         """
         step = _checked_step(step)
         refuse_sharded(state)
@@ -213,7 +230,7 @@ class Snapshot:
         self._join()
         process.current.unsaved.add(self)
         self._log_reading_ahead(state)
-        self._unwritten = None  # or there would be three of this state in memory
+        self._unwritten = None  # release it first; otherwise three copies of the state would be in memory
         document = {
             "format": FORMAT,
             "step": step,
@@ -227,13 +244,13 @@ class Snapshot:
             unwritten.own, unwritten.samples = of_each_rank.own(state), of_each_rank.samples(state)
         try:
             writer = self._claim_to_save()
-        except OSError as error:  # the folder is gone, or must not be written
+        except OSError as error:  # the folder was removed or is read-only
             self._note_unwritten(unwritten, error)
             return
         if not in_thread:
             self._write_or_note(writer, unwritten)
             return
-        # Not a daemon: a script that ends without close() still gets its last state.
+        # Not a daemon thread: a script that ends without close() still gets its last state.
         self._thread = threading.Thread(target=self._write_or_note, args=(writer, unwritten), name="ddpjob-snapshot")
         self._thread.start()
 
@@ -255,17 +272,17 @@ class Snapshot:
             )
 
     def _name_half(self, what: str, why: str) -> None:
-        """Once."""
+        """Log this once per `what`."""
         if what not in self._named_half:
             self._named_half.add(what)
             process.log(why)
 
     def _claim_to_save(self) -> int:
-        """The number under which this process may write. Raises OSError, SnapshotError."""
+        """Return the writer number under which this process may write. Raises OSError, SnapshotError."""
         writer = self._claim(to_save=True)
         self._must_be_newest(writer)
         claim = _claim_of(self.folder, writer)
-        if claim is None:  # somebody has tidied it away, and the next attempt would take the same number
+        if claim is None:  # the claim was deleted; without it the next attempt would take the same number
             create_exclusively(self.folder, writer, self._own_claim.as_json())
         elif claim != self._own_claim:
             raise self._superseded()
@@ -280,7 +297,7 @@ class Snapshot:
             process.current.unsaved.add(self)
 
     def _log_reading_ahead(self, state: Mapping[str, Any]) -> None:
-        """Once, of a sampler that says of itself where the workers of a DataLoader are, and not the training."""
+        """Log once if a DataLoader with workers reads this sampler ahead: its position is ahead of the training."""
         for name, value in state.items():
             if self._reads_ahead is None and getattr(value, "has_workers", False) is True:
                 self._reads_ahead = name
@@ -290,9 +307,9 @@ class Snapshot:
                 )
 
     def wait(self) -> None:
-        """Wait until what was saved is in the folder, and write it again if that has failed.
+        """Wait until the last saved state is in the folder; write it again if that failed.
 
-        Raises SnapshotError if it cannot be written: with the reason, and the newest step in the folder.
+        Raises SnapshotError with the reason and the newest step in the folder if it cannot be written.
         """
         self._join()
         if (owed := self._owed) is not None and owed.pid == os.getpid() and (step := owed.step_now()) is not None:
@@ -301,7 +318,7 @@ class Snapshot:
         self._finish()
 
     def _finish(self) -> None:
-        """Wait for what `save` was given, and write it again if that has failed."""
+        """Wait for the last `save`, and write its state again if that failed."""
         self._join()
         unwritten, self._unwritten = self._unwritten, None
         if self._owed is None:
@@ -313,8 +330,8 @@ class Snapshot:
     def close(self) -> None:
         """Wait as `wait` does, at the end of the script.
 
-        Raises SnapshotError also if the ranks went on from a state that memory alone had, and neither it nor a later
-        one is in the folder: the script has saved nothing since then, and has not named its steps.
+        Also raises SnapshotError if training resumed from a state that only memory had, and the script then neither
+        saved nor named any step. That state would be lost.
         """
         self.wait()
         self._refuse_lost_state()
@@ -333,7 +350,9 @@ class Snapshot:
         )
 
     def _join(self) -> None:
-        """Wait for the thread. Raises that this process must end; what could not be written is in `_unwritten`."""
+        """Wait for the writing thread. Raises its error if this process must end; a failed write is left in
+        `_unwritten`.
+        """
         if self._thread is not None:
             with pause("save"):
                 self._thread.join()
@@ -358,7 +377,7 @@ class Snapshot:
             self._problem = error
         except Exception as error:
             with contextlib.suppress(OSError):
-                if _highest_writer(self.folder) > writer:  # which removed the file that was being written
+                if _highest_writer(self.folder) > writer:  # the newer writer removed the file that was being written
                     self._problem = self._superseded()
                     return
             self._note_unwritten(unwritten, error)
@@ -382,18 +401,19 @@ class Snapshot:
                     f"{name}: the ranks have different parameters of it: a restart does not give each rank its own, "
                     f"all go on from rank 0's",
                 )
-        self._remove_left(writer)  # first: a process that was killed may have left what fills the disk
+        self._remove_left(writer)  # first: files of a killed process may be what fills the disk
         self._publish(writer, document)
         process.current.unsaved.discard(self)
         report_saved(document["step"])
         try:
-            if not unwritten.lacks_own:  # an older one may be the last that each rank can load
+            # the file lacks a rank's objects, so an older file may be the last one that every rank can load
+            if not unwritten.lacks_own:
                 self._prune(writer)
         except OSError as error:
             process.log(f"older snapshots in {self.folder} cannot be removed: {reason(error)}")
 
     def _note_unwritten(self, unwritten: "_Unwritten", error: BaseException) -> None:
-        """Report that a save has failed; its copy is kept until the next one, or the end."""
+        """Report that a save failed. Its copy is kept until the next save or the end."""
         self._unwritten = unwritten
         self._report_failed(self._unwritten_sentence(unwritten, error))
 
@@ -405,11 +425,13 @@ class Snapshot:
         return f"the state of step {unwritten.document['step']} was not saved: {self._why_unwritten(error)}"
 
     def _why_unwritten(self, error: BaseException) -> str:
-        """disk full: No space left on device (errno 28), in /ckpt; the newest snapshot there is of step 100"""
+        """Return for example "disk full: No space left on device (errno 28), in /ckpt; the newest snapshot there is of
+        step 100".
+        """
         return f"{reason(error)}, {self._newest(reason(error))}"
 
     def _newest(self, known: str = "") -> str:
-        """Return what is in the folder. known: a reason that was named already."""
+        """Describe the newest state in the folder. known: a reason that the message already has."""
         try:
             entries = _entries(self.folder)
             newest = (
@@ -426,7 +448,7 @@ class Snapshot:
             with _HashingFile(tmp) as file:
                 try:
                     torch.save(document, file)
-                except RuntimeError as error:  # of torch's place in the file, where a write has failed
+                except RuntimeError as error:  # torch's zip writer hides the OSError of a failed write
                     raise (file.problem or error) from None
                 file.flush()
                 os.fsync(file.fileno())
@@ -442,7 +464,7 @@ class Snapshot:
             _being_written.discard(tmp.name)
 
     def _prune(self, writer: int) -> None:
-        """Remove older states, and what crashes left behind; never what a newer attempt may read or write."""
+        """Remove older states and files left by crashes. Keeps everything that a newer attempt may read or write."""
         for entry in _entries(self.folder)[self._states_max :]:
             self._must_be_newest(writer)
             entry.path.unlink(missing_ok=True)
@@ -451,7 +473,8 @@ class Snapshot:
     def _remove_left(self, writer: int) -> None:
         for name in os.listdir(self.folder):
             alive, tmp = _ALIVE_NAME.fullmatch(name), _TMP_NAME.fullmatch(name)
-            # Any other .tmp file of this writer or an older one is of an ended process.
+            # Only this process writes under its own number, so any other .tmp file with this number or a lower one was
+            # left behind.
             is_left = tmp and int(tmp[1]) <= writer and name not in _being_written
             if (alive and int(alive[1]) < writer) or is_left:
                 with contextlib.suppress(OSError):
@@ -460,8 +483,11 @@ class Snapshot:
     # ---- who may write -------------------------------------------------------------------------------------
 
     def _claim(self, *, to_save: bool = False) -> int:
-        """The writer number of this process: taken once, the next after the highest in the folder. Who has only loaded
-        may have that of an earlier process of the same attempt and generation. Raises OSError, SnapshotError."""
+        """Return this process's writer number. It is taken once, as the highest number in the folder plus one.
+
+        A process that only loads may share the number of an earlier process of the same attempt and generation. Raises
+        OSError, SnapshotError.
+        """
         if self._writer is not None and not (to_save and self._writer not in self._taken()):
             return self._writer
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -469,7 +495,8 @@ class Snapshot:
             highest = _highest_writer(self.folder)
             claim = _claim_of(self.folder, highest)
             is_shared = claim == self._own_claim and highest not in self._taken()
-            if claim == self._own_claim and not (is_shared and to_save):  # or a second Snapshot of this process
+            # or another Snapshot of this process has taken it
+            if claim == self._own_claim and not (is_shared and to_save):
                 break
             if claim is not None:
                 self._refuse_folder_of(claim, highest)
@@ -479,21 +506,23 @@ class Snapshot:
                 self._taken().add(highest)
                 break
         self._writer = highest
-        folder = self.folder  # not self, which the thread would keep
+        folder = self.folder  # a reference to self would keep the Snapshot alive in the thread
         if not (is_shared and self._process_of(highest)):
             writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
         return highest
 
     def _taken(self) -> set[int]:
-        """The numbers that this process has taken in the folder."""
+        """Writer numbers that this process has taken in the folder."""
         return process.current.writers.setdefault(os.path.realpath(self.folder), set())
 
     def _process_of(self, writer: int) -> str:
-        """The number of the process that is known to run as this writer, on this machine; "" where there is none."""
+        """Return the PID of this writer's process if it is known to be running on this machine, else ""."""
         return writers.running_here(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer))
 
     def _refuse_folder_of(self, claim: "_Claim", writer: int) -> None:
-        """Raise where a later attempt of this job, or another process or job that is still running, owns the folder."""
+        """Raise if the folder belongs to a later attempt of this job, or to another process or job that is still
+        running.
+        """
         if claim.job == self._own_claim.job:
             if claim > self._own_claim:
                 raise self._superseded()
@@ -526,15 +555,15 @@ class Snapshot:
     # ---- load ----------------------------------------------------------------------------------------------
 
     def load(self, **objects: Any) -> int:
-        """Restore the newest state that is whole, and return its step; 0 where there is none. Call it on every rank.
+        """Restore the newest complete state and return its step; 0 if there is none. Call it on every rank.
 
-        objects  under the names of `save`: objects with load_state_dict(), dicts (filled) or tensors (copied into).
-                 Every saved value is also in `self.state` afterwards, for numbers and strings; for a model or an
-                 optimizer that is its own state_dict(), not a copy that would take as much memory again.
+        objects  under the names given to `save`: objects with load_state_dict(), dicts (filled in place) or tensors
+                 (copied into). Afterwards `self.state` has every saved value, for numbers and strings. For a model or
+                 an optimizer it has the object's own state_dict(), because a copy would need the memory twice.
 
-        Rank 0 chooses and all ranks read the same bytes. A damaged file is named on stderr and the one before it is
-        taken. Raises StateError where a name was not saved, Superseded where a newer attempt owns the folder: on all
-        ranks.
+        Rank 0 chooses the state and all ranks read the same bytes. A damaged file is reported on stderr and the one
+        before it is used. Raises on all ranks: StateError if a name was not saved, Superseded if a newer attempt owns
+        the folder.
         """
         refuse_sharded(objects)
         self._finish()
@@ -567,8 +596,11 @@ class Snapshot:
         return int(document["step"])
 
     def _read(self, found: Found | None, objects: Mapping[str, Any]) -> "tuple[_Entry, dict[str, Any]] | None":
-        """The newest state in the folder that is whole, with this rank's own parts. found: what is in memory; only what
-        is newer than that counts. A file for which a rank was too late is passed over: an older one has its part."""
+        """Return the newest complete state in the folder, with this rank's own parts; None if there is none.
+
+        found: the state in memory; only a newer file counts. A file that lacks an object of a late rank is skipped,
+        because an older file may have it.
+        """
         passed: set[Path] = set()
         problem: of_each_rank.LateError | None = None
         while (chosen := self._agreed(found, passed)) is not None:
@@ -598,10 +630,11 @@ class Snapshot:
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
         ranks = f"{', '.join(map(str, found.ranks[:8]))}{' …' if len(found.ranks) > 8 else ''}"
         origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
-        # Of a copy nobody knows how many steps followed: the words "the memory" at the beginning claim that none did.
+        # A copy may be some steps old. A message that starts with "the memory" claims that no step was lost, so it says
+        # "a copy in".
         origin = f"{'a copy in ' if found.held.every else ''}{origin}{_seeded(fetched.seeded)}"
         if self._folder is not None:
-            before = {} if self._owed is None else self._owed.objects  # of a load() that has named another part
+            before = {} if self._owed is None else self._owed.objects  # from an earlier load() that named other objects
             self._owe(_Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value))
         if self.rank == 0:
             process.log(f"resumed at step {step} from {origin}")
@@ -609,8 +642,10 @@ class Snapshot:
         return step
 
     def _log_beginning(self) -> None:
-        """Once, and not where the job begins: nothing else would say that its steps are made again. A second Snapshot
-        may have nothing yet where the training goes on from the first one."""
+        """Log once that a restart begins at step 0; otherwise nobody would see that all steps are repeated.
+
+        Only for the first Snapshot of the process: a second one may be empty although training resumed from the first.
+        """
         is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
         is_first = process.current.loader is self._memory
         if self.rank == 0 and is_restart and is_first and not self._has_begun:
@@ -618,7 +653,7 @@ class Snapshot:
             process.log(f"begins at step 0: there is no state in {self._folder or 'memory'}")
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
-        """before: the job whose state this is, where it is another one."""
+        """before: UID of the job that saved this state, if it is another job."""
         whose = ""
         if before is not None:
             whose = f", saved by {writers.named(before)}; to begin at step 0, give this job a folder of its own"
@@ -630,12 +665,12 @@ class Snapshot:
             )
 
     def _late_in(self, document: Mapping[str, Any]) -> list[int]:
-        """Ranks whose random states are not in the document, because they did not save in time."""
+        """Ranks whose random states are missing in the document, because they did not save in time."""
         ranks = range(self.world_size) if document["world_size"] == self.world_size else range(0)
         return [rank for rank in ranks if rank not in document["rng"]]
 
     def _choose(self, found: Found | None, damaged: Collection[Path]) -> "_Entry | None":
-        """The newest that is not known to be damaged. found: what is in memory; only what is newer than that counts."""
+        """Return the newest state that is not in `damaged`. found: the state in memory; only a newer file counts."""
         try:
             self._claim()
             entries = _entries(self.folder)
@@ -653,22 +688,23 @@ class Snapshot:
         return None
 
     def _note_unused(self, found: Found, error: OSError) -> None:
-        """What is in memory is whole, and the folder takes no claim or cannot be read: a failure here would lose it."""
+        """Report that the state in memory has no copy in the folder: a failure now would lose it."""
         step = found.held.version.step
         self._report_failed(f"the state of step {step} is in memory alone: {self._why_unwritten(error)}")
 
     def _version(self, entry: "_Entry") -> Version | None:
-        """None: it is another job's, or nobody knows whose."""
+        """Version of this entry; None if another job wrote it, or its claim is missing."""
         claim = _claim_of(self.folder, entry.writer)
         if claim is None or claim.job != self._own_claim.job:
             return None
         return Version(claim.attempt, claim.generation, entry.step)
 
     def _agreed(self, found: Found | None, passed: Collection[Path]) -> "tuple[_Entry, BinaryIO] | None":
-        """Rank 0's choice, or its error, on all ranks, otherwise they would wait for it; and the file, opened.
+        """Return rank 0's choice and the opened file, the same on all ranks; None if there is no state.
 
-        All look at its bytes at once: a gigabyte takes a second, and ranks that waited for rank 0 would begin after it.
-        found: what is in memory; only what is newer than that is chosen. passed: what is not to be chosen.
+        An error on rank 0 is raised on all ranks, which would otherwise wait for it. All ranks hash the file at the
+        same time: it takes about a second per gigabyte, and waiting for rank 0 would double that. found: the state in
+        memory; only a newer file is chosen. passed: files to skip.
         """
         damaged = set(passed)
         while self._folder is not None:
@@ -689,14 +725,16 @@ class Snapshot:
         return None
 
     def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
-        """What rank 0 chooses; raises its SnapshotError on all ranks. All of them learn rank 0's name of the folder."""
+        """Return rank 0's choice, or raise its SnapshotError on all ranks. Also sends rank 0's folder name to all
+        ranks.
+        """
         answer: Any = None
         if self.rank == 0 or self.world_size == 1:
             try:
                 answer = choose()
             except SnapshotError as error:
                 answer = error
-            except Exception as error:  # whatever lies in the folder: the other ranks are waiting for an answer
+            except Exception as error:  # a bug or a strange file: the other ranks are waiting for an answer
                 answer = SnapshotError(f"{self.folder}: {reason(error)}.")
         answer, self._name = self._broadcast((answer, self._name))
         if isinstance(answer, SnapshotError):
@@ -704,8 +742,10 @@ class Snapshot:
         return answer
 
     def _on_all_ranks(self, file: BinaryIO | None) -> BinaryIO | None:
-        """The file, or a copy of rank 0's in memory on all ranks, where one of them does not see it; None where rank 0
-        does not."""
+        """Return the file if all ranks can read it, else a copy of rank 0's bytes on all ranks; None if rank 0 cannot
+        read
+        it.
+        """
         if self.world_size == 1:
             return file
         missing = gather.numbers(torch.tensor([int(file is None)], device="cpu")).flatten().tolist()
@@ -724,7 +764,7 @@ class Snapshot:
         return box[0]
 
     def _broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes to all, in pieces, so that a large state needs no second copy on the device."""
+        """Send rank 0's bytes to all ranks in chunks, so that a large state needs no second copy on the device."""
         size = self._broadcast(None if data is None else len(data))
         received = bytearray(size if data is None else data)
         for piece in torch.split(torch.frombuffer(received, dtype=torch.uint8), BROADCAST_CHUNK_BYTES):
@@ -736,33 +776,40 @@ class Snapshot:
     # ---- what the other ranks have ------------------------------------------------------------------
 
     def _store(self) -> Any:
-        """That of the group; None where there is none, or where it is left."""
+        """Store of the group; None if there is no group, or it was left."""
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any]) -> None:
-        """Through the store, not by a collective: `save` on rank 0 alone must not wait for the others."""
+        """Send this rank's part to rank 0 through the store. A collective would make `save` on rank 0 alone wait for
+        the
+        others.
+        """
         store = self._store()
         if store is None:
             return
         handed = of_each_rank.Handed(random_states.current(), of_each_rank.own(state), of_each_rank.samples(state))
         value = handed.as_bytes()
         self._offered.append(_offer_key(self._name, step, self._repeats, self.rank))
-        with contextlib.suppress(RuntimeError):  # rank 0 serves the store and is gone: the next collective says so
+        # rank 0 serves the store and has died; the next collective reports that
+        with contextlib.suppress(RuntimeError):
             store.set(self._offered[-1], value)
-            if len(self._offered) > OFFERS_MAX:  # where rank 0 has not taken it by now, it never will
+            if len(self._offered) > OFFERS_MAX:  # rank 0 would have taken it by now
                 store.delete_key(self._offered.pop(0))
 
     def _collected(self, step: int, repeat: int) -> dict[int, of_each_rank.Handed]:
-        """The random states, and what is their own, of the ranks that save too. One that came too late for the save
-        before is waited for again once its state is there; one that never saves, because rank 0 saves alone, is waited
-        for once."""
+        """Return the random states and own objects of the other ranks that have saved this step, by rank.
+
+        Waits at most RNG_WAIT_SECONDS. Ranks that missed the save before are not waited for until their late value has
+        arrived; otherwise every save would wait if only rank 0 saves.
+        """
         store, others = self._store(), self._others
         missing = {rank: _offer_key(self._name, step, repeat, rank) for rank in range(1, self.world_size)}
         found: dict[int, of_each_rank.Handed] = {}
         if store is None:
             return found
         deadline = time.monotonic() + RNG_WAIT_SECONDS
-        with contextlib.suppress(RuntimeError):  # the group is being left: the state is worth more than others' dice
+        # the group is being left: write the state without the others' random states
+        with contextlib.suppress(RuntimeError):
             silent = {rank for rank, key in self._late.items() if not (store.check([key]) and store.delete_key(key))}
             while missing:
                 is_last = time.monotonic() > deadline or (others is not None and others.have)
@@ -778,7 +825,7 @@ class Snapshot:
         return found
 
     def _name_large(self, names: list[str]) -> None:
-        """Once of each."""
+        """Log each name once."""
         if new := [name for name in names if name not in self._named_large]:
             self._named_large.update(new)
             process.log(
@@ -787,7 +834,7 @@ class Snapshot:
             )
 
     def _name_late(self, step: int) -> None:
-        """Once: a resume from the folder will be another training where these ranks draw random numbers."""
+        """Log once that random numbers of late ranks will differ after a resume from the folder."""
         if self._late and not self._named_late:
             self._named_late = True
             process.log(
@@ -798,10 +845,10 @@ class Snapshot:
 
 
 class _OthersSaved:
-    """Whether the other ranks have come past this save: two optimizer steps after it, or at the save of a later step.
+    """Tells if the other ranks have passed this save: two optimizer steps followed, or a later step was saved.
 
-    Gradients are summed over the ranks in between. An optimizer with a closure runs backward within its step, so one
-    step is not enough.
+    Gradients are summed over all ranks in between. One step is not enough, because an optimizer with a closure (LBFGS)
+    runs backward inside step().
     """
 
     def __init__(self, step: int) -> None:
@@ -810,17 +857,21 @@ class _OthersSaved:
 
     @property
     def have(self) -> bool:
-        """Whether they have."""
+        """True if the other ranks have passed the save."""
         return process.current.optimizer_steps >= self._at + 2
 
     def note(self) -> None:
-        """They have."""
+        """Record that the other ranks have passed the save."""
         self._at = -math.inf
 
 
 @functools.cache
 def _count_optimizer_steps() -> None:
-    """Once, and for good: a hook must not be removed while torch calls the others."""
+    """Count optimizer steps of this process, once and for good.
+
+    The hook is never removed: torch iterates the dict of global hooks in step() (torch/optim/optimizer.py:517, torch
+    2.13.0), and a removal during that loop raises RuntimeError.
+    """
 
     def count(*_: Any) -> None:
         process.current.optimizer_steps += 1
@@ -830,33 +881,33 @@ def _count_optimizer_steps() -> None:
 
 @dataclass
 class _Unwritten:
-    """A state that is to be written, until it is."""
+    """A saved state until it is in the folder."""
 
     document: dict[str, Any]
-    """For torch.save."""
+    """The value for torch.save."""
     repeat: int
-    """How often the same step was saved before."""
+    """Number of earlier saves of the same step."""
     lacks_rng: bool
-    """Whether the random states of the other ranks are still to be collected."""
+    """True if the random states of the other ranks must still be collected."""
     pid: int
-    """The process that saves it: a fork of that one does not."""
+    """Process that saved it. A fork of that process must not write it."""
     lacks_own: bool = False
-    """Whether a rank was late that has objects of its own."""
+    """True if a rank was late and objects differ between ranks."""
     own: Mapping[str, Any] = field(default_factory=dict)
-    """What may differ on other ranks."""
+    """Objects that may differ on other ranks."""
     samples: Mapping[str, list[str]] = field(default_factory=dict)
-    """Of what should be the same on all ranks."""
+    """Samples of objects that should be the same on all ranks."""
 
 
 class _Owed:
-    """The state that memory alone had when the ranks went on from it: a script that saves nothing after it must not end
-    well without it."""
+    """A state that only memory had when training resumed from it. A script that saves nothing afterwards must not exit
+    with 0, because the state would be lost."""
 
     def __init__(
         self, version: Version, objects: Mapping[str, Any], state: Mapping[str, Any], *, by_value: bool
     ) -> None:
         self.version, self.objects, self.pid = version, objects, os.getpid()
-        self.kept: tuple[int, Mapping[str, Any]] | None = None  # what keep() was given after the last step
+        self.kept: tuple[int, Mapping[str, Any]] | None = None  # arguments of keep() after the last step
         self._state = state
         self._knows_all = not by_value and objects.keys() == state.keys()
         self._has_stepped, self._names_steps = False, False
@@ -864,7 +915,7 @@ class _Owed:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def close(self) -> None:
-        """It is no longer owed."""
+        """Stop tracking: the folder has this state or a newer one."""
         self._hook.remove()
 
     def _before_step(self, *_: Any) -> None:
@@ -875,7 +926,7 @@ class _Owed:
         return process.current.marked is not None or self.kept is not None
 
     def step_now(self) -> int | None:
-        """The step of the state as it is now; None if it is not known."""
+        """Step number of the current state; None if it is not known."""
         if not self._has_stepped:
             return self.version.step
         if self.kept is not None:
@@ -883,19 +934,20 @@ class _Owed:
         return process.current.marked if self._knows_all else None
 
     def state(self) -> Mapping[str, Any]:
-        """The state as it is now, under the names of `save`."""
+        """Current state, under the names given to `save`."""
         if not self._has_stepped:
             return {**self._state, **self.objects}
         return self.objects if self.kept is None else self.kept[1]
 
     def is_lost(self) -> bool:
-        """True if steps followed, and the script names none: then memory had it of a save."""
+        """True if steps followed and the script named none of them, so their number is unknown."""
         return self._has_stepped and not self._names_steps and not self._is_named()
 
 
 class _Ending:
-    """What a Snapshot owes at the end of its process: a script that ends without close() must not lose its last state,
-    nor the error that it is not there."""
+    """Write the last state at the end of the process, for scripts that do not call close(). Fails the process if it
+    cannot.
+    """
 
     def __init__(self, snapshot: "weakref.ref[Snapshot]") -> None:
         self._snapshot = snapshot
@@ -905,13 +957,13 @@ class _Ending:
         if snapshot is None:
             return
         is_failure = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
-        if is_failure:  # it has been reported already, and nobody is to wait for a disk
+        if is_failure:  # already reported; nobody should wait for a disk
             return
         try:
             snapshot.close()
         except SnapshotError as problem:
             stop.fail_at_exit(problem)
-        except Exception as problem:  # nobody is left to raise it to
+        except Exception as problem:  # atexit: raising would reach nobody
             process.log(str(problem))
 
 
@@ -920,18 +972,18 @@ def _offer_key(name: str, step: int, repeat: int, rank: int) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """ranks 1, 2, 3"""
+    """Return for example "ranks 1, 2, 3"; at most 8 of them."""
     return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks[:8]))}{' …' if len(ranks) > 8 else ''}"
 
 
 def _seeded(ranks: Sequence[int]) -> str:
-    """What follows the place of a state in which these ranks' random states are lost."""
+    """Suffix for the origin of a state in which these ranks' random states are missing."""
     return f" (random states of {_ranks(ranks)} were lost, and are seeded the same way at each resume)" if ranks else ""
 
 
 def _checked_step(step: Any) -> int:
     try:
-        whole = operator.index(step)  # numpy's integers would be written, and not read back
+        whole = operator.index(step)  # accepts numpy integers, which torch.load(weights_only=True) would refuse to read
     except TypeError:
         raise ConfigurationError(f"step: {step!r} is no whole number.") from None
     if not 1 <= whole <= STEP_MAX:
@@ -945,7 +997,7 @@ def _checked_step(step: Any) -> int:
 
 
 class _Entry(NamedTuple):
-    """One state in the folder; ordered by who wrote it, then by step, then by time."""
+    """One state in the folder. Ordered by writer, then step, then time."""
 
     writer: int
     step: int
@@ -955,21 +1007,21 @@ class _Entry(NamedTuple):
 
 
 def _entries(folder: Path) -> list[_Entry]:
-    """The states in the folder, newest first."""
+    """States in the folder, newest first."""
     entries = []
     for name in os.listdir(folder):
         if match := _STATE_NAME.fullmatch(name):
             with contextlib.suppress(FileNotFoundError):
                 status = (folder / name).lstat()
-                if stat.S_ISREG(status.st_mode):  # a link or a pipe is no state, whatever its name
+                if stat.S_ISREG(status.st_mode):  # links and pipes are ignored, whatever their name
                     entries.append(_Entry(int(match[2]), int(match[1]), status.st_mtime_ns, match[3], folder / name))
     return sorted(entries, reverse=True)
 
 
 def _opened(entry: _Entry) -> BinaryIO | None:
-    """The file, to be read; None where it is not there or not what was written.
+    """Open the file for reading; None if it is missing or its digest does not match.
 
-    Its bytes are never all in memory beside what they become: a node has many ranks, and each would have a copy.
+    Hashes it in chunks: a node has many ranks, and each would otherwise hold the file in memory next to the tensors.
     """
     with contextlib.suppress(OSError), contextlib.ExitStack() as otherwise:
         file = otherwise.enter_context(open(own_files.open_file(entry.path, os.O_RDONLY), "rb"))
@@ -984,7 +1036,7 @@ def _opened(entry: _Entry) -> BinaryIO | None:
 
 
 class _HashingFile(io.BufferedWriter):
-    """A new file for torch.save, which only appends, so the digest of the file is known when it is written."""
+    """A new file that hashes what is written. torch.save only appends, so the digest is complete at the end."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "x"))
@@ -1001,7 +1053,7 @@ class _HashingFile(io.BufferedWriter):
 
 
 def _highest_writer(folder: Path) -> int:
-    """Of the claims and of the states, in case somebody tidied the claims away; 0 where there is none."""
+    """Highest writer number of claims and states, 0 if there is none. States count in case the claims were deleted."""
     matches = [_WRITER_NAME.fullmatch(name) for name in os.listdir(folder)]
     states = [entry.writer for entry in _entries(folder)]
     return max([int(match[1]) for match in matches if match] + states, default=0)
@@ -1012,7 +1064,7 @@ def _claim_path(folder: Path, writer: int) -> Path:
 
 
 class _Claim(NamedTuple):
-    """Whose writer number it is."""
+    """Owner of a writer number."""
 
     job: str
     attempt: int
@@ -1022,7 +1074,9 @@ class _Claim(NamedTuple):
         return f"attempt {self.attempt}" + (f", generation {self.generation}" if self.generation else "")
 
     def as_json(self) -> str:
-        """Without a generation of 0, because an older version of this library knows none."""
+        """JSON of the claim. A generation of 0 is left out, because older versions of this library do not know the
+        field.
+        """
         return json.dumps({name: value for name, value in self._asdict().items() if name != "generation" or value})
 
 
@@ -1036,16 +1090,16 @@ def _claim_of(folder: Path, writer: int) -> _Claim | None:
 
 
 def create_exclusively(folder: Path, writer: int, content: str) -> bool:
-    """Create the claim with its content, or return False where somebody else was first."""
+    """Create the claim with this content; False if another process created it first. Raises OSError."""
     path = _claim_path(folder, writer)
     tmp = writers.tmp_path(folder, writer)
     writers.write_new(tmp, content.encode())
     try:
-        os.link(tmp, path)  # like O_EXCL, but never seen half written
+        os.link(tmp, path)  # as exclusive as O_EXCL, and never visible half written
     except FileExistsError:
         return False
     except OSError as error:
-        # Some network and user-space file systems have no links.
+        # Some network and FUSE file systems have no hard links.
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
             raise
         return create_exclusively_without_links(path, content)
@@ -1062,7 +1116,7 @@ def create_exclusively_without_links(path: Path, content: str) -> bool:
 
 
 def _fsync_folder(folder: Path) -> None:
-    """The rename itself must survive a power cut; some network file systems refuse the call, and need none."""
+    """Make the rename survive a power loss. Errors are ignored: some network file systems refuse fsync on a folder."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):
@@ -1077,7 +1131,7 @@ def _fsync_folder(folder: Path) -> None:
 def _decoded(file: BinaryIO, path: Path) -> dict[str, Any]:
     try:
         document = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # its bytes are what was written, perhaps by another version of torch
+    except Exception as error:  # the bytes are intact, but another torch version may have written them
         raise SnapshotError(
             f"{path}: this torch {torch.__version__} does not read it: {reason(error).splitlines()[0]}"
         ) from error

@@ -1,16 +1,22 @@
-"""Copies of the state in the agent's memory, made at boundaries while all goes well (rules: `ddpjob_core/copies.py`).
+"""Copies of the state in the agent's memory, made at boundaries during normal training (rules:
+`ddpjob_core/copies.py`).
 
-Where no survivor can write the state after a failure: a rank that trains alone, and a script in which parameters change
-between a boundary and the next optimizer step. The memory has two areas, and a copy goes into the one that has not the
-newest state. The step that makes it count is written last, at the next optimizer step: by then all ranks have come to
-the boundary, and nothing has shown that the boundary is not what `save` takes.
+When: no survivor could write the state after a failure. This is so for a rank that trains alone, and for a script that
+changes parameters between a boundary and the next optimizer step. Without a folder, a state that the script saves
+between unmarked steps is also copied at once, because nothing else has it (`memory.py` decides that).
 
-Of a script that changes parameters after the boundary nobody knows whether the next step begins with what they were
-before or after it. So there the first `save` or `keep` shows it: `should_stop` counts as a boundary where both find the
-same parameters at the same step, else the steps count that the script names.
+Flow: the memory has two areas. A copy is written to the area that does not have the newest state. Each rank writes its
+small values to a slot, and the first rank of each node writes the large state. The step number that makes the copy
+valid is written at the next optimizer step: then all ranks have reached the boundary. Rank 0 measures the cost of a
+copy, decides how often to copy (`Plan`), and publishes that in the group's store.
 
-Besides, of a script that has no folder and saves between steps that it does not mark, each state that it saves is
-copied at once, whatever that costs, because nothing else has it then (`memory.py` knows when).
+Which boundary: if parameters change after a boundary, it is not known whether the next step starts from the values
+before or after the change. The first `save` or `keep` decides. If it finds the same parameters as `should_stop` at the
+same step, `should_stop` counts as a boundary. Otherwise only steps that the script names count.
+
+Life cycle: `memory.Keeper` creates one Copies per process. A daemon thread reserves the areas once.
+
+Drawbacks: it needs memory for two copies. A restart repeats the steps after the last copy.
 """
 
 import collections
@@ -40,54 +46,55 @@ CHANGES = "parameters or optimizer state change between a boundary and the next 
 
 
 class Boundary(NamedTuple):
-    """What a rank is at."""
+    """The state of a rank at a boundary."""
 
     kept: Kept
     step: int
     named: bool
-    """Whether the script names the state: `save`, `keep`."""
+    """True if `save` or `keep` made the boundary."""
     small: Callable[[], Any]
-    """What else belongs to the step, to be written at once."""
+    """Returns the small values of this step; write them at once."""
     assumed: bool
     must_be_copied: bool = False
-    """Now: nobody else will have it, and the script has said `save`."""
+    """Copy now: the script has called save(), and nothing else will have this state."""
 
 
 class _Written(NamedTuple):
-    """A copy that does not count yet."""
+    """A copy that is written and not yet valid."""
 
     area: int
     held: Held
     versions: list[Any]
     is_saved: bool
-    """It is what `save` was given, and no matter what the next step begins with."""
+    """True if `save` was given this state. It stays valid whatever the next step starts from."""
 
 
 class Copies:
-    """What one rank does of it: each writes what is small, the first of each node the state."""
+    """One rank's part of the copies: each rank writes small values, the first rank of each node the large state."""
 
-    _least = 1  # steps between two copies
-    _later = 0  # looks that other ranks may be further
+    _least = 1  # steps between two copies, at least
+    _later = 0  # number of looks that other ranks may be ahead
     _because = ALONE
 
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any) -> None:
-        """store: of the group, where rank 0 tells its plan; None where this rank trains alone."""
+        """store: of the group, for rank 0's plan; None if this rank trains alone."""
         self._shared, self._rank, self._world_size, self._store = shared, rank, world_size, store
         self.changes = False
-        """Whether parameters change between a boundary and the next step."""
+        """True if parameters change between a boundary and the next step."""
         self.saved: Version | None = None
-        """What was copied last because the script has saved it."""
+        """Version of the last copy that was made for save()."""
         self.loaded: Version | None = None
-        """What this generation has loaded from memory."""
+        """Version that this generation loaded from memory."""
         self._plan: Plan | None = None
-        self._next: Plan | None = None  # told, and not in force yet
-        self._told = 0  # plans that rank 0 has told, or another rank has seen
+        self._next: Plan | None = None  # published, not in force yet
+        self._told = 0  # number of plans that rank 0 has published, or this rank has read
         self._step = self._before = self._counted = 0  # this boundary, the one before, the last that counted
-        self._resumed = 0  # the step that was loaded: it is in memory
-        self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and by whom
-        self._copied = 0  # the step of the last copy
-        self._is_named = False  # the script has named a state
-        self._is_placed: bool | None = None  # whether should_stop finds what save does
+        self._resumed = 0  # step that was loaded, and so is in memory already
+        self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and its `named`
+        self._copied = 0  # step of the last copy
+        self._is_named = False  # True if the script has named a state
+        # True if should_stop finds the same parameters as save; None: not known yet
+        self._is_placed: bool | None = None
         self._lock = threading.Lock()  # held while a copy is written
         self._written: _Written | None = None
         self._room: threading.Thread | None = None
@@ -95,22 +102,22 @@ class Copies:
         self._said: tuple[bool, bool, int] | None = None
         self._ended = 0.0
         self._began = time.perf_counter()
-        self._spent, self._has_copied = 0.0, False  # the seconds of all copies; whether there was one since the plan
+        self._spent, self._has_copied = 0.0, False  # seconds of all copies; True if one was made under this plan
         self._paces: collections.deque[float] = collections.deque(maxlen=15)
         self._costs: collections.deque[float] = collections.deque(maxlen=5)
 
     @property
     def instead(self) -> bool:
-        """Whether what survivors would write after a failure cannot be trusted."""
+        """True if a state that survivors write after a failure could be wrong."""
         return self.changes
 
     @property
     def by_cadence(self) -> bool:
-        """Whether states are copied that the script does not save, too."""
+        """True if states are also copied at steps that the script does not save."""
         return self.changes or self._world_size == 1
 
     def begin_with_changes(self, why: str) -> None:
-        """Parameters change between a boundary and the next step. why: for the log."""
+        """Copy from now on: parameters change between a boundary and the next step. why: for the log."""
         if self.changes:
             return
         is_placed = self._shared.node[COPIES] == PLACED
@@ -121,7 +128,7 @@ class Copies:
             process.log(f"{why}: the state is copied at the steps that save() or keep() name, from the first one on")
 
     def resumed(self, step: int) -> None:
-        """The state of this step is in memory already."""
+        """Record that the state of this step is in memory already."""
         self._resumed = step
 
     def stop(self) -> None:
@@ -130,12 +137,12 @@ class Copies:
         self.give_up_last()
 
     def give_up_last(self) -> None:
-        """The copy that does not count yet is of other objects."""
+        """Discard the copy that is not valid yet: it has other objects."""
         with self._lock:
             self._written = None
 
     def forget(self) -> None:
-        """What this generation has copied is not what it should be, but for what the script has saved."""
+        """Invalidate this generation's copies, except those made for save()."""
         self.count_saved()
         with self._lock:
             self._written = self._room = None
@@ -157,7 +164,7 @@ class Copies:
     # ---- at a boundary -------------------------------------------------------------------------------------
 
     def boundary(self, at: Boundary) -> None:
-        """The first of a step. Raises StateError, OSError."""
+        """Handle the first boundary of a step. Raises StateError, OSError."""
         if self._ended and at.step > self._step:
             self._paces.append((time.perf_counter() - self._ended) / (at.step - self._step))
         if at.step != self._step:
@@ -170,7 +177,7 @@ class Copies:
         self._ended = time.perf_counter()
 
     def again(self, at: Boundary) -> None:
-        """Another one of the same step: `save` after `should_stop`. Raises StateError, OSError."""
+        """Handle another boundary of the same step: `save` after `should_stop`. Raises StateError, OSError."""
         if at.must_be_copied:
             self._step = at.step
             self._copy_if_due(at)
@@ -187,12 +194,12 @@ class Copies:
         self._ended = time.perf_counter()
 
     def renew(self, at: Boundary) -> None:
-        """The copy of this step, if there is one that does not count yet, has not what the script saves now."""
+        """Write this step's copy again if it is not valid yet, because the script now saves other values."""
         if self._copied == at.step and not self._stopped:
             self._copy(at, memory.EVERY_MAX if self._plan is None else self._plan.next_within)
 
     def _misplaced(self) -> None:
-        """`save` finds other parameters than should_stop: what was copied there is of no step."""
+        """Handle that `save` finds other parameters than should_stop: copies made at should_stop are invalid."""
         self.forget()
         self._is_placed, self._shared.node[COPIES] = False, CHANGED
 
@@ -217,8 +224,8 @@ class Copies:
             self._copy(at, plan.next_within)
 
     def _copy_saved(self, at: Boundary) -> None:
-        """Waits for the room, which the first one has not yet."""
-        for _ in range(2):  # it may have outgrown the areas
+        """Copy a state for save(). Waits until the areas are reserved."""
+        for _ in range(2):  # the state may have outgrown the areas
             while self._is_writer and not self._stopped and not self._has_room(at.kept):
                 if self._room is not None:
                     self._room.join()
@@ -239,28 +246,31 @@ class Copies:
                 written, versions = self._write(at, every), self._versions_of(at.kept)
                 self._written = None if written is None else _Written(*written, versions, at.must_be_copied)
             if at.must_be_copied and self._world_size == 1:
-                self.count_saved()  # no other rank has to come there
+                self.count_saved()  # there is no other rank to wait for
         self._pay(time.perf_counter() - began)
 
     def _pay(self, seconds: float) -> None:
-        """A copy has taken that long."""
+        """Add the duration of a copy."""
         self._costs.append(seconds)
         self._spent, self._has_copied = self._spent + seconds, True
 
     def _write_slot(self, at: Boundary) -> None:
-        """What belongs to this rank and is small."""
+        """Write this rank's small values."""
         shared, held = self._shared, self._shared.held()
         versions = [shared.slot_version(slot) for slot in COPY_SLOTS]
         own = Version(shared.attempt, shared.generation, at.step)
-        if own in versions:  # it is saved once more, and may have other values
+        if own in versions:  # the same step is saved again, perhaps with other values
             slot = COPY_SLOTS[versions.index(own)]
         else:
             slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
         shared.write_slot(slot, at.step, packed.dumps(at.small()))
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> tuple[int, Held] | None:
-        """Into which area the state was written; it does not count yet. None: it has outgrown the areas. Raises
-        StateError, OSError."""
+        """Write the state and return its area and description; it is not valid yet. None if the state has outgrown the
+        areas.
+
+        Raises StateError, OSError.
+        """
         shared = self._shared
         state = packed.pack(self._value(at.kept))
         version = Version(shared.attempt, shared.generation, at.step)
@@ -274,8 +284,10 @@ class Copies:
             return area, held
 
     def write_now(self, at: Boundary, loads: int) -> bool:
-        """At its end a rank that trains alone writes the state, over the older of the two copies; whether it could.
-        Raises StateError, OSError."""
+        """Write the state of a rank that trains alone at its end, over the older copy. False if that is not possible.
+
+        Raises StateError, OSError.
+        """
         if self._world_size > 1:
             return False
         with self._lock:
@@ -287,11 +299,11 @@ class Copies:
     # ---- the next optimizer step, or the end ---------------------------------------------------------------
 
     def before_other_step(self) -> None:
-        """Another optimizer makes the same step."""
+        """Called when another optimizer makes the same step."""
 
     def count_saved(self) -> bool:
-        """All ranks have come to the boundary: what was saved there counts, whatever becomes of the objects. Whether
-        there is such a copy. Raises OSError."""
+        """Make the copy for save() valid: all ranks have reached its boundary. False if there is none. Raises
+        OSError."""
         with self._lock:
             written = self._written
             if written is None or not written.is_saved:
@@ -300,7 +312,7 @@ class Copies:
             return self._shared.count_copy(written.area, written.held)
 
     def before_step(self, kept: Kept) -> None:
-        """All ranks have come to the boundary: what was copied there counts."""
+        """Make the last copy valid if nothing has changed since: all ranks have reached its boundary."""
         self.count_saved()
         with self._lock:
             written, self._written = self._written, None
@@ -313,8 +325,9 @@ class Copies:
         self.begin_with_changes(f"parameters changed after step {step}, and by no optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
-        """A rank has failed: the copy that was under way counts, if each rank has left its random states with it. What
-        to tell the agent."""
+        """A rank has failed: make the last copy valid if every rank has written its slot. Returns the answer for the
+        agent.
+        """
         if self.finish_saved():
             return SAVED
         with self._lock:
@@ -326,23 +339,23 @@ class Copies:
             return SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
 
     def finish_saved(self) -> bool:
-        """A rank has failed: what this one has saved since the last step counts; whether it has.
+        """A rank has failed: make the copy for save() valid; False if there is none.
 
-        Ranks that had not come to the save have no random states of it, as where survivors write a state.
+        Ranks that had not reached the save have no random states in it, as if survivors had written the state.
         """
         return self.count_saved()
 
     def _versions_of(self, kept: Kept) -> list[Any]:
-        """What shows whether parameters have changed."""
+        """Values that show if parameters have changed."""
         return kept.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
-        """Whether nothing speaks against the boundary."""
+        """True if nothing shows that the parameters have changed since the boundary."""
         is_same = self._versions_of(kept) == versions and not kept.changed()
         return is_same or (self._plan is not None and self._plan.changes)
 
     def _all_are_at(self, step: int) -> bool:
-        """Whether all ranks of the group are of this node, and have written their slots of that step."""
+        """True if all ranks of the group are on this node and have written their slots of this step."""
         return self._world_size == 1 or (self._world_size == self._shared.ranks and self._shared.all_have_copied(step))
 
     # ---- the plan ------------------------------------------------------------------------------------------
@@ -352,20 +365,20 @@ class Copies:
         return 1 if self._plan is None else self._plan.every
 
     def _look(self) -> None:
-        """Take the next plan where it begins to be in force."""
+        """Read the next plan from the store, and use it from its first step on."""
         looks = self._rank > 0 and self._store is not None and self._next is None and self.by_cadence
         if looks and copies.looks(self._step, self._before, self._every):
-            with contextlib.suppress(RuntimeError):  # the store is gone, and rank 0 with it
+            with contextlib.suppress(RuntimeError):  # the store is gone, because rank 0 has died
                 if self._store.check([self._key]):
                     self._next = copies.plan_of(self._store.get(self._key).decode())
                     self._told += 1
         if self._next is not None and self._step >= self._next.first:
             before, self._plan, self._next = self._plan, self._next, None
             if before and before.changes and self._plan.named > before.named and self._is_placed is not False:
-                self._misplaced()  # as rank 0 has found, which alone calls save
+                self._misplaced()  # only rank 0 calls save(), and it found other parameters there
 
     def _decide(self, at: Boundary) -> None:
-        """Make a plan where there is none, or another one is better."""
+        """Make a plan if there is none, or a better one is possible."""
         if self._next is not None or len(self._paces) < PACES_LEAST or (self.changes and not self._is_named):
             return
         if not self._costs and not self._try(at):
@@ -377,12 +390,13 @@ class Copies:
         self._has_copied = False
         every = copies.every(statistics.median(self._costs), statistics.median(self._paces), self._least)
         every = copies.corrected(every, self._every, self._spent / (time.perf_counter() - self._began))
-        every = every if plan is None else min(every, 2 * plan.every)  # the next generation knows how far ranks may be
+        # the next generation relies on this limit of how far ranks may be apart
+        every = every if plan is None else min(every, 2 * plan.every)
         if not is_as_planned or copies.is_better(every, self._every):
             self._tell(every, named)
 
     def _try(self, at: Boundary) -> bool:
-        """Copy for the first time, to see what it takes; whether that is known now. Raises StateError, OSError."""
+        """Make a first copy to measure its cost; False if that is not known yet. Raises StateError, OSError."""
         began = time.perf_counter()
         with self._lock:
             self._written = None
@@ -393,13 +407,13 @@ class Copies:
 
     def _tell(self, every: int, named: bool) -> None:
         if self._world_size == 1:
-            first = self._step if self._plan is None else self._plan.first  # a new plan alone is no reason for a copy
+            first = self._step if self._plan is None else self._plan.first  # a new plan alone is no reason to copy
             self._plan = Plan(first, every, named, self.changes)
         else:
             first = copies.first_of_next(self._step, self._before, self._every, self._later)
             self._next = Plan(first, every, named, self.changes)
             self._store.set(self._key, self._next.as_text())
-            self._store.get(self._key)  # so that the other ranks find it from now on
+            self._store.get(self._key)  # makes sure that the other ranks find it from now on
         self._told += 1
         before, present = self._said, (named, self.changes, every)
         if before is not None and before[:2] == present[:2] and not copies.is_much_rarer(every, before[2]):
@@ -423,11 +437,11 @@ class Copies:
         return not self._room.is_alive()
 
     def _value(self, kept: Kept) -> dict[str, Any]:
-        """What an area holds."""
+        """The large values that an area holds."""
         return kept.large()
 
     def _reserve(self, size: int) -> None:
-        """In a thread: the kernel needs half a second for a large area."""
+        """Reserve both areas, in a thread: the kernel needs half a second for a large one."""
         try:
             while not self._take(size):
                 time.sleep(AGAIN_SECONDS)
@@ -441,7 +455,7 @@ class Copies:
             process.log(f"rank {self._rank}: the state is not {what}: {error}")
 
     def _take(self, size: int) -> bool:
-        """Memory for so many bytes of each area; False: another rank writes there. Raises StateError, OSError."""
+        """Reserve this many bytes for each area; False while another rank is writing. Raises StateError, OSError."""
         shared = self._shared
         with shared.locked() as alone:
             if alone:
@@ -454,4 +468,4 @@ class Copies:
             return alone
 
     def _prepare(self) -> None:
-        """There is room; in the same thread. Raises OSError."""
+        """Called in the reserving thread once there is room. Raises OSError."""

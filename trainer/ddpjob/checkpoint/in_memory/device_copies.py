@@ -1,14 +1,23 @@
-"""Copies of a state that is on a device, while the host goes on: what `copies.py` does, but later.
+"""Copies of a state that is on a GPU, made while the host continues: like `copies.py`, but they become valid later.
 
-The host gives a device its work and does not wait for it. After a failure nobody knows which step the device has come
-to, so the state is copied by cadence, whatever the number of ranks. At a boundary the rank that writes gives a second
-stream the copies from the device into an area of the agent's memory, which is pinned; the next optimizer.step() waits
-for them on the device, and not on the host. Buffers change before that, in the forward pass: they are cloned first.
+Why: the host queues work on the device and does not wait for it. After a failure nobody knows which step the device has
+reached, so the state is copied regularly for any number of ranks.
 
-A copy counts when its bytes are there and the device has done the backward pass after it: then the gradients were
-summed over all ranks, so each of them has come to the boundary. The host looks at its boundaries. It waits only for
-what its device has to do in the step after an earlier look (`ddpjob_core/copies.py`): so no host is further than two
-looks from another one, all find the same plan, and random states of a step are not written over while it may count.
+Flow: at a boundary the writing rank queues the copies on a second stream, from the device into a pinned area of the
+agent's memory. The next optimizer.step() waits for them on the device, not on the host. Buffers change before that
+step, in the forward pass, so they are cloned first.
+
+A copy becomes valid when its bytes have arrived and the device has finished the backward pass after it. Then the
+gradients were summed over all ranks, so every rank has reached the boundary. The host checks this at its boundaries. It
+waits only for the work queued in the step after its previous look (`ddpjob_core/copies.py`). So no host is more than
+two looks ahead of another. All of them find the same plan, and no rank overwrites random states of a step that may
+still become valid.
+
+Life cycle: `memory.Keeper` creates one DeviceCopies per process that trains on a GPU. Each `_Flight` is one copy, from
+its boundary until it is valid or dropped.
+
+Drawbacks: a restart repeats the steps after the last valid copy. A CUDA graph that makes the optimizer steps is
+refused, because its steps are not seen.
 """
 
 import os
@@ -30,25 +39,25 @@ from ddpjob_core import copies, memory
 from ddpjob_core.memory import Held, Version
 
 ON_DEVICE = "after a failure nobody knows which step a GPU has come to"
-SUMMED_AT_ONCE = 1 << 20  # bytes: a thread takes as long to start
+SUMMED_AT_ONCE = 1 << 20  # bytes; below this, starting a thread takes as long as the sum
 ABORTS = ("1", "2")  # how NCCL's errors are handled: the group is aborted, and the device goes on without the others
 
 
 class _Flight:
-    """A copy on its way: it was begun at one boundary, and counts at a later one."""
+    """A copy in progress: begun at one boundary, valid at a later one."""
 
     def __init__(self, at: Boundary, in_torch: threading.Lock) -> None:
-        """in_torch: held while a thread sums."""
+        """in_torch: held while a thread computes the sum."""
         self.step, self.versions = at.step, at.kept.counters()
         self._in_torch = in_torch
         self.counts = True
-        """Whether it is more than a try."""
+        """False for a first copy that only measures the cost."""
         self.is_saved = at.must_be_copied
         self.host_seconds = 0.0
         self.passed: Mark | None = None
-        """After the backward pass of the next step, and after the copy."""
+        """Mark on the device, after the copy and the backward pass of the next step."""
         self.held: Held | None = None
-        """What to say of it, but for the sum; None: this rank does not write the state."""
+        """Description of the copy without its sum; None if this rank does not write the state."""
         self.area = 0
         self.ticket: Ticket | None = None
         self.total: int | None = None
@@ -56,17 +65,17 @@ class _Flight:
         self._summing: threading.Thread | None = None
 
     def take_off(self, ticket: Ticket, area: int, held: Held, parts: list[torch.Tensor]) -> None:
-        """parts: of the area, which are summed."""
+        """parts: views of the area that are summed."""
         self.ticket, self.area, self.held, self._parts = ticket, area, held, parts
 
     def is_down(self) -> bool:
-        """Whether all is there. Waits for nothing."""
+        """True if the copy is complete. Does not wait."""
         if self.ticket is not None and not self.ticket.is_done():
             return False
         return not self._sums() and self.passed is not None and self.passed.is_done()
 
     def come_down(self) -> bool:
-        """Wait until all is there; False: no optimizer has made a step since."""
+        """Wait until the copy is complete; False if no optimizer step followed."""
         self.settle()
         if self.passed is None:
             return False
@@ -77,12 +86,12 @@ class _Flight:
         return True
 
     def settle(self) -> None:
-        """Nothing writes into the area any more."""
+        """Wait until nothing writes to the area any more."""
         if self.ticket is not None:
             self.ticket.wait()
 
     def _sums(self) -> bool:
-        """Whether its sum is still made: of what is large in a thread, because it takes longer than a step may."""
+        """True while the sum is computed. Large ones use a thread, because they take longer than a step may."""
         if self.held is None or not self.counts or self.total is not None:
             return False
         if self.held.size < SUMMED_AT_ONCE:
@@ -109,7 +118,7 @@ class _Flight:
 
 
 class DeviceCopies(Copies):
-    """What one rank does of it."""
+    """One rank's part of the copies from a device."""
 
     _least = copies.EVERY_LEAST_ON_DEVICE
     _later = copies.LATER_ON_DEVICE
@@ -137,7 +146,7 @@ class DeviceCopies(Copies):
         return True
 
     def stop(self) -> None:
-        """Also from another thread than the one that trains: nothing counts from now on."""
+        """No copy becomes valid from now on. Any thread may call this."""
         with self._lock:
             self._stopped = True
 
@@ -220,12 +229,12 @@ class DeviceCopies(Copies):
         return kept.large_with_buffers(self._streams.clone)
 
     def _land(self) -> None:
-        """Count what is there."""
+        """Make the copy valid if it is complete."""
         if self._flight is not None and self._flight.is_down():
             self._count()
 
     def _bring_down(self) -> None:
-        """The last one counts now; it was begun steps ago."""
+        """Wait for the last copy and make it valid."""
         if self._flight is not None and self._flight.come_down():
             self._count()
         self._leave()
@@ -246,7 +255,7 @@ class DeviceCopies(Copies):
     # ---- the next optimizer step ---------------------------------------------------------------------------
 
     def before_step(self, kept: Kept) -> None:
-        """The device makes no step before its copies; the host does not wait."""
+        """Make the device wait for its copies before the step. The host does not wait."""
         if self._streams.is_recording():
             raise StateError("a CUDA graph makes the optimizer's steps, and nobody hears of one")
         flight, looked = self._flight, self._has_looked
@@ -294,9 +303,11 @@ class DeviceCopies(Copies):
 
 
 def would_go_on(backend: str, world_size: int, environ: Mapping[str, str]) -> str:
-    """Why a device might make steps without the other ranks, which nobody could tell from real ones; "" it would not.
+    """Return why a device could make steps without the other ranks, or "".
 
-    An aborted collective ends as a complete one does, with whatever is in its buffers.
+    An aborted collective completes like a successful one, with undefined buffers. Modes 1 (TearDown) and 2
+    (CleanUpOnly) abort, mode 3 (SkipCleanUp) does not: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp:167-174, torch
+    2.13.0.
     """
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # `ddpjob.init` makes 3 of ddprun's 1
     how = environ.get(name) or environ.get(name.removeprefix("TORCH_")) or ""

@@ -1,9 +1,15 @@
-"""What a `Snapshot` keeps in memory of the objects that it is given: what is small at each step, the rest after a
-failure.
+"""`Kept`: the objects that one `Snapshot` keeps in memory, split into large and small values.
 
-Large are the parameters of a module and the state of an optimizer: only the optimizer's step changes them, so they are
-written when a rank has failed. Small is what changes at other times, and is copied at each boundary: buffers, learning
-rates, the place of a sampler, the state of a scheduler, values that the script names.
+Flow: large values are the parameters of modules and the state of optimizers. Only an optimizer step changes them, so
+they are written only after a failure (`large`). Small values change at other times and are copied at each boundary
+(`small`): buffers, learning rates, the position of a sampler, the state of a scheduler, plain values. `merged` joins
+both parts when a state is loaded.
+
+Life cycle: `memory.Keeper` creates a Kept when the script passes other objects than before. Kept has only weak
+references to optimizers and most other objects, so that it notices when the script replaces one.
+
+Drawbacks: it detects changes by torch's version counters and by samples of the values. Writes through `.data` move no
+counter and are seen only in the samples. The views read a tensor's memory by its address.
 """
 
 import collections
@@ -24,21 +30,22 @@ from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, sends_buffe
 from ddpjob.checkpoint.state.state_dicts import copied, sharded, state_of, unwrapped
 from ddpjob.errors import StateError
 
-SMALL_BYTES_MAX = 4 << 20  # of one object, at each step
-SAMPLES = 32  # parameters: averages that are swapped in differ everywhere, and so do replicas that are not averaged
-SAMPLED_BYTES = 8192  # of these together
+SMALL_BYTES_MAX = 4 << 20  # of one object, because it is copied at each step
+SAMPLES = 32  # parameters; swapped-in averages differ in all of them, and so do replicas that are not averaged
+SAMPLED_BYTES = 8192  # of all samples together
 COMPARED_BYTES = 1 << 16  # of a buffer
-RECORD_STEPS = 64  # boundaries at which version counters are not all read: that takes longer than all else there
-READ_AT_EACH = 8  # version counters of an optimizer's tensors
+RECORD_STEPS = 64  # boundaries between two full reads of the version counters, which are the slowest part of a boundary
+READ_AT_EACH = 8  # version counters of an optimizer's tensors that are read at each boundary
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _SMALL = "\0ddpjob small"
-_PLAIN: frozenset[Any] = frozenset({float, bool, type(None)})  # what needs no copy: most settings of a group
-_CONSTANT = _PLAIN | {int, str}  # what never becomes another value
+# values that need no copy: most settings of a parameter group
+_PLAIN: frozenset[Any] = frozenset({float, bool, type(None)})
+_CONSTANT = _PLAIN | {int, str}  # values that cannot change in place
 _version_of, _raw_of = operator.attrgetter("_version"), operator.attrgetter("raw")
 _address_of = torch.Tensor.data_ptr
 PARAMETERS = "parameters"
 BUFFERS = "\0ddpjob buffers"
-"""The name of buffers beside what is large."""
+"""Name of the buffers in a state that also has the large values."""
 
 
 class OutgrownError(StateError):
@@ -50,22 +57,22 @@ class ReplacedError(StateError):
 
 
 class Kept:
-    """The objects of one `save`, by the names that it has for them."""
+    """The objects of one `save`, by name."""
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        """Raises StateError for what only a file can keep."""
+        """Raises StateError for objects that only a file can keep."""
         self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
-        self._keys: dict[str, list[str]] = {}  # of their state_dict()
-        # Not kept alive: if the script makes another one, this one is gone before that makes a step.
+        self._keys: dict[str, list[str]] = {}  # keys of each module's state_dict()
+        # Weak references: if the script creates another optimizer, the old one is gone before the new one makes a step.
         self._optimizers: weakref.WeakValueDictionary[str, torch.optim.Optimizer] = weakref.WeakValueDictionary()
         self._held: list[Any] = []
         self._others: dict[str, Callable[[], Any]] = {}
-        self.by_value: list[str] = []  # names of values, which are what they were when the script named them
+        self.by_value: list[str] = []  # names of plain values, which are captured when the script passes them
         self.broadcast: list[str] = []
-        """Names of models whose buffers DistributedDataParallel sends from rank 0 to all before each forward pass."""
+        """Names of models whose buffers DistributedDataParallel broadcasts from rank 0 before each forward pass."""
         self.called: list[torch.nn.Module] = []
-        """Models as the script calls them, in DistributedDataParallel if they are."""
+        """Models as the script calls them: with the DistributedDataParallel wrapper if there is one."""
         for name, value in objects.items():
             if isinstance(value, torch.nn.Module) and sends_buffers(value):
                 self.broadcast.append(name)
@@ -90,19 +97,19 @@ class Kept:
         }
         schedulers = torch.optim.lr_scheduler.LRScheduler
         self.idle = [*self._untrained, *(name for name, get in self._others.items() if isinstance(get(), schedulers))]
-        """Names of what a script is sure to change somewhere: averages of weights, schedulers."""
+        """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers."""
         self.models = list(self._modules)
         self.optimizers = list(self._optimizers)
         ours = [name for name, get in self._others.items() if _is_same_on_all(get())]
         self.known = [*self._optimizers, *ours]
-        """Names of what is the same on all ranks by what it is."""
+        """Names of objects that are the same on all ranks because of their type."""
         self._counters = [_Counters(optimizer, own) for optimizer, own in self._owned(parameters)]
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
         self.first_gradients = [its[-1] for its in trained if its]
-        """The last parameter of each module: in backward its gradient usually comes first."""
+        """The last parameter of each module: its gradient is usually the first one in a backward pass."""
 
     def _owned(self, parameters: Mapping[int, Any]) -> Iterator[tuple[Any, list[Any]]]:
-        """Each optimizer with its parameters, and None with those that have none."""
+        """Yield each optimizer with its parameters, then None with the parameters that no optimizer has."""
         left = dict(parameters)
         for optimizer in self._optimizers.values():
             yield (
@@ -112,9 +119,10 @@ class Kept:
         yield None, list(left.values())
 
     def may_be_assumed(self) -> bool:
-        """Whether objects that `load` has named are what `save` will name: each can tell by itself where training is.
+        """True if the objects passed to `load` may be treated like those of `save`.
 
-        A sampler that a DataLoader reads ahead cannot, and what a script has made itself need not.
+        Each object must know its position in the training. A sampler that a DataLoader reads ahead does not, and a
+        class of the script may not.
         """
         return not self.by_value and all(
             isinstance(value, torch.optim.lr_scheduler.LRScheduler)
@@ -125,45 +133,45 @@ class Kept:
 
     @property
     def objects(self) -> dict[str, Any]:
-        """The objects. Raises ReplacedError if the script has thrown one away."""
+        """The objects by name. Raises ReplacedError if the script has dropped one."""
         found = {name: get() for name, get in self._objects.items()}
         if gone := [name for name, value in found.items() if value is None and type(self._objects[name]) is not _Held]:
             raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
         return found
 
     def samplers(self) -> list[str]:
-        """Names of GlobalBatchSamplers: each moves on when it is asked for the next batch."""
+        """Names of GlobalBatchSamplers. They move on when the next batch is requested."""
         return [name for name, value in self.objects.items() if name in self._others and hasattr(value, "reads_ahead")]
 
     def check_gone(self) -> None:
-        """Raises ReplacedError if the script has thrown an optimizer away."""
+        """Raise ReplacedError if the script has dropped an optimizer."""
         if len(self._optimizers) < len(self.optimizers):
             gone = [name for name in self.optimizers if name not in self._optimizers]
             raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
 
     def has(self, optimizer: Any) -> bool:
-        """Whether it keeps this optimizer's state."""
+        """True if this optimizer's state is kept."""
         return any(optimizer is own for own in self._optimizers.values())
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether this optimizer changes what it keeps."""
+        """True if this optimizer changes parameters that are kept."""
         own = set(map(id, self._parameters))
         return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
 
     def check_counts(self) -> None:
-        """Raises OutgrownError where an optimizer has more parameters than it had, ReplacedError where it is gone."""
+        """Raise OutgrownError if an optimizer has other parameters than before, ReplacedError if it was dropped."""
         self.check_gone()
         if self._counts_now() != self._counts:
             raise OutgrownError("an optimizer has other parameters")
 
     def check(self) -> None:
-        """Raises OutgrownError where the objects have other parameters than they had; buffers: see `large`."""
+        """Raise OutgrownError if the objects have other parameters than before. Buffers: see `large`."""
         self.check_counts()
         if self._parts_now() != self._parts:
             raise OutgrownError("the model has other parameters")
 
     def has_parts_of(self, other: "Kept") -> bool:
-        """Whether both have the same parameters and optimizers."""
+        """True if both have the same parameters and optimizers."""
         return (self._parts, self._counts) == (other._parts, other._counts)
 
     def _counts_now(self) -> list[list[int]]:
@@ -176,7 +184,7 @@ class Kept:
         return [of_modules, [list(map(id, parameters)) for parameters in groups]]
 
     def is_of(self, objects: Mapping[str, Any]) -> bool:
-        """Whether it keeps these very objects, and they have what they had; values are none."""
+        """True if these are the same objects with the same parameters. False if any is a plain value."""
         try:
             if self.by_value or {n: id(unwrapped(o)) for n, o in objects.items()} != {
                 n: id(o) for n, o in self.objects.items()
@@ -211,23 +219,24 @@ class Kept:
                 raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
 
     def small(self, *, buffers: bool = True) -> dict[str, Any]:
-        """What changes at other times; to be written at once, for its tensors are the live ones."""
+        """Small values. Write them at once: the tensors are the live ones."""
         return (self.buffers() if buffers else {}) | self.settings()
 
     def settings(self) -> dict[str, Any]:
-        """All of that but the buffers."""
+        """Small values without the buffers."""
         return {name: self.setting(name) for name in self.names_of_settings()}
 
     def untrained(self) -> dict[str, Any]:
-        """Version counters of modules that no optimizer trains, as averages of weights."""
+        """Version counters of modules that no optimizer trains, such as averages of weights."""
         return {name: list(map(_version_of, tensors)) for name, tensors in self._untrained.items()}
 
     def names_of_settings(self) -> list[str]:
-        """Names of optimizers and of objects that are no model."""
+        """Names of optimizers and of objects that are no modules."""
         return [*self._optimizers, *self._others]
 
     def parts_of(self, name: str) -> list[Any] | None:
-        """While the parts of a setting are the very same objects, so is its value; None if that is not known."""
+        """Parts of a setting: while they are the same objects, its value is unchanged. None if the parts are
+        not known."""
         if (optimizer := self._optimizers.get(name)) is not None:
             found: list[Any] = []
             for group in optimizer.param_groups:
@@ -244,7 +253,7 @@ class Kept:
         return found
 
     def is_constant(self, name: str) -> bool:
-        """True if all parts of this setting are values that never become another one."""
+        """True if all parts of this setting are values that cannot change in place."""
         if (optimizer := self._optimizers.get(name)) is not None:
             items = [item for group in optimizer.param_groups for item in group.items() if item[0] != "params"]
             return all(type(key) is str and _is_plain(value, _CONSTANT) for key, value in items)
@@ -257,7 +266,7 @@ class Kept:
         )
 
     def setting(self, name: str, *, is_constant: bool = False) -> Any:
-        """A copy of its value."""
+        """Return a copy of the setting's value."""
         if (optimizer := self._optimizers.get(name)) is not None:
             return _groups(optimizer)
         value = self._others[name]()
@@ -268,25 +277,25 @@ class Kept:
         return copied(state_of(value), name)
 
     def tensors_of_buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> list[Any]:
-        """Those of `buffers`, one after the other."""
+        """All tensors of `buffers`, in its order."""
         return [value for buffers in self.buffers(leaves_out).values() for value in buffers.values()]
 
     def buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
-        """Of the modules alone. leaves_out: by the name of the module and the key."""
+        """Live buffers of the modules. leaves_out: (module name, key) pairs to leave out."""
         return {
             name: {key: getattr(module, leaf) for key, module, leaf in places if (name, key) not in leaves_out}
             for name, (_, places) in self._modules.items()
         }
 
     def large_with_buffers(self, clone: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
-        """Everything that may be on a device, with clones of the buffers: the next forward pass changes them."""
+        """Everything that may be on a device. Buffers are cloned, because the next forward pass changes them."""
         copies = {
             name: {key: clone(value) for key, value in buffers.items()} for name, buffers in self.buffers().items()
         }
         return self.large() | {BUFFERS: copies}
 
     def large(self) -> dict[str, Any]:
-        """Everything else, as it is now. Raises OutgrownError."""
+        """Live large values. Raises OutgrownError, StateError."""
         large: dict[str, Any] = {}
         for name, (module, places) in self._modules.items():
             small = {key for key, _, _ in places}
@@ -300,12 +309,13 @@ class Kept:
         for name, optimizer in self._optimizers.items():
             state = optimizer.state_dict()
             large[name] = {"state": state["state"], "params": [group["params"] for group in state["param_groups"]]}
-        self.check()  # last: the script may add a layer meanwhile
+        self.check()  # last: another thread may add a layer meanwhile
         return large
 
     def buffers_as_they_are(self) -> dict[tuple[str, str], Any]:
-        """What shows of each buffer whether it has changed. Version counters do not: a forward pass in C++ that writes
-        the statistics of BatchNorm moves none."""
+        """Fingerprint of each buffer, to find out if it has changed. Version counters are not enough: a forward pass in
+        C++ that writes BatchNorm statistics does not move them.
+        """
         return {
             (name, key): _content(getattr(module, leaf))
             for name, (_, places) in self._modules.items()
@@ -313,30 +323,29 @@ class Kept:
         }
 
     def count_step(self, optimizer: Any) -> None:
-        """This optimizer is about to make a step."""
+        """Record that this optimizer is about to make a step."""
         for own in self._counters:
             if own.optimizer() is optimizer:
                 own.steps += 1
 
     def goes_on_from(self, other: "Kept") -> None:
-        """Take what another one with the same parts knows of the optimizers that both have."""
+        """Take over the recorded counters of another Kept with the same optimizers."""
         if [own.optimizer() for own in self._counters] == [own.optimizer() for own in other._counters]:
             self._counters, self._sampled = other._counters, other._sampled
 
     def record(self) -> None:
-        """Remember what parameters and the optimizers' state are at a boundary."""
+        """Remember parameters and optimizer state as they are at a boundary."""
         for own in self._counters:
             own.record()
         self._sampled = self._sample_now()
-        self._held = list(self._optimizers.values())  # otherwise a script whose main() returns takes its state along
+        self._held = list(self._optimizers.values())  # keeps the state alive if the script's main() returns
 
     def release(self) -> None:
-        """From now on an optimizer that the script has thrown away is gone."""
+        """Stop keeping optimizers alive, so that a dropped one is noticed."""
         self._held = []
 
     def changed(self) -> str:
-        """Return what something else than the optimizers' steps has changed since `record`: PARAMETERS, the name of an
-        optimizer, or ""."""
+        """Return what has changed since `record` without an optimizer step: PARAMETERS, an optimizer's name, or ""."""
         found = dict(zip([*self.optimizers, PARAMETERS], [own.changed() for own in self._counters], strict=True))
         is_sampled = self._counters[-1].is_recorded
         if PARAMETERS in found.values() or (is_sampled and self._sample_now() != self._sampled):
@@ -344,24 +353,25 @@ class Kept:
         return next((name for name, what in found.items() if what), "")
 
     def count_tensors(self) -> int:
-        """How many values the state of the optimizers has."""
+        """Number of parameters that have optimizer state."""
         return sum(len(optimizer.state) for optimizer in self._optimizers.values())
 
     def counters(self) -> list[Any]:
-        """How often each parameter was changed in place."""
+        """Version counter of each parameter."""
         return list(map(_version_of, self._parameters))
 
     def sample(self) -> int:
-        """A checksum of some values at the last `record`, the same on each rank that holds the same."""
+        """Checksum of the samples at the last `record`; equal on ranks with equal parameters."""
         return zlib.crc32(self._sampled)
 
     def versions(self) -> list[Any]:
-        """The counters, and of some parameters the first values, because what is written through `.data` is not
-        counted: equal lists, and nobody has changed them."""
+        """Version counters and samples. Equal lists mean that nobody has changed the parameters. The samples are needed
+        because writes through `.data` do not move a counter.
+        """
         return [*self.counters(), self._sample_now()]
 
     def total(self) -> int:
-        """A sum of the bits of parameters and of the optimizers' state. Raises OutgrownError, StateError."""
+        """Sum of the bits of parameters and optimizer state. Raises OutgrownError, StateError."""
         self.check()
         states = [tensor for own in self._counters for tensor in own.state_now()]
         every = [*self._parameters, *states]
@@ -378,7 +388,7 @@ class Kept:
 
 
 class _Held:
-    """An object that cannot be known to be thrown away."""
+    """Stands for a weak reference to an object that has none, and keeps it alive."""
 
     def __init__(self, value: Any) -> None:
         self._value = value
@@ -388,7 +398,7 @@ class _Held:
 
 
 def _held(value: Any) -> Callable[[], Any]:
-    """What gives the object. But for a model it is not kept alive: if it is gone, it was replaced."""
+    """Return a callable that returns the object, or None if the script has dropped it. Modules are kept alive."""
     if hasattr(value, "state_dict") and not isinstance(value, torch.nn.Module):
         try:
             return weakref.ref(value)
@@ -398,20 +408,20 @@ def _held(value: Any) -> Callable[[], Any]:
 
 
 def _is_same_on_all(value: Any) -> bool:
-    """True for schedulers, scalers and samplers, which do the same on each rank."""
+    """True for schedulers, gradient scalers and samplers, which do the same on each rank."""
     is_torchs = isinstance(value, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler)
     return is_torchs or hasattr(value, "reads_ahead")
 
 
 class _Counters:
-    """The version counters of an optimizer's parameters and state.
+    """Version counters of an optimizer's parameters and state.
 
-    Each step moves a counter by as much as the step before. So all counters are read at some boundaries only, and at
-    the others a few, which show whether the rest is as expected.
+    Each step moves a counter by the same amount. So all counters are read only at every RECORD_STEPS-th boundary. At
+    the others a few are read, to check that they have the expected values.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, parameters: list[torch.Tensor]) -> None:
-        """optimizer: None for parameters that no optimizer trains."""
+        """optimizer: None for parameters that no optimizer has."""
         self.optimizer: Callable[[], Any] = _none if optimizer is None else weakref.ref(optimizer)
         self.steps = 0
         self._parameters, self._boundaries = parameters, 0
@@ -419,7 +429,7 @@ class _Counters:
         self._counters: list[int] | None = None
         self._moves: list[int] | None = None
         self._few: list[torch.Tensor] = []
-        self._few_moves: list[tuple[int, int]] = []  # counter and move of each
+        self._few_moves: list[tuple[int, int]] = []  # expected counter and its move per step, for each of the few
 
     @property
     def is_recorded(self) -> bool:
@@ -427,7 +437,7 @@ class _Counters:
         return self._counters is not None
 
     def record(self) -> None:
-        """Remember what they are."""
+        """Remember the counters."""
         self._boundaries += 1
         if self._moves is not None and self._boundaries < RECORD_STEPS and self._few_are_as_expected():
             return
@@ -450,7 +460,7 @@ class _Counters:
         return list(map(_version_of, self._few)) == [counter + steps * move for counter, move in self._few_moves]
 
     def changed(self) -> str:
-        """Return PARAMETERS or "state" if something else than steps has changed them since `record`, else ""."""
+        """Return PARAMETERS or "state" if something other than steps has changed them since `record`, else ""."""
         if self._counters is None:
             return ""
         tensors = self._now()
@@ -475,16 +485,16 @@ class _Counters:
 
 
 def _none() -> None:
-    """Stands for the optimizer of parameters that none trains."""
+    """Stands for the optimizer of parameters that no optimizer has."""
 
 
 def _after(counters: list[int], moves: list[int], steps: int) -> list[int]:
-    """The counters after so many steps."""
+    """The counters after this many steps."""
     return [counter + steps * move for counter, move in zip(counters, moves, strict=True)]
 
 
 def _content(tensor: Any) -> Any:
-    """What differs with the values of a buffer: of a large one its counter, its place and its first bytes."""
+    """Fingerprint of a buffer. For a large one: a checksum of its first bytes, its version counter and its id."""
     if not tensor.is_cpu or tensor.layout is not torch.strided:
         return tensor._version, id(tensor)
     size = tensor.untyped_storage().nbytes()
@@ -493,18 +503,18 @@ def _content(tensor: Any) -> Any:
 
 
 class _Views(NamedTuple):
-    """The first bytes of tensors, where they are."""
+    """Views of the first bytes of tensors, without a copy."""
 
     addresses: list[int]
     tensors: list[torch.Tensor]
-    """What holds that memory, where another thread puts another one in its place."""
+    """Keep the memory alive if another thread replaces a tensor."""
     are_whole: list[bool]
-    """Which of them are seen with all their bytes."""
+    """True for each tensor that is viewed completely."""
     views: list[Any]
 
 
 def _views(before: _Views, tensors: Sequence[torch.Tensor], most: int) -> _Views:
-    """Those of these tensors, of each at most so many bytes; the same as before where nothing has moved."""
+    """Views of these tensors, at most `most` bytes each. Returns `before` if no tensor has moved."""
     addresses = list(map(_address_of, tensors))
     if addresses == before.addresses:
         return before
@@ -520,7 +530,7 @@ def _views(before: _Views, tensors: Sequence[torch.Tensor], most: int) -> _Views
 
 
 def merged(large: Mapping[str, Any], small: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as `save` would have it. Raises StateError where the two do not belong together."""
+    """Return the state as `save` would write it. Raises StateError if the two parts do not fit."""
     try:
         return {name: _merged(large.get(name), value) for name, value in small.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -539,7 +549,7 @@ def _merged(large: Any, small: Any) -> Any:
 
 
 def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """The key in the state_dict, the module, the attribute."""
+    """Yield the state_dict key, the module and the attribute name of each buffer. Raises StateError."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for key, value in model.state_dict().items():
         if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
@@ -560,7 +570,7 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.
 
 
 def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings, such as learning rates, without the parameters."""
+    """Settings of the parameter groups, such as learning rates, without the parameters."""
     return [
         {key: value if _is_plain(value) else copied(value, key) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups

@@ -1,13 +1,26 @@
-"""The rank's side of the memory that outlives it: after a failure the survivors write the state, nobody before it.
+"""The rank's side of the memory that outlives it: after a failure the surviving ranks write the state.
 
-Between a boundary (`should_stop(step)`, `keep`, `save`) and the next `optimizer.step()` nothing changes parameters and
-optimizer state, and a survivor cannot come to the end of that step without the rank that has failed. So at a boundary a
-rank writes only what is small, into its slots of the agent's memory, and the rest when the agent orders it, or when it
-ends by an exception. From the next `optimizer.step()` until the next boundary nothing is written.
+Inspiration: between a boundary (`should_stop(step)`, `keep`, `save`) and the next `optimizer.step()` nothing changes
+parameters and optimizer state, and no rank can finish that step without the failed rank. So every survivor still holds
+the state of the last boundary, and copying it at each step is not needed.
 
-That nothing large changes in between is not believed: on the first steps the bits are summed at both ends, and later
-the parameters' version counters are compared, and some of their values. For a script in which it is otherwise, and for
-a rank that trains alone, the state is copied while all goes well (`copies.py`).
+Flow: at a boundary `Keeper` writes only small values (random states, buffers, settings) to its slots in the agent's
+memory. It writes the large state (parameters, optimizer state) when the agent asks for it, or when it ends by an
+exception. It writes nothing large between an `optimizer.step()` and the next boundary, because the state is then half
+updated. Before the step it also writes the slot EARLY: the random states and buffers that a rank needs if it is killed
+before the next boundary.
+
+Trust: that nothing large changes in between is checked. On the first PROOF_STEPS steps all bits are summed at both
+ends. Later the version counters of the parameters and some of their values are compared.
+
+Life cycle: `door.py` creates one Keeper per process, for one `Snapshot`. The agent owns the memory and outlives the
+Keeper. The Keeper has three hooks into torch: before every optimizer step, in the backward pass and before the forward
+pass.
+
+Drawbacks: the script must mark its steps; the hooks run on every step of every optimizer; and there is much mutable
+state here, because the order of marks, saves and steps differs by script. Two kinds of training cannot rely on
+survivors and copy the state regularly (`copies.py`): scripts that change parameters between boundary and step, and a
+rank that trains alone. A state on a GPU is always copied (`device_copies.py`).
 """
 
 import contextlib
@@ -38,37 +51,41 @@ from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PRO
 
 PROOF_STEPS = 3
 RANDOM = "random numbers"
-"""The name of a rank's generators among what is compared between a boundary and the next step."""
-LOOSE_STEPS = 2  # in a row: it is not the end of an epoch then
+"""Name of the random states among the values that are compared between a boundary and the next step."""
+LOOSE_STEPS = 2  # in a row; a single one may be the end of an epoch
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
-    """A hook of models that are trained; a copy or a pickle of the model names it."""
+    """Forward pre-hook of trained models. A module-level function, because a copy or a pickle of the model refers to
+    it.
+    """
     if not torch.compiler.is_compiling() and module.training and (keeper := process.current.keeper) is not None:
         keeper.step_begins()
 
 
 class _Steps:
-    """Those of the optimizers between two boundaries.
+    """Counts optimizer steps between two boundaries, to find out if the script marks each step.
 
-    Numbers do not show whether each step is marked: scripts count epochs, micro-batches, or leave one out.
+    Step numbers do not show that: scripts pass epochs or micro-batches, or skip numbers.
     """
 
     def __init__(self) -> None:
         self._made: dict[int, int] = {}
         self._is_first = True
         self.are_unmarked = False
-        """Whether an optimizer made several before the last boundary; nobody knows of the first one, if it is of
-        `save`. One of two optimizers may make several in each step, which is marked: copies are not needed then, and
-        no harm."""
+        """True if an optimizer made several steps before the last boundary. Also true at the first boundary if `save`
+        made
+        it, because nothing is known yet. One of two optimizers may make several steps in each marked step; then copies
+        are made that are not needed, which does no harm.
+        """
 
     def one_more(self, optimizer: Any) -> int:
-        """How many this optimizer has made by now."""
+        """Count a step of this optimizer; return its steps since the last boundary."""
         made = self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
         return made
 
     def boundary(self, *, saved: bool) -> None:
-        """saved: by `save`."""
+        """saved: `save` made this boundary."""
         if self._made:
             self.are_unmarked = max(self._made.values()) > 1 or (self._is_first and saved)
             self._made.clear()
@@ -76,24 +93,26 @@ class _Steps:
 
 
 class _Numbers:
-    """Whether `should_stop` and `save` are given the number of steps made so far, and call one state by one number."""
+    """Checks that `should_stop` and `save` get the number of steps made so far, and the same number for one state."""
 
     def __init__(self, began: int) -> None:
-        """began: the step that `load` has returned."""
+        """began: the step that `load` returned."""
         self._began = began
-        self._last: tuple[int, bool] | None = None  # the last boundary, and whether it was named
-        self._marked: int | None = None  # the step that should_stop has named since the last step of an optimizer
+        self._last: tuple[int, bool] | None = None  # step of the last boundary, and True if save() or keep() made it
+        self._marked: int | None = None  # step passed to should_stop since the last optimizer step
         self.has_worked = False
-        """A backward pass or an optimizer's step was made since `load`."""
+        """True if a backward pass or an optimizer step followed `load`."""
         self._has_stepped = False
 
     def step(self) -> None:
-        """An optimizer that is kept makes a step."""
+        """Record that an optimizer that is kept makes a step."""
         self._has_stepped, self.has_worked, self._marked = True, True, None
 
     def problem(self, step: int, *, named: bool, is_kept: bool) -> str:
-        """What is wrong with the number of this boundary; "" if nothing is. is_kept: its objects are known, and so are
-        their backward passes."""
+        """Return what is wrong with the step number of this boundary, or "".
+
+        named: save() or keep() made the boundary. is_kept: its objects are known, so their backward passes are seen.
+        """
         why = self._of_save(step) if named else self._of_mark(step, is_kept=is_kept)
         if not named:
             self._marked = step
@@ -119,7 +138,7 @@ class _Numbers:
 
 
 class Keeper(Survivor):
-    """What one process keeps in memory: the objects of one `Snapshot`."""
+    """Keeps the objects of one `Snapshot` in memory, for one process."""
 
     def __init__(
         self,
@@ -132,43 +151,48 @@ class Keeper(Survivor):
         *,
         has_folder: bool = True,
     ) -> None:
-        """otherwise: what happens where nothing is kept, for the log. store: of the group. streams: of the device that
-        the rank trains on, if it is not the CPU. has_folder: whether what the script saves is there too."""
+        """otherwise: for the log, what a restart does without memory. store: of the group. streams: of the device that
+        the
+        rank trains on, None for the CPU. has_folder: False if the states are in memory only.
+        """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
             own = DeviceCopies(shared, rank, world_size, store, streams)
             process.at_exit(own.keep_out_of_torch, 35)
         super().__init__(shared, own, on_device=streams is not None, has_folder=has_folder)
         self._rank, self._world_size, self._otherwise = rank, world_size, otherwise
-        self._outgrown: Mapping[str, Any] | None = None  # they have other parameters now
-        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that made steps without being named
+        # objects whose parameters have changed; kept again from the next boundary on
+        self._outgrown: Mapping[str, Any] | None = None
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers that stepped without being passed to save()
         self._store = store
         self._slots = Slots(shared, rank, world_size)
-        self._stepped = True  # whether an optimizer has made a step since the last boundary
-        self._stepper: int | None = None  # which one was the first
+        self._stepped = True  # True if an optimizer made a step since the last boundary
+        self._stepper: int | None = None  # id of the optimizer that stepped first
         self._numbers = _Numbers(0)
-        self._content: dict[tuple[str, str], Any] = {}  # of the buffers, at the last boundary
-        self._forwarded: dict[tuple[str, str], Any] = {}  # of those that the forward pass has changed, after it
-        self._tensors = 0  # of the optimizers' state, when they were counted last
-        self._loose_steps = 0  # in a row, at which something changed between the boundary and the step
-        self._made: dict[int, int] = {}  # steps since the last boundary, by each optimizer that is kept
-        self._has_made = self._others_make = False  # whether such a one has ever made a step; others since the boundary
-        self._has_mixed = False  # a backward pass followed one of them
+        self._content: dict[tuple[str, str], Any] = {}  # buffers at the last boundary
+        self._forwarded: dict[tuple[str, str], Any] = {}  # buffers that the forward pass changed, as they were after it
+        self._tensors = 0  # number of tensors in the optimizers' state at the last count
+        self._loose_steps = 0  # steps in a row in which something changed between the boundary and the step
+        self._made: dict[int, int] = {}  # steps since the last boundary, by id of each kept optimizer
+        # a kept optimizer has ever stepped; another one has stepped since the boundary
+        self._has_made = self._others_make = False
+        self._has_mixed = False  # a backward pass followed a step of a kept optimizer
         self._said_mixed = False
-        self._early: dict[str, Any] | None = None  # the random states before the last step
-        self._begun: int | None = None  # a mark of the random states when the next step began
-        self._notices_begin = False  # that a step begins
+        self._early: dict[str, Any] | None = None  # random states before the last step
+        self._begun: int | None = None  # mark of the random states when the next step began
+        self._notices_begin = False  # True once the beginning of a step was noticed
         self._has_early = True
-        self._has_hooked = False  # a backward pass was noticed since the last optimizer step
+        self._has_hooked = False  # True if a backward pass was seen since the last optimizer step
         self._proofs_left = self._proofs_needed
-        self._turn: int | None = None  # the slot of the next boundary
-        self._noted = 0  # the step of the last one
-        self._is_copied = False  # what the script has saved, and no optimizer has made a step since
-        self._sum: tuple[int, int] | None = None  # to be compared before the next step: its step, the sum
+        self._turn: int | None = None  # slot for the next boundary; None until the first one
+        self._noted = 0  # step of the last boundary
+        self._is_copied = False  # the saved state is copied, and no optimizer has stepped since
+        self._sum: tuple[int, int] | None = None  # (step, sum) to compare before the next step
         self._room: threading.Thread | None = None
         self._loaded: Version | None = None
         self._told = False
-        # Before any boundary, and before one at which the script names all; where there is a folder, nobody asks.
+        # One counts between boundaries of any kind, the other between those at which the script passes everything. They
+        # are only needed without a folder.
         self._unmarked = [] if has_folder else [_Steps(), _Steps()]
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
@@ -180,11 +204,11 @@ class Keeper(Survivor):
 
     @property
     def is_on(self) -> bool:
-        """Whether it keeps something."""
+        """True if something is kept."""
         return self._kept is not None and not self._off
 
     def turn_off(self, why: str) -> None:
-        """From now on a restart goes on from the folder."""
+        """Stop keeping the state; from now on a restart loads from the folder."""
         if not self._off:
             self._off = True
             self._shared.cells[PID], self._is_armed = 0, False
@@ -196,16 +220,16 @@ class Keeper(Survivor):
             process.log(f"rank {self._rank}: the state is not kept in memory: {why}; {self._otherwise}")
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """The objects that are kept from now on. Values are so only at the boundary at which they are named."""
+        """Keep these objects from now on. Plain values are captured only at the boundary at which they are passed."""
         if os.getpid() != self._pid:
-            return  # what a fork does with its objects is not of this training
+            return  # objects of a forked process are not part of this training
         was_assumed, self._assumed = self._assumed, False
         if self._off or (self._kept is not None and self._kept.is_of(objects)):
             return
         with self._guarded():
             kept = Kept(objects)
             if was_assumed:
-                self._forget_assumed()  # and what was proved of it: a copy that is averaged is another matter
+                self._forget_assumed()  # also forgets the proof: a copy with averaged weights needs its own
             elif self._kept is not None and not kept.has_parts_of(self._kept):
                 self._prove_again()
             elif self._kept is not None:
@@ -213,7 +237,7 @@ class Keeper(Survivor):
             self._keep(kept)
 
     def _keep(self, kept: Kept) -> None:
-        with self._lock:  # what was noted until now is of other objects
+        with self._lock:  # what was noted so far belongs to other objects
             self._kept, self._outgrown, self._stepped = kept, None, True
             self._shared.cells[CLOCK] |= 1
         for hook in self._hooks:
@@ -232,16 +256,16 @@ class Keeper(Survivor):
             )
 
     def assume(self, objects: Mapping[str, Any]) -> None:
-        """`load` has named these: until `save` names what there is, they are kept, if nothing else is trained."""
+        """Keep the objects passed to `load` until `save` names some, if nothing else is trained."""
         if self._off or self._kept is not None or self._shared.node[MISCOUNTED]:
             return
-        with contextlib.suppress(StateError):  # save() says what is wrong with them
+        with contextlib.suppress(StateError):  # save() reports what is wrong with them
             if objects and Kept(objects).may_be_assumed():
                 self.register(objects)
                 self._assumed = True
 
     def forget_assumed(self) -> None:
-        """What was assumed is wrong: nothing is kept until `save` names it."""
+        """The assumed objects are not the trained ones: keep nothing until `save` names some."""
         if self._assumed and os.getpid() == self._pid:
             self._assumed = False
             self._forget_assumed()
@@ -253,7 +277,7 @@ class Keeper(Survivor):
             self._copies.forget()
 
     def _prove_again(self) -> None:
-        """Nothing is kept, and what was proved is of other objects."""
+        """Keep nothing, and forget the proof, because it belongs to other objects."""
         with self._lock:
             self._kept, self._outgrown, self._sum, self._stepped = None, None, None, True
             self._shared.cells[CLOCK] |= 1
@@ -263,7 +287,7 @@ class Keeper(Survivor):
             self._copies.give_up_last()
 
     def _drop(self, why: str) -> None:
-        """The script trains with other objects than those that it has named."""
+        """Keep nothing until the next save: the script trains other objects than it passed."""
         self._prove_again()
         if self._rank == 0:
             process.log(
@@ -272,18 +296,20 @@ class Keeper(Survivor):
             )
 
     def _has_outgrown(self, why: str) -> None:
-        """The objects have other parameters than they had, so what is noted of them does not fit them."""
+        """The objects have other parameters now, so what was noted about them is void. Keep them again from the next
+        boundary.
+        """
         kept = self._kept
         self._prove_again()
         with contextlib.suppress(ReplacedError):
             self._outgrown = None if kept is None else kept.objects
-        if self._answered.locked():  # a rank has failed
+        if self._answered.locked():  # locked: the agent asked for the state because a rank failed
             process.log(f"rank {self._rank}: the state is not written: {why} than before; {self._otherwise}")
         elif self._rank == 0:
             process.log(f"{why} than before: until it was trained for {PROOF_STEPS} steps, {self._otherwise}")
 
     def _check_named(self, kept: Kept, optimizer: Any) -> None:
-        """Whether the script trains with what it has named. Raises OutgrownError."""
+        """Check that the script trains with the objects that it passed. Raises OutgrownError."""
         kept.check_counts()
         if optimizer is None or kept.has(optimizer) or optimizer in self._seen:
             return
@@ -292,11 +318,11 @@ class Keeper(Survivor):
             self._drop("an optimizer makes steps that save() was not given")
 
     def goes_on(self, step: int) -> None:
-        """`load` returns this step: what should_stop has named is over."""
+        """Called when `load` returns this step: forget the step numbers that came before."""
         self._numbers = _Numbers(step)
 
     def loads(self, version: Version) -> None:
-        """All ranks load this state from memory."""
+        """Called when all ranks load this version from memory."""
         if self._shared.proven_elsewhere:
             self._shared.node[PROVEN] = self._shared.proven_elsewhere
         self._loaded, self._proofs_left = version, self._proofs_needed
@@ -304,14 +330,18 @@ class Keeper(Survivor):
             self._copies.loaded = version
 
     def resumed(self, step: int, loads: int, total: int) -> None:
-        """This state was loaded from memory, so often by now, and nothing has changed it yet. total: of its bits."""
+        """Record that this state was loaded from memory and is unchanged. loads: how often so far. total: sum of its
+        bits.
+        """
         self._resumed, self._resumed_total = (step, loads), total
         if self._copies is not None:
             self._copies.resumed(step)
 
     def boundary(self, step: int, *, named: bool = False, saved: bool = False) -> None:
-        """Parameters and optimizer state are those of this step. named: with all that the script keeps, values too.
-        saved: by `save`."""
+        """Parameters and optimizer state are those of this step.
+
+        named: the script passed everything that is kept, plain values too. saved: `save` made this boundary.
+        """
         if self._unmarked:
             for steps in self._unmarked[: 1 + named]:
                 steps.boundary(saved=saved)
@@ -323,31 +353,35 @@ class Keeper(Survivor):
         if kept is None or self._off or os.getpid() != self._pid:
             return
         must_copy = saved and self._must_copy(kept, step)
-        is_renamed = named and not self._has_begun  # not within an accumulation: its first half would be trained twice
+        # within an accumulation a new mark would repeat the micro-batches before it
+        is_renamed = named and not self._has_begun
         if not (self._stepped or self._copies_instead or must_copy or is_renamed) or (kept.by_value and not named):
-            return  # nothing is new, or values are of another step than this one
+            return  # nothing is new, or plain values belong to another step
         if self._has_other(step):
             return
         if self._assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
-        try:  # and not `_guarded`, here and before the step, where it would cost a tenth of all
+        try:  # not `_guarded`, here and in before_step: it would cost a tenth of a boundary's time
             self._take_in(kept, int(step), named=named, must_copy=must_copy)
         except Exception as error:
             self._give_up(error)
 
     def _has_other(self, step: int) -> bool:
-        """Whether a copy has this number, and an optimizer has made a step since: the memory keeps the state that was
-        called so first, because values and random states of one would be found beside parameters of the other."""
+        """True if a copy with this step number exists and an optimizer has stepped since.
+
+        Memory keeps the first copy: a later one would mix the values and random states of one step with the parameters
+        of another.
+        """
         saved = None if self._copies is None else self._copies.saved
         return saved is not None and saved.step == step and not self._is_copied
 
     def _must_copy(self, kept: Kept, step: int) -> bool:
-        """Whether what the script saves is lost with the next step unless it is copied now."""
+        """True if the saved state is lost with the next step unless it is copied now."""
         if not self._unmarked or not self._unmarked[bool(kept.by_value)].are_unmarked:
             return False
         if not self._copies_instead and memory.step_of(self._shared.cells[CLOCK]) != step:
-            self._stepped = True  # or the same state was marked by another number
+            self._stepped = True  # otherwise a state already marked by another number would not be copied
         if self._copies is None:
             self._copies = self._new_copies()
         self._is_copied |= not self._has_other(step)
@@ -367,7 +401,7 @@ class Keeper(Survivor):
                 self._is_proven(kept, step)
         own = self._copies
         if own is not None and self._places.moved:
-            own.renew(self._at(kept, step, named))  # what was copied at should_stop is not what a folder has
+            own.renew(self._at(kept, step, named))  # the copy made at should_stop is not what a folder would have
         if own is not None and (own.instead or not self._proofs_left or must_copy):
             self._copy(own, self._at(kept, step, named, must_copy))
         if must_copy and not self._off:
@@ -384,7 +418,7 @@ class Keeper(Survivor):
             )
 
     def _check_makers(self) -> None:
-        """Whether the optimizers that are kept have made the step. Raises ReplacedError."""
+        """Check that the kept optimizers made the last step. Raises ReplacedError."""
         made, self._made = self._made, {}
         others_make, self._others_make = self._others_make, False
         has_mixed, self._has_mixed = self._has_mixed, False
@@ -398,32 +432,34 @@ class Keeper(Survivor):
             raise ReplacedError("an optimizer makes the steps that save() was not given")
 
     def _tell_not_kept(self, why: str) -> None:
-        """The memory does not have each step. why: also for the status."""
+        """Log and report in the status that memory lacks some steps."""
         if not process.current.not_kept:
             process.current.not_kept = why
             if self._rank == 0:
                 process.log(f"{why}; {self._otherwise}")
 
     def _watched(self, kept: Kept) -> dict[str, Any]:
-        """What is compared between a boundary and the next step."""
+        """Values that are compared between a boundary and the next step, by name."""
         return self._watched_with(kept, self._marked_now())
 
     def _watched_with(self, kept: Kept, mark: int, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """settings: as they are now, if they are known."""
+        """settings: the current ones, if the caller has them already."""
         settings = self._slots.settings(kept) if settings is None else settings
         named = {name: value for name, value in settings.items() if name not in kept.by_value}
         return named | kept.untrained() | {RANDOM: mark}
 
     def _marked_now(self) -> int:
-        """A mark of the random states when the next step began; if it has not begun, of the present ones."""
+        """Mark of the random states when the next step began; of the current ones if it has not begun."""
         if self._begun is not None:
             return self._begun
         is_known = self._notices_begin and not self._has_begun
         return random_states.mark(random_states.compact()) if is_known else self._places.marked.get(RANDOM, 0)
 
     def step_begins(self, sampler: Any = None) -> None:
-        """What is drawn from here on belongs to the next step. sampler: that is iterated; only one that is kept counts,
-        because an evaluation may have another one."""
+        """The next step begins: random numbers drawn from here on belong to it.
+
+        sampler: the one that is iterated. It counts only if it is kept, because an evaluation may use another sampler.
+        """
         kept = self._kept
         if kept is None or self._begun is not None or not self._places.is_open or os.getpid() != self._pid:
             return
@@ -434,7 +470,7 @@ class Keeper(Survivor):
         self._shared.cells[LOOSE] = self._noted if is_loose else 0
 
     def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool) -> None:
-        """Where in its loop the script changes what is small, and which buffers its forward pass changes."""
+        """Learn where in its loop the script changes small values, and which buffers its forward pass changes."""
         places = self._places
         if places.is_open and not named:
             return
@@ -450,12 +486,13 @@ class Keeper(Survivor):
         self._shared.cells[LOOSE] = 0 if named or not places.suspects(RANDOM) else step
         if not self._on_device and self._forwarded:
             content = kept.buffers_as_they_are()
-            if any(content.get(key) != was for key, was in self._forwarded.items()):  # the script has changed it too
+            # the script changes it too, not only the forward pass
+            if any(content.get(key) != was for key, was in self._forwarded.items()):
                 self._has_early = False
                 self._shared.forget_slot(EARLY)
 
     def _check_samplers(self, kept: Kept, values: Mapping[str, Any]) -> None:
-        """Whether a sampler that is kept gives the batches. Raises ReplacedError."""
+        """Check that a kept sampler provides the batches. Raises ReplacedError."""
         last = None if process.current.sampler is None else process.current.sampler()
         names, process.current.sampler = kept.samplers(), None
         if last is None or not names or any(kept.objects[name] is last for name in names):
@@ -464,7 +501,7 @@ class Keeper(Survivor):
             raise ReplacedError(f"{', '.join(names)}: another sampler gives the batches than the one that save() has")
 
     def _tell_of_places(self, names: Collection[str], where: str) -> None:
-        """Objects change between a boundary and the next step. where: between what."""
+        """Log that objects change between a boundary and the next step. where: between which calls."""
         if self._rank == 0:
             process.log(
                 f"{', '.join(sorted(names))}: changed {where}. A restart within such a step does not use the memory, "
@@ -472,7 +509,7 @@ class Keeper(Survivor):
             )
 
     def _leave(self, kept: Kept) -> None:
-        """The optimizer's step begins: what has changed since the boundary?"""
+        """Compare the kept values with those at the boundary; called when an optimizer step begins."""
         if not self._places.is_open:
             return
         mark = self._places.marked.get(RANDOM, 0) if self._begun is None else self._begun
@@ -487,7 +524,7 @@ class Keeper(Survivor):
             self._tell_not_kept(f"{names}: changed between should_stop() and the next optimizer.step()")
 
     def _check_number(self, step: int, named: bool) -> None:
-        """Whether the state has the number that `save` would give it: `load` would return that one."""
+        """Check that the step number is the one that `save` would be given, because `load` would return it."""
         if self._off or os.getpid() != self._pid:
             return
         if why := self._numbers.problem(int(step), named=named, is_kept=self._kept is not None):
@@ -497,7 +534,7 @@ class Keeper(Survivor):
 
     @property
     def _copies_instead(self) -> bool:
-        """Whether copies are all that is kept, because survivors could not write what they hold."""
+        """True if only copies are kept, because survivors could not write a valid state."""
         return self._copies is not None and self._copies.instead
 
     def _at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
@@ -508,7 +545,9 @@ class Keeper(Survivor):
         return Boundary(kept, step, named, small, self._assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
-        """What tells the next generation whether ranks have left the same, each its own, or two moments of a step."""
+        """Describe this rank's position in the step: the next generation finds out if ranks left different moments of
+        it.
+        """
         sample = 0 if self._on_device else kept.sample()
         moved_ones = sorted(self._places.moved)
         place = {"named": self._places.is_named, "moved": moved_ones, "sample": sample}
@@ -522,13 +561,14 @@ class Keeper(Survivor):
             own.boundary(at)
 
     def _copy_because_of_changes(self, why: str) -> None:
-        """Parameters change between a boundary and the next step. why: for the log."""
+        """Copy the state regularly, because parameters change between a boundary and the next step. why: for
+        the log."""
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         if self._copies is None:
             self._copies = self._new_copies()
         self._proofs_left, self._sum, self._shared.cells[PID], self._is_armed = 0, None, 0, False
-        self._shared.forget_slot(EARLY)  # no copy follows from it
+        self._shared.forget_slot(EARLY)  # no copy needs it
         self._copies.begin_with_changes(why)
 
     def _new_copies(self) -> Copies:
@@ -542,7 +582,7 @@ class Keeper(Survivor):
         if "cuda" in rng:
             raise StateError("the script uses a GPU, and its group was made for CPUs")
         if self._has_early and self._early is not None and rng != self._early:
-            self._has_early = False  # what is drawn after the gradients is not known before them
+            self._has_early = False  # random numbers drawn after the gradients are not known before them
             shared.forget_slot(EARLY)
         self._early = None
         self._content, self._forwarded, self._has_begun = kept.buffers_as_they_are(), {}, False
@@ -562,7 +602,7 @@ class Keeper(Survivor):
             self._sum = step, kept.total()
 
     def _slot_to_write(self, step: int) -> int:
-        """That of the older boundary: the two are written in turns; that of this step where it is named once more."""
+        """Slot of the older boundary: two slots alternate. The same step goes to the same slot again."""
         if self._turn is not None and step == self._noted:
             return 1 - self._turn
         self._noted = step
@@ -573,16 +613,17 @@ class Keeper(Survivor):
         return turn
 
     def _is_proven(self, kept: Kept, step: int) -> bool:
-        """Whether nothing large changes between a boundary and the next step; else see what there is at this one."""
+        """True if it is proven that nothing large changes between a boundary and the next step; else sum this
+        boundary."""
         if self._shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False
-        if self._proofs_left:  # also where another rank has proved it: the sum of each shows that ranks are replicas
+        if self._proofs_left:  # also if another rank has the proof: each rank's sum shows that the ranks are replicas
             self._sum = step, kept.total()
         return not self._proofs_left
 
     def _has_room_for(self, kept: Kept) -> bool:
-        """Whether the state still fits. Optimizers make more of it when a parameter has its first gradient."""
+        """True if the state still fits. Optimizers allocate state when a parameter gets its first gradient."""
         count, self._tensors = self._tensors, kept.count_tensors()
         if self._tensors <= count or packed.pack(kept.large()).size <= self._shared.reserved():
             return True
@@ -591,7 +632,7 @@ class Keeper(Survivor):
         return False
 
     def _arm(self, kept: Kept, step: int) -> None:
-        """Nothing is promised to the agent before there is room, and proof."""
+        """Offer the state to the agent as soon as there are room and proof; start a thread that reserves the room."""
         if not self._is_proven(kept, step):
             return
         size = packed.pack(kept.large()).size
@@ -602,7 +643,9 @@ class Keeper(Survivor):
             self._room.start()
 
     def _reserve(self, size: int) -> None:
-        """In a thread: the kernel needs half a second for a large area. The next boundary may be long after it."""
+        """Reserve room, in a thread: the kernel needs half a second for a large area, and no boundary may follow for
+        long.
+        """
         with self._guarded():
             while self._shared.reserved() < size:
                 with self._shared.locked() as alone:
@@ -610,17 +653,17 @@ class Keeper(Survivor):
                         self._take(memory.area_bytes(size))
                         break
                 time.sleep(AGAIN_SECONDS)
-            with self._lock:  # what was proved may be of other objects by now
+            with self._lock:  # the objects may have changed, and the proof with them
                 if self._kept is not None and not (self._proofs_left or self._off or self._copies_instead):
                     self._promise()
 
     def _promise(self) -> None:
-        """The agent may wait for this rank, which has what it needs to write the state. Not once it has been asked."""
+        """Tell the agent that it may wait for this rank to write the state. Not if it has already asked."""
         if not self._is_asked:
             self._shared.cells[PID], self._is_armed = os.getpid(), True
 
     def _take(self, size: int) -> None:
-        """Memory for so many bytes. Raises StateError, OSError."""
+        """Reserve memory for this many bytes. Raises StateError, OSError."""
         reserved = [self._shared.reserved(area) for area in range(memory.AREAS)]
         both = 0 if self._copies is None else memory.missing(size, reserved, memory.AREAS)
         if short := room.shortage(memory.missing(size, reserved, 1), with_later=both):
@@ -658,7 +701,7 @@ class Keeper(Survivor):
             self._shared.cells[CLOCK] |= 1
 
     def _end_boundary(self, kept: Kept, optimizer: Any) -> None:
-        """The first step of an optimizer after a boundary."""
+        """Handle the first optimizer step after a boundary."""
         if self._copies is not None:
             self._copies.count_saved()
         self._check_named(kept, optimizer)
@@ -672,16 +715,19 @@ class Keeper(Survivor):
             self._write_early(kept)
 
     def _other_step(self, optimizer: Any) -> None:
-        """No boundary was there since the last one: a second optimizer's, or of a script that does not mark each."""
+        """Handle a step without a boundary before it: of a second optimizer, or in a script that does not mark each
+        step.
+        """
         if self._copies is not None:
             with self._guarded():
                 self._copies.before_other_step()
         if self._stepper == id(optimizer) and not self._has_hooked:
             self._stepper, self._has_early = None, False
-            self._shared.forget_slot(EARLY)  # it is of before the first of these steps, and no backward pass renews it
+            # it is older than the first of these steps, and no backward pass rewrites it
+            self._shared.forget_slot(EARLY)
 
     def _count_step(self, optimizer: Any) -> None:
-        """Where boundaries are far from each other no slot tells that steps follow a state that was loaded."""
+        """Count the step. Without frequent boundaries no slot would tell that steps followed the loaded state."""
         if self._off or os.getpid() != self._pid:
             return
         kept = self._kept
@@ -714,8 +760,10 @@ class Keeper(Survivor):
             self._shared.node[PROVEN] = 1 + self._shared.generation
 
     def _before_reduce(self, _parameter: Any) -> None:
-        """Called in each backward, before this rank's gradients can all have reached the others: from then on they may
-        make the step, and this rank be killed before it comes to it."""
+        """Gradient hook, called in each backward pass before all of this rank's gradients can have reached the others.
+
+        After that the other ranks may finish the step while this rank is killed in it.
+        """
         kept = self._kept
         if kept is None or self._off or os.getpid() != self._pid:
             return
@@ -730,14 +778,17 @@ class Keeper(Survivor):
                 self._write_early(kept, in_backward=True)
 
     def _write_early(self, kept: Kept, *, in_backward: bool = False) -> None:
-        """A rank that is killed before the next boundary leaves its random states and buffers; the others have the
-        rest. in_backward: after another micro-batch, which may have changed buffers and drawn nothing."""
+        """Write the random states and buffers. They are lost if this rank is killed before the next boundary; the other
+        ranks have everything else.
+
+        in_backward: another micro-batch may have changed buffers without drawing random numbers.
+        """
         rng = random_states.compact() if self._has_early else None
         if rng is None or (rng == self._early and not (in_backward and kept.tensors_of_buffers())):
             return
         self._early = rng
         step, content = self._shared.cells[CLOCK] // 2 + 1, kept.buffers_as_they_are()
-        # An average that is updated after the step is one step older here than what the other ranks come to.
+        # A weight average that is updated after the step is one step older here than on the ranks that finish the step.
         self._forwarded = {key: what for key, what in content.items() if what != self._content.get(key)}
         unchanged = content.keys() - self._forwarded.keys()
         self._slots.write(EARLY, step, kept, rng, leaves_out=unchanged)

@@ -1,7 +1,12 @@
-"""All ranks take the newest state that any of their nodes has in memory: who lacks it gets it from one that has it.
+"""Load the newest state that any node has in memory; ranks that lack it get it from one that has it.
 
-Every rank calls `find` and then `fetch`, or none does: both wait for all ranks. What goes wrong on one rank is told to
-all, and then all go on from the folder.
+Flow: `find` exchanges what each node has and chooses a state. `fetch` broadcasts the large values from the first rank
+that has them. Each rank adds its own small values from its slots, or those of another rank if its own are lost.
+
+All ranks must call `find` and then `fetch`, because both use collectives. An error on one rank is reported to all, and
+then all ranks load from the folder.
+
+Drawbacks: `fetch` broadcasts to all ranks as soon as one lacks the state, also to those that have it.
 """
 
 import contextlib
@@ -65,7 +70,7 @@ class _Row(NamedTuple):
     miscounted: int = 0
 
     def held(self, attempt: int) -> Held | None:
-        """The state of its node."""
+        """State of this rank's node; None if there is none."""
         version = Version(attempt, self.generation, self.step)
         others = self.loads, self.size, self.total, bool(self.assumed), self.every
         return Held(version, *others) if self.step else None
@@ -122,11 +127,11 @@ class Fetched(NamedTuple):
     """A state of memory."""
 
     state: dict[str, Any]
-    """Under the names of `save`."""
+    """Values under the names given to `save`."""
     by_value: bool
     """Whether the script had named values, which no object knows."""
     seeded: list[int]
-    """Ranks whose random states were lost."""
+    """Ranks whose random states are missing, so they are seeded."""
 
 
 def fetch(
@@ -185,7 +190,8 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
 
 
 def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
-    """Nothing is raised before all ranks know: the others would wait for this one. Errors of a collective are."""
+    """Return work(), or note its error in `trouble`. Nothing is raised before all ranks know; collectives'
+    errors are."""
     if trouble:
         with contextlib.suppress(StateError, OSError, KeyError, TypeError):
             work()
@@ -248,9 +254,11 @@ def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_copied_from(target: Any) -> bool:
-    """Whether this object copies the tensors of a state that it loads, as modules of torch do: no copy is needed first.
+    """True if this object copies the tensors of a state that it loads, as modules of torch do
+    (torch/nn/modules/module.py:2495). Then they need no copy first.
 
-    An optimizer on a CPU keeps the tensors themselves, and they would change with the next state that is written.
+    An optimizer on a CPU keeps the given tensors (torch/optim/optimizer.py:801: `.to()` returns the same tensor), and
+    they would change when the next state is written. Seen with torch 2.13.0.
     """
     model = unwrapped(target)
     return (
@@ -306,7 +314,7 @@ def _set_generators(own: Any, source: Any, step: int, rank: int) -> None:
 
 
 def _gathered(own: list[int], world_size: int) -> list[list[int]]:
-    """One row a rank."""
+    """One row per rank."""
     rows: list[list[int]] = gather.numbers(torch.tensor(own, device="cpu")).tolist() if world_size > 1 else [own]
     return rows
 
@@ -331,7 +339,7 @@ def _large(shared: Shared | None, found: Found, rank: int, world_size: int) -> A
 
 
 def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
-    """A small value of that rank, on all ranks."""
+    """Broadcast a small value of rank `source`."""
     if world_size == 1:
         return value
     body = packed.dumps(value) if rank == source else b""

@@ -1,8 +1,16 @@
-"""What a rank does after a failure: a thread of it writes the state that it holds, if nothing has changed that since
-the last boundary, and tells the agent. So does a rank that ends by an exception, on its way out, and without a folder
-one that was told to stop.
+"""What a rank does after a failure: a thread writes the state if nothing has changed it since the last boundary.
 
-`memory.py` knows what is kept and what may be written; `shared.py` has the parts that ranks of a node write.
+Flow: the agent closes its end of a pipe when a rank of the group has failed. The thread `ddpjob-memory` wakes up,
+checks that the state is clean, writes it to the agent's memory and sets ANSWER to SAVED or UNABLE. A rank that ends by
+an exception does the same at exit. So does a rank that is told to stop if there is no folder, or the last save failed.
+
+Life cycle: `Survivor` is the base class of `memory.Keeper`; `door.py` creates one per process. Its thread is a daemon
+and runs until the process exits. `memory.py` knows what is kept; `shared.py` writes the areas that ranks of a node
+share.
+
+Drawbacks: the thread races with the training thread. A lock and the clock in the agent's memory protect only against
+optimizer steps. Changes that the script makes by other means are found by comparing version counters before and after
+(`_check_unchanged`). `_is_in_step` inspects the stack of the training thread.
 """
 
 import abc
@@ -31,32 +39,32 @@ from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _FORWARD, _BACKWARD = DistributedDataParallel.forward.__code__, torch.autograd.backward.__code__
 AGAIN_SECONDS = 0.001
-DIRTY_SECONDS = 0.05  # more than the optimizer's step has usually taken
-TRIES_LEAST = 50  # to write the state; where the rank gets a processor it has hundreds
-HELD_UP = 4  # so many times that is waited, where the main thread does not wait for a peer
+DIRTY_SECONDS = 0.05  # more than an optimizer step usually takes
+TRIES_LEAST = 50  # attempts to write; a rank that gets CPU time makes hundreds
+HELD_UP = 4  # wait at most this many times the usual duration if the main thread is runnable
 
 
 class Survivor(abc.ABC):
-    """A rank as it is between two boundaries, and what it does when another one has failed."""
+    """A rank between two boundaries, and what it does when another rank has failed."""
 
     def __init__(self, shared: Shared, own: Copies | None, *, on_device: bool, has_folder: bool) -> None:
         self._shared, self._copies, self._on_device, self._has_folder = shared, own, on_device, has_folder
         self._kept: Kept | None = None
-        self._assumed = False  # the objects are those of load(): save() has named none
-        self._off = False  # for good
+        self._assumed = False  # the objects come from load(); save() has named none yet
+        self._off = False  # permanently
         self._lock = threading.Lock()  # held while parameters and optimizer state must not change
-        self._resumed: tuple[int, int] = (0, 0)  # the step that was loaded from memory, and how often
+        self._resumed: tuple[int, int] = (0, 0)  # step that was loaded from memory, and number of loads
         self._resumed_total = 0
-        self._dirty_since = self._dirty_seconds = 0.0  # how long it takes from the optimizer's step to the boundary
-        self._names_each_step = False  # the script: values too, at the last boundary and at the step before it
+        self._dirty_since = self._dirty_seconds = 0.0  # longest time from an optimizer step to the next boundary
+        self._names_each_step = False  # the script passes plain values at every step
         self._answered = threading.Lock()
-        self._tries, self._wrote = 0, (0, 0.0)  # WROTE as it was seen last, and since when
-        self._ends = False  # by an exception: no boundary follows
-        self._is_asked = False  # by its agent, to write the state
+        self._tries, self._wrote = 0, (0, 0.0)  # last value of WROTE, and the time of its last change
+        self._ends = False  # the process ends by an exception: no boundary follows
+        self._is_asked = False  # the agent has asked for the state
         self._is_armed = False  # there is room, and proof that nothing large changes between boundary and step
         self._places = Places()
-        self._thread = threading.get_ident()  # that trains
-        self._has_begun = False  # a backward pass, since the last boundary
+        self._thread = threading.get_ident()  # the training thread
+        self._has_begun = False  # True if a backward pass began since the last boundary
         self._pid = os.getpid()
 
     def _begin(self) -> None:
@@ -65,26 +73,28 @@ class Survivor(abc.ABC):
 
     @abc.abstractmethod
     def turn_off(self, why: str) -> None:
-        """From now on a restart goes on from the folder."""
+        """Stop keeping the state; from now on a restart loads from the folder."""
 
     @abc.abstractmethod
     def _has_outgrown(self, why: str) -> None:
-        """The objects have other parameters than they had."""
+        """The objects have other parameters than before."""
 
     @abc.abstractmethod
     def _drop(self, why: str) -> None:
-        """The script trains with other objects."""
+        """The script trains other objects than it passed."""
 
     @abc.abstractmethod
     def _watched(self, kept: Kept) -> Mapping[str, Any]:
-        """What is compared between a boundary and the next step."""
+        """Values that are compared between a boundary and the next step, by name."""
 
     @abc.abstractmethod
     def _at(self, kept: Kept, step: int, named: bool) -> Boundary:
-        """What this rank would be at."""
+        """Describe this rank's state as a boundary."""
 
     def _wait(self) -> None:
-        """Until the agent closes its end of the pipe: a rank of the group has failed."""
+        """Wait until the agent closes its end of the pipe, because a rank of the group has failed. Then write the
+        state.
+        """
         with contextlib.suppress(OSError):
             os.read(self._shared.pipe, 1)
             self._is_asked = True
@@ -95,21 +105,22 @@ class Survivor(abc.ABC):
     def _at_exit(self) -> None:
         error = termination.ending()
         failed = error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE)
-        # All ranks stop where one pod is told to go, and the agents of the others hold what is in their memory.
+        # If one pod is told to go, all ranks stop, and the agents of the other pods keep what is in their memory.
         is_saved = self._has_folder and not process.current.save_failed
         if failed or (process.current.stopped_at is not None and not is_saved):
             self._ends = True
             self.save()
-        if os.getpid() == self._pid:  # a fork has the lock as it was, and no such thread
-            self._pid = 0  # multiprocessing calls this once more
-            self._answered.acquire()  # a thread that comes back from C++ when the interpreter has ended aborts it
+        if os.getpid() == self._pid:  # a fork inherits a locked lock, and has no such thread
+            self._pid = 0  # multiprocessing calls this a second time
+            # keep the thread out: returning from C++ after the interpreter has ended aborts the process
+            self._answered.acquire()
 
     def save(self) -> None:
-        """Write the state, if it is clean, or becomes so in time; and tell the agent."""
+        """Write the state if it is clean, or becomes clean in time, and answer the agent."""
         if os.getpid() != self._pid or not self._shared.has_agent:
             return
         if self._on_device and self._copies is not None:
-            self._copies.stop()  # the device may go on without the lost rank: nothing of that counts
+            self._copies.stop()  # the device may have continued without the lost rank, so its current state is not used
             return
         with self._answered:
             shared, cells = self._shared, self._shared.cells
@@ -125,7 +136,8 @@ class Survivor(abc.ABC):
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
-        """Whether that part of the time is not over. By tries too: a rank without a processor has only lost time."""
+        """True if `part` of the time limit is left. Attempts count too: a rank without CPU time has had no
+        chance yet."""
         size, now, wrote = self._shared.reserved(), time.monotonic(), self._shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now
@@ -137,7 +149,7 @@ class Survivor(abc.ABC):
         time.sleep(AGAIN_SECONDS)
 
     def _try_to_save(self, began: float) -> int | None:
-        """What is to be told to the agent; None: not yet. began: when it was asked."""
+        """Return the answer for the agent; None to try again. began: time at which the agent asked."""
         shared, kept = self._shared, self._kept
         if kept is None or self._off or not shared.is_current:
             return UNABLE
@@ -166,13 +178,16 @@ class Survivor(abc.ABC):
             return SAVED if self._is_there(step) else self._write(kept, step)
 
     def _unsettled(self, kept: Kept, began: float) -> int | None:
-        """SAVED if the last boundary has all that a folder would have; UNABLE if it has not; None if that is not known
-        yet. began: when this rank was asked."""
+        """Return SAVED if the last boundary has everything that a folder would have, UNABLE if not, None if not known
+        yet.
+
+        began: time at which the agent asked.
+        """
         places, why = self._places, ""
         try:
             if names := places.unsettled(self._watched(kept)):
                 why = f"{', '.join(names)}: changed after should_stop()"
-        except RuntimeError:  # the script changes a dict meanwhile
+        except RuntimeError:  # the script is changing a dict while this thread reads it
             return None if self._has_time(began, 0.5) else UNABLE
         if not why and not places.is_settled(kept.idle) and not self._is_in_step():
             if self._has_time(began, 0.5):
@@ -183,7 +198,8 @@ class Survivor(abc.ABC):
         return UNABLE if why else SAVED
 
     def _is_in_step(self) -> bool:
-        """Whether the thread that trains has begun the next step: it is in a forward or backward pass of the model."""
+        """True if the training thread has begun the next step: its stack has a forward or backward pass of the
+        model."""
         frame = sys._current_frames().get(self._thread)
         while frame is not None and not self._has_begun:
             if frame.f_code is _FORWARD and frame.f_locals["self"].module.training:
@@ -194,9 +210,10 @@ class Survivor(abc.ABC):
         return self._has_begun
 
     def _turn_to_write(self, clock: int, began: float) -> str:
-        """As `memory.turn`, for half of the time, and as long as what it would wait for is not there."""
+        """Return `memory.turn`, but "write" after half of the time, or if the memory already has the furthest
+        boundary."""
         living, gone = self._shared.clocks_of_others()
-        if self._ends:  # it comes to no boundary any more
+        if self._ends:  # this rank will reach no further boundary
             gone = []
         furthest = memory.next_boundary(max([clock, *living, *map(memory.passed, gone)]))
         if not self._has_time(began, 0.5) or self._is_there(furthest):
@@ -204,33 +221,35 @@ class Survivor(abc.ABC):
         return memory.turn(clock, living, gone)
 
     def _is_there(self, step: int) -> bool:
-        """Whether the memory has what ranks have at this step."""
+        """True if the memory has the state of this step."""
         own = Version(self._shared.attempt, self._shared.generation, step)
         return memory.is_there(self._shared.held(), own, assumed=self._assumed)
 
     def _check_unchanged(self, kept: Kept, step: int) -> None:
-        """Raises StateError where parameters are not those of this step.
+        """Raise StateError if the parameters are not those of this step.
 
-        Of what was loaded the bits count: DistributedDataParallel writes the same ones again when it takes a model, and
-        a script may change the optimizer's state before its first step. Nodes that had the state have it still.
+        After a load the bits are compared, not the version counters. DistributedDataParallel writes the same values
+        again when it wraps a model (_sync_module_states, torch/nn/parallel/distributed.py:1066, torch 2.13.0), and a
+        script may change the optimizer's state before its first step. If the bits differ, nothing is lost: the nodes
+        still have the state that was loaded.
         """
         if step == self._resumed[0]:
             if packed.total(packed.tensors_of(kept.large())) != self._resumed_total:
                 raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
         elif name := kept.changed():
-            self._shared.node[COPIES] = memory.CHANGED  # from the next generation on
+            self._shared.node[COPIES] = memory.CHANGED  # for the next generation
             what = name if name == "parameters" else f"{name}: its state"
             raise StateError(f"{what} changed after step {step}, and by no optimizer.step()")
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
-        """Whether it is worth to wait: the rank is within the optimizer's step, and no peer is needed to its end."""
+        """True if waiting is worthwhile: the rank is inside the optimizer step and needs no peer to finish it."""
         usual, taken = 2 * self._dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._dirty_since
         if self._ends or (kept.by_value and not self._names_each_step) or taken > HELD_UP * usual:
             return False
         return taken < usual or threads.would_run(self._pid, self._pid)
 
     def _write(self, kept: Kept, step: int) -> int | None:
-        """Write the state; None while another rank of this node is writing. If that one dies, this one writes."""
+        """Write the state; None while another rank of this node is writing. If that rank dies, this one writes."""
         shared, (resumed, loads) = self._shared, self._resumed
         loads = loads if step == resumed else 0
         if self._copies is not None and self._copies.write_now(self._at(kept, step, False), loads):
@@ -246,13 +265,13 @@ class Survivor(abc.ABC):
                 threads = packed.threads(1, state.size)
                 version = Version(shared.attempt, shared.generation, step)
                 held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._assumed)
-                self._check_unchanged(kept, step)  # the script may change them meanwhile: then the sum does not agree
+                self._check_unchanged(kept, step)  # if the script changes them during the write, the sum will not match
                 shared.write_rescued(state, held, threads)
         return SAVED
 
     @contextlib.contextmanager
     def _guarded(self) -> Any:
-        """Nothing here ends a training that goes well without it."""
+        """Turn errors into "not kept": nothing in here may end a training that would succeed without it."""
         try:
             yield
         except Exception as error:

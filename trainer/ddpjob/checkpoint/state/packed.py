@@ -1,8 +1,15 @@
-"""A state as bytes: small values as a pickle, the large one as tensors that lie one after the other in shared memory.
+"""A state as bytes: small values as a pickle, the large state as tensors that lie one after the other in shared memory.
 
-torch.save is for files that are kept: it needs a millisecond for the smallest state, and a checksum and a copy for a
-large one. These bytes are read by the same version of everything, in the same pod or by a peer of the same group.
-Only plain values are unpickled, because a pickle can run any code.
+Why not torch.save: it takes a millisecond for the smallest state, and a checksum and a copy for a large one. It is
+meant for files that are kept. These bytes are read by the same versions, in the same pod or by a peer of the same
+group.
+
+Flow: `pack` describes a value without copying its tensors, `write` copies them to a memory area, `in_place` reads them
+there without a copy, and `own` gives them memory of their own. `total` is the checksum.
+
+Security: a pickle can run any code, so only plain values and the types in `find_class` are unpickled.
+
+Drawbacks: the format has no version. Tensors from `in_place` change when the area is written again.
 """
 
 import collections
@@ -27,11 +34,11 @@ _TENSOR = "\0ddpjob tensor"  # (this, its number) stands for a tensor
 _ALIGNED = 64
 SMALL_BYTES = 1 << 16
 PIECE_BYTES = 16 << 20
-"""Copied at once: after each piece a writer reports that it is getting on."""
+"""Size of one copy. A writer reports progress after each piece."""
 THREADS_MAX = 8
-"""More threads only wait for the memory."""
+"""More threads would only wait for memory bandwidth."""
 WORTH_BYTES = 32 << 20
-"""Less is copied sooner than threads are started."""
+"""Below this, starting threads takes longer than the copy."""
 _LEAVES = frozenset({int, float, bool, str, bytes, type(None)})
 _HEAD = 16  # length of the pickle, length of everything
 _HUGE_BYTES = 4 << 20
@@ -149,7 +156,7 @@ def places(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
 
 
 def write(packed: Packed, memory: torch.Tensor, threads: int = 1, report: Callable[[], object] = lambda: None) -> None:
-    """Copy it there. report: called after each piece."""
+    """Copy the state to this memory. report: called after each piece."""
     head = torch.frombuffer(bytearray(packed.head), dtype=torch.uint8)
     sources = [flat_bytes(tensor) for tensor in packed.tensors]
     with torch_threads(threads):
@@ -198,7 +205,7 @@ def own(value: Any, threads: int = 1) -> Any:
 
 
 def reserved(size: int) -> torch.Tensor:
-    """So many bytes of memory, of any content."""
+    """Return uninitialized memory of this many bytes."""
     return _empty(torch.uint8, (size,), (1,))
 
 
@@ -254,7 +261,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """All tensors of it, tied ones once."""
+    """All tensors of the value; tied ones once."""
     found: list[torch.Tensor] = []
     _skeleton(value, found, {}, 0)
     return found
