@@ -130,7 +130,7 @@ class _Goal:
     def __init__(self, wanted: str, true: Callable[[jobs.Stored], bool], seconds: float | None) -> None:
         self.wanted, self.true, self.seconds = wanted, true, seconds
         self.is_end = true is not _never
-        """Whether a job that has ended has an answer: it stays what it is, and may be deleted yet."""
+        """True if a job that has ended has an answer: it stays what it is, and may be deleted yet."""
         self.end = None if seconds is None else time.monotonic() + seconds
 
 
@@ -154,7 +154,7 @@ class _Waiting:
         self._states = self._watch.states()
 
     def look(self) -> bool | None:
-        """Whether it has come true, or no longer can, at a look each second; None: neither yet. Raises TooLateError,
+        """True if it has come true, or no longer can, at a look each second; None: neither yet. Raises TooLateError,
         ClusterError."""
         if self._watch is None:
             return True

@@ -145,7 +145,7 @@ def connect(
 
 
 def has_kubeconfig() -> bool:
-    """Whether the user has one, which may still be wrong in any way."""
+    """True if the user has one, which may still be wrong in any way."""
     return bool(os.environ.get("KUBECONFIG")) or os.path.exists(os.path.expanduser("~/.kube/config"))
 
 

@@ -237,11 +237,11 @@ class _Streams:
                 self._threads[uid].start()
 
     def has_any(self) -> bool:
-        """Whether there was a pod to read."""
+        """True if there was a pod to read."""
         return bool(self._threads)
 
     def is_closed(self) -> bool:
-        """Whether nobody reads any more."""
+        """True if nobody reads any more."""
         return self._closed.is_set()
 
     def until(self, seconds: float) -> Iterator[tuple[int, bytes]]:
@@ -335,7 +335,7 @@ def _not_shown(pod: Raw, error: ClusterError) -> str:
 
 
 def _has_log(pod: Raw, container: str) -> bool:
-    """Whether the trainer runs, or has run."""
+    """True if the trainer runs, or has run."""
     state = state_of(pod, container)
     return "running" in state or "terminated" in state
 

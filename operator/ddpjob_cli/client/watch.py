@@ -23,12 +23,12 @@ class TooLateError(ClusterError):
 
 
 def ended(stored: jobs.Stored) -> bool:
-    """Whether the job has Succeeded or Failed."""
+    """True if the job has Succeeded or Failed."""
     return stored.job.status.state in TERMINAL
 
 
 def stopped(stored: jobs.Stored) -> bool:
-    """Whether nothing of the job runs: it is suspended and all its pods have ended, or it never started."""
+    """True if nothing of the job runs: it is suspended and all its pods have ended, or it never started."""
     status = stored.job.status
     suspended = find_condition(status, "Suspended")
     return status.start_time is None and (status.attempt == 0 or (suspended is not None and suspended.status == "True"))
@@ -54,7 +54,7 @@ class Watch:
 
     @property
     def answers(self) -> bool:
-        """Whether the server has answered the last look."""
+        """True if the server has answered the last look."""
         return self._silent_since is None
 
     def due_in(self) -> float:

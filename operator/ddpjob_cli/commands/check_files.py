@@ -65,7 +65,7 @@ class CheckResult:
 
 
 def is_job(path: str) -> bool:
-    """Whether a path names a DDPJob's YAML; all others are scripts."""
+    """True if a path names a DDPJob's YAML; all others are scripts."""
     return kinds.of(path, "script") == "job"
 
 

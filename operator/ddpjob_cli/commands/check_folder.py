@@ -37,7 +37,7 @@ class Targets:
     left_out: list[str] = field(default_factory=list)
     """Sentences about what is in a folder and is not read: links that lead out of it, pipes, devices."""
     apart: bool = False
-    """Whether a folder is among them, so that not every script is one of the jobs'."""
+    """True if a folder is among them, so that not every script is one of the jobs'."""
 
 
 def targets(paths: Sequence[str], job: str | None, load: Load) -> Targets:
@@ -124,7 +124,7 @@ def _readable(root: Path, path: str, left_out: list[str]) -> Iterator[str]:
 
 
 def _is_wanted(path: str) -> bool:
-    """Whether a YAML file has a DDPJob; Python is always wanted."""
+    """True if a YAML file has a DDPJob; Python is always wanted."""
     if not path.endswith(YAML_SUFFIXES):
         return True
     try:

@@ -61,7 +61,7 @@ class Connect:
 
     @property
     def is_chosen(self) -> bool:
-        """Whether the user has named a cluster or a namespace."""
+        """True if the user has named a cluster or a namespace."""
         return any(chosen is not None for chosen in (self.context, self.namespace, self.kubeconfig))
 
     def __call__(self, namespace: str | None = None) -> Cluster:

@@ -47,7 +47,7 @@ class Start:
     max_restarts: str | None = None
     arguments: Sequence[str] = ()
     gpus: bool = False
-    """Whether there are GPUs to ask for."""
+    """True if there are GPUs to ask for."""
     launcher: str = launchers.TORCHRUN
     note: str = ""
     """A sentence about the launcher, for a comment."""
@@ -201,7 +201,7 @@ def _of_arguments(tree: ast.AST) -> Iterator[str]:
 
 
 def _may_be_absent(positional: ast.Call) -> bool:
-    """Whether its nargs are "?", "*" or argparse.REMAINDER."""
+    """True if its nargs are "?", "*" or argparse.REMAINDER."""
     nargs = next((k.value for k in positional.keywords if k.arg == "nargs"), None)
     return nargs is not None and (text_in(nargs) in ("?", "*", "...") or getattr(nargs, "attr", "") == "REMAINDER")
 

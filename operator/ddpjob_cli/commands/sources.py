@@ -32,7 +32,7 @@ _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"  # those of the API server: no vow
 
 
 def is_notebook(file: str | None) -> bool:
-    """Whether a file is a notebook, by its name."""
+    """True if a file is a notebook, by its name."""
     return (file or "").endswith(kinds.NOTEBOOK)
 
 
@@ -49,7 +49,7 @@ class Source:
     variables: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
     gpus: bool = False
-    """Whether a script that uses GPUs is to get one for each process."""
+    """True if a script that uses GPUs is to get one for each process."""
     text: str | None = None
     """The YAML from stdin."""
     max_restarts: str | None = None

@@ -208,7 +208,7 @@ class Runner:
         self.options = options
         self.folder = folder
         self.reports = True
-        """Whether the script may report steps."""
+        """True if the script may report steps."""
         self.screen = screen.screen(self.job, options.plain, options.process_group, options.defaults)
         if options.pdb is not None:
             self.screen = screen.DebuggerScreen(self.job, options.defaults)

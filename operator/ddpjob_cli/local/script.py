@@ -32,7 +32,7 @@ def folder_of(source: str, job: api.DDPJob) -> Path:
 
 
 def reports_no_steps(path: Path | None) -> bool:
-    """Whether a script is sure to report no steps: neither it, nor any file of its own that it could import, does."""
+    """True if a script is sure to report no steps: neither it, nor any file of its own that it could import, does."""
     if path is None:
         return False
     try:

@@ -80,7 +80,7 @@ def report_begins(lines: Sequence[str]) -> int | None:
 
 
 def is_of_no_rank(line: str) -> bool:
-    """Whether it is a launcher's line, or what libraries print at the end of any program."""
+    """True if it is a launcher's line, or what libraries print at the end of any program."""
     return any(pattern.match(line) for pattern in (_LAUNCHERS_OWN, _SUMMARY, BORDER))
 
 

@@ -93,7 +93,7 @@ class Context:
     port: int | None = None
     """That rank 0 was given."""
     torchrun: bool = False
-    """Whether torchrun, or another launcher that is not ddprun, has started all ranks."""
+    """True if torchrun, or another launcher that is not ddprun, has started all ranks."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ class PodEnd:
     deleted_at: dt.datetime | None = None
     """When its deletion was requested; None also for what ends without that: a lost node, an eviction."""
     everywhere: bool = False
-    """Whether it holds for all nodes."""
+    """True if it holds for all nodes."""
     raised: frozenset[str] = frozenset()
     """All exceptions in its log, also those of a rank that was stopped after it; and what argparse said."""
     done: bool = False
-    """Whether the ranks in it had all ended with 0 before it was stopped."""
+    """True if the ranks in it had all ended with 0 before it was stopped."""
     seen: int = 0
     """In which observation its end was first seen; 0: when its pod was."""
     deletion_seen: int = 0
@@ -120,7 +120,7 @@ class PodEnd:
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
-        """Whether its deletion was requested after the other had ended: by what was seen first, else by clocks."""
+        """True if its deletion was requested after the other had ended: by what was seen first, else by clocks."""
         if self.deleted_at is None:
             return False
         if other.seen != self.deletion_seen:
@@ -189,12 +189,12 @@ def settle(
 
 
 def lacks_configuration(pod: Pod) -> bool:
-    """Whether a container of it waits for a ConfigMap or a Secret that is not there."""
+    """True if a container of it waits for a ConfigMap or a Secret that is not there."""
     return pod.trainer.state == "waiting" and pod.trainer.reason == CONFIG_ERROR
 
 
 def cannot_start(failure: api.JobFailure) -> bool:
-    """Whether it ended before any of its own code ran: because of the job, its node or a passing fault."""
+    """True if it ended before any of its own code ran: because of the job, its node or a passing fault."""
     if failure.reason not in ("", "Error", *rules.START_REASONS):
         return False
     own = Failure(exit_code=failure.exit_code, exception=failure.exception, container_reason=failure.reason)
@@ -202,12 +202,12 @@ def cannot_start(failure: api.JobFailure) -> bool:
 
 
 def from_outside(failure: api.JobFailure) -> bool:
-    """Whether something outside the pod ended it; failurePolicy does not apply to that."""
+    """True if something outside the pod ended it; failurePolicy does not apply to that."""
     return rules.from_outside(_with_evidence(failure))
 
 
 def blames_node(failure: api.JobFailure) -> bool:
-    """Whether the node itself may be at fault, so that a job may stay away from it."""
+    """True if the node itself may be at fault, so that a job may stay away from it."""
     if failure.failure_class != "infrastructure":
         return False
     if failure.reason != CONFIG_ERROR and cannot_start(failure):
@@ -248,7 +248,7 @@ def _with_evidence(failure: api.JobFailure) -> Failure:
 
 
 def is_a_cause(first: api.JobFailure) -> bool:
-    """Whether the first failure shows why: by an exception, a kill, a lost node. A lost peer, a pod that is gone and a
+    """True if the first failure shows why: by an exception, a kill, a lost node. A lost peer, a pod that is gone and a
     bare exit code show only that something has happened."""
     precedence = precedence_of(first)
     is_explained = bool(first.exception or first.signal) or precedence not in (Precedence.OWN, Precedence.LATE)
@@ -256,7 +256,7 @@ def is_a_cause(first: api.JobFailure) -> bool:
 
 
 def is_own(failure: api.JobFailure) -> bool:
-    """Whether a process of the pod has ended by itself: not by the kernel, for the loss of a peer or from outside."""
+    """True if a process of the pod has ended by itself: not by the kernel, for the loss of a peer or from outside."""
     return precedence_of(failure) in (Precedence.OWN, Precedence.UNKNOWN, Precedence.LATE)
 
 
@@ -395,7 +395,7 @@ def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> ap
 
 
 def _had_ended(report: ContainerReport, code: int | None) -> bool:
-    """Whether only the launcher was left to be stopped. When its ranks have all ended with 0, torchrun waits for the
+    """True if only the launcher was left to be stopped. When its ranks have all ended with 0, torchrun waits for the
     other nodes in C++ code for up to five minutes, and SIGTERM does not reach it; at any other time it answers at once,
     with a line of its own and 1. It ends with 0 where its store, in node 0's torchrun, is gone meanwhile: it only logs
     that, and Python's logging keeps a SIGTERM to itself."""
@@ -452,12 +452,12 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
 
 
 def _was_killed(code: int | None) -> bool:
-    """Whether a signal ended it that no lost peer explains: with NCCL, aborts follow a lost peer."""
+    """True if a signal ended it that no lost peer explains: with NCCL, aborts follow a lost peer."""
     return bool(signal_name(code)) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED)
 
 
 def _ended_from_outside(first: api.JobFailure) -> bool:
-    """Whether it is recorded as a pod that somebody else had deleted, or that ended with its node."""
+    """True if it is recorded as a pod that somebody else had deleted, or that ended with its node."""
     return precedence_of(first) in (Precedence.NODE, Precedence.DELETED)
 
 
@@ -501,7 +501,7 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
 
 
 def _on_all_nodes(ends: Sequence[PodEnd], nodes: int | None) -> bool:
-    """Whether no node could start it; if only one could not, that node may be the reason. Agents that have ended by
+    """True if no node could start it; if only one could not, that node may be the reason. Agents that have ended by
     agreement have compared their nodes."""
     if any(end.everywhere for end in ends):
         return True
@@ -510,7 +510,7 @@ def _on_all_nodes(ends: Sequence[PodEnd], nodes: int | None) -> bool:
 
 
 def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int | None) -> bool:
-    """Whether another try would end as this one did: a mistake of the script that was made on all nodes."""
+    """True if another try would end as this one did: a mistake of the script that was made on all nodes."""
     exception = cause.failure.exception
     code = cause.failure.exit_code
     # argparse raises nothing: it prints its sentence, and ends with 2.

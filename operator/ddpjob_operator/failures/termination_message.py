@@ -86,11 +86,11 @@ class ContainerReport(NamedTuple):
     log: str = ""
     """What it printed."""
     done: bool = False
-    """Whether all its ranks had ended with 0, and only the launcher was still there to be stopped."""
+    """True if all its ranks had ended with 0, and only the launcher was still there to be stopped."""
     permanent: bool = False
-    """Whether agents have agreed that no other try helps, on any node."""
+    """True if agents have agreed that no other try helps, on any node."""
     agreed: bool = False
-    """Whether agents have agreed on this failure before anyone was told to stop."""
+    """True if agents have agreed on this failure before anyone was told to stop."""
 
 
 class Message(NamedTuple):
@@ -98,7 +98,7 @@ class Message(NamedTuple):
 
     failure: Failure
     ended: bool = False
-    """Whether an agent ended because the agents of the group had agreed on it; an agent that is lost writes none."""
+    """True if an agent ended because the agents of the group had agreed on it; an agent that is lost writes none."""
     agent: AgentReport | None = None
     """From node 0's agent: what it had restarted in place."""
     findings: tuple[Finding, ...] = ()
@@ -169,7 +169,7 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
 
 
 def _ends_with_traceback(log: str) -> bool:
-    """Whether nothing but what launchers and libraries print at any end follows on the last traceback."""
+    """True if nothing but what launchers and libraries print at any end follows on the last traceback."""
     before, begins, rest = log.rpartition("Traceback (most recent call last):")
     above = before.rstrip().rpartition("\n")[2]
     if not begins or PREFIX.match(before.rpartition("\n")[2]) or _ENDS_NOTHING.match(above):
@@ -358,7 +358,7 @@ def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
 
 
 def _has_followed(row: Failure, exceptions: list[Failure]) -> bool:
-    """Whether it may have failed because of another one. torchrun stops the others with SIGTERM, and checks ten times a
+    """True if it may have failed because of another one. torchrun stops the others with SIGTERM, and checks ten times a
     second: it orders two that failed in between by their number, so that what it calls the root cause may be a symptom.
     """
     own = row if row.exception else _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])

@@ -33,7 +33,7 @@ class Adapter:
     plural: str
     kind: str
     per_attempt: bool
-    """Whether each attempt has a group of its own, which goes with it; else one group is for the life of the job."""
+    """True if each attempt has a group of its own, which goes with it; else one group is for the life of the job."""
     body: Callable[[api.DDPJob, int, str], Body]
     """The object to create, by job, attempt and apiVersion."""
     pod: Callable[[Body, api.DDPJob, int], None]
@@ -41,7 +41,7 @@ class Adapter:
     read: Callable[[Raw], Admission]
     """What the object says."""
     admits_first: bool = False
-    """Whether it is a queue (kueue.py): no pod is made before the group is admitted, and the group is told how the job
+    """True if it is a queue (kueue.py): no pod is made before the group is admitted, and the group is told how the job
     is. Else the scheduler sees the pods, and binds all or none."""
 
     @property

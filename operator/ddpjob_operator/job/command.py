@@ -72,7 +72,7 @@ def script_of(words: list[str]) -> str | None:
 
 
 def starts_nothing(words: list[str]) -> bool:
-    """Whether a command is a launcher that is given no script. Of a shell's own script this is not known."""
+    """True if a command is a launcher that is given no script. Of a shell's own script this is not known."""
     begin = None if is_shell(words) else launcher.options_begin(words)
     if begin is None:
         return False
@@ -81,7 +81,7 @@ def starts_nothing(words: list[str]) -> bool:
 
 
 def is_shell(words: list[str]) -> bool:
-    """Whether a shell is started first, which may do more than to start the script."""
+    """True if a shell is started first, which may do more than to start the script."""
     return bool(words) and words[0].rsplit("/", 1)[-1] in launcher.SHELLS
 
 
@@ -148,7 +148,7 @@ def _of_python(words: list[str]) -> Command:
 
 
 def _is_script(word: str) -> bool:
-    """Whether Python reads a word as a script: train.py, or a file without a suffix as pip installs it."""
+    """True if Python reads a word as a script: train.py, or a file without a suffix as pip installs it."""
     return word.endswith(".py") or re.fullmatch(r"(?:[\w.@+-]*/)*[\w@+][\w@+-]*", word) is not None
 
 

@@ -412,7 +412,7 @@ def summary(kind: type) -> str:
 
 
 def is_required(owner: type, field: types.Field) -> bool:
-    """Whether a user must write the field."""
+    """True if a user must write the field."""
     return field.required or (owner.__name__, field.encode_name) in REQUIRED
 
 

@@ -49,9 +49,9 @@ class Fate:
     shell: str = ""
     """The program of the shell around it."""
     replaced: bool = False
-    """Whether a launcher that may leave no trace of its success (any but ddprun) runs after it has failed."""
+    """True if a launcher that may leave no trace of its success (any but ddprun) runs after it has failed."""
     certain: bool = False
-    """Whether the script certainly ends with another code than 0, unless another launcher decides."""
+    """True if the script certainly ends with another code than 0, unless another launcher decides."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _State:
     status: str = "0"
     """$?: 0, FAILED, or "" where nobody can know it."""
     failed: bool = False
-    """Whether the launcher in question has run."""
+    """True if the launcher in question has run."""
     ran: frozenset[shell.ShellNode] = frozenset()
     """All launchers that have run."""
     after: frozenset[shell.ShellNode] = frozenset()
@@ -188,7 +188,7 @@ def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _Run, work: _Wor
 
 
 def _only_then(state: _State, run: _Run, node: shell.ShellNode, succeeding: _Run) -> bool:
-    """Whether another launcher ran on this path because the first had failed: `torchrun a.py || torchrun b.py`."""
+    """True if another launcher ran on this path because the first had failed: `torchrun a.py || torchrun b.py`."""
     files = succeeding.started[node].files
     others = {n for n in state.after if (node, n) not in succeeding.followed}
     return any(run.started[n].launcher != "python" or run.started[n].files == files for n in others)

@@ -268,7 +268,7 @@ def _alone(spec: api.Spec) -> list[str]:
 
 
 def _has_hostfile(program: str, spec: api.Spec) -> bool:
-    """Whether the template tells a launcher of the nodes outside its command."""
+    """True if the template tells a launcher of the nodes outside its command."""
     mounted = _HOSTFILE_MOUNTS.get(program, set()).intersection(mounts(spec.template))
     return bool(mounted) or any(map(_HOSTFILE_VARIABLE.search, facts(spec).env))
 

@@ -54,7 +54,7 @@ def mounts(template: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def files_outlive_a_pod(template: Mapping[str, Any], *, elsewhere: bool) -> bool:
-    """Whether what the trainer writes is there for the pod after it, wherever it writes: it has a volume that stays,
+    """True if what the trainer writes is there for the pod after it, wherever it writes: it has a volume that stays,
     and none that is emptied. elsewhere: whether files beside all volumes stay, as those of a process do."""
     # /tmp is emptied in any pod; an emptyDir there, which a read-only root needs, is no sign that checkpoints are.
     kinds = [kind for path, kind in _mounted(template).items() if path not in _FOR_SCRATCH]
@@ -108,13 +108,13 @@ def gpus(template: Mapping[str, Any]) -> int:
 
 
 def claims_devices(template: Mapping[str, Any]) -> bool:
-    """Whether the trainer gets devices by a ResourceClaim (dynamic resource allocation): how many, and of what kind,
+    """True if the trainer gets devices by a ResourceClaim (dynamic resource allocation): how many, and of what kind,
     only the claim says."""
     return bool(mappings(mapping(trainer_container(template) or {}, "resources"), "claims"))
 
 
 def is_gpu(resource: str) -> bool:
-    """Whether a resource name means GPUs: nvidia.com/gpu, amd.com/gpu, nvidia.com/mig-1g.10gb; with time-slicing or MPS
+    """True if a resource name means GPUs: nvidia.com/gpu, amd.com/gpu, nvidia.com/mig-1g.10gb; with time-slicing or MPS
     NVIDIA's device plugin may call them nvidia.com/gpu.shared (renameByDefault)."""
     domain, _, kind = resource.partition("/")
     return bool(domain) and (kind in ("gpu", "gpu.shared") or kind.startswith("mig-"))

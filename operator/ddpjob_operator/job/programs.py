@@ -51,7 +51,7 @@ def places(words: Sequence[str]) -> Iterator[int]:
 
 
 def tells_of_itself(options: Sequence[str]) -> bool:
-    """Whether a launcher is asked for its help or its version, and starts nothing. A shell's `;` may end the word."""
+    """True if a launcher is asked for its help or its version, and starts nothing. A shell's `;` may end the word."""
     return any(word.rstrip(";") in _ABOUT_ITSELF for word in options[:1])
 
 

@@ -37,7 +37,7 @@ class Word:
 
     value: str
     quoted: bool = False
-    """Whether a part of it is quoted."""
+    """True if a part of it is quoted."""
     runs: tuple[ShellScript, ...] = ()
     """The scripts in $( ) and backquotes."""
     beside: tuple[ShellScript, ...] = ()

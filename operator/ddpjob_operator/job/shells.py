@@ -60,7 +60,7 @@ def lost_exit_code(fate: Fate) -> str:
 
 
 def pipefail_in_sh(words: list[str]) -> bool:
-    """Whether a script for sh sets an option that many a sh does not have."""
+    """True if a script for sh sets an option that many a sh does not have."""
     for program, options, script in _scripts(words):
         if program in _WITHOUT_PIPEFAIL:
             sets = (node for node in shell.walk(script) if isinstance(node, shell.Simple))

@@ -12,7 +12,7 @@ TERMINAL = ("Succeeded", "Failed")
 
 
 def is_restarted(status: api.Status) -> bool:
-    """Whether a failure came before: the present attempt was started by it, or a pod in it is replaced for it."""
+    """True if a failure came before: the present attempt was started by it, or a pod in it is replaced for it."""
     failure = status.last_failure
     return failure is not None and (failure.attempt == status.attempt - 1 or bool(status.replacements))
 
@@ -26,12 +26,12 @@ def unsettled_failure(status: api.Status) -> api.JobFailure | None:
 
 
 def is_broken(status: api.Status) -> bool:
-    """Whether the present attempt has failed, and the cause is not settled yet."""
+    """True if the present attempt has failed, and the cause is not settled yet."""
     return unsettled_failure(status) is not None
 
 
 def is_of_this_attempt(status: api.Status, progress: api.Progress) -> bool:
-    """Whether the progress is that of the ranks that train now, and not of those before a restart."""
+    """True if the progress is that of the ranks that train now, and not of those before a restart."""
     since = status.attempt_time
     return progress.attempt == status.attempt and (since is None or progress.updated >= since)
 

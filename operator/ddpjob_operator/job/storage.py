@@ -66,19 +66,19 @@ def size(raw: Raw) -> int:
 
 
 def is_cut(raw: Raw) -> bool:
-    """Whether it must be read again before it is planned for."""
+    """True if it must be read again before it is planned for."""
     return CUT in raw
 
 
 def has_begun(raw: Raw) -> bool:
-    """Whether an attempt is under way, or comes without anybody's doing."""
+    """True if an attempt is under way, or comes without anybody's doing."""
     status = _mapping(raw.get("status"))
     attempt = status.get("attempt")
     return not _is_left_alone(raw) and status.get("state") in BEGUN and isinstance(attempt, int) and attempt > 0
 
 
 def would_begin(job: api.DDPJob) -> bool:
-    """Whether a job that has not begun is to."""
+    """True if a job that has not begun is to."""
     state, attempt = job.status.state, job.status.attempt
     has = state in BEGUN and attempt > 0
     return not (has or state in TERMINAL or job.spec.suspend or job.spec.managed_by or job.metadata.deletion_timestamp)
@@ -118,7 +118,7 @@ def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime
 
 
 def waits_for_room(raw: Raw) -> bool:
-    """Whether the status of a job that was cut says that it waits for room, and nothing has changed since."""
+    """True if the status of a job that was cut says that it waits for room, and nothing has changed since."""
     metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
     is_told = status.get("reason") == reasons.WAITING_FOR_ROOM.name
     is_suspended = _mapping(raw.get("spec")).get("suspend") is True
@@ -158,7 +158,7 @@ class Room:
         self._waiting: dict[str, dict[Key, int]] = {}
         """By namespace, of which the one that was served last is at the end; who has waited longest is first."""
         self._has_more = False
-        """Whether there is more room than when the waiting were told last."""
+        """True if there is more room than when the waiting were told last."""
 
     @property
     def used(self) -> int:
@@ -170,7 +170,7 @@ class Room:
         return self._in_namespace[namespace]
 
     def take(self, key: Key, needs: int) -> bool:
-        """Whether the job has a place. One that has it keeps it, unless it has grown and there is no room for that."""
+        """True if the job has a place. One that has it keeps it, unless it has grown and there is no room for that."""
         more = needs - self._sizes.get(key, 0)
         if more > 0 and self._fullness(key[0], more):
             self.leave(key)
@@ -243,7 +243,7 @@ def _mib(size: int) -> str:
 
 
 def _is_left_alone(raw: Raw) -> bool:
-    """Whether it is being deleted, or another controller manages it."""
+    """True if it is being deleted, or another controller manages it."""
     by_another = _mapping(raw.get("spec")).get("managedBy")
     return bool(by_another) or bool(_mapping(raw.get("metadata")).get("deletionTimestamp"))
 

@@ -70,7 +70,7 @@ def earliest(*times: dt.datetime | None) -> dt.datetime | None:
 
 
 def is_past(time: dt.datetime | None, now: dt.datetime) -> bool:
-    """Whether a time that is set has come."""
+    """True if a time that is set has come."""
     return time is not None and now >= time
 
 

@@ -37,7 +37,7 @@ def _of(nodes: int) -> Members:
 
 
 def ranks_follow_nodes(spec: api.Spec) -> bool:
-    """Whether node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
+    """True if node k has the ranks from k × nproc on. Under a dynamic rendezvous (c10d, etcd) torchrun numbers the
     nodes in the order of their arrival, and ignores the node rank."""
     started = launcher.facts(spec).launcher
     if launcher.facts(spec).min_nodes is not None:
@@ -46,7 +46,7 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
 
 
 def all_have_dns_names(spec: api.Spec) -> bool:
-    """Whether each pod has a DNS name, and not that of node 0 alone. Under a dynamic rendezvous torchrun gives the
+    """True if each pod has a DNS name, and not that of node 0 alone. Under a dynamic rendezvous torchrun gives the
     other ranks the name of whichever node it made the first (torch 2.13, elastic/rendezvous/api.py)."""
     return not ranks_follow_nodes(spec) if spec.dns == "auto" else spec.dns == "all"
 

@@ -40,13 +40,13 @@ class Container(msgspec.Struct, frozen=True):
 
     @property
     def hides_a_failure(self) -> bool:
-        """Whether it ended with 0 although its termination message proves that the training failed."""
+        """True if it ended with 0 although its termination message proves that the training failed."""
         is_zero = self.state == "ended" and self.exit_code == 0
         return is_zero and bool(self.message) and hidden_failure.is_recorded(self.message)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the kubelet reports no more of its end than that it cannot find it."""
+        """True if the kubelet reports no more of its end than that it cannot find it."""
         return self.reason in rules.LOST_CONTAINER
 
 
@@ -81,7 +81,7 @@ class Pod(msgspec.Struct, frozen=True):
     silent_since: dt.datetime | None = None
     """Since when the node controller calls it not ready although its trainer was: the kubelet no longer reports."""
     was_silent: bool = False
-    """Whether that was ever seen: the network of its node failed, or its machine, also where both work again."""
+    """True if that was ever seen: the network of its node failed, or its machine, also where both work again."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
     unschedulable_since: dt.datetime | None = None
@@ -92,19 +92,19 @@ class Pod(msgspec.Struct, frozen=True):
     """When its grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
     deadline_set: bool = False
-    """Whether its activeDeadlineSeconds were set to end it: its kubelet stops it, and the object stays."""
+    """True if its activeDeadlineSeconds were set to end it: its kubelet stops it, and the object stays."""
     sidecars_run: bool = False
-    """Whether a container beside the trainer has not ended."""
+    """True if a container beside the trainer has not ended."""
     done_since: dt.datetime | None = None
     """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of the shell."""
     outlived: bool = False
-    """Whether a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
+    """True if a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
     overcome: bool = False
-    """Whether a failure that its termination message records may have been overcome by another launcher since."""
+    """True if a failure that its termination message records may have been overcome by another launcher since."""
     completed: bool = False
-    """Whether it was ever seen to have completed; what ends the pod after that changes nothing."""
+    """True if it was ever seen to have completed; what ends the pod after that changes nothing."""
     ended_first: bool = False
-    """Whether its trainer was seen to have ended before its deletion was seen to be requested."""
+    """True if its trainer was seen to have ended before its deletion was seen to be requested."""
     first_seen: int = 0
     """In which observation (facts.py counts them) the pod itself was first seen."""
     ended_seen: int = 0
@@ -114,12 +114,12 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """Whether its trainer has ended; a sidecar that still runs does not count."""
+        """True if its trainer has ended; a sidecar that still runs does not count."""
         return self.trainer.state == "ended" or self.phase in ("Succeeded", "Failed")
 
     @property
     def deleted_first(self) -> bool:
-        """Whether it ended (or will) after its deletion was requested. Where both were first seen at once it counts as
+        """True if it ended (or will) after its deletion was requested. Where both were first seen at once it counts as
         after: a success too few costs a restart, one too many costs a wrong result."""
         return self.deletion_requested_at is not None and not self.ended_first
 
@@ -154,12 +154,12 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def done_beside_sidecars(self) -> bool:
-        """Whether its trainer has ended with 0 and another container has not ended at all."""
+        """True if its trainer has ended with 0 and another container has not ended at all."""
         return self.trainer.state == "ended" and self.trainer.exit_code == 0 and self.sidecars_run
 
     @property
     def live(self) -> bool:
-        """Whether something of it may still run.
+        """True if something of it may still run.
 
         Not by the phase alone: the kubelet often reports that the only container has ended while the phase is still
         Running, and a pod that ended by itself must not be deleted with its log.
@@ -189,7 +189,7 @@ class ConflictingObject:
     kind: str
     name: str
     of_deleted_job: bool = False
-    """Whether a deleted job of the same name left it: it goes away by itself."""
+    """True if a deleted job of the same name left it: it goes away by itself."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Observed:
     """All that plan() may know besides the job itself and the time."""
 
     service: bool = False
-    """Whether the job's own Service is there."""
+    """True if the job's own Service is there."""
     pods: tuple[Pod, ...] = ()
     """Pods with the job's label or with a name that the job needs, of whatever owner, in any order."""
     deleted_pods: tuple[Pod, ...] = ()

@@ -80,7 +80,7 @@ def _evidence(seen: Container) -> int:
 
 
 def _deleted_after_its_end(earlier: Pod | None, later: Pod) -> bool:
-    """Whether its deletion was first seen when the object went, with its last phase: the API server gives no grace to a
+    """True if its deletion was first seen when the object went, with its last phase: the API server gives no grace to a
     pod that has ended (CheckGracefulDelete). For a success that is not enough, since it may be a wrong result."""
     if earlier is None or earlier.deletion_requested_at is not None or later.trainer.exit_code == 0:
         return False

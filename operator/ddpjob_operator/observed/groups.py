@@ -39,9 +39,9 @@ class Placement:
     labels: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     by_topology: bool = False
-    """Whether the queue itself chooses the nodes of each pod."""
+    """True if the queue itself chooses the nodes of each pod."""
     names_nodes: bool = False
-    """Whether it has chosen one node for each, and not only a rack."""
+    """True if it has chosen one node for each, and not only a rack."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class ObservedGroup:
     asked: tuple[str, ...] = ()
     """For which queue, priority and topology it asks, as its adapter writes them; empty: it is in no queue."""
     is_ready: bool = False
-    """Whether the queue was told that all pods run."""
+    """True if the queue was told that all pods run."""
     is_over: bool = False
-    """Whether the queue was told that the job is over."""
+    """True if the queue was told that the job is over."""
 
 
 @dataclass(frozen=True)

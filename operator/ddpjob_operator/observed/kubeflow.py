@@ -45,7 +45,7 @@ class _Body(msgspec.Struct, rename="camel", frozen=True):
 
 
 def speaks(body: bytes) -> bool:
-    """Whether a request body is in this protocol; a body that is no JSON object is in none."""
+    """True if a request body is in this protocol; a body that is no JSON object is in none."""
     try:
         return "trainerStatus" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except NOT_READABLE:

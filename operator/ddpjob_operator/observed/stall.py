@@ -1,4 +1,4 @@
-"""Whether a job has stalled: its ranks report, and make no step.
+"""True if a job has stalled: its ranks report, and make no step.
 
 The shells update the `StepTracker` of a rank with each of its reports; `find` returns what the trackers of a job prove.
 Three rules keep a healthy job alive:
@@ -50,7 +50,7 @@ class StepTracker:
     heard_at: dt.datetime
     """When its last report came."""
     measured: bool = False
-    """Whether it changed at `advanced_at`; else the shell only began to receive then, in the middle of a step."""
+    """True if it changed at `advanced_at`; else the shell only began to receive then, in the middle of a step."""
     learned: Learned = field(default_factory=Learned)
 
     @property
@@ -59,7 +59,7 @@ class StepTracker:
         return (self.heard_at - self.advanced_at).total_seconds()
 
     def is_heard(self, now: dt.datetime) -> bool:
-        """Whether it reports at present."""
+        """True if it reports at present."""
         return abs((now - self.heard_at).total_seconds()) <= SILENT_SECONDS
 
 
@@ -139,7 +139,7 @@ def update(
 
 
 def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> StallFinding | None:
-    """Whether the group has stalled: none of the ranks that report at present has made a step for too long.
+    """True if the group has stalled: none of the ranks that report at present has made a step for too long.
 
     trackers: of the present attempt alone, by rank. stall: as in the spec.
     """
@@ -207,7 +207,7 @@ class Silence:
 
 
 def silence(heard: Iterable[dt.datetime], now: dt.datetime) -> Silence | None:
-    """Whether more than half of the jobs that report have gone silent. heard: when the last report of each came.
+    """True if more than half of the jobs that report have gone silent. heard: when the last report of each came.
 
     Jobs that fell silent long before the others count no more. One job alone may have its own reason.
     """

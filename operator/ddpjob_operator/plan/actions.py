@@ -1,4 +1,4 @@
-"""What a plan consists of: the status to write, the events to send, and the actions that a shell does for it."""
+"""The parts of a plan: the status to write, the events to send, and the actions that the caller carries out."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ class CreateService:
 
 @dataclass(frozen=True)
 class CreatePod:
-    """Create the pod of a place. Its body follows from the job alone: pods are known by identity, never by content."""
+    """Create the pod of a place. Its body follows from the job alone; pods are matched by identity, never by
+    content."""
 
     attempt: int
     place: int
     avoid: tuple[str, ...] = ()
-    """Cluster nodes that it must not run on."""
+    """Cluster nodes that the pod must not run on."""
     replacement: int = 0
-    """Which pod of this place in this attempt it is."""
+    """How many earlier pods of this place were replaced within this attempt."""
 
 
 @dataclass(frozen=True)
 class CreateGroup:
-    """Create what stands for the pods of an attempt at a gang scheduler or a queue."""
+    """Create the object that represents an attempt's pods at a gang scheduler or a queue."""
 
     adapter: str
     attempt: int
@@ -39,7 +40,7 @@ class CreateGroup:
 
 @dataclass(frozen=True)
 class DeleteGroup:
-    """Delete it; the name is that of the object."""
+    """Delete the group object with this name."""
 
     adapter: str
     name: str
@@ -48,7 +49,7 @@ class DeleteGroup:
 
 @dataclass(frozen=True)
 class TellGroup:
-    """Tell a queue how the job is: its quota is for others when that is told."""
+    """Report the state of the job to its queue, which can then give the quota to others."""
 
     adapter: str
     name: str
@@ -68,12 +69,12 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class EndPod:
-    """Stop a pod with its own terminationGracePeriodSeconds, and keep its object, with its log."""
+    """Stop a pod with its own terminationGracePeriodSeconds, but keep its object, and with it the log."""
 
     name: str
     uid: str
     grace_seconds: int | None = None
-    """What a shell gives it that keeps logs elsewhere. None: the pod's own."""
+    """Grace for a caller that keeps logs elsewhere. None: the pod's own."""
 
 
 @dataclass(frozen=True)
@@ -88,57 +89,57 @@ Action = CreateService | CreateGroup | CreatePod | DeletePod | EndPod | DeleteGr
 
 @dataclass(frozen=True)
 class Settings:
-    """What the shell, not the user, decides."""
+    """Settings of the caller (operator, local run or simulation); no user sets them."""
 
     progress_write_seconds: float = 10.0
-    """Progress alone writes the status at most this often; with more than a hundred jobs less often, for all of them
-    together may write 10 times a second (kube/work/reports.py)."""
+    """Minimum seconds between two writes of progress alone. With more than a hundred jobs it is longer, because all
+    jobs together may write only 10 times a second (kube/work/reports.py)."""
     lost_node_seconds: float = 30.0
-    """A node that is not ready for so long is lost; the cluster itself takes 10 to 50 s to call it not ready."""
+    """Seconds until a node that is not ready counts as lost. The cluster takes another 10 to 50 s to mark it."""
     config_error_seconds: float = 600.0
-    """A container whose ConfigMap or Secret is missing for so long never starts."""
+    """Seconds until a container whose ConfigMap or Secret is missing counts as failed."""
     avoid_node_seconds: float = 3600.0
-    """How long a node that failed the job twice is avoided, and how far back failures count for it."""
+    """Seconds for which a node with two failures of this job is avoided, and within which its failures are counted."""
     avoid_unless_unschedulable_seconds: float = 60.0
-    """For how long pods may find no other node until they may go to one that is avoided."""
+    """Seconds after which unschedulable pods may use an avoided node."""
     resume_hint: str = "set spec.suspend to false to go on"
-    """What a user does with a suspended job."""
+    """How a user resumes a suspended job."""
     keeps_files: bool = False
-    """Whether what a pod writes beside its volumes is there for the next one: a pod on this machine is a process."""
+    """True if files that a pod writes outside its volumes outlive it. In a local run a pod is a process."""
     failed_before: api.JobFailure | None = None
-    """The failure of the attempt before, if the same exception at the same line is enough to end the job: on the
-    machine of whoever writes the script. None in a cluster, where it takes the same mistake on all nodes."""
+    """The previous failure, if the same exception at the same line ends the job. Only a local run sets it, because
+    there the author is watching. In a cluster all nodes must show the same mistake."""
     keep_log_tail: bool = True
-    """Whether the end of the log goes into the status."""
+    """True if the status gets the end of the log."""
     adapters: Mapping[str, Adapter] = field(default_factory=lambda: ADAPTERS)
-    """How each gang scheduler and queue is used, by its name."""
+    """The adapter of each gang scheduler and queue, by name."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one rule decides: the status that is true now, and what follows from it."""
+    """The result of one rule: the status that is true now, and what follows from it."""
 
     status: api.Status
     actions: tuple[Action, ...] = ()
     requeue_at: dt.datetime | None = None
     goes_on: bool = False
-    """Whether the rules after this one go on with this status, so that the pods are made in the same reconcile."""
+    """True if later rules continue with this status, so that the pods are created in the same reconcile."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What `kubectl describe` shows under Events."""
+    """One Event, as `kubectl describe` shows it."""
 
     type: str
     reason: str
     message: str
     is_routine: bool = False
-    """Whether it only repeats what the conditions of a job say for which nothing else has happened."""
+    """True if the Event only repeats the conditions of a job that went smoothly."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """status: None where nothing is to be written. requeue_at: when time alone may change the plan."""
+    """status: None if nothing is to be written. requeue_at: when the plan may change without any event."""
 
     actions: tuple[Action, ...] = ()
     status: api.Status | None = None
@@ -147,6 +148,7 @@ class Plan:
 
 
 def restart_grace_seconds(spec: api.Spec) -> int:
-    """After a failure the group is broken: nothing can be saved together, so the full grace would only cost time."""
+    """Return the grace after a failure. It is short: a broken group cannot save together, so waiting only costs
+    time."""
     grace = podspec.grace_seconds(spec.template)
     return max(1, min(10, grace) if spec.restart_grace_seconds is None else spec.restart_grace_seconds)

@@ -1,5 +1,4 @@
-"""Restarts without new pods: what the leader's agent reports of them becomes part of the status, by the ledger in
-`ddpjob_core.budget`."""
+"""Restarts in place: add what the leader's agent reports to the status, by the counts of `ddpjob_core.budget`."""
 
 from __future__ import annotations
 
@@ -20,16 +19,17 @@ from ddpjob_operator.pods import naming
 
 
 def newest(view: View) -> AgentReport | None:
-    """The newest account of the leader's agent: its report, or its termination message where it could not report."""
+    """Return the newest account of the leader's agent: its report or, if it could not report, its termination
+    message."""
     leader = view.known_pods.get(view.members.leader)
     message = termination_message.read_message(leader.trainer.message) if leader is not None and leader.ended else None
     agents = [agent for agent in (view.seen.agent, message.agent if message is not None else None) if agent is not None]
-    # `max` takes the first of two with the same counts: the report, because it has the failures behind them.
+    # With equal counts `max` returns the first, the report: it also carries the failures.
     return max(agents, key=lambda a: (a.replacement, a.restarts.total), default=None)
 
 
 def latest(known: Report | None, new: Report) -> Report | None:
-    """The report that counts: each has all that its agent has spent so far, and only node rank 0's spends."""
+    """Return the report to count. Each holds all restarts so far, and only node rank 0 charges them."""
     return known if new.node_rank != 0 or (known is not None and _age(new) < _age(known)) else new
 
 
@@ -39,7 +39,7 @@ def _age(report: Report) -> tuple[int, int, int]:
 
 
 def with_agent(status: api.Status, view: View) -> api.Status:
-    """The status with what the leader's agent has spent since it was last counted."""
+    """Return the status with the restarts that the leader's agent has made but the status does not count yet."""
     agent, leader = newest(view), view.members.leader
     counted, number = (status, 0) if agent is None else _counted(status, agent, view.job, view.now)
     if agent is None or not number:
@@ -47,16 +47,16 @@ def with_agent(status: api.Status, view: View) -> api.Status:
     made = counted.progress
     last_step_time = made.updated if made is not None and made.attempt == counted.attempt else None
     status = transitions.with_idle(counted, last_step_time)
-    # These pods have run, because ranks start with all nodes, again and for the first time. A second pod of such a name
-    # would be taken for the first, and it knows no generation and counts from 0.
+    # Ranks start only when all nodes are there, so these pods have run. Without this record a second pod of the same
+    # name would count as the first one, and it would start again at generation 0.
     ran = {place for place in view.members if naming.replacement(status, place) == 0}
     if agent.replacement == naming.replacement(status, leader):
         ran.add(leader)
     status = replace(status, started_nodes=ranges.text(status.started | ran))
-    # The agent has judged these restarts by the steps until now, so they are no progress for the next verdict.
+    # The agent has judged these restarts by the steps so far, so the next verdict must not count them as progress.
     status = replace(status, furthest_step=budgets.furthest(status))
     if is_broken(status):
-        return status  # what is being settled stays the last failure
+        return status  # lastFailure stays the failure that is being settled
     for reported in agent.failures[-number:]:
         failure = _failure(status, reported, view)
         status = transitions.with_failure(status, failure, sentences.sentence(failure))
@@ -64,7 +64,7 @@ def with_agent(status: api.Status, view: View) -> api.Status:
 
 
 def _counted(status: api.Status, agent: AgentReport, job: api.DDPJob, now: dt.datetime) -> tuple[api.Status, int]:
-    """The status with the counts of an agent, and how many restarts are new."""
+    """Return the status with the agent's counts, and the number of new restarts."""
     history, limits, known, counts = budgets.history(status), budgets.limits(job.spec), status.in_place, agent.restarts
     reported = Spent(counts.application, counts.infrastructure, counts.stall)
     new = newly_spent(budgets.known(status), agent.replacement, reported, history, limits, now)
@@ -88,7 +88,7 @@ def _counted(status: api.Status, agent: AgentReport, job: api.DDPJob, now: dt.da
 
 
 def count(status: api.Status) -> int:
-    """How often the ranks of this attempt have started again in the pods that they had."""
+    """Return how often the ranks of this attempt have restarted in place."""
     done = status.in_place
     return 0 if done is None else done.earlier + done.application + done.infrastructure + done.stall
 
@@ -128,6 +128,6 @@ def _reason(failure: Failure) -> str:
 
 
 def _only_complains(failure: Failure) -> bool:
-    """Whether its rank ran, and says no more than that a peer is gone. By what the agent has found, because words
-    differ by backend and release of torch."""
+    """True if the rank ran and reports only a lost peer. The agent decides that, because the texts differ by backend
+    and release of torch."""
     return failure.symptom and not failure.unstarted

@@ -1,4 +1,4 @@
-"""The rules, in order: the first that applies decides what the status becomes, and which pods are made or stopped."""
+"""The rules in order. The first that applies decides the new status, and which pods are created or stopped."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def decide(view: View, status: api.Status) -> Decision:
-    """What the first rule that applies decides; of a job that begins an attempt, what the rules after that one do."""
+    """Return the decision of the first rule that applies. If it begins an attempt, the later rules decide too."""
     for rule in RULES:
         decision = rule(view, status)
         if decision is None:
@@ -64,7 +64,7 @@ def decide(view: View, status: api.Status) -> Decision:
 
 
 def garbage(view: View) -> tuple[DeletePod, ...]:
-    """Pods of attempts that are recorded as over: those that a lost node keeps must not answer to the rank's DNS name,
-    and the logs of long ago are many."""
+    """Return the pods of finished attempts to delete. A pod left on a lost node must not answer to the rank's DNS name,
+    and old logs would pile up."""
     over = [p for p in view.garbage if is_over(p, view.recorded)]
     return tuple(DeletePod(p.name, p.uid, 0) for p in (*over, *view.leaked))

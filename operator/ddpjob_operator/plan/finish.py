@@ -1,4 +1,4 @@
-"""What of a decision is written and sent: conditions, columns, redacted texts, events; progress at intervals."""
+"""Turn a decision into what is written and sent: conditions, columns, redacted texts, events, throttled progress."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _CONDITION_OF = {
     "Failed": {"FailureTarget", "Failed"},
     "Succeeded": {"Complete"},
 }
-# The condition that has the message, beside status.message; the others that hold would only repeat it.
+# The one condition that carries status.message; in the others it would be repeated.
 _HAS_MESSAGE = {"Suspended": "Suspended", "Failing": "FailureTarget", "Failed": "Failed", "Succeeded": "Complete"}
 _ALWAYS_SHOWN = ("Accepted", "Running")
 _CONDITIONS = (*_ALWAYS_SHOWN, "Suspended", "FailureTarget", "Complete", "Failed", "SaveFailed", "Suspicious")
 _BREAKS_THE_GROUP = "the kubelet's own restarts would break the group"
-# Steps on the way back have no event, because there is one when the job restarts and one when it runs again.
+# These reasons have no Event: there is one when the job restarts, and one when it is running again.
 _ON_THE_WAY = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.WAITING_FOR_OLD_PODS.name)
-# Of a job that is Suspended: its pods have not ended, also where it is resumed, or evicted from its queue.
+# Reasons of a Suspended job whose pods have not ended yet, also while it resumes or is evicted from its queue.
 _STILL_STOPPING = tuple(
     r.name for r in (reasons.SUSPENDING, reasons.EVICTED, reasons.WAITING_FOR_OLD_PODS, reasons.WAITS_LONG)
 )
-# A job that has run longer has an Event of its end in any case: two requests matter where many jobs are short.
+# A longer job always gets an Event at its end. For shorter ones two extra requests each would matter.
 SHORT_JOB = dt.timedelta(minutes=10)
 
 
 def finish(view: View, decision: Decision) -> Plan:
-    """The plan: of the status only what differs from the stored one."""
-    # The remark on an invalid spec is not part of what is recorded, but it is of what is compared.
+    """Return the plan. Its status is None if it equals the stored one."""
+    # `recorded` has no invalid-spec remark, so compare with the stored message, which may have one.
     old = replace(view.recorded, message=view.stored.message)
     status, long_wait_at = pending.with_long_wait(view, invalid_spec.with_remark(decision.status, view.problems))
     new = _document(view, old, status)
@@ -64,7 +64,7 @@ def finish(view: View, decision: Decision) -> Plan:
 def throttle(
     old: api.Status, new: api.Status, settings: Settings, now: dt.datetime
 ) -> tuple[api.Status, dt.datetime | None]:
-    """Progress alone is written every progress_write_seconds; with any other change it is written at once."""
+    """Return the status to write, and when to write progress that is held back (every progress_write_seconds)."""
     if old.progress is None or new.progress is None or old.progress.updated >= new.progress.updated:
         return new if old.progress is None or new.progress is None else replace(new, progress=old.progress), None
     due = old.progress.updated + dt.timedelta(seconds=settings.progress_write_seconds)
@@ -74,7 +74,7 @@ def throttle(
 
 
 def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
-    """The status with what follows from the rest of it: printer columns, conditions, generation."""
+    """Return the status with the fields that derive from others: printer columns, conditions, generation."""
     job = view.job
     new = replace(
         status,
@@ -89,9 +89,9 @@ def _document(view: View, old: api.Status, status: api.Status) -> api.Status:
 
 
 def _display(status: api.Status, *, silent: bool) -> api.Display:
-    """The texts of the printer columns. Nodes that completed count as well: a job that is about to end has lost none.
+    """Return the printer columns. Completed nodes count as ready, because a job about to end has lost none.
 
-    silent: whether rank 0 has not reported for so long that the time left is out of date.
+    silent: True if rank 0 has not reported for so long that its ETA is out of date.
     """
     nodes, progress, over = status.nodes or api.Nodes(), status.progress, status.state in TERMINAL
     counts_down = status.state == "Running" and not silent
@@ -144,7 +144,7 @@ def _condition(
 
 
 def _events(view: View, old: api.Status, new: api.Status, message: str) -> Iterator[Event]:
-    """One for each change of state or reason, and for what no state shows. message: without the remark."""
+    """One Event per change of state or reason, and for facts that no state shows. message: without the spec remark."""
     yield from _of_state(view, old, new, message)
     yield from _of_acceptance(view, old, new)
     yield from _of_agent_restarts(view, old, new)
@@ -164,14 +164,15 @@ def _of_state(view: View, old: api.Status, new: api.Status, message: str) -> Ite
         return
     if _is_news(old, new) and new.reason in reasons.ALL:
         reason = reasons.ALL[new.reason]
-        # Where nothing was left to stop, this is the first event of the failure.
+        # If no pod was left to stop, this is the failure's first Event.
         is_first = new.state == "Restarting" != old.state
         event = _event(replaced(reason, warning=True) if is_first else reason, message)
         yield replaced(event, is_routine=_is_routine(view, old, new))
 
 
 def _is_routine(view: View, old: api.Status, new: api.Status) -> bool:
-    """Whether the job just runs, or has just run. Of one that is deleted by its TTL the Event is what stays."""
+    """True if the job only started or completed normally. The end of a job with a TTL is not routine: only its Event
+    stays."""
     if new.attempt != 1 or new.restarts not in (None, api.Restarts()):
         return False
     if new.reason == reasons.ALL_NODES_RUN.name:
@@ -182,7 +183,7 @@ def _is_routine(view: View, old: api.Status, new: api.Status) -> bool:
 
 
 def _of_acceptance(view: View, old: api.Status, new: api.Status) -> Iterator[Event]:
-    """That the spec of a job has become invalid, or valid, where no change of its state shows it."""
+    """Yield an Event if the spec became invalid or valid and no change of state shows it."""
     before, after = find_condition(old, "Accepted"), find_condition(new, "Accepted")
     if after is None or (before is not None and (before.status, before.message) == (after.status, after.message)):
         return
@@ -194,15 +195,15 @@ def _of_acceptance(view: View, old: api.Status, new: api.Status) -> Iterator[Eve
 
 
 def _is_news(old: api.Status, new: api.Status) -> bool:
-    is_told = old.state == "Failing" and new.state == "Failed"  # why it fails was news when its pods began to stop
+    is_told = old.state == "Failing" and new.state == "Failed"  # its Event came when the pods began to stop
     return (old.state, old.reason) != (new.state, new.reason) and not (is_told and old.reason == new.reason)
 
 
 def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator[Event]:
-    """What an agent has restarted since the last reconcile: no state shows it, since it is over when it is reported."""
+    """Yield an Event for new restarts in place. No state shows them, because they are over when they are reported."""
     failure, count = new.last_failure, agent_restarts.count(new)
     if count > agent_restarts.count(old) and old.attempt == new.attempt and failure is not None:
-        # While another failure is being settled, that one is the last failure, and not what the agents have overcome.
+        # While another failure is being settled, lastFailure is that one, not the one that the agents recovered from.
         settling = is_broken(old) or is_broken(new)
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
         what = "" if settling else f"{sentences.sentence(failure)}{free}; "
@@ -214,7 +215,7 @@ def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator
 
 
 def _advisories(job: api.DDPJob) -> Iterator[Event]:
-    """What the user set and the job changes, or what may keep the ranks apart; sent once, with the first attempt."""
+    """Warn about fields that the job overrides, and what may keep ranks apart. Sent once, with the first attempt."""
     policy = job.spec.template["spec"].get("restartPolicy", "Never")
     if policy != "Never":
         yield _event(reasons.RESTART_POLICY_CHANGED, f"restartPolicy: {policy} becomes Never: {_BREAKS_THE_GROUP}")
@@ -236,7 +237,7 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
 
 
 def _not_counted(spec: api.Spec) -> str:
-    """What a job gets that says nothing else, where nobody can tell whether its devices are GPUs; "": nothing."""
+    """Name the "auto" settings that fall back to CPU because claimed devices cannot be identified; "" if none do."""
     if not podspec.claims_devices(spec.template) or launcher.facts(spec).gpus:
         return ""
     given = {

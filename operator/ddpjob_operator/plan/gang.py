@@ -1,6 +1,6 @@
-"""The rules of jobs whose pods are admitted all at once: by the scheduler (a gang), or by a queue before they are made.
+"""Rules for jobs whose pods are admitted together: by a gang scheduler, or by a queue before the pods are created.
 
-They know an adapter's table and of each group whether it is admitted, waits, or was evicted; nothing of any API.
+They use only the adapter table and each group's state (admitted, waiting, evicted); they know no Kubernetes API.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ASKED = "a place is asked for"
 
 
 def gang_chosen(view: View, status: api.Status) -> Decision | None:
-    """Who admits the pods of an attempt is decided before its first pod is made, and holds for all of them. A job that
-    waits in a queue may leave it."""
+    """Choose the scheduler or queue before an attempt's first pod; all its pods keep that choice. A waiting job may
+    still leave its queue."""
     if _is_stopping(view):
         return None
     attempt, gang = _upcoming(status), status.gang
@@ -40,13 +40,13 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
     if kind == "none" and not view.seen.gang_apis:
         return None if gang is None else Decision(replace(status, gang=None), goes_on=True)
     since = gang.waiting_since if gang is not None and (gang.kind, gang.attempt) == (kind, attempt) else None
-    # What an API server says may be of any length, and a status that is longer than the type allows is never read.
+    # The API server's text may be long. A status longer than its type allows could never be read again.
     new = api.Gang(kind=kind, attempt=attempt, why=why[: bounds.WHY_MAX], waiting_since=since)
     return Decision(replace(status, gang=new), goes_on=True) if new != gang else None
 
 
 def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
-    """A restart neither leaves a queue, whose quota the job holds, nor enters one, which would take its nodes away."""
+    """A restart never changes queues: leaving would lose its quota, and entering would lose its nodes."""
     kind, why = choice.choose(view.job, view.seen.gang_apis)
     had = status.gang.kind if status.gang is not None else "none"
     if not _is_begun(status) or kind == had:
@@ -60,15 +60,15 @@ def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
 
 
 def evicted(view: View, status: api.Status) -> Decision | None:
-    """A queue has taken its admission back, or its group is gone: all pods stop as for a suspension. Where the API of
-    the queue is away nobody knows, and the job goes on."""
+    """Stop all pods, as for a suspension, if the queue revoked admission or the group is gone. If the queue's API is
+    unavailable, admission is unknown and the job continues."""
     adapter = adapter_of(view, status)
     if adapter is None or not _decides(view, status, adapter):
         return None
     was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
     is_admitted = group is not None and _is_admitted(group)
     active = view.active_of_all_attempts
-    # What stops, stops, also where the queue has admitted the job again meanwhile.
+    # An eviction that has begun is finished, even if the queue has admitted the job again.
     if (is_admitted and not _is_stopping(view)) or (was_suspended and not active):
         return None
     why = "its group is gone" if group is None else group.admission.why
@@ -77,7 +77,7 @@ def evicted(view: View, status: api.Status) -> Decision | None:
 
 
 def is_to_stop(view: View, status: api.Status) -> bool:
-    """Whether the job is evicted once its failure is settled, if one is."""
+    """True if the job will be evicted (once any failure is settled)."""
     adapter = adapter_of(view, status)
     if adapter is None or not _decides(view, status, adapter):
         return False
@@ -86,17 +86,17 @@ def is_to_stop(view: View, status: api.Status) -> bool:
 
 
 def _decides(view: View, status: api.Status, adapter: Adapter) -> bool:
-    """Whether a queue decides about the pods that are there."""
+    """True if a queue decides about the pods that are there."""
     return adapter.admits_first and status.attempt > 0 and not _is_away(view, adapter)
 
 
 def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
-    """A job in a queue begins no attempt before it is admitted: no pod is there, and no deadline runs."""
+    """Create no pod before the queue admits the job. No deadline runs meanwhile."""
     adapter = adapter_of(view, status)
     if adapter is None or not adapter.admits_first or _is_begun(status):
         return None
     group = group_of(view, status)
-    # Where the API is away the admission may have been taken back meanwhile.
+    # Without the API we cannot know whether the admission was revoked.
     if group is not None and _is_admitted(group) and not _is_away(view, adapter):
         return None
     text, again_at = _why_not_admitted(view, adapter, group)
@@ -117,7 +117,7 @@ def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
 
 
 def adapter_of(view: View, status: api.Status) -> Adapter | None:
-    """Who admits the pods; None: nobody, or one that this version does not know."""
+    """Return the adapter that admits the pods; None if there is none, or this version does not know it."""
     return view.settings.adapters.get(status.gang.kind) if status.gang is not None else None
 
 
@@ -127,7 +127,7 @@ def _is_queue(view: View, kind: choice.Kind) -> bool:
 
 
 def group_of(view: View, status: api.Status) -> ObservedGroup | None:
-    """The job's own group for the pods of the attempt that is, or begins next."""
+    """Return the job's group for the pods of the current attempt, or of the next if none is running."""
     adapter = adapter_of(view, status)
     if adapter is None:
         return None
@@ -137,20 +137,20 @@ def group_of(view: View, status: api.Status) -> ObservedGroup | None:
 
 
 def is_forgotten(view: View, status: api.Status) -> bool:
-    """Whether nobody knows how many pods the job's queue has admitted: its API is away, and has been since this
-    operator began."""
+    """True if the number of admitted pods is unknown, because the queue's API has been unavailable since this operator
+    started."""
     adapter = adapter_of(view, status)
     return adapter is not None and adapter.admits_first and _is_away(view, adapter) and group_of(view, status) is None
 
 
 def names_nodes(view: View, status: api.Status) -> bool:
-    """Whether a queue has named the node of each pod: one that is to stay away from its node fits nowhere."""
+    """True if the queue assigns each pod its node. Such a pod fits nowhere else, so node avoidance cannot apply."""
     group = group_of(view, status)
     return group is not None and group.placement.names_nodes
 
 
 def to_create(view: View, status: api.Status) -> tuple[CreateGroup, ...]:
-    """The group that pods which are to be placed need and do not find."""
+    """Return the group to create for pods that need one and have none."""
     adapter = adapter_of(view, status)
     if adapter is None or group_of(view, status) is not None or unavailable(view, status):
         return ()
@@ -158,19 +158,19 @@ def to_create(view: View, status: api.Status) -> tuple[CreateGroup, ...]:
 
 
 def unavailable(view: View, status: api.Status) -> str:
-    """Why the gang that was chosen cannot be had; empty: it can, is there, or none is asked for."""
+    """Return why the chosen gang is unavailable; "" if it is available, exists already, or no gang is wanted."""
     if status.gang is None or status.gang.kind == "none" or group_of(view, status) is not None:
         return ""
     return choice.unavailable(status.gang.kind, view.seen.gang_apis)
 
 
 def unneeded(view: View) -> tuple[DeleteGroup, ...]:
-    """Groups that no pod needs any more: those of attempts that are over and, of a job that has ended, is suspended or
-    cannot begin because its spec is invalid, all. Only what is recorded counts, and only once the pods of the group
-    have ended. Where their API is away they may come back with it."""
+    """Return the groups to delete: those of finished attempts, and all groups of a job that has ended, is suspended, or
+    cannot start because its spec is invalid. Go by the recorded status, and wait until the group's pods have ended.
+    Keep groups whose API is unavailable, because they may return with it."""
     recorded = view.recorded
     is_held = view.spec.suspend and recorded.state == "Suspended"
-    # It would be admitted, and nobody could use its quota until the spec is mended.
+    # Otherwise it would be admitted and hold quota that nobody can use until the spec is fixed.
     is_held |= bool(view.problems) and not _is_begun(recorded)
     over = recorded.state in TERMINAL or is_held
     gang = recorded.gang or api.Gang(kind="none")
@@ -180,10 +180,10 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
         adapter = view.settings.adapters.get(group.adapter)
         is_present = group.adapter == gang.kind and group.attempt in (0, recorded.attempt)
         is_next = group.attempt > recorded.attempt
-        # Pods of an attempt that began after the job has left the queue do not use its quota.
+        # Pods of attempts that began after the job left the queue do not use its quota.
         its = active if is_present else {attempt for attempt in active if attempt < gang.attempt}
         in_use = bool(its) if group.attempt == 0 else group.attempt in active
-        # What a queue was told of a job that is over stays with it; quota is held no more.
+        # A queue keeps the result of a finished job; that group holds no quota any more.
         stays = adapter is not None and adapter.admits_first and recorded.state in TERMINAL and is_present
         is_over = (over and not stays) or not (is_present or is_next)
         may_go = adapter is not None and not _is_away(view, adapter) and not group.deletion_requested
@@ -193,8 +193,8 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
 
 
 def to_tell(view: View) -> tuple[TellGroup, ...]:
-    """What a queue does not know yet. That its quota is free is told only when no pod of the job is left that uses it,
-    and only of what is recorded."""
+    """Return the news for the queue. Quota is returned only after the last pod that uses it has ended, and only if the
+    recorded status says so."""
     recorded, adapter = view.recorded, adapter_of(view, view.recorded)
     group = group_of(view, recorded)
     if adapter is None or not adapter.admits_first or group is None or _is_away(view, adapter):
@@ -211,7 +211,7 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
         ended = not view.active_of_all_attempts and not group.is_over
         return ("succeeded" if recorded.state == "Succeeded" else "failed") if ended else None
     if group.admission.holds_quota:
-        # A pod whose creation was not answered is found before a job is recorded as suspended without pods.
+        # A job is recorded as suspended only after pods from unanswered create requests were found.
         is_stopped = recorded.state == "Suspended" or not recorded.attempt
         return "quota returned" if is_stopped and not view.active_of_all_attempts else None
     if group.admission.state != "admitted" or (recorded.state == "Running") == group.is_ready:
@@ -220,15 +220,16 @@ def _news(view: View, group: ObservedGroup) -> Tell | None:
 
 
 def retry_at(view: View) -> dt.datetime | None:
-    """When a queue is told again what it refused to hear."""
+    """Return when to retry an update that the queue's API refused."""
     adapter, group = adapter_of(view, view.recorded), group_of(view, view.recorded)
     refused = _refused(view, adapter, group.name) if adapter is not None and group is not None else None
     return refused.retry_at if refused is not None else None
 
 
 def why_waiting(view: View, status: api.Status, unplaced: int, scheduler: str) -> str:
-    """Why the scheduler places none of a gang's pods: its own sentence, and who has the nodes. scheduler: what it says
-    of the pods; of a group it says only that no placement was found, which matters where there are several."""
+    """Say why the scheduler places no pod of the gang, and which jobs hold the nodes.
+
+    scheduler: its text about the pods. Its text about the group matters only with a topology key."""
     group = group_of(view, status)
     of_group = group.admission.why if group is not None and view.spec.topology_key else ""
     why = "; ".join(dict.fromkeys(text for text in (of_group, scheduler) if text))
@@ -246,22 +247,22 @@ def _held_by(neighbours: Mapping[str, int]) -> str:
 
 
 def _why_not_admitted(view: View, adapter: Adapter, group: ObservedGroup | None) -> tuple[str, dt.datetime | None]:
-    """Why a queue has not admitted the job, and when to try again; empty: its group is still to be made."""
+    """Return why the queue has not admitted the job, and when to retry; "" if its group must still be created."""
     if why := choice.unavailable(adapter.name, view.seen.gang_apis):
         return why, None
     name = adapter.group_name(view.job, _upcoming(view.recorded))
     if refused := _refused(view, adapter, name):
         return f"{adapter.kind} {name} was refused: {refused.message}", refused.retry_at
     if group is not None:
-        why = group.admission.why or ASKED  # the same text as before its creation, for each is a write
+        why = group.admission.why or ASKED  # same text as before the group existed: each change is a write
         return f"{_place(group.admission.place)}{why}", None
     taken = [c for c in view.conflicts if (c.kind, c.name) == (adapter.resource, name)]
     return (f"a {adapter.resource} named {name} is not this job's. Delete it" if taken else ""), None
 
 
 def _place(place: int | None) -> str:
-    """Far from the front a place is rounded, because each text is a write of the status, and who comes to the front
-    moves all others."""
+    """Round places far from the front. Otherwise each job that reaches the front would change the text, and so write
+    the status, of all jobs behind it."""
     if place is None:
         return ""
     step = 10 ** (len(str(place)) - 1)
@@ -269,7 +270,7 @@ def _place(place: int | None) -> str:
 
 
 def _refused(view: View, adapter: Adapter, name: str) -> Refusal | None:
-    """What the API server refused of a group, while it is too early to try again."""
+    """Return the API server's refusal of this group, if it is too early to retry."""
     of_group = (r for r in view.seen.refusals if (r.kind, r.name) == (adapter.resource, name))
     return next((r for r in of_group if r.retry_at > view.now), None)
 
@@ -279,10 +280,10 @@ def _is_away(view: View, adapter: Adapter) -> bool:
 
 
 def _is_outdated(view: View, adapter: Adapter, group: ObservedGroup) -> bool:
-    """Whether a group that holds no quota asks for other pods, another queue, priority or topology than the job, or
-    was told that the job is over."""
+    """True if a group without quota no longer matches the job's pods, queue, priority or topology, or was already
+    reported as finished."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
-    # A new group would go on where somebody has stopped the one that is there.
+    # A replacement would restart a group that an administrator has stopped.
     if adapter.admits_first and group.asked and not group.admission.stopped:
         differs |= group.asked != kueue.asks(view.job)
     return (differs or group.is_over) and not group.admission.holds_quota and not _is_away(view, adapter)
@@ -297,12 +298,12 @@ def _own(view: View) -> list[ObservedGroup]:
 
 
 def _upcoming(status: api.Status) -> int:
-    """The attempt that is, or of a job that has not begun or is suspended the one that begins next."""
+    """Return the current attempt; the next one if the job has not started or is suspended."""
     return status.attempt if status.attempt and status.state != "Suspended" else status.attempt + 1
 
 
 def _is_stopping(view: View) -> bool:
-    """Whether pods stop because a queue has evicted the job: what becomes of it is decided when the last has ended."""
+    """True while pods of an evicted job are still stopping. The next choice waits for the last of them."""
     recorded = view.recorded
     is_evicted = recorded.state == "Suspended" and recorded.reason == reasons.EVICTED.name
     return is_evicted and bool(view.active_of_all_attempts)
@@ -313,14 +314,14 @@ def _is_begun(status: api.Status) -> bool:
 
 
 def _is_queued(view: View, status: api.Status) -> bool:
-    """Whether the job waits in a queue, and none of its pods is there."""
+    """True if the job waits in a queue and has no pods."""
     adapter = adapter_of(view, status)
     waits = adapter is not None and adapter.admits_first and not _is_begun(status)
     return waits and not view.active_of_all_attempts
 
 
 def _has_pods(view: View, status: api.Status) -> bool:
-    """Whether pods of this attempt were made already."""
+    """True if pods of this attempt were made already."""
     if _upcoming(status) != status.attempt:
         return False
     return bool(view.pods or view.deleted_pods or status.started)

@@ -1,9 +1,10 @@
-"""The group restart: an attempt is broken, all its pods are stopped, and the next attempt starts or the job fails.
+"""The group restart: when one rank is lost, all pods stop; then the next attempt starts, or the job fails.
 
-Three reconciles, each by what is recorded: `attempt_broken` records the trigger; `restarting` stops the pods that still
-run, and when the last one has ended (or its node is lost) settles the cause, because peers often report "connection
-closed" before the out-of-memory kill behind it is known; then the next attempt is in the status, and the rules of
-startup.py make its pods.
+It takes three reconciles, each driven by the recorded status:
+1. `attempt_broken` records the trigger.
+2. `restarting` stops the other pods. When the last has ended, or its node is lost, it settles the cause. It waits
+   because peers often report "connection closed" before the out-of-memory kill behind it is known.
+3. The status has the next attempt, and the rules of startup.py create its pods.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from ddpjob_operator.plan.settlement import Settled, context, failure_of, is_aga
 from ddpjob_operator.plan.transitions import enter, new_attempt, with_failure, with_idle
 from ddpjob_operator.plan.view import View, name_pods
 
-# An agent in the pod finds a stall itself, and restarts in place: what takes longer has no agent that can.
+# Agents in the pods find stalls themselves and restart in place. After this time, the operator steps in.
 AGENT_FIRST = dt.timedelta(seconds=60)
-# A node that has failed is called not ready, or its object is deleted, within this time.
+# A failed node is marked not ready, or its object deleted, within this time.
 UNHEARD = dt.timedelta(seconds=60)
-# Who complains sooner has not waited in vain: a script that fails at once would be started again and again for free.
+# Earlier connection errors count as failures; otherwise a script that fails at once would be restarted for free.
 GIVES_UP_AFTER_SECONDS = 60
 _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
     "BackoffLimitExceeded": (reasons.BACKOFF_LIMIT_EXCEEDED, "{gave_up}"),
@@ -51,7 +52,7 @@ _WHY_IT_STOPS: dict[budget.Stop, tuple[Reason, str]] = {
 
 
 def attempt_broken(view: View, status: api.Status) -> Decision | None:
-    """One rank is lost, so the group is broken: the others would hang in a collective until their time-out."""
+    """Break the attempt if a rank is lost. Otherwise the others would hang in a collective until their time-out."""
     trigger = next(_triggers(view, status), None)
     if trigger is None:
         return None
@@ -60,18 +61,18 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
     status = with_failure(with_idle(status, _idle_since(view, status, failure)), failure, text)
     agents_wait = view.facts.restarts_in_place
     if not view.active and not agents_wait:
-        # Nothing is left to stop or to wait for, so the trigger is all the evidence there will be: one reconcile, and
-        # one event. The attempt ends first, since the time that it trained is counted when its state changes.
+        # No other pod is left to wait for, so no more evidence will come: settle in one reconcile, with one Event. End
+        # the attempt first, because its training time is counted when the state changes.
         ended = enter(status, "Restarting", reason, text, view.now)
         return _next_attempt(view, ended, settle(view, ended, failure))
-    # Where agents wait in the other pods, the next reconcile decides whether these stop (pod_replacement.py).
+    # If agents are waiting in the other pods, the next reconcile decides whether those stop (pod_replacement.py).
     message = text + _open_question(failure) if agents_wait else _ending(view, text, failure)
     return Decision(enter(status, "Restarting", reason, message, view.now))
 
 
 def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.datetime | None:
-    """Since when a group whose node is lost has not trained: its ranks wait in a collective. From the last report of a
-    step on, and not from before its node can have failed, because a step may take long."""
+    """Return when a group with a lost node stopped training, because its ranks wait in a collective: at the last
+    reported step, but not before the node can have failed, because one step may take long."""
     progress, place = status.progress, view.members.place(failure.node_rank)
     pod = None if place is None else view.known_pods.get(place)
     if failure.reason not in (root_cause.NODE_LOST, "DeletionByPodGC") or progress is None or pod is None:
@@ -83,9 +84,8 @@ def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.d
 
 
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
-    """Pods have waited in vain for those whose trainer has not started, as torchrun does for ten minutes: they find no
-    node, or their image takes long. Nothing has failed: all pods are made again, and startDeadlineSeconds counts from
-    the first try."""
+    """Recreate all pods if running ones gave up waiting for the late ones (no node, or a slow image pull). torchrun
+    waits ten minutes. This is not a failure, and startDeadlineSeconds still counts from the first try."""
     started = status.started
     late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
     if not late or view.is_enough(status.started) or view.facts.restarts_in_place:
@@ -115,28 +115,28 @@ def _why_late(view: View, status: api.Status, late: Sequence[Pod]) -> tuple[Reas
 
 
 def restarting(view: View, status: api.Status) -> Decision | None:
-    """The attempt is recorded as broken, and its failure is not settled."""
+    """Continue a broken attempt whose failure is not settled yet."""
     first = unsettled_failure(view.recorded)
     return None if first is None else restart_all(view, status, first, settle(view, status, first))
 
 
 def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: Settled) -> Decision:
-    """Stop what is left of a broken attempt; when nothing is, start the next one or fail. first: the failure as it is
-    recorded; settled: its cause by what is known now."""
+    """Stop what is left of a broken attempt; when all has ended, start the next one or fail.
+
+    first: the failure as recorded. settled: its cause as known now."""
     if not view.active:
         return _next_attempt(view, status, settled)
-    # A pod that is ended from outside gets its full grace to save, so its peers get theirs: they stop at one agreed
-    # step.
+    # A pod that is evicted gets its full grace to save. Its peers get theirs too, so that all stop at one agreed step.
     grace = None if view.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(view.spec)
     text = sentences.sentence(settled.cause)
     actions, again_at = kept_log.stop(view, first, view.active, grace)
-    # The cause is recorded at each reconcile, because the evidence of a pod goes with its object.
+    # Record the cause at each reconcile: a pod's evidence disappears with its object.
     message = _ending(view, text, settled.cause)
     return Decision(replace(with_failure(status, settled.cause, text), message=message), actions, again_at)
 
 
 def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
-    """All pods have ended: start again, or fail."""
+    """Start the next attempt, or fail the job."""
     charged, verdict = settled.status(view, status), settled.verdict
     if not verdict.restart:
         reason, why = _why_it_stops(view, settled.failure, verdict)
@@ -148,7 +148,7 @@ def _next_attempt(view: View, status: api.Status, settled: Settled) -> Decision:
 
 
 def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
-    """What shows that this attempt cannot go on, the strongest evidence first. The cause may be another one."""
+    """Yield what shows that this attempt is broken, strongest evidence first. The cause may turn out to be another."""
     ended = (*_failed(view, status), *_gone(view, status))
     yield from sorted(ended, key=lambda trigger: root_cause.precedence_of(trigger[1]))
     yield from _stopped_from_outside(view, status)
@@ -158,7 +158,7 @@ def _triggers(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobF
 
 def _failed(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFailure]]:
     if failed := view.failed(status):
-        # The operator has requested no deletion in this attempt: who else did may explain what failed.
+        # The operator has deleted no pod in this attempt, so a deletion by somebody else may explain the failure.
         pods = [*failed, *(p for p in view.active if p.deletion_requested_at is not None)]
         failure = root_cause.root_cause(context(view, status), pods)
         reason = reasons.NODE_LOST if failure.reason == "DeletionByPodGC" else reasons.RANK_FAILED
@@ -207,7 +207,7 @@ def _stalled(view: View, status: api.Status) -> Iterator[tuple[Reason, api.JobFa
         return
     failure = failure_of(view, status, place, root_cause.STALLED)
     what = abridged(finding.what(), root_cause.EXCEPTION_MAX)
-    # Of a node only the first rank reports, and another one may be what it waits for.
+    # Only the first rank of a node reports, and it may be waiting for another rank of that node.
     rank = finding.rank if topology.nproc_per_node(view.spec) == 1 else None
     yield reasons.STALLED, replace(failure, rank=rank, step=finding.step, exception=what)
 
@@ -242,12 +242,12 @@ def _going_on(view: View, settled: Settled, attempt: int) -> str:
 
 
 def files_stay(view: View) -> bool:
-    """Whether a new pod finds the checkpoints of the one before it."""
+    """True if a new pod finds the checkpoints of the previous one."""
     return podspec.files_outlive_a_pod(view.spec.template, elsewhere=view.settings.keeps_files)
 
 
 def from_step(status: api.Status, *, kept: bool) -> str:
-    """`, from step 500` of a restart; empty where no checkpoint was reported. kept: whether it is still there."""
+    """Return `, from step 500`; "" if no checkpoint was reported. kept: True if the checkpoint still exists."""
     step = saved_step(status)
     if step is None:
         return ""
@@ -255,7 +255,7 @@ def from_step(status: api.Status, *, kept: bool) -> str:
 
 
 def charge(view: View, verdict: rules.Verdict) -> str:
-    """What a restart costs, in words."""
+    """Describe what a restart is charged to."""
     history = verdict.history
     if verdict.charged_to == "application":
         used = budget.counted(history, budgets.limits(view.spec), view.now)

@@ -1,8 +1,8 @@
-"""The one pod of a group that is stopped whose log says why: it is ended so that its object stays, with its log.
+"""Stop the one pod whose log explains a stall or a deadline, but keep its object, so that `kubectl logs` still works.
 
-A pod whose activeDeadlineSeconds are over is ended by its kubelet as by a delete (SIGTERM, the pod's own grace,
-SIGKILL), as Failed with the reason DeadlineExceeded, and stays. The API server takes that field also for a pod that
-runs, as long as it becomes less (pkg/apis/core/validation, ValidatePodUpdate).
+A kubelet ends a pod past its activeDeadlineSeconds as a delete would (SIGTERM, grace, SIGKILL), but keeps the object,
+as Failed with reason DeadlineExceeded. The API server lets this field be set or lowered on a running pod
+(pkg/apis/core/validation, ValidatePodUpdate).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from ddpjob_operator.plan.settlement import failure_of, with_log
 from ddpjob_operator.plan.transitions import with_failure
 from ddpjob_operator.plan.view import View
 
-# What a kubelet takes to receive the deadline, and to report the end of the pod.
+# Time for a kubelet to receive the deadline, and to report that the pod has ended.
 KUBELET_SECONDS = 10
-# A job whose pods may take an hour to save must not wait so long for one that hangs.
+# A job with an hour of grace to save must not wait that long for a rank that hangs.
 GRACE_SECONDS_MAX = 60
 
 
 def stop(
     view: View, first: api.JobFailure | None, pods: Sequence[Pod], grace_seconds: int | None
 ) -> tuple[tuple[DeletePod | EndPod, ...], dt.datetime | None]:
-    """Stop these pods, and when to check them again. first: what is recorded as the reason for it."""
+    """Return the actions that stop these pods, and when to check again. first: the failure recorded as the reason."""
     kept = first.pod if first is not None and first.reason in root_cause.KEEPS_ITS_LOG else None
     last = next(
         (p for p in pods if p.name == kept and p.deletion_requested_at is None and p.uid not in view.lost), None
@@ -39,10 +39,10 @@ def stop(
         return view.stop(pods, grace_seconds), None
     grace = podspec.grace_seconds(view.spec.template)
     grace = min(grace, GRACE_SECONDS_MAX) if first.reason == root_cause.STALLED else grace
-    # The clock may have been set back since it was recorded; times.py keeps that of the state from being ahead.
+    # The clock may have been set back since; times.py ensures that state_time is not in the future.
     until = min(first.time, view.recorded.state_time or first.time) + dt.timedelta(seconds=KUBELET_SECONDS + grace)
     if view.now >= until:
-        # Neither its kubelet nor its process has answered, so its log is given up and the pod deleted.
+        # Neither the kubelet nor the process has answered: give up the log and delete the pod.
         return view.stop(pods, restart_grace_seconds(view.spec)), None
     others = view.stop([p for p in pods if p is not last], grace_seconds)
     end = EndPod(last.name, last.uid, restart_grace_seconds(view.spec) if grace_seconds is not None else None)
@@ -50,8 +50,8 @@ def stop(
 
 
 def with_deadline(view: View, status: api.Status) -> api.Status:
-    """The status with the rank that was furthest behind when activeDeadlineSeconds were over: people set them against
-    hangs. None is named where no trainer runs, or where a failure is being settled: that one says more."""
+    """Name the rank that was furthest behind when activeDeadlineSeconds passed, because users set that field against
+    hangs. Name none if no trainer is running, or if a failure is being settled, which explains more."""
     running = {p.place: p for p in view.active if p.trainer.state == "running"}
     if not running or is_broken(view.recorded):
         return status
@@ -62,7 +62,7 @@ def with_deadline(view: View, status: api.Status) -> api.Status:
 
 
 def with_end_at_deadline(view: View, status: api.Status) -> api.Status:
-    """The same once its pod has ended, with the end of its log."""
+    """Add the end of the log to that failure, once its pod has ended."""
     failure = view.recorded.last_failure
     if failure is None or failure.reason != root_cause.DEADLINE or failure.failure_class:
         return status

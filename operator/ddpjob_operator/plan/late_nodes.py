@@ -1,8 +1,8 @@
-"""Nodes of an elastic job that started when its training was about to end: they have joined no group, and fail nothing.
+"""Nodes of an elastic job that started just before training ended. They joined no group, so their failure is ignored.
 
-That a node has trained cannot be seen where its ranks report nothing, and a success too many is a wrong result, while a
-restart too many costs only time. So a node counts as late only where it complains of its peers, or says nothing, and
-where its start agrees with that: after the last call of the others, and shortly before they completed.
+Without reports nobody can see whether a node has trained. A false success is worse than a needless restart. So a node
+counts as late only if it reports a lost peer or nothing at all, and if its start time fits: after the others' last
+call, and shortly before they completed.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.settlement import context
 from ddpjob_operator.plan.view import View
 
-# No torchrun waits longer for its group (join_timeout, environment.py).
+# The longest that torchrun waits for its group (join_timeout, pods/environment.py).
 JOIN_SECONDS = 900
-# How long torchrun waits for more nodes once the least are there (last_call_timeout of its c10d rendezvous).
+# torchrun waits this long for more nodes once it has the minimum: "last_call" in RendezvousTimeout._DEFAULT_TIMEOUTS,
+# torch/distributed/elastic/rendezvous/dynamic_rendezvous.py (torch 2.13).
 LAST_CALL_SECONDS = 30
-# A torchrun is imported within a minute, also from a slow file system. One that ends without a word has shown less.
+# Importing torch takes at most a minute, even from a slow file system.
 IMPORT_SECONDS = 60
 
 
 def late(view: View, status: api.Status) -> Set[int]:
-    """The places that have started and failed, and were in no group when the training ended. status: with the nodes
-    that have started and completed until now."""
+    """Return the places that started and failed but had joined no group when training ended.
+
+    status: with the nodes that have started and completed so far."""
     completed, started = status.completed, status.started
-    # What was seen to fail before the others completed may have been one of them.
+    # A node that failed before the others completed may have been in their group.
     if not view.is_elastic or not view.is_enough(status.completed) or is_broken(view.recorded):
         return set()
     if not completed <= set(view.known_pods):
@@ -41,7 +43,7 @@ def late(view: View, status: api.Status) -> Set[int]:
 
 
 def _is_late(view: View, status: api.Status, pod: Pod, others: Sequence[Pod]) -> bool:
-    """others: the pods that have completed. Clocks of nodes differ by less than a last call takes."""
+    """others: the completed pods. Assumes that node clocks differ by less than LAST_CALL_SECONDS."""
     starts = [_started_at(other) for other in others]
     ends = [other.trainer.ended_at for other in others if other.trainer.ended_at is not None]
     begun = max((start for start in starts if start is not None), default=None)
@@ -52,13 +54,13 @@ def _is_late(view: View, status: api.Status, pod: Pod, others: Sequence[Pod]) ->
 
 
 def _started_at(pod: Pod) -> dt.datetime | None:
-    """When its container started; where that is not known, when it got its node."""
+    """Return when the container started or, if unknown, when the pod got its node."""
     return pod.trainer.started_at or pod.scheduled_at
 
 
 def _late_by(view: View, status: api.Status, pod: Pod) -> int:
-    """How many seconds before the end a node may have started that ended like this and had not joined; 0: it failed by
-    itself, or was ended from outside."""
+    """Return how many seconds before the end a node may have started that failed like this without joining. 0: it
+    failed by itself or was stopped from outside."""
     failure = root_cause.root_cause(context(view, status), [pod])
     precedence = root_cause.precedence_of(failure)
     if precedence == Precedence.SYMPTOM:
@@ -68,7 +70,7 @@ def _late_by(view: View, status: api.Status, pod: Pod) -> int:
 
 
 def _has_reported(view: View, status: api.Status, pod: Pod) -> bool:
-    """Whether a rank of it has: ranks start when their node has joined."""
+    """True if a rank of this pod has reported, which means that its node had joined."""
     node_rank = view.members.node_rank(pod.place)
     reports = (r.node_rank for r in view.seen.reports.values() if r.attempt in (0, status.attempt))
     return node_rank in {*reports, *(tracker.node_rank for tracker in view.trackers.values())}

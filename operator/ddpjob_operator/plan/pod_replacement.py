@@ -58,7 +58,7 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
 
 
 def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int], lost: list[int]) -> bool:
-    """Whether one of the pods that wait was in the newest generation of ranks: one of those with which the attempt
+    """True if one of the pods that wait was in the newest generation of ranks: one of those with which the attempt
     began, or one in the place of a lost one whose ranks have been started, as their reports show.
 
     A pod that has not run beside a lost one that has was perhaps not of the first: a pod that ran and was lost while
@@ -81,7 +81,7 @@ def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int]
 
 
 def _group_ended(pod: Pod) -> bool:
-    """Whether its agent ended because the group did: then no restart in place follows, and its peers end as well."""
+    """True if its agent ended because the group did: then no restart in place follows, and its peers end as well."""
     message = termination_message.read_message(pod.trainer.message)
     return message is not None and message.ended
 

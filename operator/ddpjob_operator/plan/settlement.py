@@ -88,7 +88,7 @@ def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
 
 
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
-    """Whether the torchrun of an elastic job ended by itself because of a failed rank: it does so with 1, when it has
+    """True if the torchrun of an elastic job ended by itself because of a failed rank: it does so with 1, when it has
     restarted its ranks as often as it may (PET_MAX_RESTARTS: all that the application had left, or --max-restarts)."""
     place = view.members.place(cause.node_rank)
     pod = None if place is None else view.known_pods.get(place)
@@ -198,7 +198,7 @@ def _was_made_after(pod: Pod, ended: Pod) -> bool:
 
 
 def _has_trained_before(status: api.Status) -> bool:
-    """Whether an attempt before the present one has trained: then its image, command and modules were right once."""
+    """True if an attempt before the present one has trained: then its image, command and modules were right once."""
     if status.furthest_step:
         return True
     begun, ended = status.running_time, status.state_time
@@ -208,7 +208,7 @@ def _has_trained_before(status: api.Status) -> bool:
 
 
 def _never_starts(status: api.Status, failure: api.JobFailure, history: budget.RestartHistory) -> bool:
-    """Whether other nodes were tried often enough, for a job that has never trained."""
+    """True if other nodes were tried often enough, for a job that has never trained."""
     tried_often = history.uncharged_in_a_row >= rules.STARTS_MAX
     return tried_often and root_cause.cannot_start(failure) and not _has_trained_before(status)
 
@@ -225,7 +225,7 @@ def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.
 
 
 def _only_complaints(view: View, status: api.Status, failure: api.JobFailure) -> bool:
-    """Whether nothing but the complaints of its ranks says why an attempt has ended: neither a node that did not report
+    """True if nothing but the complaints of its ranks says why an attempt has ended: neither a node that did not report
     for a while, nor too few nodes that ever ran, so that a rank has waited in vain for one that has no GPU yet."""
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
     return failure.reason == root_cause.PEER_LOST and not is_explained

@@ -19,14 +19,14 @@ _WHY_MAX = 300
 
 
 def is_managed(raw: Mapping[str, Any]) -> bool:
-    """Whether this operator manages it: not where it is being deleted, or another controller manages it."""
+    """True if this operator manages it: not where it is being deleted, or another controller manages it."""
     spec = raw.get("spec")
     by_another = isinstance(spec, Mapping) and bool(spec.get("managedBy"))
     return not by_another and not raw["metadata"].get("deletionTimestamp")
 
 
 def is_reported(raw: Mapping[str, Any]) -> bool:
-    """Whether the status reports already that it cannot be read."""
+    """True if the status reports already that it cannot be read."""
     status = raw.get("status")
     conditions = status.get("conditions") if isinstance(status, Mapping) else None
     accepted = [c for c in conditions if _is_accepted(c)] if isinstance(conditions, list) else []

@@ -36,7 +36,7 @@ class Unreachable:
     lost_at: dt.datetime | None
     """When it is given up; None while most nodes are not ready."""
     gone: bool
-    """Whether its node's object was deleted."""
+    """True if its node's object was deleted."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +125,12 @@ class View:
 
     @cached_property
     def hands_over_exit_code(self) -> bool:
-        """Whether exit code 0 proves that the last launcher of the command has ended with 0."""
+        """True if exit code 0 proves that the last launcher of the command has ended with 0."""
         return exit_codes.is_handed_over(self.facts.command)
 
     @cached_property
     def is_elastic(self) -> bool:
-        """Whether the group trains with fewer nodes than all."""
+        """True if the group trains with fewer nodes than all."""
         return self.facts.min_nodes is not None
 
     def is_enough(self, places: Set[int]) -> bool:
@@ -143,7 +143,7 @@ class View:
         return is_all if least is None else len(present) >= least and self.members.leader in present
 
     def trains_with_fewer(self, status: api.Status) -> bool:
-        """Whether an elastic job has enough nodes: it waits for no other, and no other that ends breaks it."""
+        """True if an elastic job has enough nodes: it waits for no other, and no other that ends breaks it."""
         return self.is_elastic and self.is_enough(status.started)
 
     def participants(self, status: api.Status) -> Set[int]:
@@ -151,7 +151,7 @@ class View:
         return status.started.intersection(self.members) if self.is_elastic else set(self.members)
 
     def comes_too_late(self, status: api.Status, place: int) -> bool:
-        """Whether an elastic job had ended its training when the node started: it finds no group to join."""
+        """True if an elastic job had ended its training when the node started: it finds no group to join."""
         has_started = place in status.started
         return self.is_elastic and bool(status.completed_nodes) and not has_started
 
@@ -272,12 +272,12 @@ def _as_it_counts(pod: Pod, spec: api.Spec, now: dt.datetime) -> Pod:
 
 
 def is_present(pod: Pod, status: api.Status) -> bool:
-    """Whether it is the pod that counts of its place, in the present attempt."""
+    """True if it is the pod that counts of its place, in the present attempt."""
     return _number(pod) == _present_number(status, pod.place)
 
 
 def is_over(pod: Pod, status: api.Status) -> bool:
-    """Whether another pod has taken its place."""
+    """True if another pod has taken its place."""
     return _number(pod) < _present_number(status, pod.place)
 
 
@@ -356,7 +356,7 @@ def next_loss(view: View) -> dt.datetime | None:
 
 
 def is_stale(job: api.DDPJob, seen: Observed) -> bool:
-    """Whether there are pods of a newer attempt than the status knows, so that the status that was read is an old one.
+    """True if there are pods of a newer attempt than the status knows, so that the status that was read is an old one.
 
     An empty status is not old but lost, or a write that follows will conflict, which costs nothing.
     """
@@ -370,12 +370,12 @@ def owned(job: api.DDPJob, seen: Observed) -> list[Pod]:
 
 
 def is_own(pod: Pod, job: api.DDPJob) -> bool:
-    """Whether this job made it."""
+    """True if this job made it."""
     return bool(job.metadata.uid) and pod.owner_uid == job.metadata.uid
 
 
 def is_of_deleted_job(pod: Pod, job: api.DDPJob) -> bool:
-    """Whether a deleted job of the same name made it: of two jobs of one name only one can exist."""
+    """True if a deleted job of the same name made it: of two jobs of one name only one can exist."""
     return pod.job == job.metadata.name and bool(pod.owner_uid) and not is_own(pod, job)
 
 

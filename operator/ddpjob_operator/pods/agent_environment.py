@@ -45,7 +45,7 @@ def _grant(job: api.DDPJob) -> Grant:
 
 
 def was_out_of_memory(status: api.Status) -> bool:
-    """Whether the kernel has killed a pod for its memory since the job was started or resumed, as far as the last
+    """True if the kernel has killed a pod for its memory since the job was started or resumed, as far as the last
     failures show it.
 
     The state in memory counts against the limit, and is reserved when there is room for it: a training that needs that
@@ -58,7 +58,7 @@ def was_out_of_memory(status: api.Status) -> bool:
 
 
 def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
-    """Whether the nodes measure each other before their ranks start.
+    """True if the nodes measure each other before their ranks start.
 
     OnRestart needs two nodes at least, because a node is slow only compared with another.
     """

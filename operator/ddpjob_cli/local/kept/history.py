@@ -43,7 +43,7 @@ class StatusChange(msgspec.Struct, rename="camel", omit_defaults=True, frozen=Tr
     generation: int = 0
     """Restarts in place since the attempt began."""
     training: bool = False
-    """Whether the ranks that run have reported a step."""
+    """True if the ranks that run have reported a step."""
     reason: str = ""
     message: str = ""
 

@@ -91,7 +91,7 @@ def folders(base: Path | None = None) -> Iterator[tuple[str, Path]]:
 
 
 def is_running(run: Path) -> bool:
-    """Whether the process that runs a job in this folder lives."""
+    """True if the process that runs a job in this folder lives."""
     try:
         lock = os.open(run / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -146,7 +146,7 @@ def _mark(run: Path, job: str) -> None:
 
 
 def _is_marked(run: Path, job: str) -> bool:
-    """Whether a run of this job has made this very folder."""
+    """True if a run of this job has made this very folder."""
     with contextlib.suppress(OSError):
         status = run.lstat()
         return stat.S_ISDIR(status.st_mode) and _has_mark(run, job, run.name, status.st_ino)

@@ -60,17 +60,17 @@ class LocalPod:
     """When that came."""
     deletion_requested_at: dt.datetime | None = None
     ended_first: bool = False
-    """Whether it had ended before its supervisor was requested to stop it."""
+    """True if it had ended before its supervisor was requested to stop it."""
     known: Pod | None = None
     """What the plan has last seen of it."""
     seen_ended: bool = False
-    """Whether the plan has seen its end: a deleted pod is removed only then, so that its end is never missed."""
+    """True if the plan has seen its end: a deleted pod is removed only then, so that its end is never missed."""
     open: set[int] = field(default_factory=set)
     """Descriptors that the loop still reads."""
 
     @property
     def live(self) -> bool:
-        """Whether its processes may still run."""
+        """True if its processes may still run."""
         return self.node.exit is None
 
 
@@ -163,7 +163,7 @@ class LocalCluster:
                 pod.step, pod.step_at = report.step or None, now
 
     def is_paused(self) -> bool:
-        """Whether a rank of the present attempt saves or evaluates, as it has declared."""
+        """True if a rank of the present attempt saves or evaluates, as it has declared."""
         newest = max(self._ports, default=0)
         return any(t.attempt == newest and t.phase in ("save", "evaluate") for t in self.trackers.values())
 

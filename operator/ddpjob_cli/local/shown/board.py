@@ -62,7 +62,7 @@ class Board:
 
 
 def has_terminal(groups: Collection[int]) -> bool:
-    """Whether one of these process groups is in the foreground of the terminal on stderr."""
+    """True if one of these process groups is in the foreground of the terminal on stderr."""
     try:
         return os.tcgetpgrp(2) in groups
     except OSError:  # a terminal, but not the one that controls us: nobody else types there

@@ -48,12 +48,12 @@ class Trace:
 
     @property
     def is_launchers(self) -> bool:
-        """Whether all of its frames are of torch: torchrun's report that a rank has failed, or that it was stopped."""
+        """True if all of its frames are of torch: torchrun's report that a rank has failed, or that it was stopped."""
         return not where_of(self.lines) and any("torch/distributed/" in line for line in self.lines)
 
     @property
     def _is_chained(self) -> bool:
-        """Whether the next traceback belongs to this one, and is not that of the launcher."""
+        """True if the next traceback belongs to this one, and is not that of the launcher."""
         return next((line for line in reversed(self.lines) if line), "").startswith(_CHAINED)
 
     def takes(self, line: str) -> bool:

@@ -69,7 +69,7 @@ class RunMoment:
     initialized: dt.datetime | None = None
     """Since when the ranks of the present attempt report without a step; None while none does."""
     reports: bool = True
-    """Whether the script may report steps."""
+    """True if the script may report steps."""
 
 
 def lines(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -> list[Line]:
