@@ -1,8 +1,19 @@
-"""Which of several operators acts: the one that holds a Lease, as with client-go's leader election.
+"""Leader election: of several operators, only the one that holds a Lease acts.
 
-`Candidate` decides and has no clock; `Leader` runs it with one. No wall clock is trusted: a Lease is taken
-from its holder only when it has not changed for its whole duration by our own monotonic clock, and its holder has
-stopped before that by its own.
+In: what the API server answers about one Lease. Out: `holds()`, which the client checks right before each try of a
+write, and `gained` / `lost`, on which the Operator starts and ends its queue. `Candidate` decides and takes times as
+arguments; `Leader` sends the requests and has the clock. The Operator creates one Leader and runs it in a task. The
+chart creates the Lease; we create it only if somebody has deleted it, and never delete it.
+
+The algorithm is that of client-go (tools/leaderelection/leaderelection.go), with the same defaults. No wall clock is
+trusted. A candidate takes the Lease only when it has not changed for its whole duration, by the candidate's monotonic
+clock. The holder has stopped before that, by its own monotonic clock, because renew_seconds is less than lease_seconds.
+
+Different from client-go: the time to act counts from when a request was sent, not from its answer; a deleted Lease is
+waited for as if it were held; and a write whose answer was lost counts once the next read shows it.
+
+As in client-go there is no fencing: a write sent just before the Lease expires may arrive after another operator leads.
+Preconditions (uid, resourceVersion) and fixed names of pods protect against that, not the Lease.
 """
 
 from __future__ import annotations
@@ -22,53 +33,55 @@ NEVER = float("-inf")
 
 @dataclass(frozen=True)
 class Durations:
-    """client-go's defaults, which every cluster is used to."""
+    """Durations of the election. client-go names the same defaults for Kubernetes' own components."""
 
     lease_seconds: int = 15
-    """DDPJOB_LEASE_SECONDS: a Lease that has not changed for so long, as another operator sees it, may be taken."""
+    """DDPJOB_LEASE_SECONDS: another operator may take a Lease that it has not seen change for this many seconds."""
     renew_seconds: float = 10.0
-    """DDPJOB_LEASE_RENEW_SECONDS: its holder stops so long after the start of the last renewal that succeeded."""
+    """DDPJOB_LEASE_RENEW_SECONDS: the holder stops this many seconds after it sent its last successful renewal."""
     retry_seconds: float = 2.0
-    """DDPJOB_LEASE_RETRY_SECONDS: between two reads of it, and between two renewals."""
+    """DDPJOB_LEASE_RETRY_SECONDS: seconds between two reads of the Lease, and between two renewals."""
 
     @property
     def try_seconds(self) -> float:
-        """The time-out of a request: after a renewal two that hang fit in before the holder has to stop."""
+        """Time-out of one request. After a renewal, two requests may hang before the holder has to stop."""
         return (self.renew_seconds - self.retry_seconds) / 2
 
 
 @dataclass(frozen=True)
 class Lease:
-    """A Lease, cut to what decisions read."""
+    """A Lease, cut to the fields that decisions read."""
 
     version: str
-    """Its resourceVersion: another one means that it has changed."""
+    """Its resourceVersion, which differs after each change."""
     holder: str
-    """Empty: none."""
+    """Identity of the holder, empty if there is none."""
     seconds: float
-    """What its holder has promised the others to wait; 0: nothing was promised."""
+    """How long others have to wait after the last change, by its holder's settings; 0 if the field is unset."""
 
 
 class Candidate:
-    """One operator's view of the Lease. Times are seconds of its own monotonic clock."""
+    """One operator's view of the Lease. Times are seconds of its monotonic clock."""
 
     def __init__(self, identity: str, durations: Durations) -> None:
         self.identity = identity
         self.held_until = NEVER
-        """Until when we may act."""
+        """Until when this operator may act."""
         self._durations = durations
         self._lease: Lease | None = None
         self._changed_at: float | None = None
         self._asked_at = NEVER
-        """When we asked for what we have seen last."""
+        """When the request was sent whose answer was seen last."""
         self._saw_at = NEVER
-        """When that arrived."""
+        """When that answer arrived."""
 
     def saw(self, lease: Lease | None, now: float, asked_at: float = NEVER) -> None:
-        """The Lease as an answer shows it that arrived `now` and was asked for at `asked_at`, after the one before had
-        arrived; None: it does not exist."""
-        # One that is absent looks like itself, also where another made and held it between two looks. Who has looked
-        # within renew_seconds would have seen it, or its holder has stopped.
+        """Take in the answer to a read: the Lease, or None if it does not exist.
+
+        now: when the answer arrived. asked_at: when the read was sent, which was after the previous answer.
+        """
+        # Two reads that find no Lease look equal, even if another operator created and held one in between. After
+        # renew_seconds without a read this cannot be excluded, so the wait starts again.
         unseen = lease is None and now - self._saw_at > self._durations.renew_seconds
         changed = self._changed_at is None or lease != self._lease or unseen
         if changed:
@@ -76,26 +89,27 @@ class Candidate:
         if lease is None or lease.holder != self.identity:
             self.held_until = NEVER
         elif changed:
-            # Written in our name, by another one that has it or by our own request whose answer was lost, and after
-            # we had asked for what we saw before. As others wait from this change on, it is as good as our own write.
+            # Changed in our name: by our own write whose answer was lost, or by another process with our identity. The
+            # change came after the previous read was sent, so counting from that moment is safe. Others wait from the
+            # change on, so it is as good as a write with an answer.
             self._hold(self._asked_at)
         self._asked_at, self._saw_at = asked_at, now
 
     def took(self, lease: Lease, asked_at: float, now: float) -> None:
-        """Our own write, sent at `asked_at`, was carried out: at some moment between that and `now`."""
+        """Take in our own successful write. It happened between `asked_at`, when it was sent, and `now`."""
         self._lease, self._changed_at = lease, asked_at
         self._hold(asked_at)
         self._asked_at, self._saw_at = asked_at, now
 
     def may_take(self, now: float) -> bool:
-        """Whether to write our name into it: it is ours or free, or its holder has not renewed it for long enough."""
+        """True if the Lease is ours or free, or its holder has not renewed it for its whole duration."""
         if self._lease is not None and self._lease.holder in ("", self.identity):
             return True
-        # A missing Lease was deleted, because the chart creates it, and its holder may not know that yet.
+        # The chart creates the Lease, so a missing one was deleted, and its holder may not know that yet. Wait.
         return self._changed_at is not None and now - self._changed_at >= self._wait_seconds()
 
     def leader(self, now: float) -> Lease | None:
-        """The Lease of another operator that acts, as far as we know."""
+        """Return the Lease if another operator holds it and it has not expired."""
         lease, changed_at = self._lease, self._changed_at
         if lease is None or changed_at is None or lease.holder in ("", self.identity):
             return None
@@ -109,9 +123,10 @@ class Candidate:
 
 
 class Leader:
-    """Takes the Lease, and renews it from a task of its own. Others ask `holds` right before they write.
+    """Takes and renews the Lease in a task of its own. Callers check `holds` right before each write.
 
-    Its client is for the Lease and the label of the leader, as the other may not write while we do not hold it.
+    It has a client of its own, also used for the label of the leader, because the main client refuses every write while
+    we do not hold the Lease.
     """
 
     def __init__(
@@ -130,20 +145,20 @@ class Leader:
         self._durations, self._runtime, self._clock = durations, runtime, runtime.clock
         self._candidate = Candidate(identity, durations)
         self._seen: Raw | None = None
-        """As it was read or written last; None: it did not exist."""
+        """The Lease as it was last read or written; None if it did not exist."""
         self._former = ""
-        """Who held it when it was taken."""
+        """Holder from whom we took it."""
         self._renewed = asyncio.Event()
         self._logged = self._logged_leader = ""
 
     async def renew(self) -> None:
-        """One try to take it or to go on holding it; a failure is logged, and the next try comes soon."""
+        """Try once to take or renew the Lease. A failure is logged, and the next try comes soon."""
         try:
             await self._read_and_renew()
         except asyncio.TimeoutError:
             self._report("the API server did not answer in time")
         except ApiError as error:
-            # 409: another one was quicker, and the next read shows which.
+            # 409: another operator was faster; the next read shows which.
             if error.status != 409:
                 self._report(str(error))
         else:
@@ -159,7 +174,7 @@ class Leader:
             await self._take()
 
     async def _take(self) -> None:
-        """Write our name into what was seen last."""
+        """Write our identity into the Lease as it was last seen."""
         identity = self._candidate.identity
         holder = "" if self._seen is None else read(self._seen).holder
         body = claim(self._seen, self._name, identity, self._durations, self._runtime.utc())
@@ -176,7 +191,7 @@ class Leader:
         self._logged = trouble
 
     async def _read(self) -> Raw | None:
-        """As it is; None: it does not exist. Raises ApiError."""
+        """Read the Lease, None if it does not exist. Raise ApiError."""
         try:
             return await self.client.get(f"{self._collection}/{self._name}")
         except ApiError as error:
@@ -185,17 +200,17 @@ class Leader:
             return None
 
     async def _write(self, seen: Raw | None, body: Raw) -> Raw:
-        """Create it, or replace the one that was seen. Raises ApiError."""
+        """Create the Lease, or replace the one that was seen. Raise ApiError."""
         if seen is None:
             return await self.client.create(self._collection, body)
         return await self.client.replace(f"{self._collection}/{self._name}", body)
 
     def holds(self) -> bool:
-        """Whether we may write at this moment."""
+        """True if this operator may write now."""
         return self._clock() < self._candidate.held_until
 
     async def gained(self) -> str:
-        """Returns once the Lease is ours, with the identity that held it before; empty: nobody did, or it let go."""
+        """Wait until the Lease is ours. Return who held it before, empty if it was free or released."""
         while not self.holds():
             self._renewed.clear()
             await self._renewed.wait()
@@ -203,7 +218,7 @@ class Leader:
         return self._former
 
     async def lost(self) -> None:
-        """Returns once it is not ours any more, at the moment when the last renewal expires."""
+        """Wait until the last renewal expires."""
         while (left := self._candidate.held_until - self._clock()) > 0:
             self._renewed.clear()
             try:
@@ -214,18 +229,18 @@ class Leader:
         self._runtime.log.warning("%s is lost, so this operator ends: another one may lead", self.what)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Take and renew the Lease until cancelled."""
         while True:
             began = self._clock()
             await self.renew()
             self._renewed.set()
-            # Spread, so that those that wait do not all try in the moment in which it becomes free.
+            # Jitter, as client-go's JitterFactor, so that waiting operators do not all try at the same moment.
             spread = 1.0 if self.holds() else self._runtime.random.uniform(1.0, 1.2)
-            # From one begin to the next: an API server that answers slowly leaves no time for a pause.
+            # Count from the beginning of the try. A pause after a slow answer would use up the time to renew.
             await asyncio.sleep(max(0.0, began + self._durations.retry_seconds * spread - self._clock()))
 
     async def release(self) -> None:
-        """Another operator may have it at once. Call it when `run` has ended and nothing is written any more."""
+        """Let another operator take the Lease at once. Call it after `run` has ended and nothing writes any more."""
         self._candidate.held_until = NEVER
         try:
             async with at_most(self._durations.try_seconds):
@@ -236,7 +251,7 @@ class Leader:
             self._runtime.log.info("%s was not released, so it runs out: %s", self.what, why)
 
     async def _freed(self) -> bool:
-        """False: a renewal that was under way when `run` ended has arrived between the read and the write."""
+        """Release once. Return False if a renewal that was in flight changed the Lease between read and write."""
         raw = await self._read()
         if raw is None or read(raw).holder != self._candidate.identity:
             return True
@@ -262,7 +277,7 @@ class Leader:
 
 
 def read(raw: Raw) -> Lease:
-    """A Lease as candidates see it."""
+    """Return the fields of a Lease that candidates decide by."""
     metadata, spec = raw["metadata"], raw.get("spec") or {}
     return Lease(
         version=str(metadata.get("resourceVersion", "")),
@@ -272,7 +287,7 @@ def read(raw: Raw) -> Lease:
 
 
 def claim(raw: Raw | None, name: str, identity: str, durations: Durations, now: dt.datetime) -> Raw:
-    """The Lease with our name in it, on top of what was seen: its resourceVersion lets one of two writers win."""
+    """Return the seen Lease with our identity. Of two writers, its resourceVersion lets only one win."""
     metadata, spec = _parts(raw, name)
     ours = spec.get("holderIdentity") == identity
     spec |= {
@@ -286,7 +301,7 @@ def claim(raw: Raw | None, name: str, identity: str, durations: Durations, now: 
 
 
 def freed(raw: Raw, now: dt.datetime) -> Raw:
-    """The Lease without a holder."""
+    """Return the Lease without a holder, and with 1 s to wait, as client-go's release() writes it."""
     metadata, spec = _parts(raw, raw["metadata"]["name"])
     return _lease(metadata, {**spec, "holderIdentity": "", "leaseDurationSeconds": 1, "renewTime": _text(now)})
 
@@ -301,5 +316,5 @@ def _lease(metadata: Raw, spec: Raw) -> Raw:
 
 
 def _text(time_: dt.datetime) -> str:
-    """A MicroTime."""
+    """Return a time as a MicroTime."""
     return time_.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

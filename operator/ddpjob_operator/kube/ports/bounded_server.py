@@ -1,7 +1,15 @@
-"""The HTTP server of every port of the operator: /healthz, /metrics and the reports of trainers.
+"""The HTTP server behind each port of the operator: /healthz, /metrics and the reports of trainers.
 
-Every pod of the cluster can connect to these ports. Therefore connections, the bytes of a request and the time for it
-are bounded, no body is decompressed, and nothing is read after a refusal.
+In: TCP connections from any pod of the cluster, most of them not authenticated. Out: calls of `answer`, which the three
+subclasses implement. Connections, bytes per request and time per request are bounded, bodies are not decompressed, and
+nothing is read after a refusal.
+
+The event loop creates a Connection per TCP connection, as aiohttp's RequestHandler. It lives until the peer closes it,
+a deadline passes, or the server cuts it to make room. `BoundedServer` only counts connections and picks the one to cut.
+
+The bounds are ours because aiohttp's server (3.14) has none for connections, and queues up to 32 requests of 128
+headers per connection (web_protocol.py: MAX_MSG_QUEUE_SIZE, max_headers, max_field_size). The price: Connection
+overrides methods of an aiohttp class, so a new aiohttp needs tests/unit/test_kube_ports.py to pass.
 """
 
 from __future__ import annotations
@@ -16,17 +24,17 @@ from typing import cast
 
 from aiohttp import web
 
-HEADER_SECONDS = 5.0  # from a connection's first byte to the end of its first headers
+HEADER_SECONDS = 5.0  # from the opening of a connection to the end of its first headers
 REQUEST_SECONDS = 10.0  # from the headers to the end of the answer; Prometheus' own limit for a scrape is 10 s
 IDLE_SECONDS = 75.0  # between two requests: Prometheus scrapes every minute or more often, trainers report every 5 s
 REQUEST_BYTES_MAX = 24 << 10  # a token of 8 kB, a report of 8 kB, and the rest of the headers
 CONNECTIONS_PER_ADDRESS_MAX = 64  # hostNetwork pods share the address of their node, and so does the kubelet
-PIECE_BYTES = 1 << 16  # of an answer that are handed to a connection at a time
-# The kernel's buffers of a connection count for the container's limit of memory, and grow to 10 MB by themselves.
+PIECE_BYTES = 1 << 16  # of an answer, written at a time
+# Kernel socket buffers count towards the container's memory limit, and can grow to 10 MB if their size is not set.
 RECEIVE_BUFFER_BYTES, SEND_BUFFER_BYTES = 8 << 10, 64 << 10
 BACKLOG = 1024
 
-# aiohttp logs requests that it cannot read, token included. A peer that sends no HTTP needs no action.
+# Disabled, because aiohttp logs requests that it cannot parse, tokens included.
 _NO_LOG = logging.getLogger(f"{__name__}.http")
 _NO_LOG.disabled = True
 
@@ -34,46 +42,46 @@ _NO_LOG.disabled = True
 class BoundedServer(abc.ABC):
     """Listens from `start` to `stop`.
 
-    A new connection is never refused while an older one can be closed for it. A client that opens many connections
-    closes its own: the oldest one of the address that has most. One that has shown a token is never closed for one
-    that has not. The kubelet's probe therefore gets through while others hold thousands of connections.
+    If there is no room for a new connection, an older one is closed: the oldest without a token, from the address with
+    the most of these. So a client that opens many connections closes its own, and the kubelet's probe gets through. A
+    connection that has shown a token is closed only while it waits for its next request.
     """
 
     connections_max = 256
-    """One costs about 20 kB, and up to 80 kB while a request arrives."""
+    """A connection takes about 20 kB of memory, and up to 80 kB while a request arrives."""
 
     def __init__(self) -> None:
         self._manager: web.Server | None = None
         self._listener: asyncio.Server | None = None
         self.connections: dict[Connection, None] = {}
-        """In the order in which they were opened."""
+        """Open connections, oldest first."""
         self._addresses: dict[str, dict[Connection, None]] = {}
-        """The same by address."""
+        """The same connections, by address of the peer."""
         self._unproven: collections.Counter[str] = collections.Counter()
-        """Number of connections of an address that have shown no token."""
+        """Number of connections without a token, by address."""
 
     @abc.abstractmethod
     async def answer(self, request: web.BaseRequest) -> web.Response:
-        """The answer to a request. An answer of 400 and above ends the connection."""
+        """Return the answer to a request. A status of 400 or more closes the connection."""
 
     async def start(self, host: str | None, port: int) -> None:
-        """Listen; host None is every address of the pod, port 0 any free one. Raises OSError where that is taken."""
+        """Listen. host None: all addresses of the pod; port 0: any free port. Raise OSError if the port is taken."""
         self._manager = manager = web.Server(self._serve)
         loop = asyncio.get_running_loop()
         self._listener = await loop.create_server(lambda: Connection(self, manager), host, port, backlog=BACKLOG)
         for each in self._listener.sockets:
-            # Connections inherit them.
+            # Accepted connections inherit the buffer sizes of the listening socket.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER_BYTES)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """Port on which it listens."""
         assert self._listener is not None, "start() comes first"
         return int(self._listener.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
-        """Close the port and every connection; a request that is being answered gets a second."""
+        """Close the port and all connections. A request that is being answered has one more second."""
         if self._listener is None or self._manager is None:
             return
         self._listener.close()
@@ -93,25 +101,27 @@ class BoundedServer(abc.ABC):
             response.content_length = len(body)
         with contextlib.suppress(ConnectionError):
             await response.prepare(request)
-            # In pieces of one body, so that it is held once however many peers do not read it.
+            # Write views of one body, so that peers that do not read do not each hold a copy of it.
             for start in range(0, len(body) if request.method != "HEAD" else 0, PIECE_BYTES):
                 await response.write(memoryview(body)[start : start + PIECE_BYTES])
             await response.write_eof()
-            # aiohttp does not wait for the peer to read the last piece, and the deadline is for that, too.
+            # write_eof does not wait until the peer has read the last piece. Wait here, within the deadline.
             await request.writer.drain()
             if response.keep_alive:
                 connection.allow(IDLE_SECONDS, busy=False)
         return response
 
     def _keeps(self, connection: Connection) -> bool:
-        """True if it may stay open after the answer. A quarter of the room is left for others: no connection that waits
-        for its next request has to be closed for a new one."""
+        """True if a connection may stay open after the answer.
+
+        A quarter of the room stays free, so that a new connection usually finds room without closing an idle one.
+        """
         few = len(self.connections) <= self.connections_max * 3 // 4
         few_of_address = self._count(connection.address) <= CONNECTIONS_PER_ADDRESS_MAX * 3 // 4
         return few and few_of_address and connection in self.connections and connection.in_bounds
 
     def admit(self, connection: Connection) -> bool:
-        """Count it if there is room, made by closing one without a token, or an idle one, if need be."""
+        """Admit a new connection, closing another one if necessary. Return False if there is no room."""
         address = connection.address
         if self._count(address) >= CONNECTIONS_PER_ADDRESS_MAX and not self._drop(self._addresses[address]):
             return False
@@ -123,14 +133,14 @@ class BoundedServer(abc.ABC):
         return True
 
     def prove(self, request: web.BaseRequest) -> None:
-        """Its connection has shown a pod's token."""
+        """Mark the connection of a request whose token was verified. It is not closed for connections without one."""
         connection = cast(Connection, request.protocol)
         if connection in self.connections and not connection.proven:
             connection.proven = True
             self._is_proven(connection.address)
 
     def forget(self, connection: Connection) -> None:
-        """It is closed."""
+        """Stop counting a connection."""
         if connection not in self.connections:
             return
         del self.connections[connection]
@@ -145,14 +155,16 @@ class BoundedServer(abc.ABC):
         return len(self._addresses.get(address, ()))
 
     def _busiest(self) -> dict[Connection, None]:
-        """The connections of the address with the most that have shown no token; all: each has."""
+        """Return the connections of the address with the most unproven ones; all connections if all are proven."""
         return (
             self._addresses[max(self._unproven, key=self._unproven.__getitem__)] if self._unproven else self.connections
         )
 
     def _drop(self, connections: dict[Connection, None]) -> bool:
-        """Close the oldest of these that has shown no token, else one that waits for its next report (a sender opens
-        another); whether there was one."""
+        """Close the oldest of these without a token, or else the oldest idle one. Return False if there is none.
+
+        Closing an idle one is harmless: a trainer opens a new connection for its next report.
+        """
         oldest = next((c for c in connections if not c.proven), None)
         oldest = oldest or next((c for c in connections if not c.busy), None)
         if oldest is None:
@@ -161,21 +173,21 @@ class BoundedServer(abc.ABC):
         return True
 
     def _is_proven(self, address: str) -> None:
-        """One connection less of that address that has shown no token."""
+        """Count one unproven connection of the address less."""
         self._unproven[address] -= 1
         if not self._unproven[address]:
             del self._unproven[address]
 
 
 def not_served(request: web.BaseRequest, path: str) -> web.Response | None:
-    """The refusal of all but GET and HEAD of this path; None: it is served."""
+    """Return the refusal of any request other than GET and HEAD of `path`; None if it is served."""
     if request.path == path and request.method in ("GET", "HEAD"):
         return None
     return web.Response(status=404, text=f"only GET {path} is served here\n")
 
 
 class Connection(web.RequestHandler):
-    """One of a bounded server, as aiohttp parses and serves it."""
+    """A connection of a BoundedServer. aiohttp parses its requests."""
 
     __slots__ = ("_deadline", "_room", "_server", "_socket", "address", "busy", "proven")
 
@@ -193,21 +205,24 @@ class Connection(web.RequestHandler):
         self._deadline: asyncio.TimerHandle | None = None
         self._room = REQUEST_BYTES_MAX
         self._socket: asyncio.Transport | None = None
-        """None before and after; aiohttp's own is None already while an answer is still in its buffer."""
+        """None before it is opened and after it is closed; aiohttp's own is None while answers are still buffered."""
         self.address = ""
         self.proven = False
-        """True once it has shown a pod's token."""
+        """True if a request on it had a valid token of a pod."""
         self.busy = True
-        """True until its first request is answered, and while a later one is being answered."""
+        """True until the first request is answered, and while a later one is being answered."""
 
     @property
     def in_bounds(self) -> bool:
-        """True if its peer has sent no more than a request may have."""
+        """True if the peer has sent at most REQUEST_BYTES_MAX bytes for the current request."""
         return self._room >= 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take it, or cut it before aiohttp knows of it. If it were cut a moment later, the task that aiohttp makes for
-        it would end with an AssertionError that nobody retrieves (aiohttp 3.14, web_protocol.start)."""
+        """Admit the connection, or abort it before aiohttp starts a task for it.
+
+        If it were aborted later, connection_lost could come before that task runs. Its `assert manager is not None`
+        (aiohttp 3.14.5, web_protocol.py, RequestHandler.start) would then fail, and nobody retrieves the error.
+        """
         self.address = str((transport.get_extra_info("peername") or ("",))[0])
         made = cast(asyncio.Transport, transport)
         if not self._server.admit(self):
@@ -218,8 +233,11 @@ class Connection(web.RequestHandler):
         self.allow(HEADER_SECONDS, busy=True)
 
     def data_received(self, data: bytes) -> None:
-        """Parse as many bytes as one request may have; the rest is not read. Otherwise aiohttp queues 32 requests with
-        128 headers of 8 kB each for a connection: 30 connections of a pod took 1.3 GB."""
+        """Parse at most REQUEST_BYTES_MAX bytes per request, and stop reading after that.
+
+        Otherwise aiohttp (3.14) queues 32 requests of 128 headers of 8 kB per connection. 30 connections of one pod
+        took 1.3 GB.
+        """
         room = max(self._room, 0)
         self._room -= len(data)
         super().data_received(data[:room])
@@ -227,14 +245,14 @@ class Connection(web.RequestHandler):
             self._socket.pause_reading()
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """It is closed."""
+        """Stop counting the connection, unless it was never admitted."""
         if self._socket is not None:
             self._end()
             self._socket = None
             super().connection_lost(exc)
 
     def allow(self, seconds: float, *, busy: bool) -> None:
-        """From now on this much time until the connection is cut."""
+        """Restart the deadline: abort the connection in `seconds`. busy: see the field."""
         if self._socket is not None:
             self._end_deadline()
             self._deadline = asyncio.get_running_loop().call_later(seconds, self._socket.abort)
@@ -243,7 +261,7 @@ class Connection(web.RequestHandler):
             self._room = REQUEST_BYTES_MAX
 
     def cut(self) -> None:
-        """Close it at once."""
+        """Abort the connection at once."""
         if self._socket is not None:
             self._socket.abort()
         self._end()

@@ -1,7 +1,14 @@
-"""A copy of a collection, kept by LIST and then WATCH. kopf's own costs 25 times as much per pod.
+"""Keeps a copy of one collection up to date with LIST and then WATCH, like client-go's Reflector.
 
-A watch may lose an event: a proxy drops a line, or an API server that was restored from a backup counts from an older
-version again. So the collection is listed again from time to time, and the list wins.
+In: pages and watch events from the client. Out: calls of a Sink (watch/listing.py), usually a Store. The Operator
+creates the reflectors; each runs in one task that ends only when it is cancelled.
+
+We have our own because kopf's watch costs 25 times as much CPU per pod and stops for good after some answers
+(kopf_workarounds/reflected_session.py).
+
+A watch can lose events: a proxy drops a line, or an API server restored from a backup starts from an older version. So
+the collection is listed again about every 10 minutes, and the list wins. The price is a full list of each collection
+every 10 minutes, which client-go does not pay.
 """
 
 from __future__ import annotations
@@ -17,33 +24,33 @@ from ddpjob_operator.kube.watch.store import number
 
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 30.0
 LOG_AGAIN_SECONDS = 300.0
-# A connection that breaks, or a server that starts, is no news to an administrator.
+# Failures shorter than this are not logged: a broken connection or an API server that is starting needs no action.
 QUIET_SECONDS = 5.0
-# A watch that was open for so long has worked: what ends it then is the server's time-out, no error.
+# A watch that was open for this long has worked. Its end is the server's time-out and causes no back-off.
 HEALTHY_SECONDS = 10.0
-# A list older than what we saw comes from an API server that lags. It catches up in seconds, unless the whole
-# cluster was restored from a backup: then the old numbers are the truth.
+# A list that is older than what we have seen comes from an API server that lags, and it catches up in seconds. After
+# this many such lists we assume that the cluster was restored from a backup, and believe the list.
 STALE_LISTS_MAX = 5
-# The first watch that ends so long after a list is followed by a list. Watches end after 4 to 8 minutes (client.py), so
-# that is every 10 minutes on average, and for each collection and operator at another time.
+# A list follows the first watch that ends this long after the last list. Watches end after a random 4 to 8 minutes
+# (client.py). So a list comes every 10 minutes on average, and collections and operators do not list at the same time.
 LIST_AGAIN_SECONDS = 400.0
 
 
 class Watcher:
-    """Measures watches; this one measures nothing."""
+    """Receives measurements of watches. This one ignores them."""
 
     def restarted(self, plural: str, cause: str) -> None:
         """A watch has ended. cause: `end` or `error`."""
 
     def missed(self, plural: str, count: int) -> None:
-        """A list has shown so many objects whose newest change the watch had left out."""
+        """A list has shown `count` objects whose newest change the watch had not delivered."""
 
 
 UNMEASURED = Watcher()
 
 
 class Reflector:
-    """One collection, such as DDPJobs or pods, of one namespace or of all (namespace "")."""
+    """Follows one collection, such as DDPJobs or pods, in one namespace or in all (namespace "")."""
 
     def __init__(
         self,
@@ -59,16 +66,16 @@ class Reflector:
         away: Callable[[], bool] = lambda: False,
         watcher: Watcher = UNMEASURED,
     ) -> None:
-        """sleep: True if it was cut short because the server answers again (Reach.wait).
-        away: True while the server answers nobody, which is logged elsewhere (Reach)."""
+        """sleep: returns True if it ended early because the server answers again (Reach.wait).
+        away: True while the server answers no request at all; Reach logs that, so the reflector does not."""
         self.what = f"{plural} in {namespace or 'all namespaces'}"
         self.namespace = namespace
         self.synced = asyncio.Event()
         self.tried_at = runtime.clock()
-        """When it last tried or received something, or began to wait: an API server that is away is no reason for a
-        restart."""
+        """When it last sent or received something, or began a back-off. The liveness probe uses it to find a hung
+        watch. Each try counts, so an API server that is away causes no restart."""
         self.waits = True
-        """False while it has asked for something, and the answer has not ended."""
+        """True during a back-off, False while a request is in flight."""
         self._client = client
         self._path = path or collection(plural, namespace)
         self._selector = selector
@@ -81,20 +88,19 @@ class Reflector:
         self._failures = 0
         self._failing_since: float | None = None
         self._asked_for = 0.0
-        """Seconds that the server wants us to wait."""
+        """Seconds from the last Retry-After."""
         self._stale_lists = 0
         self._list_at = 0.0
-        """When to list next."""
         self._logged = ("", 0.0)
         self._careful = Careful(sink, self.what, runtime.log)
 
     @property
     def fails(self) -> bool:
-        """Whether what it asked for last was refused."""
+        """True while a logged failure lasts."""
         return bool(self._logged[0])
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """List and watch until cancelled."""
         while True:
             started, cause = self._runtime.clock(), "error"
             self.tried_at, self._asked_for, self.waits = started, 0.0, False
@@ -106,7 +112,7 @@ class Reflector:
             except ApiError as error:
                 self._handle(error)
             except Exception:
-                # The end of this task would end the operator, and the next one would fail at the same object.
+                # The end of this task would end the operator. The next operator would fail at the same object.
                 self._runtime.log.exception("%s: the watch failed, and starts again with a list", self.what)
                 self._version = ""
             self.tried_at, self.waits = self._runtime.clock(), True
@@ -115,25 +121,25 @@ class Reflector:
             if healthy:
                 self._begin_anew()
                 continue
-            # Also after a stream that ended without an error at once: a server or a proxy that closes every watch
-            # must not make us ask in a tight loop.
+            # Back off even if the watch ended without an error. Otherwise a server or proxy that closes every watch at
+            # once would make us send requests in a tight loop.
             self._failures += 1
             wait = min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(self._failures - 1, 10))
             if await self._sleep(max(wait * self._runtime.random.uniform(0.8, 1.2), self._asked_for)):
-                # The server is back after an outage. While it starts it refuses watches for some seconds, and the next
-                # wait must not be as long as those of the outage.
+                # The server is back after an outage. It refuses watches for some seconds while it starts; a back-off as
+                # long as during the outage would leave us blind for up to 30 s.
                 self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._failures, self._failing_since = 0, None
 
     async def _list(self) -> None:
-        # Also if this list is refused: a watch goes on without it, and a busy server is not asked again at once.
+        # Set before the list: if a busy server refuses it, the watch goes on and the list is not repeated at once.
         self._list_at = self._runtime.clock() + LIST_AGAIN_SECONDS
         missed: list[str] = []
 
         def put(raw: Any) -> None:
-            # What is later than the watch has come may still be on its way, and is not counted.
+            # Changes that are newer than the last watch event are not counted: the watch may still deliver them.
             if self._careful.put(raw, number(self._newest)):
                 missed.append(raw["metadata"]["name"])
 
@@ -148,7 +154,7 @@ class Reflector:
         self.synced.set()
 
     def _check(self, version: int) -> None:
-        """At each page. Raises ApiError where the list is older than what was seen."""
+        """Check the version of a page. Raises ApiError if the list is older than what was seen."""
         self.tried_at = self._runtime.clock()
         seen = number(self._newest)
         if not 0 < version < seen:
@@ -166,7 +172,7 @@ class Reflector:
             self.tried_at = self._runtime.clock()
             self._begin_anew()
             if self._logged[0]:
-                # Not when a list has worked: where only the right to watch is missing, that would be logged each time.
+                # Not after a list: without the right to watch, each list would log this.
                 self._runtime.log.info("%s are watched again", self.what)
                 self._logged = ("", 0.0)
             raw = event["object"]
@@ -178,7 +184,7 @@ class Reflector:
 
     def _handle(self, error: ApiError) -> None:
         if error.needs_list:
-            self._version = ""  # the next round lists
+            self._version = ""  # causes a list
         if error.gone:
             return
         self._asked_for = min(BACK_OFF_SECONDS_MAX, error.retry_after_seconds or 0.0)

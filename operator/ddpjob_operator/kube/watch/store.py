@@ -1,5 +1,18 @@
-"""Our copy of the cluster, by job, from watches and lists. Answers to our own writes go in as well, so that
-the next plan sees them."""
+"""Our copy of the cluster, indexed by job.
+
+In: watch events and lists, from reflectors (watch/reflector.py), and the answers to our own reads and writes. Storing
+those answers lets the next plan see them before the watch shows them. Out: objects of one job, for the reconcile, and
+one call of `changed` per visible difference, which enqueues the job.
+
+The Operator creates one Store per kind (DDPJobs: Jobs) and they live as long as the process. An entry is created by
+`put` and destroyed by `remove` or `retain`. Everything runs on the event loop, so there are no locks.
+
+Answers and events arrive in any order. Three rules keep an older one from undoing a newer one: the higher
+resourceVersion wins, a UID that is gone stays gone (`_tombstones`), and a list removes nothing newer than itself.
+
+Worse than client-go's informer cache: objects are cut on arrival, so a rule that needs another field needs a change of
+the cut, too. The design depends on numeric resourceVersions (see `version`).
+"""
 
 from __future__ import annotations
 
@@ -20,14 +33,14 @@ Key = tuple[str, str]
 ObjectKey = tuple[str, str]
 """Namespace and name of an object."""
 
-# An answer to a delete may arrive after the watch has shown that the object is gone; far fewer requests than this are
-# ever under way.
+# An answer to a delete may arrive after the watch has shown that the object is gone. The limit only bounds memory: far
+# fewer requests than this are ever in flight.
 UIDS_MAX = 10_000
 _LOGGER = logging.getLogger(__name__)
 
 
 class Uids:
-    """The UIDS_MAX that were added last."""
+    """A set of UIDs that keeps the UIDS_MAX added last."""
 
     def __init__(self) -> None:
         self._uids: dict[str, None] = {}
@@ -36,18 +49,18 @@ class Uids:
         return uid in self._uids
 
     def add(self, uid: str) -> None:
-        """The oldest makes room."""
+        """Add a UID; the oldest one is dropped if there are more than UIDS_MAX."""
         self._uids[uid] = None
         if len(self._uids) > UIDS_MAX:
             del self._uids[next(iter(self._uids))]
 
     def discard(self, uid: str) -> None:
-        """Also where it is not one of them."""
+        """Remove a UID, if it is there."""
         self._uids.pop(uid, None)
 
 
 class Entry(msgspec.Struct, Generic[T], frozen=True):
-    """One object, cut to what we read."""
+    """One object, cut to the fields that decisions read."""
 
     key: Key
     uid: str
@@ -65,15 +78,15 @@ class Unreadable(NamedTuple):
 
 
 def newest(_: T | None, later: T, __: int) -> T:
-    """What is seen last is all that is known."""
+    """Return the later value: the default merge keeps no history."""
     return later
 
 
 class Store(Generic[T]):
-    """Objects of one kind. `changed(key, old, new)` is called for each difference that the cut value shows.
+    """Objects of one kind. `changed(key, old, new)` is called for each difference between two cut values.
 
-    `merge(earlier, later, observation)` is what is known of an object (by its uid) once it was seen again; each
-    observation has a higher number.
+    `merge(earlier, later, observation)` combines two sightings of the same UID. Observation numbers increase; all
+    objects of one list share a number, because a list does not show in which order they changed.
     """
 
     def __init__(
@@ -86,45 +99,45 @@ class Store(Generic[T]):
         self._merge = merge
         self._observation = 0
         self._at_once: dict[str | Key, int] = {}
-        """The observations of lists that are under way, by the namespace (empty: all) or the job that is listed."""
+        """Observation numbers of running lists, by the listed namespace (empty: all) or job."""
         self._cut = cut
         self._key_of = key_of
         self._changed = changed
         self._entries: dict[ObjectKey, Entry[T]] = {}
         self._by_job: dict[Key, dict[str, Entry[T]]] = {}
         self._tombstones = Uids()
-        """Of objects that are gone, so that an older event or answer does not bring one back."""
+        """UIDs of objects that are gone. Otherwise a late event or answer would bring one back."""
         self._unreadable: dict[ObjectKey, Unreadable] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def entry(self, namespace: str, name: str) -> Entry[T] | None:
-        """The object of this name."""
+        """Return the entry of this name, if there is one."""
         return self._entries.get((namespace, name))
 
     def of(self, key: Key) -> list[T]:
-        """The objects of a job."""
+        """Return the objects of a job."""
         return list(self.each(key))
 
     def each(self, key: Key) -> Iterator[T]:
-        """The objects of a job, for who may need only the first of them; nothing is put meanwhile."""
+        """Iterate over the objects of a job without a copy. The store must not change during the iteration."""
         return (entry.value for entry in self._by_job.get(key, {}).values())
 
     def jobs(self) -> set[Key]:
-        """The jobs that have objects."""
+        """Return the jobs that have objects."""
         return set(self._by_job)
 
     def unreadable(self, key: Key) -> str:
-        """Which object of a job cannot be read, and why; empty: all can."""
+        """Return which object of a job cannot be read, and why; empty if all can."""
         return next((one.why for one in self._unreadable.values() if one.key == key), "")
 
     def put(self, raw: Raw, *, is_whole: bool = True) -> None:
-        """An object as it was at its resourceVersion. One that is older than what we have changes nothing.
+        """Store an object as it was at its resourceVersion. An older one than the stored one changes nothing.
 
-        is_whole: whether it has all that the API server has of it; the answer to a create has our own body, and the
-        watch brings what admission webhooks have changed, at the same version.
-        One that cannot be read is left as it was last seen, and logged once; all others go on.
+        is_whole: False for the answer to a create, which repeats our own body. The watch then shows the same version
+        with the changes of admission webhooks, and that one replaces it.
+        If the object cannot be read, the store keeps its last readable state and logs a warning once.
         """
         metadata = raw["metadata"]
         uid, at = metadata["uid"], version(metadata)
@@ -143,18 +156,20 @@ class Store(Generic[T]):
         held_up = self._unreadable.pop(place, None)
         known = old.value if old is not None and old.uid == uid else None
         self._set(place, old, Entry(key, uid, at, self._merge(known, seen, self._observed(key)), is_whole))
-        if held_up is not None:  # also where the object is as it was before
+        if held_up is not None:  # its job was put off, and has to go on even if the object itself has not changed
             self._changed(held_up.key, None, None)
 
     def put_again(self, raw: Raw) -> None:
-        """An object that was taken for gone and is not, because it has just been read."""
+        """Store an object that counted as gone and was just read from the API server."""
         self._tombstones.discard(raw["metadata"]["uid"])
         self.put(raw)
 
     @contextlib.contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:
-        """For a list, whose pages come one after the other: what is put of it meanwhile was seen at once, in no order.
-        Beside it come lists of other jobs, and the watch. namespace, key: as `retain` takes them."""
+        """While a list arrives, page by page: all of its objects get one observation number.
+
+        Objects outside of the listed namespace or job keep getting numbers of their own. namespace, key: see `retain`.
+        """
         scope = namespace if key is None else key
         if scope in self._at_once:
             yield
@@ -167,7 +182,7 @@ class Store(Generic[T]):
             del self._at_once[scope]
 
     def _observed(self, key: Key) -> int:
-        """The number of an observation that is made of a job now."""
+        """Return the observation number for an object of this job."""
         scopes: tuple[str | Key, ...] = (key, key[0], "") if self._at_once else ()
         if (listed := next((self._at_once[scope] for scope in scopes if scope in self._at_once), None)) is not None:
             return listed
@@ -175,7 +190,7 @@ class Store(Generic[T]):
         return self._observation
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """The object with this uid is gone, whatever else has its name by now."""
+        """Remove the object with this UID. An object that was created later with the same name stays."""
         self._tombstones.add(uid)
         if self._is_unreadable((namespace, name), uid):
             self._changed(self._unreadable.pop((namespace, name)).key, None, None)
@@ -184,11 +199,11 @@ class Store(Generic[T]):
             self._set((namespace, name), old, None)
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "", key: Key | None = None) -> None:
-        """The end of a list whose objects were put: what it did not name is gone, unless it is newer than the list.
+        """Remove what a complete list did not name, except objects that are newer than the list.
 
-        namespace: the one that was listed, empty for all. key: the job that was listed, None for all.
+        namespace: the listed namespace, empty for all. key: the listed job, None for all.
         """
-        # Of one job its own are looked at alone: it is listed at each of its restarts, beside thousands of others.
+        # A job is listed at each restart. Check only its own objects then, because there may be thousands of jobs.
         those = self._entries if key is None else {(key[0], name): e for name, e in self._by_job.get(key, {}).items()}
         for place, entry in list(those.items()):
             listed = not namespace or place[0] == namespace
@@ -199,8 +214,10 @@ class Store(Generic[T]):
                 self.remove(*place, one.uid)
 
     def begin_anew(self, namespace: str) -> None:
-        """The cluster was restored from a backup, and counts anew: whatever comes of a namespace, empty: of any, is
-        newer than what we have, and what was deleted is there again."""
+        """Accept whatever comes next for a namespace (empty: all), because the cluster was restored from a backup.
+
+        Its resourceVersions have gone back, and deleted objects may exist again with the same UIDs.
+        """
         self._tombstones = Uids()
         for place, entry in self._entries.items():
             if not namespace or place[0] == namespace:
@@ -208,7 +225,7 @@ class Store(Generic[T]):
                 self._entries[place] = self._by_job[entry.key][place[1]] = old
 
     def has(self, raw: Raw) -> bool:
-        """True if this object, as it was at its resourceVersion, is no news: it is here, gone, or cannot be read."""
+        """True if this version changes nothing: a newer or the same one is known, or it is gone or unreadable."""
         uid, place, entry = raw["metadata"]["uid"], _place_of(raw), self._entries.get(_place_of(raw))
         is_here = entry is not None and entry.version >= version(raw["metadata"]) > 0
         return is_here or uid in self._tombstones or self._is_unreadable(place, uid)
@@ -240,9 +257,11 @@ class Store(Generic[T]):
 
 
 class Jobs(Store[Raw]):
-    """The DDPJobs as they are stored, raw but for what `cut` takes out, and as much of each as there is room for
-    (job/storage.py). `changed(key)` is called when one is new, newer or gone, and when one that waits for room has it;
-    `seen(old, new)` also when the answer to our own write is put."""
+    """The DDPJobs, raw except for what `cut` removes. Each is kept whole only if there is room (job/storage.py).
+
+    `changed(key)` is called when a job is new, changed or gone, and when a job that waited for room has it. `seen(old,
+    new)` is also called for the answer to our own write.
+    """
 
     def __init__(
         self,
@@ -258,27 +277,27 @@ class Jobs(Store[Raw]):
 
         super().__init__(cut, _place_of, told)
         self.begun = storage.Room(limits.begun, limits.begun_in_namespace)
-        """Those that have begun, and those that are about to."""
+        """Room for jobs that have begun, and for those about to begin."""
         self._resting = storage.Room(limits.resting, limits.resting_in_namespace)
         self._has_room = changed
         self._is_quiet = False
         self._held: set[Key] = set()
         self._written: dict[Key, Raw] = {}
-        """The statuses that are being written."""
+        """The statuses of writes in flight."""
 
     def put(self, raw: Raw, *, is_whole: bool = True) -> None:
-        """A job as it was at its resourceVersion, or what is left of it."""
+        """Store a job as it was at its resourceVersion, whole or already cut."""
         super().put(raw, is_whole=is_whole and not storage.is_cut(raw))
         self._settle(_place_of(raw))
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """The job with this uid is gone."""
+        """Remove the job with this UID, and free its room."""
         super().remove(namespace, name, uid)
         self._settle((namespace, name))
 
     @contextlib.contextmanager
     def held(self, key: Key) -> Iterator[None]:
-        """While a job is reconciled: all of it is kept that is put, and its place in a room."""
+        """While a job is being reconciled: keep it whole, and keep its room."""
         self._held.add(key)
         try:
             yield
@@ -287,7 +306,7 @@ class Jobs(Store[Raw]):
             self._settle(key)
 
     def _settle(self, key: Key) -> None:
-        """Keep as much of a job as there is room for, and tell those that have waited for what it leaves."""
+        """Cut a job if there is no room for it whole, and notify the jobs that waited for the room it frees."""
         if key in self._held:
             return
         entry = self._entries.get(key)
@@ -303,7 +322,7 @@ class Jobs(Store[Raw]):
             self._has_room(other)
 
     def _has_place(self, key: Key, raw: Raw) -> bool:
-        """Whether all of a job is kept, if there is all of it."""
+        """True if there is room to keep this job whole."""
         begun, needs = storage.has_begun(raw), storage.size(raw)
         (self._resting if begun else self.begun).leave(key)
         if storage.is_cut(raw) or not (begun or needs <= storage.SMALL):
@@ -316,15 +335,15 @@ class Jobs(Store[Raw]):
         return iter(list(self._entries))
 
     def get(self, key: Key) -> Raw | None:
-        """The newest that we know."""
+        """Return the newest known state of a job, whole or cut."""
         entry = self._entries.get(key)
         return None if entry is None else entry.value
 
     def take(self, raw: Raw) -> bool:
-        """Puts the job of a watch event if we have it; False: it is another job, and nothing was put.
+        """Store the job of a watch event if its UID is known; False if it is not, and nothing was stored.
 
-        The event of our own write is left out: it may come before the answer, which is put as soon as it is there, and
-        would be news then, of which the job is reconciled for nothing.
+        The event of our own status write is ignored, because it may arrive before the answer to that write. Storing it
+        would enqueue the job, and each status write would cost one reconcile more.
         """
         entry = self._entries.get(_place_of(raw))
         if entry is None or entry.uid != raw["metadata"]["uid"]:
@@ -335,8 +354,11 @@ class Jobs(Store[Raw]):
         return True
 
     def put_quietly(self, raw: Raw) -> None:
-        """A job as the answer to our write of its status has it, or our question for it. Nobody is told: a write is
-        refused unless it has the spec that was planned for, and who wrote or asked goes on with it."""
+        """Store a job from the answer to our own status write or read, without a call of `changed`.
+
+        Whoever sent the request goes on with the answer. A status write cannot hide an edit: the API server refuses it
+        if the job has changed.
+        """
         self._is_quiet = True
         try:
             self.put(raw)
@@ -345,7 +367,7 @@ class Jobs(Store[Raw]):
 
     @contextlib.contextmanager
     def writing(self, key: Key, status: Raw) -> Iterator[None]:
-        """While this status of a job is being written."""
+        """While this status is being written, `take` ignores its watch event."""
         self._written[key] = status
         try:
             yield
@@ -354,7 +376,7 @@ class Jobs(Store[Raw]):
 
 
 def _differ_in_status_alone(one: Raw, other: Raw) -> bool:
-    """Whether neither the spec nor the metadata says something new: a deletion, labels, annotations, finalizers."""
+    """True if spec and metadata (deletion, labels, annotations, finalizers) are equal."""
     return one.get("spec") == other.get("spec") and _said(one["metadata"]) == _said(other["metadata"])
 
 
@@ -367,13 +389,14 @@ def _place_of(raw: Raw) -> ObjectKey:
 
 
 def version(metadata: Raw) -> int:
-    """resourceVersions are numbers that can be compared, by promise since Kubernetes 1.35 and in fact since etcd 3.
+    """Return the resourceVersion as a number, which can be compared within one kind of objects.
 
-    0 where an API server has something else: such an object is always taken for new.
+    Kubernetes guarantees this from 1.35 on (KEP-5504). Older API servers pass on etcd's revision, which is a number.
+    Return 0 if it is not a number; such an object always counts as new.
     """
     return number(metadata.get("resourceVersion"))
 
 
 def number(text: object) -> int:
-    """The number that a resource version is."""
+    """Return a resource version as a number, 0 if it is none."""
     return int(text) if isinstance(text, str) and text.isdecimal() and len(text) <= 20 else 0

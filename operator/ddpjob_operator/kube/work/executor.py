@@ -1,4 +1,16 @@
-"""Carries out a plan: the status and its events first, then deletes, then creates. Every answer goes into our copy."""
+"""Carries out a plan: the status and its Events first, then deletes, then creates, then groups, then the job itself.
+
+In: a Plan of the Reconciler. Out: requests to the API server, and the answer of each one in our copy. A create that the
+server refuses is no error: it is stored in the JobState, and the next plan reports it to the user.
+
+The status is written before anything else, with the resourceVersion that was planned for. The write therefore fails if
+the job has changed, and a crash after it loses no decision: the next operator plans from the recorded status.
+
+The Operator creates one Executor. It keeps nothing of a job itself, except places in flight while a request runs.
+
+Worse than one pass over all actions: a large job takes many reconciles (slow start), because no reconcile starts a
+request after RECONCILE_SECONDS.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +50,24 @@ from ddpjob_operator.plan.actions import (
 )
 from ddpjob_operator.pods import build, naming
 
-# Strict: a typo in the template is an error that the user sees, and is not dropped.
+# Strict makes a typo in the template an error that the user sees (KEP-2885). The default drops unknown fields.
 STRICT = {"fieldValidation": "Strict", "fieldManager": "ddpjob-operator"}
 STATUS = {"fieldManager": "ddpjob-operator"}
-# A reconcile begins no further create or delete, and looks for no further pod, after this time, and the next one goes
-# on, so that a job of a thousand pods in a namespace with a slow webhook obeys a suspend, an edit or its deletion in
-# time.
+# A reconcile starts no create, delete or read of a pod after this time; the next reconcile continues. Otherwise a job
+# of a thousand pods behind a slow webhook would react to a suspend, an edit or its deletion only after minutes.
 RECONCILE_SECONDS = 5.0
-# Once so many pods of a job are gone the others are not looked for: mostly all of them are.
+# Stop looking for missing pods after this many were not found: the others are usually gone, too.
 GONE_MAX = 8
-# Requests of a job at a time: a job of eight nodes starts in one round trip, and leaves half of its namespace's places
-# to others.
+# Requests of one job at a time. A job of eight nodes starts in one round trip, and half of the namespace's places stay
+# free for other jobs.
 OF_JOB_MAX = 8
-# Pods of a new job in its second reconcile, after the first pod; each further reconcile creates twice as many. With 2
-# most jobs of a storm would have a part of their pods and few would have all (docs/decisions.md, "What others pay").
+# Pods that the second reconcile of a new job creates, after the first pod. Each further one creates twice as many. With
+# 2, most jobs of a storm would have some of their pods and few would have all (docs/decisions.md, "What others pay").
 SECOND_BATCH = 8
 
 
 class ConflictError(Exception):
-    """The job, or the node of a pod, has changed since it was observed: observe it again."""
+    """The job, or the node of a pod, has changed after it was observed. Observe it again."""
 
 
 @dataclass(eq=False)
@@ -70,28 +81,28 @@ class Executor:
     runtime: Runtime
     reporting: build.Reporting | None = None
     progressed: Callable[[Key], None] = lambda _key: None
-    """Called for a job whenever a request for it has its turn or its answer."""
+    """Called when a request for a job is sent and when it is answered, so that the queue sees it is not stuck."""
     keep_from_autoscalers: bool = True
     mount_api_token: bool = True
     recorded: Callable[[api.DDPJob, Plan, JobState], None] = lambda _job, _todo, _state: None
-    """Called with the job as it was, once the status of a plan is written and before the rest is carried out."""
-    # Apart, so that slow creates hold up no delete.
+    """Called with the job as it was before, after the status was written and before the other actions."""
+    # Two limits, so that creates behind a slow webhook do not delay deletes.
     creates: InFlight = field(default_factory=InFlight)
     deletes: InFlight = field(default_factory=InFlight)
 
     async def execute(self, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
-        """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow; True: all of it.
+        """Carry out as much of a plan as RECONCILE_SECONDS and slow start allow. Return True if that was all.
 
-        Raises ConflictError where the job or a node has changed, ApiError where the server cannot do it now. What the
-        server refuses to create is no error: it is in `state` then, for the next round to report.
+        Raise ConflictError if the job or a node has changed, ApiError if the server cannot do it now. A refused create
+        is no error; it is recorded in `state`.
         """
         before = job
         if todo.status is not None:
             await self._replace_status(job.metadata, msgspec.to_builtins(todo.status))
-            # A pod gets what is left of the budgets, and this status may be the first that counts a restart in place.
+            # Pods get the remaining restart budgets from the status, and this one may count another restart in place.
             job = msgspec.structs.replace(job, status=todo.status)
         self.recorded(before, todo, state)
-        # Events report what the status has recorded, so they do not wait for requests that come after it and may fail.
+        # Events report what the status records. They come before the other requests, which may fail.
         self.events.send(job.metadata, todo.events, self.runtime.now())
         deletes = [partial(self._delete, job, a, state) for a in todo.actions if isinstance(a, DeletePod)]
         deletes += [partial(self._end, job, a, state) for a in todo.actions if isinstance(a, EndPod)]
@@ -109,8 +120,10 @@ class Executor:
         return is_complete
 
     async def take_back(self, job: api.DDPJob, names: Set[str], state: JobState) -> bool:
-        """Look for pods that no list shows, and give those that are there the job's label back; False: the time of a
-        reconcile was over before all were looked for. `state` has those that are gone."""
+        """Read pods by name that no list shows, and restore the job's label on those that exist.
+
+        Return False if the time of the reconcile ended before all were read. `state.confirmed_gone` gets the others.
+        """
         back, gone = set[str](), set[str]()
 
         async def look_for(name: str) -> None:
@@ -127,14 +140,14 @@ class Executor:
         return done
 
     def send_event(self, job: api.Metadata, event: Event) -> None:
-        """An event that is no part of a plan."""
+        """Send an Event that no plan contains."""
         self.events.send(job, redacted.events((event,)), self.runtime.now())
 
     async def report_unreadable(self, metadata: Raw, status: Raw | None, event: Event) -> str:
-        """For a job that cannot be read: `status` is the stored one with another condition. Return why the server
-        refuses it (another field of it breaks the schema), which leaves the event; "" if it is written.
+        """Write the condition and send the Event of a job that cannot be read. Raise as `execute`.
 
-        Raises ConflictError and ApiError as `execute`.
+        status: the stored status with the condition added. The server refuses it if another stored field breaks the
+        schema; only the Event is sent then. Return why it was refused, "" if it was written.
         """
         refused = ""
         job = api.Metadata(
@@ -155,8 +168,8 @@ class Executor:
 
     async def _replace_status(self, metadata: api.Metadata, status: Raw) -> None:
         path = f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}/status"
-        # The whole status, not a patch: what is unset must go, as startTime does on suspend. The server takes nothing
-        # but the status from this body, and refuses it if the job has changed since it was observed.
+        # Replace, not patch, so that unset fields disappear, such as startTime on suspend. The status subresource
+        # ignores the rest of the body. The resourceVersion makes the server refuse the write if the job has changed.
         body = {
             "apiVersion": api.API_VERSION,
             "kind": api.KIND,
@@ -194,7 +207,7 @@ class Executor:
         leaves_later = metadata.get("finalizers") or metadata.get("deletionGracePeriodSeconds")
         is_pod = answer.get("kind") == "Pod" and metadata.get("uid") == action.uid
         if is_pod:
-            # Also where it is gone now: it may have ended meanwhile, and no watch event of it is taken after this.
+            # Store it even if it is gone now. It may show how the pod ended, and later watch events of it are ignored.
             self.caches.pods.put(answer)
         if not (is_pod and metadata.get("deletionTimestamp") and leaves_later):
             self.caches.pods.remove(namespace, action.name, action.uid)
@@ -203,13 +216,13 @@ class Executor:
         return None
 
     async def _delete_options(self, job: api.DDPJob, action: DeletePod) -> Raw:
-        """Raises ConflictError where the container would run on beside the next one."""
+        """Return the DeleteOptions. Raise ConflictError if the container could go on running next to its successor."""
         namespace = job.metadata.namespace
-        # By uid, because meanwhile another pod may have got the name.
+        # The uid, because a new pod may have the same name by now.
         preconditions = {"uid": action.uid}
         if action.grace_seconds == 0:
-            # And as it was before its node is asked for: a request may be carried out long after it was sent, and a
-            # kubelet that is back has said by then how its pods are.
+            # Also the version from before the node is read. The server may carry out the delete much later; if the
+            # kubelet is back by then, it has updated the pod, and the delete fails.
             preconditions |= self.lookup.version_of_pod(namespace, action.name)
             if await self.lookup.may_run_on_ready_node(namespace, action.name):
                 raise ConflictError
@@ -219,7 +232,7 @@ class Executor:
         return options
 
     def _not_deleted(self, job: api.DDPJob, action: DeletePod, state: JobState, why: str) -> None:
-        """A pod whose place another one has, or whose node is lost, stays: no other pod of the job waits for that."""
+        """Record and log that a pod stays which the job no longer needs. The job goes on without waiting for it."""
         state.not_deleted(action.uid, self.runtime.now())
         about = decisions.of_pod(job.metadata, job.status.attempt, action.name)
         text = "%s: the pod %s, which the job no longer needs, is not deleted: %s"
@@ -234,11 +247,11 @@ class Executor:
             if error.status not in (404, 409):
                 raise
             if error.status == 404 and not is_absent(error, action.name):
-                return  # the API is no longer served: nothing is in the way, and it may come back with the object
+                return  # the whole API is not served; if it comes back, the object may still exist
         gang.store.remove(namespace, action.name, action.uid)
 
     async def _tell_group(self, job: api.DDPJob, action: TellGroup, state: JobState) -> None:
-        """By the object as it is now, for an admission that has changed meanwhile must not be overwritten."""
+        """Report the job's state to a queue. Read the object first, so that a newer admission is not overwritten."""
         gang, namespace = self.caches.gangs[action.adapter], job.metadata.namespace
         path = f"{gang.path(namespace)}/{action.name}"
         try:
@@ -253,7 +266,7 @@ class Executor:
                 gang.store.remove(namespace, action.name, action.uid)
             elif is_refusal(error):
                 state.refuse(gang.adapter.resource, action.name, error.message, self.runtime.now())
-            elif error.status != 409:  # it has changed meanwhile, and is read again in the next round
+            elif error.status != 409:  # 409: it has changed; the next round reads it again
                 raise
             return
         if (gang.adapter.resource, action.name) in state.refusals:
@@ -284,13 +297,15 @@ class Executor:
         await self.lookup.reread(metadata)
 
     async def _create_all(self, job: api.DDPJob, actions: Sequence[Action], state: JobState) -> bool:
-        """Create the Service, the group, and pods by slow start; False: there are more pods to create.
+        """Create the Service, the group, and pods by slow start. Return False if there are more pods to create.
 
-        What the server refuses for one pod it mostly refuses for all, so the others are not tried, which is complete.
-        A new job gets 1, 8, 16, 32 … pods, each batch in a reconcile of its own and the job at the back of the queue
-        between them: otherwise a large job would hold up all others. Kubernetes creates the pods of a batch/v1 Job in
-        such batches too (slowStartBatch in pkg/controller/job/job_controller.go). A restart gets all of its pods in one
-        reconcile, because its ranks stand still until the last is there, and the server has accepted such pods before.
+        After a refused pod the others are not tried, because the server would usually refuse them, too. This counts as
+        complete.
+        A new job gets 1, 8, 16, 32 … pods. Each batch is a reconcile of its own, and the job goes to the back of the
+        queue in between; otherwise a large job would delay all others. The batches follow slowStartBatch in
+        pkg/controller/job/job_controller.go of Kubernetes.
+        A restart gets all of its pods in one reconcile: its ranks wait for the last one, and the server has accepted
+        such pods before.
         """
         service = (
             [partial(self._create, "Service", build.service(job), job, state)] if CreateService() in actions else []
@@ -316,7 +331,7 @@ class Executor:
         return not state.unfinished
 
     async def _one_by_one(self, job: api.DDPJob, creates: Sequence[Callable[[], Awaitable[bool]]]) -> bool:
-        """Whether all of them are there now."""
+        """Send the creates in order. Return False after the first object that does not exist afterwards."""
         key = (job.metadata.namespace, job.metadata.name)
         for create in creates:
             async with self.creates.place(key[0]):
@@ -334,14 +349,14 @@ class Executor:
         calls: Sequence[Callable[[], Awaitable[object]]],
         given_up: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Make the calls, OF_JOB_MAX at a time; False: RECONCILE_SECONDS were over before all of them had begun."""
+        """Make the calls, OF_JOB_MAX at a time. Return False if RECONCILE_SECONDS ended before all had begun."""
         key = (job.metadata.namespace, job.metadata.name)
         ends = self.runtime.clock() + RECONCILE_SECONDS
         left = collections.deque(calls)
 
         async def work() -> None:
-            # A call that has waited for its place is made however long that took: otherwise a long line would never get
-            # shorter.
+            # The time is not checked again after the wait for a place. Otherwise calls that waited too long would all
+            # be given up, and the line would never get shorter.
             while left and self.runtime.clock() < ends and not given_up():
                 call = left.popleft()
                 async with place():
@@ -351,7 +366,7 @@ class Executor:
                 self.progressed(key)
 
         workers = (work() for _ in range(min(len(calls), OF_JOB_MAX)))
-        # All of them to their end, then the first error, so that none goes on unnoticed.
+        # Wait for all workers before raising, so that none goes on sending after the reconcile has failed.
         for error in await asyncio.gather(*workers, return_exceptions=True):
             if error is not None:
                 raise error
@@ -386,7 +401,7 @@ class Executor:
         return await self._create(gang.adapter.resource, body, job, state)
 
     async def _read_flavors(self, job: api.DDPJob, first: CreatePod, state: JobState) -> bool:
-        """What a queue says of the nodes of the pods, read before each attempt's first; False: it cannot be read."""
+        """Read where a queue wants the pods to run. Return False if it cannot be read."""
         gang = self.caches.gangs.get(job.status.gang.kind) if job.status.gang is not None else None
         group = gang.of(job) if gang is not None else None
         if gang is None or not gang.adapter.admits_first or group is None:
@@ -398,7 +413,7 @@ class Executor:
         return found is not None
 
     async def _read(self, paths: Sequence[str], of: tuple[str, str], state: JobState) -> list[Raw] | None:
-        """Objects that another one is completed with; None: one cannot be read, and `of` counts as refused."""
+        """Return the objects that complete the object `of`. None if one cannot be read; `of` then counts as refused."""
         try:
             return [await self.client.get(path) for path in paths]
         except ApiError as error:
@@ -408,7 +423,7 @@ class Executor:
             return None
 
     async def _create(self, kind: str, body: Raw, job: api.DDPJob, state: JobState) -> bool:
-        """Whether it is there now and the job's own. Raises ApiError where the server may create it later."""
+        """Create an object. Return True if it exists and the job owns it. Raise ApiError if a later try may succeed."""
         namespace, name = job.metadata.namespace, body["metadata"]["name"]
         try:
             raw = await self.client.create(self.caches.path(kind, namespace), body, STRICT)
@@ -426,8 +441,8 @@ class Executor:
 
 
 def is_refusal(error: ApiError) -> bool:
-    """Whether the server understood the create and will not do it: the user must change something, or wait.
+    """True if the server refuses the create, and the user has to change something or wait.
 
-    Quota, PodSecurity and admission give 403, a bad field 400 or 422; a webhook that is down gives 500.
+    Quota, PodSecurity and admission answer 403, a bad field 400 or 422, and a webhook that is down 500.
     """
     return error.status in (400, 403, 404, 405, 413, 422) or (error.status == 500 and "webhook" in error.message)

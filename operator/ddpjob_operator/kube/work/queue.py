@@ -1,18 +1,22 @@
-"""Which job is reconciled next. One reconcile at a time per job; many requests become one; failures back off.
+"""Decides which job is reconciled next, and runs the reconciles.
 
-A request is a time and a priority. When the time has come the key is due, and waits for its turn:
+In: requests (`add`: key, time, priority) from watches, timers and reports. Out: calls of `reconcile(key)`, at most one
+at a time per key. Many requests for a key become one reconcile, and failures back off, as in client-go's workqueue.
 
-- Namespaces take turns, so that the 500 jobs of one hold up none of another.
-- In a namespace kinds of keys take turns (`kind`): jobs that have begun, and new jobs by their size. So a restart waits
-  for no new jobs, and a job of one pod for none of a thousand.
-- Behind all of these come jobs that go on to create their pods, and behind them what only says that all goes well
-  (`Priority`). Each of the two has one turn in TURNS at least, so that a large job becomes whole however many new ones
-  there are.
+When its time has come, a key is due and waits for its turn:
 
-A reconcile that takes long leaves its place to others, up to a limit for each namespace.
+- Namespaces take turns, so that 500 jobs in one namespace do not delay those of another.
+- Within a namespace, kinds of keys take turns (`kind`): jobs that have begun, and new jobs by size. So a restart does
+  not wait for new jobs, and a job of one pod does not wait for jobs of a thousand pods.
+- Jobs with more pods to create come after all of these, and status updates without bad news come last (`Priority`).
+  Each of these two gets at least one of TURNS turns. Otherwise a large job would stay incomplete while new jobs arrive.
 
-`Schedule` decides and has no clock; `Queue` runs it with one. Of two requests for a key the earlier one wins, and of
-those that are due the one with the higher priority.
+A slow reconcile gives its place to others after QUICK_SECONDS, up to a limit per namespace.
+
+`Schedule` holds all state and decides; it takes times as arguments and has no clock. `Queue` runs it with a clock. It
+creates one task per reconcile and cancels all of them when `run` is cancelled. Both are used on the event loop only.
+
+client-go's workqueue is one FIFO. Fairness costs a heap per namespace and kind here.
 """
 
 from __future__ import annotations
@@ -31,96 +35,96 @@ from ddpjob_operator.kube.api.runtime import Runtime
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
-# At a time, slow ones too: twice as many as may have a create in flight (in_flight.py), because others write a status
-# meanwhile. With more of them an event would wait behind too many others.
+# Reconciles of a namespace at a time, slow ones included. This is twice the creates that may be in flight
+# (api/in_flight.py), because other reconciles write a status meanwhile. With more, an event would wait behind too many.
 OF_NAMESPACE_MAX = 32
-# A reconcile that takes longer waits for one request, and the others need not wait with it.
+# A reconcile that takes longer is waiting for a request. It then no longer takes one of the places.
 QUICK_SECONDS = 0.1
-# Of so many turns of a namespace each priority has one, however many keys of the higher ones are due. With fewer the
-# further pods of others would delay a job's first one.
+# Each lower priority gets one of this many turns of a namespace, however many keys of higher priority are due. With a
+# smaller number, further pods of other jobs would delay the first pod of a new one.
 TURNS = 8
-# Of so many times that no longer hold none is dropped before its own time.
+# Outdated requests stay in the heap until there are more than this, because removing them means a rebuild.
 OUTDATED_MIN = 64
 
 
 class Priority(IntEnum):
-    """What a reconcile is for; the lower number goes first."""
+    """Why a key was requested; the lower number goes first."""
 
     EVENT = 0
-    """A new job, a failure, an edit: whatever is not one of the others."""
+    """A new job, a failure, an edit, and everything else that is not one of the two below."""
     FURTHER_PODS = 1
-    """The job has more pods to create, or more to do."""
+    """The job has more pods to create, or its last reconcile ran out of time."""
     NEWS = 2
-    """Pods run, or training makes progress: a status is written, which costs the API server as much as two pods."""
+    """Pods are running, or training makes progress. Only a status is written, which costs as much as two pods."""
 
 
 _Request = tuple[float, int, K, Priority]
-"""When, a number that breaks ties, the key, and what for."""
+"""Time, a number that breaks ties, key, priority."""
 
 
 class Watcher:
-    """What a queue tells of itself; this one takes no notice."""
+    """Receives measurements of a queue. This one ignores them."""
 
     def added(self) -> None:
         """A key was requested."""
 
     def waited(self, seconds: float) -> None:
-        """A key has its turn, so long after it was due."""
+        """A key got its turn, this long after it was due."""
 
     def worked(self, seconds: float, result: str) -> None:
-        """The work on a key is over: success, requeue (at once), requeue_after (a time) or error."""
+        """A reconcile ended. result: success, requeue (at once), requeue_after (later) or error."""
 
 
 class _Due(Generic[K]):
-    """What is due in one namespace."""
+    """The keys of one namespace that are due."""
 
     def __init__(self) -> None:
         self.kinds: dict[int, list[_Request[K]]] = {}
-        """A heap of each kind; the kind that was served last is at the end. Priorities other than EVENT have one kind
-        each, their negative number."""
+        """One heap per kind; the kind served last is at the end. FURTHER_PODS and NEWS have a kind of their own: their
+        negative number."""
         self._turns = 0
 
     def push(self, kind: int, request: _Request[K]) -> None:
         heapq.heappush(self.kinds.setdefault(kind, []), request)
 
     def in_turn(self) -> list[int]:
-        """The kinds, that whose turn it is first."""
+        """Return the kinds in the order in which they get their turn."""
         kinds = [kind for kind in self.kinds if kind >= 0]
         kinds += [kind for kind in (-Priority.FURTHER_PODS, -Priority.NEWS) if kind in self.kinds]
         turn = -(self._turns % TURNS)
         return sorted(kinds, key=lambda kind: kind != turn) if turn < 0 else kinds
 
     def served(self, kind: int) -> None:
-        """Move a kind to the end."""
+        """Move a kind to the end, after it was served."""
         self.kinds[kind] = self.kinds.pop(kind)
         self._turns += 1
 
 
 class Schedule(Generic[K]):
-    """Times in seconds of any one clock."""
+    """Decides which key is next. Times are seconds of one clock, which the caller chooses."""
 
     def __init__(self, *, of_namespace: int = OF_NAMESPACE_MAX, kind: Callable[[K], int] = lambda _key: 0) -> None:
-        """kind: not negative."""
+        """kind: a number that is not negative; keys of different kinds take turns."""
         self._of_namespace = of_namespace
         self._kind = kind
         self._requests: dict[Priority, dict[K, float]] = {priority: {} for priority in Priority}
-        """When a key was requested for. A request is dropped if one of a higher or equal priority is as early."""
+        """Requested time of each key. A request is dropped if one of the same or higher priority is as early."""
         self._later: list[_Request[K]] = []
-        """A heap of what is not due, some of it out of date: an earlier request has taken its place."""
+        """A heap of requests that are not due. Some are outdated, because an earlier request replaced them."""
         self._due: dict[Hashable, _Due[K]] = {}
-        """By namespace; the one that was served last is at the end."""
+        """By namespace; the one served last is at the end."""
         self._order = itertools.count()
         self._busy: dict[K, float] = {}
         self._busy_in: collections.Counter[Hashable] = collections.Counter()
         self._again: dict[K, Priority] = {}
-        """The keys that have become due while they were busy."""
+        """Keys that became due while they were being reconciled."""
         self._failures: dict[K, int] = {}
         self._not_before: dict[K, float] = {}
         self.waited = 0.0
-        """How long the key that was popped last has been due."""
+        """Seconds that the key popped last had been due."""
 
     def add(self, key: K, at: float, priority: Priority = Priority.EVENT) -> None:
-        """Reconcile `key` at `at`, or earlier if that was requested before; never before its back-off ends."""
+        """Request a reconcile of `key` at `at`. An earlier request stays; a back-off is never shortened."""
         at = max(at, self._not_before.get(key, at))
         for other, requests in self._requests.items():
             known = requests.get(key)
@@ -131,12 +135,12 @@ class Schedule(Generic[K]):
         self._requests[priority][key] = at
         heapq.heappush(self._later, (at, next(self._order), key, priority))
         if len(self._later) > 2 * len(self) + OUTDATED_MIN:
-            # A job whose deadline is in a week leaves one behind at each reconcile, of which it has 8,000 a day.
+            # A job with a deadline in a week leaves one outdated request per reconcile, about 8,000 a day.
             self._later = [request for request in self._later if self._holds(request)]
             heapq.heapify(self._later)
 
     def pop(self, now: float) -> K | None:
-        """The key whose turn it is, which is busy from now on; None: no key may be reconciled now."""
+        """Return the key whose turn it is and mark it busy; None if no key may be reconciled now."""
         self._take_due(now)
         for namespace in list(self._due):
             if self._busy_in[namespace] < self._of_namespace:
@@ -146,7 +150,7 @@ class Schedule(Generic[K]):
         return None
 
     def _take_due(self, now: float) -> None:
-        """Only namespaces in which something is due are looked at in turn: there may be a thousand others."""
+        """Move due requests to their namespace. `pop` then goes only through namespaces with due keys."""
         while (top := self._top(self._later)) is not None and top[0] <= now:
             heapq.heappop(self._later)
             _, _, key, priority = top
@@ -176,27 +180,31 @@ class Schedule(Generic[K]):
         return None
 
     def progressed(self, key: K, now: float) -> None:
-        """The reconcile of `key` has got an answer: it is not stuck, however long it takes."""
+        """Record that the reconcile of `key` got an answer: it is not stuck, however long it takes."""
         if key in self._busy:
             self._busy[key] = now
 
     def observed(self, key: K, now: float) -> None:
-        """The reconcile of `key` reads the state of now: what was requested until now needs no other one."""
+        """Drop the requests for `key` up to now, because its reconcile is about to read the current state."""
         self._again.pop(key, None)
         for requests in self._requests.values():
             if requests.get(key, float("inf")) <= now:
                 del requests[key]
 
     def done(self, key: K, now: float, again_at: float | None = None) -> None:
-        """The reconcile has succeeded. What was requested meanwhile is due now. again_at: not later than now: it has
-        more to do, with the priority FURTHER_PODS."""
+        """End a reconcile that succeeded. If the key became due meanwhile, it is due now.
+
+        again_at: time of the next one. A time that is not after now means that the job has more to do (FURTHER_PODS).
+        """
         self._failures.pop(key, None)
         self._not_before.pop(key, None)
         self._release(key, now, again_at)
 
     def failed(self, key: K, now: float, at_least: float = 0.0) -> float:
-        """The reconcile has failed; the seconds until the next. at_least: what the server asked for, or a proxy before
-        it: an hour of maintenance may be over in a minute."""
+        """End a reconcile that failed. Return the seconds until the next one, at most BACK_OFF_SECONDS_MAX.
+
+        at_least: seconds from a Retry-After. It is bounded, because a proxy may send an hour for an outage of a minute.
+        """
         count = self._failures[key] = self._failures.get(key, 0) + 1
         wait = min(BACK_OFF_SECONDS_MAX, max(at_least, back_off(count)))
         self._not_before[key] = now + wait
@@ -204,39 +212,39 @@ class Schedule(Generic[K]):
         return wait
 
     def failures(self, key: K) -> int:
-        """How often in a row `key` has failed."""
+        """Return how often in a row `key` has failed."""
         return self._failures.get(key, 0)
 
     def next_at(self) -> float | None:
-        """When the next key that may be reconciled is due; None: none is waiting."""
+        """Return when the next key that may be reconciled is due, None if there is none."""
         free = (due for name, due in self._due.items() if self._busy_in[name] < self._of_namespace)
         heaps = (self._later, *(heap for due in free for heap in due.kinds.values()))
         tops = [top for heap in heaps if (top := self._top(heap))]
         return min(tops)[0] if tops else None
 
     def stuck_seconds(self, now: float) -> float:
-        """How long the longest reconcile has been waiting for an answer."""
+        """Return the seconds since the last answer, of the reconcile that has waited longest."""
         return max((now - since for since in self._busy.values()), default=0.0)
 
     def unfinished_seconds(self, now: float) -> float:
-        """How long all reconciles that are under way have been waiting for an answer, together."""
+        """Return the seconds since the last answer, summed over all running reconciles."""
         return sum(now - since for since in self._busy.values())
 
     def due(self, now: float) -> tuple[int, float]:
-        """How many keys are due and wait for their turn, and for how long the oldest of them has been due."""
+        """Return the number of due keys, and for how many seconds the oldest has been due."""
         times = {key: at for requests in self._requests.values() for key, at in requests.items() if at <= now}
         return len(times), max((now - at for at in times.values()), default=0.0)
 
     @property
     def working(self) -> int:
-        """How many keys are busy."""
+        """Number of keys that are being reconciled."""
         return len(self._busy)
 
     def __len__(self) -> int:
         return sum(map(len, self._requests.values()))
 
     def _holds(self, request: _Request[K]) -> bool:
-        """False: an earlier request has taken its place, or the key has had its turn."""
+        """False if the request is outdated: an earlier one replaced it, or the key had its turn."""
         at, _, key, priority = request
         return self._requests[priority].get(key) == at
 
@@ -258,13 +266,13 @@ class Schedule(Generic[K]):
 
 
 def back_off(times: int) -> float:
-    """Seconds to wait after so many failures in a row."""
-    # The exponent is bounded as well: 2.0 ** 1025 is an error.
+    """Return the seconds to wait after this many failures in a row."""
+    # Bound the exponent, because 2.0 ** 1025 raises OverflowError.
     return min(BACK_OFF_SECONDS_MAX, BACK_OFF_SECONDS_FIRST * 2.0 ** min(times - 1, 10))
 
 
 class RetryError(Exception):
-    """Reconcile again after a back-off. The text is logged, once in a row of equal ones."""
+    """Asks for another reconcile after a back-off. The message is logged when it differs from the last one."""
 
     def __init__(self, message: str, at_least_seconds: float = 0.0) -> None:
         super().__init__(message)
@@ -272,7 +280,7 @@ class RetryError(Exception):
 
 
 class Queue(Generic[K]):
-    """Runs `reconcile(key)` for keys that are due; it returns the seconds until the next time, or None."""
+    """Runs `reconcile(key)`, which returns the seconds until the next reconcile, or None, for keys that are due."""
 
     def __init__(
         self,
@@ -285,8 +293,7 @@ class Queue(Generic[K]):
         about: Callable[[K], Mapping[str, object]] | None = None,
         kind: Callable[[K], int] = lambda _key: 0,
     ) -> None:
-        """about: what a line of the log about a key has beside its text. kind: keys of one kind wait behind each other,
-        and take turns with those of other kinds."""
+        """about: extra fields of a log record about a key. kind: keys of different kinds take turns."""
         self._about = about or (lambda key: {"job": _name(key)})
         self._watcher = watcher or Watcher()
         self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace, kind=kind)
@@ -296,45 +303,45 @@ class Queue(Generic[K]):
         self._free = at_a_time
         self._wake = asyncio.Event()
         self._sleeps_until = float("inf")
-        """What is requested for later than this need not wake it."""
+        """Requests for a later time than this do not wake the loop."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._logged: dict[K, str] = {}
 
     def add(self, key: K, in_seconds: float = 0.0, priority: Priority = Priority.EVENT) -> None:
-        """Reconcile `key` after `in_seconds`, or earlier if that was requested before."""
+        """Request a reconcile of `key` in `in_seconds`. An earlier request stays."""
         self._watcher.added()
         at = self._clock() + in_seconds
         self.schedule.add(key, at, priority)
-        if at < self._sleeps_until:  # a storm of pods requests the same jobs again and again
+        if at < self._sleeps_until:  # otherwise every event of a storm of pods would wake the loop
             self._wake.set()
 
     def stuck_seconds(self) -> float:
-        """How long the longest reconcile has been waiting for an answer."""
+        """Return the seconds since the last answer, of the reconcile that has waited longest."""
         return self.schedule.stuck_seconds(self._clock())
 
     def unfinished_seconds(self) -> float:
-        """How long all reconciles that are under way have been waiting for an answer, together."""
+        """Return the seconds since the last answer, summed over all running reconciles."""
         return self.schedule.unfinished_seconds(self._clock())
 
     def due(self) -> tuple[int, float]:
-        """How many keys wait for their turn, and for how many seconds the oldest has been due."""
+        """Return the number of due keys, and for how many seconds the oldest has been due."""
         return self.schedule.due(self._clock())
 
     @property
     def working(self) -> int:
-        """How many keys are being worked on."""
+        """Number of keys that are being reconciled."""
         return self.schedule.working
 
     def progressed(self, key: K) -> None:
-        """The reconcile of `key` has got an answer."""
+        """Record that the reconcile of `key` got an answer."""
         self.schedule.progressed(key, self._clock())
 
     def observed(self, key: K) -> None:
-        """The reconcile of `key` reads the state of now: what was requested until now needs no other one."""
+        """Drop the requests for `key` up to now, because its reconcile is about to read the current state."""
         self.schedule.observed(key, self._clock())
 
     async def run(self) -> None:
-        """Until cancelled; then those under way are cancelled too."""
+        """Run until cancelled, then cancel the running reconciles and wait for them."""
         try:
             while True:
                 self._wake.clear()
@@ -372,10 +379,10 @@ class Queue(Generic[K]):
             wait = self.schedule.failed(key, self._clock(), error.at_least_seconds)
             self._report(key, str(error), wait)
         except asyncio.CancelledError:
-            self.schedule.failed(key, self._clock())  # else the key would count as busy for ever
+            self.schedule.failed(key, self._clock())  # otherwise the key would stay busy forever
             raise
         except Exception:
-            # A bug in one reconcile must not end the others; it is logged with its stack, and backs off.
+            # A bug in the reconcile of one job must not end the others.
             wait = self.schedule.failed(key, self._clock())
             about = self._about(key)
             self._log.exception("%s: the reconcile failed, again in %.1f s", _name(key), wait, extra=about)
@@ -404,5 +411,5 @@ def _namespace(key: Hashable) -> Hashable:
 
 
 def _name(key: Hashable) -> str:
-    """As kubectl writes it: namespace/name."""
+    """Return namespace/name, as kubectl writes it."""
     return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)

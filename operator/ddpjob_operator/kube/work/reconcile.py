@@ -1,4 +1,17 @@
-"""Reconciles one job: observe, plan, execute, and again until there is nothing to do."""
+"""Reconciles one job: observe, plan, execute, and repeat until there is nothing to do.
+
+In: a key from the queue, our copy of the cluster (`Caches`), and what only the operator remembers of the job
+(`JobState`). Out: requests of the Executor, and the seconds until the next reconcile, which the queue schedules. All
+decisions are in plan/, which is pure; this module only decides whether our copy is good enough to act on.
+
+The Operator creates one Reconciler. The queue never runs two reconciles of a job at once, so a JobState needs no lock.
+
+Our copy may be behind: after a change of leader, or while a watch hangs. So before a step that cannot be undone (fail a
+job for a missing pod, start an attempt, free a group's place) the API server is read and the job is planned again. This
+costs one list or read per attempt, and more code than a controller that trusts its informers.
+
+A job that was cut to save memory (job/storage.py) is read for each reconcile and cut again at its end.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +51,18 @@ from ddpjob_operator.plan.actions import (
 from ddpjob_operator.plan.plan import plan
 from ddpjob_operator.pods import naming
 
-# Most changes need two rounds (record, then act), and never more than a few.
+# Most changes take two rounds: write the status, then act on it. The limit stops a job that always finds more to do.
 ROUNDS_MAX = 6
 CREATED_SECONDS = 5.0
-# Nodes, or pods, of a job that is planned on the event loop; more of them are planned in a thread.
+# A job with more nodes or pods than this is planned in a thread, so that it does not block the event loop.
 PLANNED_AT_ONCE = 256
-# While a job's pods are being created, its status says how many of them run this often.
+# While pods of a job are being created, its status counts the running ones only this often.
 UNFINISHED_SECONDS = 60.0
 
 
 @dataclass(eq=False)
 class Reconciler:
-    """The queue calls `reconcile`; its errors are the queue's back-off."""
+    """The queue calls `reconcile`, and backs off if it raises."""
 
     caches: Caches
     states: JobStates
@@ -59,14 +72,14 @@ class Reconciler:
     runtime: Runtime
     settings: Settings
     ready_in: Callable[[Key], float | None] = lambda _key: 0.0
-    """Seconds until a job may be reconciled, 0: now; None: not before it is enqueued again."""
+    """Seconds until a job may be reconciled (0: now), or None: only when it is enqueued again."""
     observed: Callable[[Key], None] = lambda _key: None
-    """Called before the state of a job is read: what was requested for it until then needs no other reconcile."""
+    """Called before the state of a job is read. Requests made until then are covered by this reconcile."""
     reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
-    """Of those jobs of which our copy has a part so many are held whole at a time, of 4 MiB at most."""
+    """Limits how many cut jobs are in memory whole at a time. Each takes up to 4 MiB."""
 
     async def reconcile(self, key: Key) -> float | None:
-        """The seconds until time alone makes another reconcile necessary; None: it does not. Raises RetryError."""
+        """Return the seconds until the next reconcile, None if only a change needs one. Raise RetryError."""
         try:
             return await self._reconcile(key)
         finally:
@@ -85,11 +98,11 @@ class Reconciler:
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
                 await self._read(key)
-                # Whether it waits for a gang is known only now.
+                # A cut job does not show its gang, so `ready_in` could not tell before whether it waits for one.
                 return await self._rounds(key) if (wait := self.ready_in(key)) == 0.0 else wait
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
-        """Until when nothing is to be done for a job of which our copy has a part; None: it must be read."""
+        """Return until when a cut job needs nothing, None if it must be read from the API server."""
         copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
         copies += [gang.store for gang in self.caches.gangs.values()]
         has_objects = any(copy.unreadable(key) or any(copy.each(key)) for copy in copies)
@@ -105,7 +118,7 @@ class Reconciler:
         return None if at == bounds.TIME_LAST else max(0.05, (at - self.runtime.now()).total_seconds())
 
     async def _read(self, key: Key) -> None:
-        """All of a job. Raises RetryError."""
+        """Read a whole job from the API server. Raise RetryError."""
         try:
             await self.lookup.read_job(key, quietly=True)
         except ApiError as error:
@@ -125,7 +138,7 @@ class Reconciler:
         return 1.0
 
     async def _round(self, key: Key, ends: float) -> float | Literal["another round"] | None:
-        """The seconds until the next reconcile, None: nothing is to come; or another round comes at once."""
+        """Return the seconds until the next reconcile (None: none is needed), or "another round"."""
         self.observed(key)
         readable = await self._readable(key)
         if not isinstance(readable, tuple):
@@ -133,7 +146,7 @@ class Reconciler:
         job, problems = readable
         state = self.states.of(key, job.metadata.uid)
         if not await self._confirm_gone(key, job, state):
-            return 0.0  # the other jobs that are due come first
+            return 0.0  # to the back of the queue, behind the other jobs that are due
         seen = await self._observe(key, job, state)
         todo = await self._plan(job, seen, problems)
         if todo.status is None and not todo.actions:
@@ -148,16 +161,16 @@ class Reconciler:
         return self._requeue_in(todo, state) if _is_only_progress(job.status, todo) else "another round"
 
     async def _plan(self, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
-        """That of a large job takes up to a second, in which other jobs, and the Lease, go on."""
+        """Plan, in a thread if the job is large: it takes up to a second, which could cost us the Lease."""
         now = self.runtime.now()
         if max(job.spec.nodes, len(seen.pods)) <= PLANNED_AT_ONCE:
             return plan(job, seen, now, problems=problems, settings=self.settings)
-        # Reports and changes of nodes that come meanwhile go into the next plan.
+        # Copy what the event loop changes while the thread reads it. The changes go into the next plan.
         seen = replace(seen, reports=dict(seen.reports), nodes=None if seen.nodes is None else dict(seen.nodes))
         return await asyncio.to_thread(plan, job, seen, now, problems=problems, settings=self.settings)
 
     async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> float | None:
-        """The seconds until the next reconcile; None: another round comes at once."""
+        """Execute a plan. Return the seconds until the next reconcile, None if another round must follow at once."""
         if self._tells_later(job.status, todo, state):
             todo = Plan(todo.actions, requeue_at=todo.requeue_at)
         is_complete = await self.executor.execute(job, todo, state)
@@ -165,16 +178,19 @@ class Reconciler:
             state.is_read, state.written_at = True, self.runtime.clock()
         only_creates = all(isinstance(action, (CreateService, CreateGroup, CreatePod)) for action in todo.actions)
         if is_complete and todo.actions and only_creates and not state.refusals and not state.conflicts:
-            # The status that was just written describes it, and the new pods' own changes come soon enough. Also where
-            # it took long: in a storm of jobs each would write that all of its pods run but the one just made.
+            # No other round: the status just written already describes the new pods, and their events enqueue the job.
+            # This comes before the check of the time. Otherwise each job of a storm would write one more status, which
+            # says that all pods are running except the newest.
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not is_complete or self.runtime.clock() > ends:
-            return 0.0  # the other jobs that are due come first
+            return 0.0  # to the back of the queue, behind the other jobs that are due
         return None
 
     def _tells_later(self, old: api.Status, todo: Plan, state: JobState) -> bool:
-        """Whether a plan goes on to make pods, and its status would only tell that some of the others run. Each time
-        that a job goes on it would be written once more, and cost the API server as much as two pods."""
+        """True if the status may be skipped: the plan creates more pods, and only the number of running ones is new.
+
+        Otherwise each batch of a large job would write a status, which costs the API server as much as two pods.
+        """
         new = todo.status
         if new is None or not state.unfinished or self.runtime.clock() - state.written_at > UNFINISHED_SECONDS:
             return False
@@ -183,11 +199,13 @@ class Reconciler:
         return told and bool(todo.actions) and msgspec.structs.replace(new, **same) == old
 
     async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | float | None:
-        """The job and what is wrong with its spec; None where it is gone, or not ours. Where it or one of its objects
-        cannot be read that is reported, and the seconds until the next try are returned: whoever fixes the object
-        enqueues the job earlier."""
+        """Return the job and the problems of its spec, or None if it is gone or not ours.
+
+        If the job or one of its objects cannot be read, report that and return the seconds until the next try. A fix of
+        the object enqueues the job earlier.
+        """
         raw = self.caches.jobs.get(key)
-        if raw is not None and storage.is_cut(raw):  # by an event that came meanwhile
+        if raw is not None and storage.is_cut(raw):  # an event may have replaced the whole job by a cut one
             await self.lookup.read_job(key, quietly=True)
             raw = self.caches.jobs.get(key)
         if raw is None:
@@ -206,14 +224,14 @@ class Reconciler:
         copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
         copies += [gang.store for gang in self.caches.gangs.values()]
         if why := next((why for copy in copies if (why := copy.unreadable(key))), ""):
-            # Without it a rank would seem to be lost, and a pod would be made beside it.
+            # Planning without this object would treat its rank as lost, and create a second pod next to it.
             self.executor.send_event(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
             return self._put_off(key, state, "", why)
         state.put_off = None
         return job, problems
 
     def _put_off(self, key: Key, state: JobState, version: str, why: str) -> float:
-        """The seconds until the next try. Each reason is logged once in a row."""
+        """Return the seconds until the next try. A reason is logged only when it is new."""
         pause = state.put_it_off(why, version, self.runtime.clock())
         if state.put_off is not None and state.put_off.times == 1:
             about = decisions.about(key, self.caches.jobs.get(key))
@@ -222,8 +240,7 @@ class Reconciler:
         return pause
 
     async def _report_unreadable(self, raw: Mapping[str, Any], why: str) -> str:
-        """Nothing is planned for a job that cannot be read. Return why the server refuses its condition; "" if it does
-        not."""
+        """Write a condition that says why the job cannot be read. Return why the server refused it, "" if written."""
         status = unreadable.with_condition(raw, why, self.runtime.now())
         if status is None and unreadable.is_reported(raw):
             return ""
@@ -264,7 +281,7 @@ class Reconciler:
         )
 
     def _no_room(self, key: Key, job: api.DDPJob) -> str:
-        """Why a job that is to begin has no place; empty: it has one, or needs none."""
+        """Return why there is no room in memory for a job that would begin; empty if there is, or none is needed."""
         raw, begun = self.caches.jobs.get(key), self.caches.jobs.begun
         if raw is not None and storage.would_begin(job):
             return begun.ask(key, storage.size(raw))
@@ -272,13 +289,12 @@ class Reconciler:
         return ""
 
     async def _confirm_nodes(self, pods: Sequence[Pod]) -> None:
-        """A pod whose node is gone counts as lost, so the API server is asked first for a node that our copy has not
-        got: the pod may be on a new node, of which the watch of nodes has not told yet."""
+        """Read nodes that our copy lacks. A pod whose node is gone counts as lost, but the watch of nodes may lag."""
         for name in self.caches.nodes.unknown({pod.node for pod in pods if pod.live and pod.node}):
             await self.lookup.read_node(("", name))
 
     def _neighbours(self, key: Key, pods: Sequence[Pod]) -> dict[str, int]:
-        """Which other jobs of the namespace have nodes, where pods of this one wait for some."""
+        """Return the nodes that other jobs of the namespace use, by job, if a pod of this one cannot be scheduled."""
         if not any(pod.unschedulable and not pod.node for pod in pods):
             return {}
         others = (other for other in self.caches.pods.jobs() if other[0] == key[0] and other != key and other[1])
@@ -286,10 +302,9 @@ class Reconciler:
         return {name: nodes for name, nodes in held.items() if nodes}
 
     async def _confirm_gone(self, key: Key, job: api.DDPJob, state: JobState) -> bool:
-        """A pod that has run and is missing from our copy fails the job, so the API server is asked first; False: there
-        was no time to ask for all.
+        """Read pods that have run and that our copy lacks. Return False if there was no time for all of them.
 
-        Our copy may be behind the job's status: after a restart of the operator, or while a watch hangs unnoticed.
+        A missing pod fails the job, but our copy may lag: after a restart of the operator, or while a watch hangs.
         """
         status = job.status
         if job.metadata.deletion_timestamp is not None or status.state in ("Succeeded", "Failed", "Suspended"):
@@ -302,13 +317,15 @@ class Reconciler:
         return await self.executor.take_back(job, self._missing(key, missing), state)
 
     def _missing(self, key: Key, names: Set[str]) -> Set[str]:
-        """Those of these pods that our copy has not got."""
+        """Return those of these pods that our copy lacks."""
         return names - {pod.name for pod in self.caches.pods.of(key)}
 
     async def _has_read_job(self, key: Key, todo: Plan, state: JobState) -> bool:
-        """Before a new leader makes pods for a status that it has not written itself, the API server is asked for the
-        job, and it is planned again: after a list that was behind, those would be pods of an attempt that is over, and
-        their agents would have budgets that are spent."""
+        """Read the job before a new leader creates pods for a status that another operator wrote. True: plan again.
+
+        The first list may have come from an API server that lags. Without this read the pods would belong to an attempt
+        that is over, and their agents would get restart budgets that are already spent.
+        """
         if state.is_read or todo.status is not None or not any(isinstance(a, CreatePod) for a in todo.actions):
             return False
         await self.lookup.read_job(key)
@@ -316,12 +333,14 @@ class Reconciler:
         return True
 
     async def _has_listed_pods(self, key: Key, job: api.DDPJob, todo: Plan, state: JobState) -> bool:
-        """Before the first pod of an attempt, and before what holds the place of a group is given up, the API server
-        lists the pods, and the job is planned again: a copy that is behind (a new leader whose watch hangs, an answer
-        that was lost) does not show all of them, and two groups would train at once."""
+        """List the pods before the first pod of an attempt, and before a group gives up its place. True: plan again.
+
+        A copy that is behind (a watch that hangs, an answer that was lost) may lack running pods. Without this list two
+        groups of pods would train at once and write into the same checkpoint.
+        """
         creates = ((a.attempt, a.replacement) for a in todo.actions if isinstance(a, CreatePod))
         newest = max(creates, default=(0, 0))
-        # All pods of a job that succeeded were seen to end.
+        # A job that succeeded needs no list: all of its pods were seen to end.
         status = job.status
         freed = {(a.uid, status.attempt) for a in todo.actions if _frees(a)} if status.state != "Succeeded" else set()
         if newest <= state.listed_for and freed <= state.listed_to_free:
@@ -331,7 +350,7 @@ class Reconciler:
         return True
 
     def _wait_for_turn(self, job: api.DDPJob, todo: Plan, state: JobState) -> float:
-        """Seconds that a write of progress alone has to wait for those of other jobs."""
+        """Return the seconds that a write of progress alone has to wait for those of other jobs."""
         only_progress = job.status.progress is not None and _is_only_progress(job.status, todo)
         if only_progress and (wait := self.reports.wait_for_write(state)) > 0:
             return wait
@@ -346,14 +365,16 @@ class Reconciler:
 
 
 def _frees(action: Action) -> TypeGuard[DeleteGroup | TellGroup]:
-    """Whether others may have the place of pods after it."""
+    """True if the action lets other jobs take the place of this job's pods."""
     return isinstance(action, DeleteGroup) or (
         isinstance(action, TellGroup) and action.what not in ("ready", "unready")
     )
 
 
 def _is_only_progress(old: api.Status, todo: Plan) -> bool:
-    """Whether a plan writes progress and nothing else: no rule waits for that, so there is no more to do after it
-    (tests/property/test_plan_properties.py). Each job that reports has such a plan every ten seconds."""
+    """True if a plan writes progress and nothing else. No rule depends on progress, so no other round is needed.
+
+    tests/property/test_plan_properties.py checks that. Each job that reports has such a plan every ten seconds.
+    """
     new = todo.status
     return not todo.actions and new is not None and apart_from_progress(old) == apart_from_progress(new)
