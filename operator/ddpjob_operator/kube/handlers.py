@@ -1,4 +1,4 @@
-"""What kopf calls: login, start, stop, and each change of a DDPJob."""
+"""The handlers that kopf calls: login, startup, cleanup, and events of DDPJobs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEVER_SECONDS = 1e9
 
 
 def handlers(operator: Operator) -> kopf.OperatorRegistry:
-    """`on.event` alone: kopf then never writes an annotation, a finalizer or a patch."""
+    """Return the handlers. Only `on.event` is used: with it kopf never writes annotations, finalizers or patches."""
     registry = kopf.OperatorRegistry()
 
     @kopf.on.startup(registry=registry)
@@ -27,24 +27,24 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
         try:
             await operator.start()
         except asyncio.CancelledError:
-            operator.end()  # by a signal: our own handler of signals is not there yet
+            operator.end()  # a signal came before our own signal handlers were set
             raise
         operator.watch_jobs()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # In place of kopf's handler: a task of kopf that ends before the operator is told to end is a failure.
+            # Replace kopf's signal handler. It would end kopf's tasks first, which the operator treats as a failure.
             loop.add_signal_handler(number, operator.end)
 
     @kopf.on.cleanup(registry=registry)
     async def stop(**_: Any) -> None:
-        operator.stop_flag.set()  # else kopf waits 5 s for its own task that waits for it: kopf_workarounds
+        operator.stop_flag.set()  # otherwise kopf waits 5 s for its task that waits for it (kopf_workarounds)
         await operator.stop()
 
     opened: set[str] = set()
 
     def watch_begins(path: str) -> None:
         opened.add(path)
-        if opened == set(operator.feeds):  # all that kopf starts is there
+        if opened == set(operator.feeds):  # all of kopf's tasks are running now
             for task in of_kopf():
                 operator.needs(task)
 
@@ -62,10 +62,10 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
 def _configure(settings: kopf.OperatorSettings) -> None:
     settings.posting.enabled = False
     settings.peering.standalone = True
-    # No right to watch CRDs and namespaces is needed, because the kind and the namespaces are known.
+    # The kind and the namespaces are known. Scanning would need the right to watch CRDs and namespaces.
     settings.scanning.disabled = True
-    # Our reflectors list, and notice a watch that has gone silent: kopf_workarounds/reflected_session.py.
+    # kopf must not list, or end a silent watch: our reflectors do both (kopf_workarounds/reflected_session.py).
     settings.watching.initial_streaming = True
     settings.watching.inactivity_timeout = NEVER_SECONDS
-    # For a signal that comes before our own handler of signals is there.
+    # Applies only to a signal that comes before our own signal handlers are set.
     settings.process.ultimate_exiting_timeout = END_SECONDS

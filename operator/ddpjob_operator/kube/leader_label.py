@@ -1,4 +1,4 @@
-"""The label of the pod that leads. The Service before the receiver selects it, so reports reach the leader alone."""
+"""Labels the pod of the leader. The Service of the receiver selects this label, so reports reach only the leader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AGAIN_SECONDS, FORBIDDEN_SECONDS = 2.0, 30.0
 
 
 class LeaderLabel:
-    """Labels pods of one namespace. client: one that may write without the Lease."""
+    """Sets and removes the label. client: one that may write without the Lease."""
 
     def __init__(self, client: Client, namespace: str, pod: str, runtime: Runtime) -> None:
         self._client, self._path, self._pod, self._runtime = client, collection("pods", namespace), pod, runtime
@@ -22,13 +22,13 @@ class LeaderLabel:
         self._logged = ""
 
     def take_from(self, former: str) -> None:
-        """This pod leads. former: the pod that led before and may hang; empty: none is known."""
+        """Label this pod as the leader. former: the pod that led before and may hang, empty if unknown."""
         self._former = former if former != self._pod else ""
         self._leads.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
-        # A container is restarted in the same pod, so its label may be that of a leader that has ended.
+        """Keep the label right until cancelled."""
+        # This container may have been restarted, and its pod may still have the label from before.
         await self._set(self._pod, None)
         await self._leads.wait()
         await asyncio.gather(self._set(self._pod, "true"), self._set(self._former, None))
@@ -39,7 +39,7 @@ class LeaderLabel:
             await asyncio.sleep(wait)
 
     async def _tried(self, pod: str, value: str | None) -> float:
-        """Seconds until the next try; 0: it is done, or that pod is gone."""
+        """Try once. Return the seconds until the next try, 0 if it succeeded or the pod is gone."""
         try:
             await self._client.patch(f"{self._path}/{pod}", {"metadata": {"labels": {LABEL: value}}})
         except ApiError as error:

@@ -251,7 +251,7 @@ class Leader:
             self._runtime.log.info("%s was not released, so it runs out: %s", self.what, why)
 
     async def _freed(self) -> bool:
-        """Release once. Return False if a renewal that was in flight changed the Lease between read and write."""
+        """Release once. Return False if a renewal that was in flight changed the Lease between our read and write."""
         raw = await self._read()
         if raw is None or read(raw).holder != self._candidate.identity:
             return True

@@ -1,4 +1,4 @@
-"""What `ddpjob-operator` runs (program.py starts it): settings, log, and kopf around the Operator.
+"""Runs the operator: reads settings, sets up the log, and runs kopf around the Operator. program.py calls it.
 
 In a cluster it uses the pod's service account, elsewhere KUBECONFIG.
 """
@@ -36,7 +36,7 @@ _LOGGER = logging.getLogger("ddpjob_operator")
 
 
 def main(log_format: str | None = None) -> None:
-    """Runs until SIGTERM or SIGINT. log_format: None is that of the environment."""
+    """Run until SIGTERM or SIGINT. log_format: None means DDPJOB_LOG_FORMAT."""
     try:
         settings = OperatorSettings.read(os.environ)
     except ValueError as error:
@@ -49,7 +49,7 @@ def main(log_format: str | None = None) -> None:
 
 
 async def _serve(settings: OperatorSettings) -> int:
-    """The exit code."""
+    """Run the operator. Return the exit code."""
     loop = asyncio.get_running_loop()
     operator = _operator(settings, lambda seconds: loop.call_later(seconds, _end_now))
     why = "kopf has ended"
@@ -65,12 +65,12 @@ async def _serve(settings: OperatorSettings) -> int:
         why = "the main task was cancelled"
     except Exception as error:
         why = f"kopf has failed ({error})"
-    operator.end(why)  # no news if it was told to end
+    operator.end(why)  # does nothing if the operator was already told to end
     return operator.exit_code
 
 
 def _end_now() -> None:
-    """kopf waits without a limit for the end of its tasks, and one of them may wait for another that is dead."""
+    """End the process. kopf may wait forever for its tasks, because one of them may wait for another that is dead."""
     _LOGGER.error("the operator has not ended in time, so its process is ended")
     os._exit(1)
 
@@ -88,7 +88,7 @@ def _operator(settings: OperatorSettings, end_within: Callable[[float], object])
 
 
 def _leader(settings: OperatorSettings, client: Client) -> Leader:
-    # The name of a pod is unique, and its container, restarted after an outage, need not wait for itself.
+    # Pod names are unique. A restarted container has the same name, so it does not wait for its own Lease to expire.
     identity = settings.pod_name or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     place = settings.lease_namespace, settings.lease_name
     return Leader(client, *place, identity, settings.lease)

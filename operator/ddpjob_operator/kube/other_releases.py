@@ -1,10 +1,12 @@
-"""The namespaces that a release for all namespaces leaves to others.
+"""Finds the namespaces that a release for all namespaces must leave to other releases.
 
-The chart marks what a release watches: with the ConfigMap MARK in each namespace of its list, or with one for all
-namespaces. Helm refuses an object that another release owns, so no two releases watch the same namespace, or all. A
-release for all namespaces is not refused by a mark in one of them. It reads these marks, and leaves those namespaces
-alone. For the seconds in which it has not seen a new one both act, which is harmless: each write is refused if another
-one came first (docs/dev/decisions.md).
+The chart marks what a release watches: with the ConfigMap MARK in each listed namespace, or with one for all
+namespaces. Helm refuses to install an object that another release owns. So no two releases watch the same namespace,
+and no two watch all of them.
+
+Helm does not refuse a release for all namespaces next to one for a single namespace. The first therefore reads these
+marks and leaves the marked namespaces alone. Until it sees a new mark, up to READ_SECONDS, both act. This is harmless,
+because the API server refuses the second of two conflicting writes (docs/dev/decisions.md).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ READ_SECONDS = 10.0
 
 
 class OtherReleases:
-    """The marks of others, by namespace."""
+    """The marks of other releases, read every READ_SECONDS."""
 
     def __init__(self, client: Client, runtime: Runtime = SYSTEM) -> None:
         self._client, self._runtime = client, runtime
@@ -30,11 +32,11 @@ class OtherReleases:
         self._logged: set[str] = set()
 
     def of(self, namespace: str) -> str:
-        """The release that watches this namespace alone; empty: none."""
+        """Return the release that has marked this namespace, empty if none has."""
         return self._releases.get(namespace, "")
 
     def sentences(self) -> list[str]:
-        """One for each namespace that is left alone."""
+        """Return a sentence for each namespace that is left alone."""
         return [
             f"the jobs of the namespace {namespace} are the release {release}'s (ConfigMap {namespace}/{MARK});"
             " this one leaves them alone"
@@ -42,14 +44,15 @@ class OtherReleases:
         ]
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """Until cancelled. changed: called when others watch other namespaces than before."""
+        """Read the marks until cancelled. changed: called when they differ from the last read."""
         while True:
             before = self.are_known, self._releases
             try:
                 self._releases = await self._read()
                 self.are_known = True
             except ApiError as error:
-                # With the role of an older chart. Jobs for which nobody acts would be worse.
+                # 403: the role of an older chart lacks this right. Act for all namespaces then, because otherwise
+                # nobody would act for any job.
                 self.are_known = self.are_known or error.status == 403
                 self._log({f"releases that watch one namespace alone cannot be seen, and would act here too: {error}"})
             else:
@@ -59,7 +62,7 @@ class OtherReleases:
             await asyncio.sleep(READ_SECONDS)
 
     async def _read(self) -> dict[str, str]:
-        # By this one name, because a right can be limited to it.
+        # Select by name, because the role allows only this resourceName.
         found = await self._client.get("/api/v1/configmaps", {"fieldSelector": f"metadata.name={MARK}"})
         return {
             raw["metadata"]["namespace"]: str((raw.get("data") or {}).get("release"))[:200] for raw in found["items"]

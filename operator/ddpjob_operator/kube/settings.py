@@ -1,4 +1,4 @@
-"""How the operator's process runs: environment variables, which the chart sets, as OperatorSettings."""
+"""Settings of the operator process: environment variables, which the chart sets, as OperatorSettings."""
 
 from __future__ import annotations
 
@@ -17,70 +17,70 @@ EVENTS = ("Brief", "All", "Warning")
 
 @dataclasses.dataclass(frozen=True)
 class OperatorSettings:
-    """Under each field: its variable, its meaning and unit, its default and why."""
+    """Each field documents its variable, meaning, unit, default and reason. docs/environment.md shows them."""
 
     namespaces: tuple[str, ...] = ()
-    """DDPJOB_WATCH_NAMESPACES: the namespaces whose jobs are run, separated by commas. Empty, the default: all, which
-    needs a ClusterRole; with a list Roles are enough."""
+    """DDPJOB_WATCH_NAMESPACES: namespaces whose jobs the operator runs, separated by commas. Empty, the default: all
+    namespaces, which needs a ClusterRole. A list needs only Roles."""
     health_port: int = 8080
-    """DDPJOB_HEALTH_PORT: port of /healthz. 0: none. 8080, because it needs no privilege."""
+    """DDPJOB_HEALTH_PORT: port of /healthz; 0 turns it off. Default 8080, which needs no privilege."""
     metrics_port: int = 0
-    """DDPJOB_METRICS_PORT: port of /metrics. 0, the default: none, because every pod of the cluster can reach it."""
+    """DDPJOB_METRICS_PORT: port of /metrics. Default 0 (off), because every pod of the cluster can reach it."""
     metrics_of_jobs: bool = True
-    """DDPJOB_METRICS_OF_JOBS: whether each job has series of its own, with its namespace and name. false: only sums,
-    which name no job; jobs are still counted by namespace."""
+    """DDPJOB_METRICS_OF_JOBS: true, the default, gives each job series of its own, with its namespace and name. false
+    gives only sums without job names. Jobs are counted by namespace in both cases."""
     status_port: int = 0
-    """DDPJOB_STATUS_PORT: port on which trainers' reports are received. 0, the default: none, because every pod of the
-    cluster can reach it."""
+    """DDPJOB_STATUS_PORT: port that receives the reports of trainers. Default 0 (off), because every pod of the cluster
+    can reach it."""
     status_url: str = ""
-    """DDPJOB_STATUS_URL: where trainers post their reports: the Service before `status_port`. Empty, the default: they
-    do not report."""
+    """DDPJOB_STATUS_URL: URL to which trainers post their reports: the Service of DDPJOB_STATUS_PORT. Empty, the
+    default: they do not report."""
     log_level: str = "INFO"
-    """DDPJOB_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR. INFO says who leads, what is wrong, and a
-    line for each decision about a job."""
+    """DDPJOB_LOG_LEVEL: DEBUG, INFO, WARNING or ERROR. INFO, the default, logs the leader, problems, and one line per
+    decision about a job."""
     log_format: str = "text"
-    """DDPJOB_LOG_FORMAT: text, for people, or json: an object a line, for a log store. `--log-format` overrides it."""
+    """DDPJOB_LOG_FORMAT: text for people, or json for a log store (one object a line). `--log-format` overrides it."""
     events: str = "Brief"
-    """DDPJOB_EVENTS: Brief, All, or Warning: only Events of that type. Brief, the default: of a job that starts within
-    3 s, trains for less than ten minutes and completes, no Events that it runs and has completed, because its
-    conditions say both, and where many such jobs are made, All costs each of them 14 requests and not 12."""
+    """DDPJOB_EVENTS: Brief, All or Warning. Brief, the default, sends no Running and Completed Events for jobs that
+    start within 3 s, train for less than 10 min and complete. Their conditions show both, and All costs such a job 14
+    requests instead of 12. Warning sends only Events of that type."""
     rules: PlanSettings = dataclasses.field(default_factory=PlanSettings)
-    """DDPJOB_LOST_NODE_SECONDS: a node that has been NotReady for so many seconds is lost. 30, because Kubernetes takes
-    another 10 to 50 s to call it so, and a node that is back sooner has cost nothing.
-    DDPJOB_KEEP_LOG_TAIL: whether the last lines of a failed rank's log go into its job's status, where whoever may see
-    the job reads them. true, because they tell the cause; false leaves the exception alone."""
+    """DDPJOB_LOST_NODE_SECONDS: a node counts as lost after it has been NotReady for this many seconds. Default 30:
+    Kubernetes needs another 10 to 50 s to mark it NotReady, and a node that is back sooner costs nothing.
+    DDPJOB_KEEP_LOG_TAIL: true, the default, copies the last log lines of a failed rank into the status of its job,
+    because they show the cause. Everybody who may read the job can read them. false copies only the exception."""
     keep_from_autoscalers: bool = True
-    """DDPJOB_KEEP_FROM_AUTOSCALERS: whether pods carry the annotations that keep autoscalers from removing their nodes.
-    true, because a node that is removed costs a training all steps since its last snapshot; false leaves it to the
+    """DDPJOB_KEEP_FROM_AUTOSCALERS: true, the default, gives pods the annotations that keep autoscalers from removing
+    their nodes. Otherwise a removed node costs a job all steps after its last snapshot. false leaves it to the
     template."""
     mount_api_token: bool = True
-    """DDPJOB_MOUNT_API_TOKEN: whether the pods of jobs mount the API token of their service account. true, as for all
-    pods; false leaves it to the template."""
+    """DDPJOB_MOUNT_API_TOKEN: true, the default, mounts the API token of the service account in pods of jobs, as
+    Kubernetes does for all pods. false leaves it to the template."""
     gangs: tuple[str, ...] = ()
-    """DDPJOB_GANGS: the APIs that spec.gang may use, separated by commas: native, kueue. Empty, the default: none, and
-    nothing is asked of the API server for them."""
+    """DDPJOB_GANGS: APIs that spec.gang may use, separated by commas: native, kueue. Empty, the default: none, and the
+    operator sends no requests for them."""
     queue_places: bool = False
-    """DDPJOB_QUEUE_PLACES: whether the message of a job that waits in a queue names its place there, which is asked of
-    the queue's own API once a minute. false, because that API needs a right of its own, and few clusters have it."""
+    """DDPJOB_QUEUE_PLACES: true shows the position of a queued job in its message. It is read from the queue's API once
+    a minute. Default false, because this needs another permission, and few clusters serve that API."""
     room: storage.StoredLimits = storage.DEFAULT
-    """DDPJOB_MEMORY_MIB: how much memory it may use, in MiB. A quarter is for jobs that have begun, half of that for
-    those of one namespace, and other jobs wait for a place in it. 512, because the chart sets that limit."""
+    """DDPJOB_MEMORY_MIB: memory that the operator may use, in MiB. A quarter of it is for jobs that have begun, half of
+    that quarter for those of one namespace. New jobs wait until there is room. Default 512, the limit in the chart."""
     lease_namespace: str = ""
-    """DDPJOB_LEASE_NAMESPACE: namespace of the Lease that decides which of several operators acts. Empty, the default:
-    there is no Lease, and this operator always acts."""
+    """DDPJOB_LEASE_NAMESPACE: namespace of the Lease for leader election. Empty, the default: no leader election, and
+    this operator always acts."""
     lease_name: str = "ddpjob-operator"
-    """DDPJOB_LEASE_NAME: the same for all pods of a release."""
+    """DDPJOB_LEASE_NAME: name of the Lease, the same for all pods of a release."""
     lease: Durations = dataclasses.field(default_factory=Durations)
     """DDPJOB_LEASE_SECONDS, DDPJOB_LEASE_RENEW_SECONDS, DDPJOB_LEASE_RETRY_SECONDS: see Durations."""
     pod_name: str = ""
-    """DDPJOB_POD_NAME: what the Lease calls its holder, and the pod that is labelled as the leader. Empty, the default:
-    the name of the host, and no pod is labelled."""
+    """DDPJOB_POD_NAME: name of this pod, which the Lease shows as holder and which gets the label of the leader. Empty,
+    the default: the host name and a random suffix in the Lease, and no label."""
     host_name: str = ""
-    """HOSTNAME: what Events call the operator that has sent them."""
+    """HOSTNAME: name of the sender in Events."""
 
     @staticmethod
     def read(environment: Mapping[str, str]) -> OperatorSettings:
-        """From environment variables. Raises ValueError with the variable, its value and the fix."""
+        """Return the settings in these variables. Raise ValueError with the variable, its value and the fix."""
         names = [name.strip() for name in environment.get("DDPJOB_WATCH_NAMESPACES", "").split(",")]
         levels, must = ("DEBUG", "INFO", "WARNING", "ERROR"), "DEBUG, INFO, WARNING or ERROR"
         level = _checked(environment, "DDPJOB_LOG_LEVEL", "INFO", lambda text: text.upper() in levels, must).upper()
@@ -111,11 +111,11 @@ class OperatorSettings:
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """The namespaces to list and watch; "" is all of them."""
+        """Namespaces to list and watch; "" means all."""
         return self.namespaces or ("",)
 
     def summary(self) -> str:
-        """What is watched, and which settings have another value than their default, for the log."""
+        """Return a line for the log: what is watched, and the settings that differ from their defaults."""
         where = f"namespaces {', '.join(self.namespaces)}" if self.namespaces else "all namespaces"
         rules, lease = PlanSettings(), Durations()
         told = (

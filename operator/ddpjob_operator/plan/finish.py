@@ -237,7 +237,8 @@ def _advisories(job: api.DDPJob) -> Iterator[Event]:
 
 
 def _not_counted(spec: api.Spec) -> str:
-    """Name the "auto" settings that fall back to CPU because claimed devices cannot be identified; "" if none do."""
+    """Name the "auto" settings left at gloo, 1 process or shared nodes because claimed devices are not counted; "" if
+    none do."""
     if not podspec.claims_devices(spec.template) or launcher.facts(spec).gpus:
         return ""
     given = {

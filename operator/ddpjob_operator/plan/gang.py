@@ -46,7 +46,7 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
 
 
 def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
-    """A restart never changes queues: leaving would lose its quota, and entering would lose its nodes."""
+    """A restart keeps its queue while that is available: leaving loses its quota, and entering loses its nodes."""
     kind, why = choice.choose(view.job, view.seen.gang_apis)
     had = status.gang.kind if status.gang is not None else "none"
     if not _is_begun(status) or kind == had:
@@ -283,7 +283,7 @@ def _is_outdated(view: View, adapter: Adapter, group: ObservedGroup) -> bool:
     """True if a group without quota no longer matches the job's pods, queue, priority or topology, or was already
     reported as finished."""
     differs = group.nodes is not None and group.nodes != view.wanted_nodes
-    # A replacement would restart a group that an administrator has stopped.
+    # A replacement would restart a group that somebody has stopped.
     if adapter.admits_first and group.asked and not group.admission.stopped:
         differs |= group.asked != kueue.asks(view.job)
     return (differs or group.is_over) and not group.admission.holds_quota and not _is_away(view, adapter)

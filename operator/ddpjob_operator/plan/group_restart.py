@@ -126,7 +126,8 @@ def restart_all(view: View, status: api.Status, first: api.JobFailure, settled: 
     first: the failure as recorded. settled: its cause as known now."""
     if not view.active:
         return _next_attempt(view, status, settled)
-    # A pod that is evicted gets its full grace to save. Its peers get theirs too, so that all stop at one agreed step.
+    # A pod that is deleted from outside gets its full grace to save. Its peers get theirs too, so that all stop at one
+    # agreed step.
     grace = None if view.recorded.reason == reasons.DISRUPTED.name else restart_grace_seconds(view.spec)
     text = sentences.sentence(settled.cause)
     actions, again_at = kept_log.stop(view, first, view.active, grace)

@@ -1,7 +1,7 @@
-"""Limits on the requests that are in flight: in all, and in each namespace.
+"""Limits the requests in flight, in total and per namespace.
 
-A webhook acts on a whole namespace: requests that wait for it take places of their namespace, and leave those of all
-namespaces to the others after a second.
+A slow webhook usually delays all requests of a namespace. These keep their places of the namespace, but give back those
+of the total after a second, so that other namespaces are not delayed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import AsyncIterator, Callable
 
 
 class Turn:
-    """A place among a few, given back once: by `leave`, or by itself after so many seconds."""
+    """A place that is given back once: by `leave`, or automatically after `seconds`."""
 
     def __init__(self, give_back: Callable[[], None], seconds: float) -> None:
         self._give_back: Callable[[], None] | None = give_back
         self._timer = asyncio.get_running_loop().call_later(seconds, self.leave)
 
     def leave(self) -> None:
-        """Give the place back, unless that was done before."""
+        """Give the place back, if it was not given back before."""
         self._timer.cancel()
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
@@ -28,22 +28,26 @@ class Turn:
 
 
 class InFlight:
-    """`async with in_flight.place(namespace)` around each request. Waiting requests are served in their order."""
+    """Use `async with in_flight.place(namespace)` around each request. Waiting requests are served in order."""
 
     def __init__(self, total: int = 32, of_namespace: int = 16, quick_seconds: float = 1.0) -> None:
-        """total: the API server's default share for one service account is some tens, so it refuses none of 32.
-        quick_seconds: a request that takes longer waits for a webhook and does not count in `total`. Otherwise a few
-        namespaces with slow webhooks would take all of it."""
+        """total: 32 is within the share that an API server gives one service account by default, so none is refused.
+        quick_seconds: a slower request is waiting for a webhook and no longer counts in `total`. Otherwise a few
+        namespaces with slow webhooks would use all of it.
+        """
         self._total = asyncio.Semaphore(total)
         self._of_namespace = of_namespace
         self._quick_seconds = quick_seconds
         self._semaphores: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
-        """Of each namespace, as long as a request of it is in flight or waits."""
+        """By namespace. An entry disappears with the last request that uses it."""
 
     @contextlib.asynccontextmanager
     async def place(self, namespace: str, *, further: bool = False) -> AsyncIterator[None]:
-        """Run the body once there is room. further: for one of a job's further pods. At most as many of these as there
-        are places are in the same line as first pods and restarts, which otherwise would wait for all of them."""
+        """Run the body when there is room.
+
+        further: True for a further pod of a job. These wait in a line of their own first, so that at most
+        `of_namespace` of them are ahead of a first pod or a restart.
+        """
         async with contextlib.AsyncExitStack() as places:
             if further:
                 await places.enter_async_context(self._semaphore(f"{namespace} further"))
@@ -53,7 +57,7 @@ class InFlight:
             yield
 
     def is_full(self, namespace: str) -> bool:
-        """True if the next request of a namespace has to wait."""
+        """True if the next request of the namespace would wait."""
         semaphore = self._semaphores.get(namespace)
         return semaphore is not None and semaphore.locked()
 

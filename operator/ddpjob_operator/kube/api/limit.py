@@ -1,8 +1,7 @@
-"""A time limit that loses no cancellation.
+"""A time limit that does not lose cancellations.
 
-asyncio.wait_for does, before Python 3.12: cancelled in the very moment in which its result arrives, it returns
-that and goes on (CPython issue 86296). A caller that waits for the end of the task then waits for ever: that way an
-operator held its Lease and acted no more.
+Before Python 3.12, asyncio.wait_for swallows a cancellation that comes at the same moment as the result (CPython issue
+86296). Whoever cancelled the task then waits forever for its end: an operator kept its Lease that way and did nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +11,6 @@ from contextlib import AbstractAsyncContextManager
 
 
 def at_most(seconds: float | None) -> AbstractAsyncContextManager[object]:
-    """`async with` that ends its body with TimeoutError after so long; None: no limit."""
-    # mypy checks for Python 3.10, which the trainer supports and kopf 1.45 does not, so no operator runs on it.
+    """Return a context manager that ends its body with TimeoutError after `seconds`; None means no limit."""
+    # asyncio.timeout needs Python 3.11, as kopf 1.45 does. mypy checks for 3.10, because the trainer supports that.
     return asyncio.timeout(seconds)  # type: ignore[attr-defined,no-any-return]

@@ -1,8 +1,8 @@
-"""Whether the API server can be reached: who waits because it could not is woken by the first answer that anyone gets.
+"""Tracks whether the API server answers. The first answer after an outage ends the back-offs of all watches.
 
-Each watch backs off for itself, up to 30 s. After an outage of 20 s the Lease was ours again 2 s after the API server
-had come back, and pods and nodes were watched 40 s after it (measured on a two-node cluster): meanwhile the operator
-led and saw nothing, and of two watches one knew what the other did not.
+Otherwise each watch would finish its own back-off of up to 30 s. Without this, after an outage of 20 s on a two-node
+cluster, the Lease was ours again 2 s after the API server was back, but pods and nodes were watched only after 40 s. In
+between the operator led without seeing changes, and its copies of different kinds did not match.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ddpjob_operator.kube.api.limit import at_most
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 
 OUTAGE_SECONDS = 3.0
-"""A request without an answer may be lost alone."""
+"""Failures shorter than this are not logged as an outage: a single request may be lost."""
 SPREAD_SECONDS = 1.0
-"""Within which those that are woken together ask again, so that they do not all ask in the same moment."""
+"""Jitter after an outage, so that the watches do not all send requests at the same moment."""
 
 
 class Reach:
-    """Of one API server; all clients of a process share it."""
+    """State of one API server, shared by all clients of a process."""
 
     def __init__(self, runtime: Runtime = SYSTEM) -> None:
         self._runtime = runtime
@@ -30,11 +30,11 @@ class Reach:
 
     @property
     def lost(self) -> bool:
-        """True while it does not answer."""
+        """True while the API server does not answer."""
         return self._lost_at is not None
 
     def answered(self) -> None:
-        """The server has answered, whatever it was."""
+        """Record an answer of any status, and wake those that wait."""
         if self._lost_at is None:
             return
         if self._logged:
@@ -43,7 +43,7 @@ class Reach:
         self._back.set()
 
     def failed(self) -> None:
-        """It has not: no connection, or no answer in time. An outage is one line of the log, whoever notices it."""
+        """Record a missing connection or answer. An outage is logged once, even if several clients notice it."""
         now = self._runtime.clock()
         if self._lost_at is None:
             self._lost_at = now
@@ -53,8 +53,10 @@ class Reach:
             self._runtime.log.warning("the API server has not answered for %.0f s, trying again", now - self._lost_at)
 
     async def wait(self, seconds: float) -> bool:
-        """So long, or until the server answers again after it has not: True. A watch that is refused, or cut, while
-        other requests are answered waits its full time."""
+        """Wait for `seconds`. Return True if an outage ended earlier and the wait with it.
+
+        If there is no outage, such as for a watch that is refused while other requests are answered, wait all of it.
+        """
         if self._lost_at is None:
             await asyncio.sleep(seconds)
             return False

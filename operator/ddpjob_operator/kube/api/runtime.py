@@ -1,5 +1,4 @@
-"""What the operator takes from the process around it: time, chance, its log. It is handed in, so that tests and the
-simulation bring their own and patch nothing."""
+"""Clocks, randomness and log of the operator, passed in as an argument. Tests and the simulation pass their own."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ def _utc() -> dt.datetime:
 
 
 def _freeze_heap() -> None:
-    """The garbage collector need not walk again and again through the thousands of objects that the first lists have
-    loaded and that stay."""
+    """Exempt the objects of the first lists from garbage collection. They stay, and each full collection walks through
+    thousands of them."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
 
 
 def allow_open_files(count: int) -> None:
-    """Raise the process's own limit, of 1,024 under containerd 2, as far as it may: a connection is an open file."""
+    """Raise the soft limit of open files (1,024 under containerd 2) up to `count`. Each connection is an open file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = count if hard == resource.RLIM_INFINITY else min(count, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -35,19 +34,19 @@ def allow_open_files(count: int) -> None:
 
 @dataclass(frozen=True)
 class Runtime:
-    """One for a process; SYSTEM is the real one."""
+    """Environment of one operator. SYSTEM is the real one."""
 
     clock: Callable[[], float] = time.monotonic
-    """Seconds of a clock that nobody sets: for waits and time-outs."""
+    """Monotonic clock in seconds, for waits and time-outs."""
     utc: Callable[[], dt.datetime] = _utc
-    """The wall clock: for times that others read."""
+    """Wall clock, for times that others read."""
     random: Random = field(default_factory=Random)
-    """Spreads requests of several operators. Not for secrets."""
+    """Jitter for requests of several operators. Not for secrets."""
     log: logging.Logger = field(default_factory=lambda: logging.getLogger("ddpjob_operator"))
     freeze_heap: Callable[[], None] = _freeze_heap
 
     def now(self) -> dt.datetime:
-        """The wall clock in whole seconds, as Kubernetes writes times."""
+        """Return the wall clock in whole seconds, as metav1.Time stores it."""
         return self.utc().replace(microsecond=0)
 
 

@@ -1,10 +1,10 @@
-"""Everything that is here only because kopf 1.45 watches the DDPJobs: a file for each, which says what kopf does, what
-users would see, and when it can go.
+"""Workarounds for kopf (seen with 1.45.2), one per file. Each says what kopf does, what users would see otherwise, and
+when the workaround can go.
 
-reflected_session    no answer of the API server ends the watch of the DDPJobs
-own_tasks            a task of kopf that has ended ends the operator
+reflected_session    keeps the watch of DDPJobs going after any answer of the API server
+own_tasks            ends the operator when a task of kopf ends
 
-Two more are lines elsewhere: handlers.py sets the stop flag before it stops the operator, because kopf waits 5 s for a
-task of its own that waits for that flag (kopf 1.45, reactor/running.py), and health.py answers /healthz in place of
+Two more are single lines elsewhere. handlers.py sets the stop flag before it stops the operator: otherwise kopf waits
+5 s for its own "stop-flag waiter" task (kopf/_core/reactor/running.py, lines 413 and 439). ports/health.py replaces
 kopf's probe.
 """

@@ -1,9 +1,13 @@
-"""The tasks of kopf that must run for as long as the operator does.
+"""Finds the tasks of kopf that must run as long as the operator does. The operator ends with the first of them.
 
-kopf 1.45 does not notice the end of some of them: a watcher that was cancelled is not started again
-(reactor/orchestration.py), and without the two tasks of a watcher's scheduler no event reaches a handler any more and a
-shutdown never ends (aiokits/aiotasks.py). Users would see an operator that is running and does nothing. So the operator
-ends with the first of them. Can go when kopf supervises its own tasks.
+kopf 1.45 (seen with 1.45.2) does not replace some of its tasks when they end:
+
+- A watcher that was cancelled starts again only when kinds or namespaces change (kopf/_core/reactor/orchestration.py,
+  lines 146 to 156). They never change here, because scanning is disabled (handlers.py).
+- Without the spawner and the cleaner of a watcher's scheduler, no event reaches a handler and a shutdown never ends
+  (kopf/_cogs/aiokits/aiotasks.py, lines 294 and 295).
+
+Users would see an operator that is running and does nothing. Can go when kopf supervises its own tasks.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ _KOPF = str(Path(kopf.__file__).parent)
 
 
 def of_kopf() -> Iterator[asyncio.Task[object]]:
-    """Those that run now. Not the workers, which end when their job has been quiet for some seconds, nor the waiters:
-    kopf starts another one, or ends the task that waits for it."""
+    """Yield the running tasks of kopf, except those that end in normal operation.
+
+    Workers end when their job has been quiet for some seconds. Waiters end with the wait, and kopf notices that.
+    """
     for task in asyncio.all_tasks():
         code = getattr(task.get_coro(), "cr_code", None)
         is_kopfs = code is not None and code.co_filename.startswith(_KOPF)

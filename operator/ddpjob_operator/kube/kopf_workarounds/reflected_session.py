@@ -1,11 +1,22 @@
-"""The session by which kopf watches the DDPJobs: our own reflectors answer it, and kopf itself sends no request.
+"""The session through which kopf watches DDPJobs. Our reflectors answer it; kopf itself sends no request.
 
-kopf 1.45 ends a watch for good if the API server answers it with 410, with a code that is no error of a server, or with
-an event that `json.loads` cannot read (clients/watching.py, clients/api.py); its backoffs end after a minute; and after
-a broken watch it does not report what the new list lacks. Users would see an operator that is running and does nothing
-(seen with 410), or one that restarts whenever the API server is away. Handing in a session (kopf.AiohttpSession) is
-kopf's own way to change how it reaches the API server. Our reflectors list and watch again whatever is answered.
-Can go when kopf lists and watches again after any answer, and reports what is missing from a new list.
+In: DDPJobs from a Reflector, which uses a Feed as its sink. Out: full jobs into our copy (Jobs), and small events to
+kopf, only for jobs that begin or end. There is one Feed per watched namespace, created by the Operator; kopf gets the
+session from the login handler (handlers.py), which is its documented way to use another transport.
+
+kopf 1.45 (seen with 1.45.2; files in kopf/_cogs) has these limits:
+
+- A watch ends for good after an answer of 410 or most other 4xx codes, because clients/watching.py, line 89, catches
+  only 429. It also ends after an event that `json.loads` cannot read (clients/api.py, line 278).
+- Retries end after 54 s (`error_backoffs`, configs/configuration.py, line 546).
+- After a broken watch it does not report which objects are missing from the new list.
+
+Users would see an operator that is running and does nothing (seen with 410), or one that restarts whenever the API
+server is away. Our reflectors list and watch again after any answer.
+
+Worse: `_Session` and `_Answer` imitate the parts of aiohttp that kopf uses, so a new kopf may need more of them.
+
+Can go when kopf lists and watches again after any answer, and reports what a new list lacks.
 """
 
 from __future__ import annotations
@@ -31,7 +42,7 @@ _WATCHED: Raw = {
     "namespaced": True,
     "verbs": ["list", "watch"],
 }
-# kopf waits until it has seen the kind Namespace, although we name the namespaces.
+# kopf waits for this kind although we name the namespaces (1.45.2, kopf/_core/reactor/observation.py, line 46).
 _NAMESPACES: Raw = {"name": "namespaces", "singularName": "", "kind": "Namespace", "namespaced": False, "verbs": []}
 _DISCOVERY: dict[str, Raw] = {
     "/api": {"versions": ["v1"]},
@@ -42,9 +53,11 @@ _DISCOVERY: dict[str, Raw] = {
 
 
 class Feed:
-    """The sink of a reflector of DDPJobs: all goes straight into our copy, and kopf is told which jobs begin or end. Of
-    a change of a job that we have it is not told, because it needs as much CPU for an event as we do for five pods;
-    and of none more than its name, because its queue has no limit, and thousands of jobs may be created at once."""
+    """The sink of a reflector of DDPJobs. Jobs go into our copy; kopf gets an event when a job begins or ends.
+
+    kopf gets no event for a change of a known job, because an event costs it as much CPU as five pods cost us. An event
+    has only the name, because kopf's queue has no limit and thousands of jobs may be created at once.
+    """
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -52,17 +65,17 @@ class Feed:
         self._events: asyncio.Queue[Raw] = asyncio.Queue()
 
     def put(self, raw: Raw) -> None:
-        """A job as it was at its resourceVersion."""
+        """Store a job as it was at its resourceVersion. Send kopf an event if it is new."""
         if self._lists:
-            if not self._jobs.has(raw):  # else each list would be news of all jobs of which a part is kept
+            if not self._jobs.has(raw):  # otherwise each list would enqueue every job of which only a part is kept
                 self._jobs.put(raw)
         elif not self._jobs.take(raw):
-            self._jobs.put_quietly(raw)  # kopf's handler tells
+            self._jobs.put_quietly(raw)  # kopf's handler enqueues the job
             metadata = raw["metadata"]
             self._tell("ADDED", metadata.get("namespace", ""), metadata["name"], metadata["uid"])
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """The job with this uid is gone."""
+        """Send kopf the deletion. Its handler then removes the job from our copy."""
         self._tell("DELETED", namespace, name, uid)
 
     def _tell(self, what: str, namespace: str, name: str, uid: str) -> None:
@@ -71,16 +84,16 @@ class Feed:
         self._events.put_nowait({"type": what, "object": body})
 
     def has(self, raw: Raw) -> bool:
-        """True if a job is known as it was at its resourceVersion, or later."""
+        """True if this version of a job, or a newer one, is known."""
         return self._jobs.has(raw)
 
     def begin_anew(self, namespace: str) -> None:
-        """The cluster was restored from a backup."""
+        """Accept older versions, because the cluster was restored from a backup."""
         self._jobs.begin_anew(namespace)
 
     @contextmanager
     def one_observation(self, namespace: str = "", key: Key | None = None) -> Iterator[None]:
-        """While the pages of a list come."""
+        """While a list arrives: `put` sends no events to kopf."""
         with self._jobs.one_observation(namespace, key):
             self._lists = True
             try:
@@ -89,22 +102,22 @@ class Feed:
                 self._lists = False
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
-        """The end of a list: a job that it did not name is gone."""
+        """Remove the jobs that a complete list did not name."""
         self._jobs.retain(named, list_version, namespace)
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """The events, as the API server writes them; without an end."""
+        """Yield the events for kopf as lines of JSON, forever."""
         while True:
             yield orjson.dumps(await self._events.get()) + b"\n"
 
 
 def session(feeds: Mapping[str, Feed], opened: Callable[[str], None]) -> kopf.AiohttpSession:
-    """What a login handler returns. feeds: by the path of the watch; opened: called with it when the watch begins."""
+    """Return the session for the login handler. feeds: by path. opened: called with the path of each new watch."""
     return kopf.AiohttpSession(server="", aiohttp_session=_Session(feeds, opened))  # type: ignore[arg-type]
 
 
 class _Session:
-    """What kopf uses of an aiohttp.ClientSession."""
+    """The part of aiohttp.ClientSession that kopf 1.45 uses."""
 
     closed = False
 
@@ -114,7 +127,7 @@ class _Session:
         self._opened = opened
 
     async def request(self, *, method: str, url: str, **_: Any) -> _Answer:
-        """kopf asks which kinds are served, and then watches."""
+        """Answer the discovery of kinds, and watches."""
         path = urlsplit(url).path
         if method.upper() == "GET" and (feed := self._feeds.get(path)) is not None:
             self._opened(path)
@@ -126,7 +139,7 @@ class _Session:
 
 
 class _Answer:
-    """What kopf uses of an aiohttp.ClientResponse."""
+    """The part of aiohttp.ClientResponse, and of its content, that kopf 1.45 uses."""
 
     status = 200
 
@@ -141,16 +154,16 @@ class _Answer:
         """Nothing is open."""
 
     async def json(self) -> Raw:
-        """The whole answer."""
+        """Return the body of a discovery answer."""
         return self._body
 
     @property
     def content(self) -> _Answer:
-        """Where a watch is read from."""
+        """Stream of a watch."""
         return self
 
     def iter_chunked(self, _: int) -> AsyncIterator[bytes]:
-        """How kopf reads a watch. It ends with the task that reads it."""
+        """Iterate over the events of a watch, as kopf/_cogs/clients/api.py does. It ends when the task is cancelled."""
         assert self._feed is not None, "only a watch is read in pieces"
         return self._feed.lines()
 

@@ -205,7 +205,7 @@ class Connection(web.RequestHandler):
         self._deadline: asyncio.TimerHandle | None = None
         self._room = REQUEST_BYTES_MAX
         self._socket: asyncio.Transport | None = None
-        """None before it is opened and after it is closed; aiohttp's own is None while answers are still buffered."""
+        """None before opening and after closing. aiohttp's own becomes None while an answer is still buffered."""
         self.address = ""
         self.proven = False
         """True if a request on it had a valid token of a pod."""

@@ -1,5 +1,8 @@
-"""/healthz, which the kubelet asks. Not kopf's own probe: that one answers only after kopf's startup
-handlers, so a pod that waits for the CRD would be killed for waiting (kopf 1.45)."""
+"""Serves /healthz for the kubelet's probes.
+
+kopf's own probe (seen with 1.45) answers only after the startup handlers. A pod that waits there for the CRD would
+fail its liveness probe and be killed.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ PATH = "/healthz"
 
 
 class Health(BoundedServer):
-    """Answers 503 with the reason while `unhealthy` gives one, else 200; with the remark in both."""
+    """Answers 503 with the reason if `unhealthy` returns one, else 200. `remark` is added to both."""
 
     def __init__(self, unhealthy: Callable[[], str], remark: Callable[[], str] = str) -> None:
         super().__init__()
@@ -21,7 +24,7 @@ class Health(BoundedServer):
         self._remark = remark
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
-        """The kubelet connects again for each probe, so the server may close the connection at any time after it."""
+        """Answer a probe. The kubelet opens a connection per probe, so closing it afterwards is harmless."""
         if (refusal := not_served(request, PATH)) is not None:
             return refusal
         why, more = self._unhealthy(), self._remark()

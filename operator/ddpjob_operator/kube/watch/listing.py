@@ -1,4 +1,4 @@
-"""Lists, taken page by page: a raw object is held no longer than its page, and one that fails does not end the list."""
+"""Stores lists page by page. A raw object is kept no longer than its page, and a bad object does not end the list."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from typing import Any, Protocol
 from ddpjob_operator.kube.api.client import Page
 from ddpjob_operator.kube.watch.store import Key, ObjectKey, Store, Uids, number, version
 
-# Objects of a list that are put before others may go on: a DDPJob takes up to 10 ms, if its owner wants it to.
+# Objects stored before the event loop gets a turn. A DDPJob can be written so that storing it takes 10 ms.
 PUT_AT_ONCE = 4
 
 
 class Sink(Protocol):
-    """Where a copy of a collection is kept."""
+    """Receiver of a collection: a Store, or a Feed for DDPJobs."""
 
     def put(self, raw: Any) -> None:
-        """An object as it was at its resourceVersion."""
+        """Store an object as it was at its resourceVersion."""
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
-        """The object with this uid is gone."""
+        """Remove the object with this UID."""
 
     def one_observation(self, namespace: str = "", key: Key | None = None) -> AbstractContextManager[None]:
-        """While the pages of a list come. namespace, key: what is listed."""
+        """While the pages of a list arrive. namespace, key: what is listed."""
 
     def has(self, raw: Any) -> bool:
-        """True if the copy has this version of an object, or a later one."""
+        """True if this version of an object, or a newer one, is known."""
 
     def begin_anew(self, namespace: str) -> None:
-        """Whatever comes of a namespace (empty: of any) is newer than what the copy has."""
+        """Accept whatever comes next for a namespace (empty: all), because resourceVersions have gone back."""
 
     def retain(self, named: Set[ObjectKey], list_version: int, namespace: str = "") -> None:
-        """The end of a list: all that it named was put."""
+        """Remove what a complete list did not name, except objects that are newer than the list."""
 
 
 class Careful:
-    """Puts objects into a sink; what it cannot take is logged once, and everything else goes on."""
+    """Stores objects in a sink. An object on which the sink fails is logged once; the others go on."""
 
     def __init__(self, sink: Sink, what: str, log: logging.Logger) -> None:
         self._sink = sink
@@ -47,7 +47,7 @@ class Careful:
         self._logged = Uids()
 
     def put(self, raw: Any, told: int = 0) -> bool:
-        """Put an object. told: the version that a watch has come to. True if the watch should have brought this one."""
+        """Store an object of a list. told: version of the last watch event. True if the watch missed this object."""
         try:
             lacked = 0 < version(raw["metadata"]) <= told and not self._sink.has(raw)
             self._sink.put(raw)
@@ -58,11 +58,11 @@ class Careful:
         return lacked
 
     def remove(self, raw: Any) -> None:
-        """An object that is gone."""
+        """Remove an object, from its DELETED event."""
         try:
             metadata = raw["metadata"]
             if isinstance(self._sink, Store):
-                self._sink.put(raw)  # how a pod ended may come with its deletion, and not before
+                self._sink.put(raw)  # a DELETED event may be the first to show how a pod ended
             self._sink.remove(metadata.get("namespace", ""), metadata["name"], metadata["uid"])
         except Exception:
             self._report(raw)
@@ -84,15 +84,17 @@ async def take(
     check: Callable[[int], None] = lambda _: None,
     **listed: Any,
 ) -> str:
-    """Put all of a list and drop what it does not name; its version. check: asked before the first object is put.
-    listed: what is listed, as `sink.retain` takes it. A list shows all its objects at once, in one observation."""
+    """Store a whole list and remove what it does not name. Return its resourceVersion.
+
+    check: called with the version before the objects of a page are stored. listed: what is listed, see `Sink.retain`.
+    """
     named: set[ObjectKey] = set()
     at = ""
     with sink.one_observation(**listed):
         async for items, at in pages:
             check(number(at))
             named |= {place for raw in items if (place := place_of(raw)) is not None}
-            for done in range(1, len(items) + 1):  # each is dropped before the next is read
+            for done in range(1, len(items) + 1):  # pop frees each raw object before the next is stored
                 put(items.pop())
                 if done % PUT_AT_ONCE == 0:
                     await asyncio.sleep(0)
@@ -101,7 +103,7 @@ async def take(
 
 
 def place_of(raw: Any) -> ObjectKey | None:
-    """Namespace and name; None where it has none."""
+    """Return namespace and name of an object, None if it has no name."""
     metadata = raw.get("metadata") if isinstance(raw, dict) else None
     if not isinstance(metadata, dict) or not isinstance(metadata.get("name"), str):
         return None

@@ -1,4 +1,4 @@
-"""Which changes of a pod or a node are worth a reconcile of its job, how soon, and behind whom it waits. Pure."""
+"""Decides which changes of pods, groups and nodes need a reconcile of the job, and how soon. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,47 +10,54 @@ from msgspec.structs import replace
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.observed.groups import ObservedGroup
 
-# Pods of one job change in bursts, and each reconcile may write the status: 8 pods would make 16 writes
-# (bench/operator_api.py). So good news waits for more of it, and failures and deletions do not. After the last trainer
-# that runs there is no more of it; after the last that ended the phases of the pods follow.
+# Pods of one job change in bursts, and each reconcile may write the status: 8 pods would cause 16 writes
+# (bench/operator_api.py). So a start or success of a pod waits for those of the others; failures and deletions do not
+# wait. The wait is short once the last trainer is running, and longer once the last one has ended, because the phases
+# of the pods change after that.
 ALL_RUN_SECONDS = 0.02
 ALL_ENDED_SECONDS = 0.1
 SOME_CHANGED_SECONDS = 3.0
 
 
 def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: int) -> float | None:
-    """Seconds until a reconcile is worth it; None: the change alone is not. pods: those that the job has now."""
+    """Return the seconds until a reconcile, None if this change needs none. pods: the current pods of the job."""
     if new is None or (new.ended and new.trainer.exit_code != 0) or new.deletion_requested_at is not None:
         return 0.0
-    same = old is not None and old.trainer == new.trainer  # asked first, because to make a pod takes longer
+    same = old is not None and old.trainer == new.trainer  # cheap; checked before `replace`, which copies a pod
     if old is not None and same and replace(old, node=new.node, scheduled_at=new.scheduled_at) == new:
-        return None  # it has only been scheduled, and no rule asks for that
+        return None  # it was only scheduled, and no rule depends on that
     if not _all_changed(new, pods, nodes):
         return SOME_CHANGED_SECONDS
     return ALL_RUN_SECONDS if new.trainer.state == "running" else ALL_ENDED_SECONDS
 
 
 def is_good_news(new: Pod, in_seconds: float) -> bool:
-    """Whether a reconcile in so many seconds only writes that pods are there, or run: nobody waits for that. For the
-    end of a job a queue waits, and for a pod that finds no node its user."""
+    """True if the reconcile would only write that pods exist or are running, which nobody waits for.
+
+    Somebody waits for the end of a job (its queue) and for a pod that cannot be scheduled (the user).
+    """
     return in_seconds > 0 and not new.ended and not new.unschedulable
 
 
 def group_changed(admits_first: bool, new: ObservedGroup | None) -> float:
-    """Seconds until a reconcile is worth it for what a gang scheduler or a queue says; None: the group is gone.
-    admits_first: whether pods are made only once it admits. A scheduler says of a group what its pods show as well,
-    step by step while they are bound."""
+    """Return the seconds until a reconcile after a change of a group. new: None if the group is gone.
+
+    admits_first: True if pods are created only after the admission. The status of a gang scheduler's group only repeats
+    what its pods show, in many small steps, so it can wait.
+    """
     return 0.0 if admits_first or new is None or new.deletion_requested else SOME_CHANGED_SECONDS
 
 
 def uses_node(names: Set[str], pods: Iterable[Pod]) -> bool:
-    """Whether a change of these nodes is worth a reconcile of the job that has these pods."""
+    """True if a live pod of the job is on one of these nodes."""
     return any(pod.node in names and pod.live for pod in pods)
 
 
 def kind(job: Mapping[str, Any] | None) -> int:
-    """Behind which other jobs one waits for its reconcile: 0: those that have begun; else new ones of its size, so that
-    neither a restart nor a job of one pod waits behind hundreds of larger ones that were applied at once."""
+    """Return the kind of a job for the queue: 0 if it has begun, else a number that grows with its size.
+
+    Kinds take turns. So neither a restart nor a job of one pod waits behind hundreds of larger jobs applied at once.
+    """
     if job is None or (job.get("status") or {}).get("attempt"):
         return 0
     nodes = (job.get("spec") or {}).get("nodes", 1)
@@ -58,9 +65,9 @@ def kind(job: Mapping[str, Any] | None) -> int:
 
 
 def _all_changed(new: Pod, pods: Iterable[Pod], nodes: int) -> bool:
-    """Whether the trainers of all nodes have come to the same state, and are done with waiting.
+    """True if the trainers of all nodes have the same state, and none is waiting.
 
-    Asked at each change of each pod, of which a job may have thousands: it ends at the first that waits.
+    Called for each change of each pod, and a job may have thousands. So it returns at the first pod that is waiting.
     """
     newest: dict[int, Pod] = {}
     if new.trainer.state == "waiting":
@@ -68,7 +75,7 @@ def _all_changed(new: Pod, pods: Iterable[Pod], nodes: int) -> bool:
     for pod in pods:
         if pod.attempt != new.attempt:
             continue
-        if pod.trainer.state == "waiting":  # none that waits has been replaced: a replacement is made after the end
+        if pod.trainer.state == "waiting":  # it is the newest of its place: only ended pods are replaced
             return False
         known = newest.get(pod.place)
         if known is None or known.replacement <= pod.replacement:

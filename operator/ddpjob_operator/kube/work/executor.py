@@ -62,7 +62,7 @@ GONE_MAX = 8
 # free for other jobs.
 OF_JOB_MAX = 8
 # Pods that the second reconcile of a new job creates, after the first pod. Each further one creates twice as many. With
-# 2, most jobs of a storm would have some of their pods and few would have all (docs/decisions.md, "What others pay").
+# 2, most jobs of a storm would have some of their pods and few would have all (docs/dev/decisions.md, slow start).
 SECOND_BATCH = 8
 
 

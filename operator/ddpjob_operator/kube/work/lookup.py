@@ -1,4 +1,4 @@
-"""Reads of the API server, where our copy may be behind or where no watch shows an object. Answers go into the copy."""
+"""Reads from the API server if our copy may be behind, or if no watch shows an object. Answers go into the copy."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ class Caches:
     services: Store[observe.Service]
     nodes: Nodes
     gangs: Mapping[str, Gang] = field(default_factory=dict)
-    """The APIs of gang schedulers and queues that are switched on, by adapter."""
+    """Enabled APIs of gang schedulers and queues, by adapter."""
 
     def of_kind(self, kind: str) -> Store[Any]:
-        """Where objects of a kind are kept: Pod, Service, or that of an adapter."""
+        """Return the store of a kind: Pod, Service, or the kind of an adapter."""
         for gang in self.gangs.values():
             if gang.adapter.resource == kind:
                 return gang.store
         return self.pods if kind == "Pod" else self.services
 
     def path(self, kind: str, namespace: str) -> str:
-        """The collection of objects of a kind. Raises ApiError where the API server has no such kind."""
+        """Return the path of a collection. Raise ApiError if the API server does not serve the kind."""
         for gang in self.gangs.values():
             if gang.adapter.resource == kind:
                 return gang.path(namespace)
@@ -48,15 +48,18 @@ class Caches:
 
 @dataclass(eq=False)
 class Lookup:
-    """All of it raises ApiError."""
+    """Reads from the API server. All methods that send requests raise ApiError."""
 
     client: Client
     caches: Caches
     runtime: Runtime
 
     async def reread(self, metadata: api.Metadata, *, quietly: bool = False) -> None:
-        """The job as it is now, all of it. metadata.uid: of the job that our copy has; empty: it has none. quietly:
-        nobody is told, for who asks goes on with it."""
+        """Read a whole job and store it.
+
+        metadata.uid: UID of the job in our copy, empty if there is none. quietly: do not enqueue the job, because the
+        caller goes on with the answer.
+        """
         try:
             raw = await self.client.get(f"{collection(api.PLURAL, metadata.namespace)}/{metadata.name}")
         except ApiError as error:
@@ -70,18 +73,18 @@ class Lookup:
         (self.caches.jobs.put_quietly if quietly else self.caches.jobs.put)(raw)
 
     async def list_pods(self, key: Key) -> None:
-        """The pods of one job as they are now."""
+        """List and store the pods of one job."""
         pages = self.client.pages(collection("pods", key[0]), f"{naming.LABEL_JOB}={key[1]}")
         await take(pages, self.caches.pods, self.caches.pods.put, namespace=key[0], key=key)
 
     async def read_job(self, key: Key, *, quietly: bool = False) -> None:
-        """A job as it is now, or that there is none of this name. quietly: as in `reread`."""
+        """Read and store the job of this name, or remove it from our copy. quietly: see `reread`."""
         known = self.caches.jobs.entry(*key)
         uid = known.uid if known is not None else ""
         await self.reread(api.Metadata(namespace=key[0], name=key[1], uid=uid), quietly=quietly)
 
     async def read_node(self, key: Key) -> None:
-        """A cluster node as it is now, or that it is gone."""
+        """Read and store a node, or mark it as gone."""
         nodes = await self._node(key[1])
         for raw in nodes:
             self.caches.nodes.put(raw)
@@ -89,13 +92,15 @@ class Lookup:
             self.caches.nodes.is_gone(key[1])
 
     async def _node(self, name: str) -> list[Raw]:
-        # A list of one, because the role allows lists.
+        # A list with one object, because the role allows list and not get.
         listed = await self.client.get("/api/v1/nodes", {"fieldSelector": f"metadata.name={name}"})
         return [raw for raw in listed["items"] if raw["metadata"]["name"] == name]
 
     async def may_run_on_ready_node(self, namespace: str, name: str) -> bool:
-        """Whether the node of a pod in which something may still run is ready now, where nodes are watched: that watch
-        may be late."""
+        """True if a live pod is on a node that is ready now. Reads the node, because the watch of nodes may lag.
+
+        False if nodes are not watched, as in namespaced mode.
+        """
         entry = self.caches.pods.entry(namespace, name)
         node = entry.value.node if entry is not None and entry.value.live else ""
         if not node or self.caches.nodes.seen() is None:
@@ -106,12 +111,12 @@ class Lookup:
         return bool(ready)
 
     def version_of_pod(self, namespace: str, name: str) -> dict[str, str]:
-        """As a precondition: the pod as our copy has it; none where its versions are no numbers."""
+        """Return our version of a pod as a delete precondition; empty if resourceVersions are not numbers."""
         entry = self.caches.pods.entry(namespace, name)
         return {"resourceVersion": str(entry.version)} if entry is not None and entry.version else {}
 
     async def has_changed(self, namespace: str, name: str, uid: str) -> bool:
-        """Whether the pod with this uid is still there, and then as it is now."""
+        """Read a pod. Store it and return True if it still has this UID."""
         raw = await self._find("Pod", namespace, name)
         if raw is None or raw["metadata"]["uid"] != uid:
             return False
@@ -119,10 +124,10 @@ class Lookup:
         return True
 
     async def take_back(self, job: api.Metadata, name: str) -> bool:
-        """Whether a pod that no list shows is the job's and there: it has lost its label, and gets it back.
+        """Read a pod that no list shows. If it is the job's, restore its label and return True.
 
-        Somebody has taken it aside, and to a watch it is gone; its processes train on, and the next attempt would write
-        into the same checkpoint.
+        Somebody removed the label, for example to debug the pod. To the watch the pod is gone, but its processes go on
+        training, and the next attempt would write into the same checkpoint.
         """
         raw = await self._find("Pod", job.namespace, name)
         if raw is None or observe.controller(raw).get("uid") != job.uid or raw["metadata"].get("deletionTimestamp"):
@@ -141,15 +146,17 @@ class Lookup:
         return True
 
     async def is_own(self, kind: str, name: str, job: api.DDPJob, state: JobState) -> bool:
-        """Whether there is an object of this name and the job owns it; where somebody else does, `state` keeps the
-        conflict until the object is gone."""
+        """Read an object. Return True if it exists and the job owns it.
+
+        If it exists and somebody else owns it, `state` keeps the conflict until the object is gone.
+        """
         raw = await self._find(kind, job.metadata.namespace, name)
         if raw is None:
             state.conflicts.pop((kind, name), None)
             return False
         own = bool(observe.controller(raw).get("uid") == job.metadata.uid)
         if own or observe.job_name(raw) == job.metadata.name:
-            # The watch shows it too, and also when it goes.
+            # It has the job's label, so the watch shows it and its deletion. No conflict needs to be polled.
             state.conflicts.pop((kind, name), None)
             state.created(kind, name)
             self.caches.of_kind(kind).put(raw)
@@ -167,5 +174,5 @@ class Lookup:
 
 
 def is_absent(error: ApiError, name: str) -> bool:
-    """Whether the object is not there. A server that knows neither kind nor path says 404 as well, without the name."""
+    """True if the object does not exist. A 404 for an unknown kind or path does not contain the name in quotes."""
     return error.status == 404 and f'"{name}"' in error.message
