@@ -34,6 +34,14 @@ def choose(job: api.DDPJob, apis: Mapping[str, GangApi]) -> tuple[Kind, str]:
     return "none", unavailable("native", apis)
 
 
+def unserved_queue(job: api.DDPJob, apis: Mapping[str, GangApi]) -> str:
+    """Say that the job names a queue which nobody here asks; "" if it names none, or its spec leaves the queue."""
+    queue = job.metadata.labels.get(kueue.QUEUE_LABEL)
+    if queue is None or "kueue" in apis or job.spec.gang in ("none", "kueue"):
+        return ""
+    return f"the job starts outside of any quota: it has {kueue.QUEUE_LABEL}: {queue}, but {unavailable('kueue', apis)}"
+
+
 def unavailable(name: str, apis: Mapping[str, GangApi]) -> str:
     """Why an adapter cannot be used; empty: it can."""
     if name not in apis:
