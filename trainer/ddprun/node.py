@@ -413,9 +413,7 @@ class LocalRanks:
             "DDPJOB_MEMORY": "" if self.memory is None else self.memory.where(local_rank),
         }
         if self._life.preflight:
-            own["DDPJOB_STATUS_URL"] = own["DDPJOB_MEMORY"] = (
-                ""  # the pre-flight must not report progress or write state
-            )
+            own["DDPJOB_STATUS_URL"] = own["DDPJOB_MEMORY"] = ""  # a pre-flight reports no progress, writes no state
         if self._server is not None and self._server.ready:
             words = [environment.substituted(word, local_rank) for word in self._options.script_args]
             run = {

@@ -1,4 +1,4 @@
-"""What is observed now, as plan() reads it. Each shell fills these: from the API server, or from processes."""
+"""The observations that plan() reads. Each shell fills them, from the API server or from processes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from ddpjob_operator.observed import hidden_failure
 from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.observed.reports import AgentReport, Report
 
-if TYPE_CHECKING:  # it is made from reports
+if TYPE_CHECKING:  # stall.py imports reports
     from ddpjob_operator.observed.stall import StepTracker
 
 
 class Container(msgspec.Struct, frozen=True):
-    """The trainer container of a pod. This and Pod are msgspec's, because each event of a pod makes some of them: made
-    and changed in a tenth of the time that a dataclass takes."""
+    """The trainer container of a pod. msgspec, as for Pod: creating or changing it takes a tenth of the time of a
+    dataclass, and each event of a pod does so.
+    """
 
     state: Literal["waiting", "running", "ended"]
     reason: str = ""
-    """waiting and ended: the kubelet's reason, ImagePullBackOff or OOMKilled."""
+    """waiting, ended: the kubelet's reason, such as ImagePullBackOff or OOMKilled."""
     message: str = ""
     """waiting: the kubelet's sentence. ended: the termination message, which is the end of the log."""
     ready: bool = False
     exit_code: int | None = None
-    """128 + n where signal n ended it, as everywhere in Kubernetes."""
+    """128 + n if signal n ended it, as everywhere in Kubernetes."""
     ended_at: dt.datetime | None = None
     ran: bool = True
-    """ended: whether anything shows that it ever ran; of one that was never made the kubelet writes 137, too."""
+    """ended: False if nothing shows that it ever ran. The kubelet reports 137 also for a container that was never
+    created.
+    """
     init: str = ""
-    """ended: the init container whose end this is; the trainer itself never ran."""
+    """ended: the init container that ended; the trainer itself never ran."""
     started_at: dt.datetime | None = None
-    """ended: when it had started."""
+    """ended: its start."""
 
     @property
     def hides_a_failure(self) -> bool:
@@ -51,66 +54,66 @@ class Container(msgspec.Struct, frozen=True):
 
 
 THIS_MACHINE = "this machine"
-"""The node of a local run's pods. It is no valid name of a node in a cluster."""
+"""Node of a local run's pods; not a valid name of a node in a cluster."""
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """A pod, cut to what decisions read."""
+    """The parts of a pod that decisions read."""
 
     name: str
     uid: str
     owner_uid: str
-    """uid of the controller that made it; empty: there is none."""
+    """uid of its controller; "" if none."""
     attempt: int
     place: int
-    """Its number in the job, as in its name. Which ranks it has `topology.members` says."""
+    """Its number in the job, as in its name. `topology.members` maps it to ranks."""
     replacement: int = 0
-    """Which pod of its place in its attempt it is: one that is replaced alone gets a new pod, the first is 0."""
+    """Number of the pod at this place in this attempt; the first is 0, and each single replacement adds one."""
     job: str = ""
-    """The name of the job in its label."""
+    """Name of the job in its label."""
     node: str = ""
     phase: str = "Pending"
     reason: str = ""
-    """The pod's own reason: Evicted, NodeLost."""
+    """The pod's own reason, such as Evicted or NodeLost."""
     message: str = ""
-    """The pod's own sentence, with its reason."""
+    """The sentence of that reason."""
     disruption: str = ""
-    """Why Kubernetes ends it (its condition DisruptionTarget): PreemptionByScheduler, EvictionByEvictionAPI."""
+    """Reason of its condition DisruptionTarget, such as PreemptionByScheduler or EvictionByEvictionAPI."""
     scheduled_at: dt.datetime | None = None
-    """When it got its node."""
+    """When it was bound to its node."""
     silent_since: dt.datetime | None = None
-    """Since when the node controller calls it not ready although its trainer was: the kubelet no longer reports."""
+    """When the node controller marked it not ready because the kubelet does not report."""
     was_silent: bool = False
-    """True if that was ever seen: the network of its node failed, or its machine, also where both work again."""
+    """True if that was ever seen, even if the node works again."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
     unschedulable_since: dt.datetime | None = None
-    """Since when it says so; None while the pod is kept from the scheduler."""
+    """Since when it has found none; None while scheduling gates hold the pod."""
     deletion_requested_at: dt.datetime | None = None
-    """When its deletion was requested (deletionTimestamp less the grace period)."""
+    """When its deletion was requested (deletionTimestamp minus the grace period)."""
     deletion_deadline: dt.datetime | None = None
     """When its grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
     deadline_set: bool = False
-    """True if its activeDeadlineSeconds were set to end it: its kubelet stops it, and the object stays."""
+    """True if activeDeadlineSeconds was set to end it: the kubelet stops it, and the object stays."""
     sidecars_run: bool = False
-    """True if a container beside the trainer has not ended."""
+    """True if a container other than the trainer has not ended."""
     done_since: dt.datetime | None = None
-    """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of the shell."""
+    """When the trainer was seen ended with 0 while a sidecar was running, by the shell's clock."""
     outlived: bool = False
-    """True if a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
+    """True if a sidecar has outlived the trainer for longer than an eviction or deletion would have allowed."""
     overcome: bool = False
-    """True if a failure that its termination message records may have been overcome by another launcher since."""
+    """True if a later launcher in the container may have overcome the failure in the termination message."""
     completed: bool = False
-    """True if it was ever seen to have completed; what ends the pod after that changes nothing."""
+    """True if it was ever seen completed; later observations do not change that."""
     ended_first: bool = False
-    """True if its trainer was seen to have ended before its deletion was seen to be requested."""
+    """True if the trainer was seen ended before the deletion was requested."""
     first_seen: int = 0
-    """In which observation (facts.py counts them) the pod itself was first seen."""
+    """Number of the observation (facts.py) in which the pod was first seen."""
     ended_seen: int = 0
-    """In which one its end was first seen; 0: when the pod was."""
+    """The observation in which its end was first seen; 0: the first one."""
     deletion_seen: int = 0
-    """In which one it was first seen that its deletion was requested; 0: when the pod was."""
+    """The observation in which its deletion was first seen requested; 0: the first one."""
 
     @property
     def ended(self) -> bool:
