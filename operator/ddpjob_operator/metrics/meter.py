@@ -190,7 +190,7 @@ class Meter:
         self._newly, self._ended = set(), set()
 
     def _add(self, job: MeteredJob, now: dt.datetime) -> dict[str, int] | None:
-        """Count what a job has spent since it was last counted. Return its total, or None if the status is unreadable."""
+        """Count what a job has spent since last time. Return its total, or None if the status is unreadable."""
         if job.status is None:
             return None  # keep what was counted: otherwise it would be counted again once the status is readable
         spent = of_status.spent(job.status, now)

@@ -49,7 +49,7 @@ class Container(msgspec.Struct, frozen=True):
 
     @property
     def is_lost(self) -> bool:
-        """True if the kubelet reports no more of its end than that it cannot find it."""
+        """True if the kubelet reports only that it cannot find the container."""
         return self.reason in rules.LOST_CONTAINER
 
 
@@ -117,20 +117,22 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> bool:
-        """True if its trainer has ended; a sidecar that still runs does not count."""
+        """True if its trainer has ended; sidecars do not count."""
         return self.trainer.state == "ended" or self.phase in ("Succeeded", "Failed")
 
     @property
     def deleted_first(self) -> bool:
-        """True if it ended (or will) after its deletion was requested. Where both were first seen at once it counts as
-        after: a success too few costs a restart, one too many costs a wrong result."""
+        """True if it ended (or will end) after its deletion was requested, or if both were first seen together: a
+        success too few costs a restart, one too many a wrong result.
+        """
         return self.deletion_requested_at is not None and not self.ended_first
 
     @property
     def has_completed(self) -> bool:
-        """Ended with 0 by itself, and no message proves a failure. Exit 0 after a SIGTERM is no success, whether a
-        delete sent it or the kubelet, which evicts, shuts down its node, or enforces the pod's own
-        activeDeadlineSeconds."""
+        """True if it ended with 0 by itself, and no message proves a failure.
+
+        Exit 0 after a SIGTERM is no success: a deletion, an eviction, a node shutdown or activeDeadlineSeconds sent it.
+        """
         if self.completed:
             return True
         ended_from_outside = self.deleted_first or self.reason or self.disruption or self._is_undecided
@@ -139,33 +141,36 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def has_failed(self) -> bool:
-        """Ended in any other way."""
+        """True if it ended in any other way."""
         return self.ended and not self.has_completed and not self._is_undecided
 
     @property
     def _is_undecided(self) -> bool:
-        """Exit 0 of its own accord, as it seems, and the pod's phase is still to come."""
+        """True if it seems to have ended with 0 by itself, but its phase is not known yet."""
         return self._awaits_its_phase and not self.deleted_first and not self.disruption
 
     @property
     def _awaits_its_phase(self) -> bool:
-        """Exit 0: the kubelet reports the end of a container before it reports (by phase Failed, a reason and
-        DisruptionTarget at once) that it ended the pod itself (mergePodStatus), which it does when all containers have
-        ended. A sidecar that goes on after that has no phase to wait for."""
+        """True if the trainer ended with 0 and the phase is still to come.
+
+        The kubelet reports the end of a container before phase Failed, reason and DisruptionTarget of a pod that it
+        ended itself, which follow when all containers have ended (mergePodStatus). Do not wait for a sidecar that goes
+        on.
+        """
         done = self.trainer.state == "ended" and self.trainer.exit_code == 0
         return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
 
     @property
     def done_beside_sidecars(self) -> bool:
-        """True if its trainer has ended with 0 and another container has not ended at all."""
+        """True if its trainer has ended with 0 and another container is still running."""
         return self.trainer.state == "ended" and self.trainer.exit_code == 0 and self.sidecars_run
 
     @property
     def live(self) -> bool:
-        """True if something of it may still run.
+        """True if something of it may still be running.
 
-        Not by the phase alone: the kubelet often reports that the only container has ended while the phase is still
-        Running, and a pod that ended by itself must not be deleted with its log.
+        Not by phase alone: the kubelet often reports the end of the only container while the phase is Running, and
+        deleting a pod that ended by itself would lose its log.
         """
         if self.phase in ("Succeeded", "Failed"):
             return False
@@ -174,25 +179,25 @@ class Pod(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster, where the operator may read nodes."""
+    """A node of the cluster, if the operator may read nodes."""
 
     ready: bool
     since: dt.datetime | None = None
-    """Since when."""
+    """Since when it has been ready or not."""
     with_most: bool = False
-    """Not ready: whether most nodes became so together. Then the control plane does not get their heartbeats."""
+    """Not ready: True if most nodes became so together, so the control plane does not get their heartbeats."""
     gone: bool = False
-    """Not ready: whether its object was deleted, as a cloud does it with that of a machine that is no more."""
+    """Not ready: True if its object was deleted, as clouds do when a machine is removed."""
 
 
 @dataclass(frozen=True)
 class ConflictingObject:
-    """An object that carries a name the job needs, and is not the job's."""
+    """An object of somebody else that has a name the job needs."""
 
     kind: str
     name: str
     of_deleted_job: bool = False
-    """True if a deleted job of the same name left it: it goes away by itself."""
+    """True if a deleted job of the same name left it; it will be removed."""
 
 
 @dataclass(frozen=True)
@@ -200,49 +205,51 @@ class Refusal:
     """A create that the API server refused: quota, PodSecurity, admission, a typo in the template."""
 
     kind: str
-    """Pod, Service, or as an adapter names its own: the Service and the Workload have the job's name."""
+    """Pod, Service, or an adapter's kind: Service and Workload both have the job's name."""
     name: str
-    """The object that was to be created."""
+    """The object to create."""
     message: str
     """The API server's own sentence."""
     retry_at: dt.datetime
-    """When it is worth another try; each refusal in a row doubles the wait (the shell keeps count)."""
+    """When to retry; the shell doubles the wait with each refusal in a row."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """All that plan() may know besides the job itself and the time."""
+    """Everything that plan() knows besides the job and the time."""
 
     service: bool = False
-    """True if the job's own Service is there."""
+    """True if the job's own Service exists."""
     pods: tuple[Pod, ...] = ()
-    """Pods with the job's label or with a name that the job needs, of whatever owner, in any order."""
+    """Pods with the job's label or with a name that the job needs, of any owner, in any order."""
     deleted_pods: tuple[Pod, ...] = ()
-    """Pods of the job that are gone, as they were last seen: what the shell has kept, perhaps nothing."""
+    """Deleted pods of the job as last seen; the shell may have kept none."""
     conflicts: tuple[ConflictingObject, ...] = ()
-    """Other objects (a Service) that carry a name the job needs."""
+    """Other objects (a Service) with a name that the job needs."""
     refusals: tuple[Refusal, ...] = ()
-    """Creates that were refused and not tried again since."""
+    """Creates that were refused and not yet retried."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """The newest report of each rank that reports."""
+    """Last report of each rank."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
-    """The steps of each rank that reports in the present attempt."""
+    """Steps of each rank that reports in the present attempt."""
     undeletable: Set[str] = frozenset()
-    """uids of pods that are still there a moment after they were deleted without grace: that was refused, or somebody's
-    finalizer holds them."""
+    """uids of pods that still exist some time after a deletion without grace: it was refused, or a finalizer holds
+    them.
+    """
     listening_since: dt.datetime | None = None
-    """Since when the shell receives reports, where it has not received them all the time."""
+    """When the shell began to receive reports; None if it always has."""
     agent: AgentReport | None = None
-    """The last report of the agent of node 0 in the present attempt, where ddprun runs there."""
+    """Last report of node 0's agent in the present attempt; None without ddprun."""
     nodes: dict[str, Node] | None = None
-    """The cluster's nodes that are not ready or gone, by name; None where nodes may not be read."""
+    """Nodes that are not ready or deleted, by name; None if nodes may not be read."""
     gang_apis: Mapping[str, GangApi] = field(default_factory=dict)
-    """The APIs of gang schedulers and queues that are switched on, by adapter."""
+    """The enabled APIs of gang schedulers and queues, by adapter."""
     groups: tuple[ObservedGroup, ...] = ()
-    """What gang schedulers and queues have of the job, in any order."""
+    """The job's groups in gang schedulers and queues, in any order."""
     no_room: str = ""
-    """Why the shell has no room for one more job that has begun; empty: it has, or the job has begun."""
+    """Why the operator has no memory for one more running job; "" if it has, or the job has begun."""
     neighbours: Mapping[str, int] = field(default_factory=dict)
-    """Other jobs of the namespace whose pods have nodes, with how many; where the job's own wait for nodes."""
+    """Other jobs of the namespace whose pods have nodes, with their number; filled if this job's pods wait for nodes.
+    """
     master_addr: str | None = None
-    """host:port of the rendezvous, where the shell knows better than the cluster's DNS; "" while not known."""
+    """host:port of the rendezvous if the shell does not use the cluster's DNS; "" while unknown."""

@@ -13,7 +13,7 @@ OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
-    """Return the variables of a place's pod in `attempt`; the user's own outrank them. rendezvous: address of rank 0."""
+    """Return the variables of a place's pod; the user's own outrank them. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
     least = launcher.facts(job.spec).min_nodes
     every = {
