@@ -83,9 +83,8 @@ class LogFolder:
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             own = [os.path.join(attempt, name.format(rank)) for name in OWN]
             files.append(Files(out, err, os.path.join(folder, "error.json"), *own))
-        self.tails.extend(
-            self._make_tails(attempt, files, ranks)
-        )  # one by one: if one fails, the earlier ones are closed
+        # One by one: if one fails, the earlier ones are closed with these.
+        self.tails.extend(self._make_tails(attempt, files, ranks))
         return files
 
     def copy(self) -> bool:
