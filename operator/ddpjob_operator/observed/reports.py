@@ -90,6 +90,8 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     """Bytes that the container's memory limit must be for that, where it is the limit that is too small."""
     save_failed: _Sentence = ""
     """Why the last save of a checkpoint has failed; empty once a later one is in its folder."""
+    alone: bool = False
+    """True if the sender is one of several ranks, has trained, and was in no process group until its end."""
     final: bool = False
     agent: AgentReport | None = None
     """Set: the report is not of a rank but of the agent of its pod."""
