@@ -89,8 +89,11 @@ def keeps_signals(words: list[str]) -> str:
     if top is None or any(programs.name(word) not in _IN_FRONT for word in words[:top] if not word.startswith("-")):
         return ""
     _, text, _ = exit_codes.shell_call(words[top:])
+    if text is None:
+        return ""
+    started, is_bash = exit_codes.launchers(tuple(words)), programs.name(words[top]) == "bash"
     try:
-        return "" if text is None else _Signals(shell.parse(text), exit_codes.launchers(tuple(words))).kept()
+        return _Signals(shell.parse(text), started, is_bash=is_bash).kept()
     except shell.ShellSyntaxError:
         return ""
 
@@ -124,8 +127,8 @@ class _Signals:
     started: the commands of its script that start a launcher, with its name.
     """
 
-    def __init__(self, script: shell.ShellScript, started: Mapping[shell.ShellNode, str]) -> None:
-        self._script, self._started = script, started
+    def __init__(self, script: shell.ShellScript, started: Mapping[shell.ShellNode, str], *, is_bash: bool) -> None:
+        self._script, self._started, self._is_bash = script, started, is_bash
         self._nodes = [*shell.walk(script)]
         self._functions = {node.name: node for node in self._nodes if isinstance(node, shell.Function)}
         simple = [[word.value for word in node.words] for node in self._nodes if isinstance(node, shell.Simple)]
@@ -154,7 +157,7 @@ class _Signals:
             return self._kept_from(self._functions[values[0]].body, is_last=False)
         if isinstance(node, shell.GroupNode) and node.subshell:
             body = shell.ShellScript((node.body,))  # a subshell has no traps
-            return _Signals(body, self._started)._kept_from(body, is_last=True)
+            return _Signals(body, self._started, is_bash=self._is_bash)._kept_from(body, is_last=True)
         return self._in_place(values, self._below(node)) if values else self._kept_from(node, is_last=False)
 
     def _kept_from(self, node: shell.ShellNode, *, is_last: bool) -> str:
@@ -184,7 +187,8 @@ class _Signals:
             return inside
         if values[:1] == ["eval"]:
             return self._kept_from(shell.parse(" ".join(values[1:])), is_last=False)
-        is_plain = not (self._traps or node.targets or node.document or any(w.beside for w in shell.words_of(node)))
+        is_redirected = self._is_bash and bool(node.targets or node.document)
+        is_plain = not (self._traps or is_redirected or any(w.beside for w in shell.words_of(node)))
         if becomes or (is_last and is_plain):
             return self._in_place(values[becomes:], self._below(node))
         return self._below(node)
