@@ -13,6 +13,7 @@ from aiohttp import web
 
 from ddpjob_operator.kube.api.client import ApiError, Client, Page, RequestLimits
 from ddpjob_operator.kube.api.login import LoginError, login
+from ddpjob_operator.kube.other_releases import MARK, OtherReleases
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PATIENT = RequestLimits(request_seconds=30, silence_seconds=30, retry_after_seconds_max=0.5)
@@ -187,6 +188,25 @@ def test_a_list_of_large_objects_is_asked_for_in_pages_that_fit() -> None:
     pages = talk(answer, the_pages, limits=dataclasses.replace(PATIENT, page_bytes=400_000))
     assert [item["n"] for page in pages for item in page.items] == list(range(30))
     assert asked <= len(pages) + 2
+
+
+def test_a_mark_of_a_megabyte_is_one_mark() -> None:
+    """A tenant made a ConfigMap of 600 kB with the mark's name. The list of marks could not be read any more, so no
+    operator that started acted for any job of the cluster."""
+    large = {"metadata": {"namespace": "team", "name": MARK}, "data": {"release": "a", "more": "x" * 1_000_000}}
+    small = {"metadata": {"namespace": "other", "name": MARK}, "data": {"release": "b/c"}}
+    script = Script(lambda: web.json_response({"items": [large, small], "metadata": {"resourceVersion": "7"}}))
+
+    async def marks(client: Client) -> dict[str, str]:
+        others = OtherReleases(client)
+        running = asyncio.create_task(others.run(lambda _: None))
+        while not others.are_known:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        return {namespace: others.of(namespace) for namespace in ("team", "other")}
+
+    assert talk(script, marks) == {"team": "?", "other": "b/c"}
+    assert script.asked[0].query["fieldSelector"] == f"metadata.name={MARK}"
 
 
 def test_what_the_api_server_notes_of_who_wrote_which_field_is_never_kept() -> None:

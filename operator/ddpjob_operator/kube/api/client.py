@@ -158,12 +158,13 @@ class Client:
         """The object that is being deleted, or a Status where it is gone already. Raises ApiError."""
         return await self._request("DELETE", path, None, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
 
-    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+    async def pages(self, path: str, selector: str = "", field_selector: str = "") -> AsyncIterator[Page]:
         """The objects of a collection, a page at a time; the caller drops one before the next is requested.
 
         Raises ApiError (410: start again). An empty list has one empty page.
         """
         params = {"labelSelector": selector} if selector else {}
+        params |= {"fieldSelector": field_selector} if field_selector else {}
         limit = self.limits.page
         while True:
             # A single object is read whatever its length: etcd bounds it.
