@@ -56,15 +56,14 @@ def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
 
 
 def _checked(method: str, path: str, answer: Raw) -> Raw:
-    """The answer. Raises BadJsonError if it is JSON of something else: what a proxy says must not be taken for an empty
-    list, or for an object without a state."""
+    """The answer. Raises BadJsonError if it is JSON of something else: what a proxy says must not be taken for an object
+    without a state."""
     asked = requests.read(method, path)
     is_review = asked.group == "authorization.k8s.io"
-    if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb == "delete" or is_review:
+    if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb in ("list", "delete") or is_review:
         return answer
-    field, kind = ("items", list) if asked.verb == "list" else ("metadata", dict)
-    if not isinstance(answer.get(field), kind):
-        raise reading.BadJsonError(f"the answer has no {field}")
+    if not isinstance(answer.get("metadata"), dict):
+        raise reading.BadJsonError("the answer has no metadata")
     return answer
 
 
@@ -136,8 +135,10 @@ class Client:
         self._sessions.clear()
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:
-        """An object, or a list. Raises ApiError."""
-        return await self._request("GET", path, params)
+        """An object, or the items of a list. Raises ApiError."""
+        asked = requests.read("GET", path)
+        is_list = asked.verb == "list" and bool(asked.plural)
+        return await self._request("GET", path, params, read=reading.listed if is_list else reading.obj)
 
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """The object as it was created. Of pods, Services and events the server is asked for the metadata alone, and

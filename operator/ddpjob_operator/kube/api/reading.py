@@ -168,6 +168,11 @@ def page(content: bytes, plural: str = "") -> ListPage:
     )
 
 
+def listed(content: bytes) -> Raw:
+    """A short list as a whole. As with `page`, a large object spoils only itself. Raises BadJsonError."""
+    return {"items": page(content).items}
+
+
 async def lines(content: StreamReader) -> AsyncIterator[bytes]:
     """aiohttp's own lines end at 128 kB, and an object may be longer."""
     parts: list[bytes] = []
