@@ -56,8 +56,8 @@ def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
 
 
 def _checked(method: str, path: str, answer: Raw) -> Raw:
-    """The answer. Raises BadJsonError if it is JSON of something else: what a proxy says must not be taken for an object
-    without a state."""
+    """The answer. Raises BadJsonError if it is JSON of something else: what a proxy says must not be taken for an
+    object without a state."""
     asked = requests.read(method, path)
     is_review = asked.group == "authorization.k8s.io"
     if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb in ("list", "delete") or is_review:
