@@ -97,7 +97,9 @@ def answers(word: str, texts: Iterable[str]) -> dict[tuple[str, int], bytes]:
     for line in texts:
         _, is_ours, rest = line.partition(f"{word}:")
         with contextlib.suppress(ValueError):  # a line that was cut off
-            kind, rank, place, text = rest.strip().split(":") if is_ours else ()
+            if not is_ours:
+                continue
+            kind, rank, place, text = rest.strip().split(":")
             index, of = map(int, place.split("/"))
             key = (kind, int(rank))
             known = parts[key] = parts.get(key, []) if index else []
@@ -118,7 +120,7 @@ def loaded(data: bytes) -> Any:
 
 def _cloudpickle() -> Any:
     try:
-        import cloudpickle  # type: ignore[import-untyped, unused-ignore]
+        import cloudpickle
     except ImportError:
         raise ImportError("a function is sent with cloudpickle: pip install 'ddpjob[sdk]', or give a script") from None
     return cloudpickle

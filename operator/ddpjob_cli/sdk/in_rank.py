@@ -28,7 +28,7 @@ def main() -> None:
             f"{sent['name']} was sent by Python {sent['python']}, and here is Python {here}, which cannot load it: "
             f"take an image with Python {sent['python']}, or send a script"
         )
-    import cloudpickle  # type: ignore[import-not-found, unused-ignore]
+    import cloudpickle
 
     rank = int(os.environ.get("RANK", "0"))
     try:

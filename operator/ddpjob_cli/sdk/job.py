@@ -374,7 +374,7 @@ def _in_notebook(job: Job) -> Any:
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if getattr(shell, "kernel", None) is None:
         return lambda: None
-    from IPython.display import display  # type: ignore[import-not-found, unused-ignore]
+    from IPython.display import display
 
     handle = display(job, display_id=True)
     return lambda: handle.update(job)
