@@ -6,6 +6,7 @@ Standard library only and cheap to import, because a job starts only when its ag
 from __future__ import annotations
 
 import enum
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -300,8 +301,13 @@ def where_of(trace: Iterable[str]) -> str:
     return found
 
 
+_OWN = tuple(f"{os.path.dirname(os.path.dirname(__file__))}/{name}/" for name in ("ddpjob", "ddpjob_core", "ddprun"))
+
+
 def _is_library(path: str) -> bool:
-    """Installed, of Python itself, or of no file."""
+    """Installed, of Python itself, of no file, or of this library, where it is not installed."""
+    if path.startswith(_OWN):
+        return True
     return "-packages/" in path or "/lib/python" in path or path.startswith("<") or path.endswith("/bin/torchrun")
 
 

@@ -406,10 +406,12 @@ class Operator:
     def _left_to(self, namespace: str) -> str:
         return self._others.of(namespace) if self._others is not None else ""
 
-    def _others_changed(self) -> None:
+    def _others_changed(self, namespaces: Set[str]) -> None:
         # Old reports would look like a stall when this release gets the job back.
         self.states.forget([key for key, _ in self.states if self._left_to(key[0])])
-        self._enqueue_all()
+        for key in self.caches.jobs:
+            if key[0] in namespaces:
+                self._enqueue(key)
 
     def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
         if new is None and old is not None:

@@ -27,6 +27,11 @@ prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 _OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
+# Jobs that began or ended after the last scrape: of those that come while one is written, more than there will be. An
+# operator without a scraper would keep the uid of each job that ever was.
+CHANGED_MAX = 10_000
+
+
 class MeteredJob(NamedTuple):
     """A job as it is known now. status: None if unreadable."""
 
@@ -80,8 +85,8 @@ class Meter:
         """Seconds counted so far, by uid of the job."""
         self._shown: dict[str, dict[str, int]] = {}
         """The same, at the last scrape."""
-        self._newly: set[str] = set()
-        self._ended: set[str] = set()
+        self._newly: dict[str, None] = {}
+        self._ended: dict[str, None] = {}
         """uids of jobs that were first or last counted after the snapshot of the last scrape."""
         self._lock = lock or nullcontext()
         self._elsewhere: set[str] = set()
@@ -128,7 +133,7 @@ class Meter:
 
     def spends(self, job: MeteredJob, now: dt.datetime) -> None:
         """Count a job that changed: most jobs of a sweep begin and end between two scrapes."""
-        self._newly.add(job.uid)
+        _remember(self._newly, job.uid)
         self._add(job, now)
 
     def left_to_others(self, uid: str) -> None:
@@ -138,14 +143,14 @@ class Meter:
 
     def gone(self, job: MeteredJob, now: dt.datetime) -> None:
         """Count a deleted job with its last status."""
-        self._ended.add(job.uid)
+        _remember(self._ended, job.uid)
         self._add(job, now)
         self._spent.pop(job.uid, None)
 
     @property
     def remembered(self) -> int:
         """Number of jobs about which something is kept."""
-        return len(self._spent)
+        return len(self._spent.keys() | self._newly.keys() | self._ended.keys())
 
     # ---------------------------------------------------------------- what is served
 
@@ -183,11 +188,11 @@ class Meter:
         for job in moment.jobs:
             if job.uid not in self._ended and (spent := self._add(job, moment.now)) is not None:
                 self._shown[job.uid] = spent
-        kept = {job.uid for job in moment.jobs} | self._newly
+        kept = {job.uid for job in moment.jobs} | self._newly.keys()
         for uid in [uid for uid in list(self._spent) if uid not in kept]:
             self._spent.pop(uid, None)
         self._elsewhere = {*moment.away} - self._spent.keys()
-        self._newly, self._ended = set(), set()
+        self._newly, self._ended = {}, {}
 
     def _add(self, job: MeteredJob, now: dt.datetime) -> dict[str, int] | None:
         """Count what a job has spent since last time. Return its total, or None if the status is unreadable."""
@@ -214,7 +219,7 @@ class Meter:
 
     def _forget(self) -> None:
         self._spent, self._elsewhere, self._since = {}, set(), None
-        self._newly, self._ended = set(), set()
+        self._newly, self._ended = {}, {}
 
     def _is_new(self, job: MeteredJob, since: dt.datetime) -> bool:
         """True if nobody else has counted the job."""
@@ -274,6 +279,12 @@ _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
 }
 _SET_AT_SCRAPE: frozenset[str] = frozenset(m.name for m in names.ALL if m.kind in ("gauge", "info", "stateset"))
 _OF_OPERATOR = frozenset(m.name for m in names.OF_OPERATOR)
+
+
+def _remember(uids: dict[str, None], uid: str) -> None:
+    uids[uid] = None
+    if len(uids) > CHANGED_MAX:
+        del uids[next(iter(uids))]
 
 
 class _Families:

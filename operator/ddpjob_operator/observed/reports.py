@@ -90,6 +90,8 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     """Memory limit in bytes that keeping the state would need, if the limit is too small."""
     save_failed: _Sentence = ""
     """Why the last checkpoint failed; "" after a later success."""
+    alone: bool = False
+    """True if the sender is one of several ranks, has trained, and was in no process group until its end."""
     final: bool = False
     agent: AgentReport | None = None
     """Set if the report is of the pod's agent, not of a rank."""

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ddpjob_core.findings import FINDINGS_MAX, NO_PROCESS_GROUP, REPLICAS_DIFFER, Finding
+from ddpjob_core.findings import FINDINGS_MAX, REPLICAS_DIFFER, Finding, trained_alone
 
 SUM_CHARACTERS = 8
 MESSAGE_BYTES_MAX = 48 * 1024  # a line between two agents is at most 64 KiB
@@ -98,9 +98,7 @@ def findings(ends: Iterable[NodeEnd], world_size: int) -> list[Finding]:
     """Return reasons to doubt the success of all ranks."""
     ends = list(ends)
     if world_size > 1 and ends and all(end.alone for end in ends):
-        text = f"{world_size} ranks ran and none has formed a process group with another: each has trained alone, with"
-        text += " a model of its own. Call init_process_group, or give the script the option with which it calls it"
-        return [Finding(NO_PROCESS_GROUP, text)]
+        return [trained_alone(world_size)]
     groups: dict[tuple[str, int, str], list[ModuleEnd]] = {}
     for module in (module for end in ends for module in end.modules):
         groups.setdefault((module.group, module.number, module.digest), []).append(module)

@@ -56,16 +56,15 @@ def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
 
 
 def _checked(method: str, path: str, answer: Raw) -> Raw:
-    """Return the answer if it is what was requested. Otherwise a proxy's JSON would look like an empty list or an
-    object without a state. Raise BadJsonError.
+    """Return the answer if it is what was requested. Otherwise a proxy's JSON would look like an object without a
+    state. Raise BadJsonError.
     """
     asked = requests.read(method, path)
     is_review = asked.group == "authorization.k8s.io"
-    if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb == "delete" or is_review:
+    if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb in ("list", "delete") or is_review:
         return answer
-    field, kind = ("items", list) if asked.verb == "list" else ("metadata", dict)
-    if not isinstance(answer.get(field), kind):
-        raise reading.BadJsonError(f"the answer has no {field}")
+    if not isinstance(answer.get("metadata"), dict):
+        raise reading.BadJsonError("the answer has no metadata")
     return answer
 
 
@@ -138,8 +137,10 @@ class Client:
         self._sessions.clear()
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:
-        """Return an object or a list. Raise ApiError."""
-        return await self._request("GET", path, params)
+        """Return an object, or the items of a list. Raise ApiError."""
+        asked = requests.read("GET", path)
+        is_list = asked.verb == "list" and bool(asked.plural)
+        return await self._request("GET", path, params, read=reading.listed if is_list else reading.obj)
 
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """Return the created object. Raise ApiError.
@@ -164,12 +165,13 @@ class Client:
         """Return the object that is being deleted, or a Status if it does not exist any more. Raise ApiError."""
         return await self._request("DELETE", path, None, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
 
-    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
+    async def pages(self, path: str, selector: str = "", field_selector: str = "") -> AsyncIterator[Page]:
         """Yield the objects of a collection, page by page. Drop a page before you request the next one.
 
         An empty list has one empty page. Raise ApiError; 410 means: start again.
         """
         params = {"labelSelector": selector} if selector else {}
+        params |= {"fieldSelector": field_selector} if field_selector else {}
         limit = self.limits.page
         while True:
             # No limit for a single object: etcd bounds its size.

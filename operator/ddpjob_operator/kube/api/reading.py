@@ -169,6 +169,11 @@ def page(content: bytes, plural: str = "") -> ListPage:
     )
 
 
+def listed(content: bytes) -> Raw:
+    """A short list as a whole. As with `page`, a large object spoils only itself. Raises BadJsonError."""
+    return {"items": page(content).items}
+
+
 async def lines(content: StreamReader) -> AsyncIterator[bytes]:
     """Yield lines of any length: aiohttp's own readers fail at 128 kB."""
     parts: list[bytes] = []
