@@ -116,7 +116,8 @@ class Job(abc.ABC):
         It is loaded with cloudpickle, which runs code of the job's: ask only a job that you trust. timeout and errors:
         as of wait(), and UnsentError where it is larger than 1 MB, cannot be pickled, or is no longer there.
         """
-        self.wait(timeout)
+        if self.status.state != "Succeeded":  # else its end was told
+            self.wait(timeout)
         if self._sent is None:
             return None
         found = function.answers(self._sent.word, self._answer_lines(rank=0))
