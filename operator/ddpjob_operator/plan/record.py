@@ -51,7 +51,7 @@ def _of_rank_0(view: View, status: api.Status) -> Iterator[api.Finding]:
     """Under torchrun the library alone knows that no group was formed."""
     report = view.seen.reports.get(0)
     if report is not None and report.alone and report.attempt == status.attempt:
-        yield _as_finding(trained_alone(report.world_size or status.nodes.total))
+        yield _as_finding(trained_alone(report.world_size or view.spec.nodes))
 
 
 def _of_pods(view: View) -> Iterator[api.Finding]:
