@@ -362,7 +362,7 @@ class Keeper(Survivor):
         if self._assumed and not kept.may_be_assumed():
             self.forget_assumed()
             return
-        try:  # not `_guarded`, here and in before_step: it would cost a tenth of a boundary's time
+        try:  # not `_guarded`, here and in the hooks: it would cost a tenth of a boundary's time
             self._take_in(kept, int(step), named=named, must_copy=must_copy)
         except Exception as error:
             self._give_up(error)
@@ -465,9 +465,11 @@ class Keeper(Survivor):
             return
         if sampler is not None and not any(kept.objects[name] is sampler for name in kept.samplers()):
             return
-        self._notices_begin, self._begun = True, random_states.mark(random_states.compact())
-        is_loose = self._begun != self._places.marked.get(RANDOM) and not self._places.trusts(RANDOM)
-        self._shared.cells[LOOSE] = self._noted if is_loose else 0
+        marked, is_trusted = self._places.marked.get(RANDOM, 0), self._places.trusts(RANDOM)
+        # not read where it is known that a draw is no loss: it is a fifth of what the memory costs at a step
+        is_read = self._places.is_named or not is_trusted  # after a save() the place of the draws is learned
+        self._notices_begin, self._begun = True, random_states.mark(random_states.compact()) if is_read else marked
+        self._shared.cells[LOOSE] = 0 if is_trusted or self._begun == marked else self._noted
 
     def _learn(self, kept: Kept, step: int, values: Mapping[str, Any], *, named: bool) -> None:
         """Learn where in its loop the script changes small values, and which buffers its forward pass changes."""
@@ -774,8 +776,10 @@ class Keeper(Survivor):
         else:
             self._has_begun = True
         if not self._copies_instead:
-            with self._guarded():
+            try:
                 self._write_early(kept, in_backward=True)
+            except Exception as error:
+                self._give_up(error)
 
     def _write_early(self, kept: Kept, *, in_backward: bool = False) -> None:
         """Write the random states and buffers. They are lost if this rank is killed before the next boundary; the other
