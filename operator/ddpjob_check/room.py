@@ -17,7 +17,7 @@ def too_small(job: api.DDPJob, parameters: int, gpus: int | None) -> str:
     """What is wrong with the memory limit of a job under ddprun whose model has so many parameters; empty: nothing that
     is certain. gpus: of a pod; None: not known."""
     limit, by = limits(job.spec.template).get("memory"), launcher.facts(job.spec).launcher
-    if limit is None or by is None or by.name != "ddprun":
+    if limit is None or by is None or by.launcher != "ddprun":
         return ""
     nproc = topology.nproc_per_node(job.spec)
     by_cadence = bool(gpus) or topology.world_size(job.spec) == 1

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ddpjob_operator.job import command, launcher, programs, shell
+from ddpjob_operator.job import command, programs, shell
 
 PATHS_MAX = 64
 WORK_MAX = 200_000
@@ -130,7 +130,7 @@ class _Work:
 
 def fates(words: list[str]) -> tuple[Fate, ...]:
     """What becomes of each launcher of a command; none where the command cannot be followed."""
-    return _fates(tuple(words)) if sum(map(len, words)) <= launcher.SCRIPT_READ_MAX else ()
+    return _fates(tuple(words)) if sum(map(len, words)) <= command.SCRIPT_READ_MAX else ()
 
 
 def may_be_replaced(words: list[str]) -> bool:
@@ -142,7 +142,7 @@ def may_be_replaced(words: list[str]) -> bool:
 def is_handed_over(words: list[str]) -> bool:
     """True if a container's exit code 0 proves that its last launcher has ended with 0: no shell is in between, or one
     whose script loses no exit code. False also where it cannot be followed."""
-    if not any(programs.name(word) in (*launcher.SHELLS, "script") for word in words):
+    if not any(programs.name(word) in (*command.SHELLS, "script") for word in words):
         return bool(command.read(words).launcher not in ("", "python"))
     found = fates(words)
     return bool(found) and all(fate.certain for fate in found)
@@ -489,7 +489,7 @@ class _Run:
         return self._other_program(name, words, node, state)
 
     def _other_program(self, name: str, words: list[str], node: shell.Simple, state: _State) -> _Ends:
-        place = next((i for i in programs.places(words) if programs.name(words[i]) in launcher.SHELLS), None)
+        place = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), None)
         if place is not None:
             return self._shell(words[place:], node, state)
         begin = 0 if name != "xargs" else next((i for i in range(len(words)) if _starts(words[i:])), 0)

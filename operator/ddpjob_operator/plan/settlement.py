@@ -284,5 +284,5 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
         # Where not all have run together none has ended its training: SIGKILL then says only that it took long to stop.
-        torchrun=found is not None and found.name != "ddprun" and status.running_time is not None,
+        torchrun=found is not None and found.launcher != "ddprun" and status.running_time is not None,
     )
