@@ -25,7 +25,7 @@ LESS = 4
 """A plan is made that copies more often where so much more often is possible: figures of a busy machine vary."""
 
 
-class Plan(NamedTuple):
+class CopyPlan(NamedTuple):
     """From the first boundary at or after `first` on, the state is copied each `every` steps."""
 
     first: int
@@ -46,10 +46,10 @@ class Plan(NamedTuple):
         return " ".join(str(int(value)) for value in self)
 
 
-def plan_of(text: str) -> Plan:
+def plan_of(text: str) -> CopyPlan:
     """What `as_text` was made of. Raises ValueError."""
     first, every, named, changes = map(int, text.split())
-    return Plan(first, every, bool(named), bool(changes))
+    return CopyPlan(first, every, bool(named), bool(changes))
 
 
 def every(copy_seconds: float, step_seconds: float, least: int = 1) -> int:
@@ -93,7 +93,7 @@ def looks(step: int, before: int, present: int) -> bool:
     return step // period > before // period
 
 
-def is_due(plan: Plan, step: int, before: int) -> bool:
+def is_due(plan: CopyPlan, step: int, before: int) -> bool:
     """Whether the state is copied at the boundary of `step`. before: of the boundary before it that counts."""
     return step >= plan.first and (before < plan.first or step // plan.every > before // plan.every)
 

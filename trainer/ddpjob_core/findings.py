@@ -19,7 +19,7 @@ FAILURE_IN_LOG = "FailureInLog"
 """The log shows the failure of a rank, and the exit code is 0. No agent writes it."""
 
 
-class Finding(NamedTuple):
+class NamedFinding(NamedTuple):
     """One suspicious fact. reason: a word in CamelCase; message: one sentence of at most 300 characters."""
 
     reason: str
@@ -30,7 +30,7 @@ class Finding(NamedTuple):
         return {"reason": self.reason, "message": self.message[:BRIEF_MAX]}
 
     @classmethod
-    def from_dict(cls, written: Any) -> Finding:
+    def from_dict(cls, written: Any) -> NamedFinding:
         """Read what another process has written. Raises ValueError if it is no finding; texts are cut."""
         if not isinstance(written, Mapping):
             raise ValueError(f"{written!r:.80} is no object")

@@ -130,7 +130,7 @@ class Mark(NamedTuple):
     before: int
 
 
-class Found(NamedTuple):
+class FoundState(NamedTuple):
     """The newest whole state, and the ranks whose nodes have it."""
 
     held: Held
@@ -142,7 +142,7 @@ def newest(
     present: Version,
     proofs: Sequence[Proof | None] = (),
     marks: Sequence[Mark | None] = (),
-) -> Found | str:
+) -> FoundState | str:
     """The newest whole state among what the ranks' nodes hold, by rank; else why there is none, "" where nothing is.
 
     present: of the generation that loads, with step 0. A state that is not older than it is none of this job's past.
@@ -164,7 +164,7 @@ def newest(
     most = LOADS_ASSUMED_MAX if best.assumed else LOADS_MAX
     if best.loads >= most and not any(mark is not None and _follows(mark, best.version) for mark in marks):
         return f"step {best.version.step} was loaded before, and no step after it is known"
-    return Found(best, ranks)
+    return FoundState(best, ranks)
 
 
 def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | None]:

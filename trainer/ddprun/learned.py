@@ -76,7 +76,7 @@ def _is_installed(name: str, module: Any, folders: tuple[str, ...]) -> bool:
 # ---- in the fork server ------------------------------------------------------------------------------------
 
 
-class Learned(NamedTuple):
+class LearnedLimits(NamedTuple):
     """What a child has imported."""
 
     modules: list[str]
@@ -88,7 +88,7 @@ class Learned(NamedTuple):
     """Bytes that it has more than the fork server."""
 
 
-def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], None]) -> Learned | None:
+def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], None]) -> LearnedLimits | None:
     """Fork what imports the modules of a note. Returns None in the caller; in the process that takes its place, whose
     parent is the agent, what it has imported."""
     if os.fork():
@@ -104,7 +104,7 @@ def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], N
     return learned
 
 
-def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> Learned:
+def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> LearnedLimits:
     """Returns in the child whose imports left nothing behind; the others end."""
     with open(path, encoding="utf-8") as file:
         order = json.load(file)
@@ -141,7 +141,7 @@ def _imported(
     answer: int,
     agent_pid: int,
     unhide: Callable[[], None],
-) -> Learned:
+) -> LearnedLimits:
     parent = os.getppid()
     argv, sys.argv[:] = list(sys.argv), order["argv"]
     unhide()
@@ -162,7 +162,7 @@ def _imported(
         os._exit(1)
     _end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    return Learned(wanted, left, watch.read, max(0, _resident() - watch.resident))
+    return LearnedLimits(wanted, left, watch.read, max(0, _resident() - watch.resident))
 
 
 def _end_with_parent() -> None:

@@ -26,7 +26,7 @@ from ddpjob_core.failures import (
     with_last_error,
     with_next,
 )
-from ddpjob_core.findings import FAILURE_IN_LOG, FINDINGS_MAX, Finding
+from ddpjob_core.findings import FAILURE_IN_LOG, FINDINGS_MAX, NamedFinding
 from ddpjob_operator.failures.log_lines import BORDER, LINE_MAX, PREFIX, is_of_no_rank
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
@@ -101,7 +101,7 @@ class Message(NamedTuple):
     """True if an agent ended because the agents of the group had agreed on it; an agent that is lost writes none."""
     agent: AgentReport | None = None
     """From node 0's agent: what it had restarted in place."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[NamedFinding, ...] = ()
     """What makes a success suspicious."""
 
 
@@ -133,7 +133,7 @@ def read(text: str) -> ContainerReport:
     return ContainerReport(merged, lines, permanent=permanent, agreed=message.ended and bool(failure.failure_class))
 
 
-def findings(text: str, *, trusted: bool) -> Iterator[Finding]:
+def findings(text: str, *, trusted: bool) -> Iterator[NamedFinding]:
     """What makes the success of a container suspicious that has ended with 0.
 
     trusted: whether its exit code is that of its last launcher. Then a failure of a rank in the log, or in the message,
@@ -146,7 +146,7 @@ def findings(text: str, *, trusted: bool) -> Iterator[Finding]:
     if message is not None and is_recorded(text) and not trusted:
         failure = message.failure
     if failure is not None:
-        yield Finding(FAILURE_IN_LOG, _although(failure))
+        yield NamedFinding(FAILURE_IN_LOG, _although(failure))
 
 
 def _although(failure: Failure) -> str:
@@ -411,11 +411,11 @@ def _message(text: str) -> tuple[Message | None, str]:
     return Message(failure, ended=written.get("ended") is True, agent=agent, findings=found), rest
 
 
-def _findings(written: Any) -> tuple[Finding, ...]:
-    found: list[Finding] = []
+def _findings(written: Any) -> tuple[NamedFinding, ...]:
+    found: list[NamedFinding] = []
     for one in written[:FINDINGS_MAX] if isinstance(written, list) else ():
         with contextlib.suppress(ValueError):
-            read = Finding.from_dict(one)
+            read = NamedFinding.from_dict(one)
             found.append(read._replace(message=clean(read.message)))
     return tuple(found)
 

@@ -153,7 +153,7 @@ def _fates(words: tuple[str, ...]) -> tuple[Fate, ...]:
     top = shell.Simple(words=tuple(shell.Word(word) for word in words), text=" ".join(words))
     try:
         work = _Work()
-        first = _Run(frozenset(), work)
+        first = _ScriptRun(frozenset(), work)
         first.ends(top)
         found: dict[shell.ShellNode, Fate] = {}
         while (node := next((n for n in first.started if n not in found), None)) is not None:
@@ -166,11 +166,11 @@ def _fates(words: tuple[str, ...]) -> tuple[Fate, ...]:
     return tuple(by_launcher or (alone if all(fate.lost for fate in alone) or len(alone) == 1 else ()))
 
 
-def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _Run, work: _Work) -> Fate:
-    run = _Run(frozenset({node}), work)
+def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _ScriptRun, work: _Work) -> Fate:
+    run = _ScriptRun(frozenset({node}), work)
     ends = [state for state in run.ends(top) if state.failed]
     if not ends:  # it runs only when those before it have failed
-        run = _Run(frozenset(succeeding.started), work)
+        run = _ScriptRun(frozenset(succeeding.started), work)
         ends = [state for state in run.ends(top) if state.failed]
     for other, started in run.started.items():
         succeeding.started.setdefault(other, started)
@@ -187,14 +187,14 @@ def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _Run, work: _Wor
     return replace(fate, lost=how or "exit", at=at)
 
 
-def _only_then(state: _State, run: _Run, node: shell.ShellNode, succeeding: _Run) -> bool:
+def _only_then(state: _State, run: _ScriptRun, node: shell.ShellNode, succeeding: _ScriptRun) -> bool:
     """True if another launcher ran on this path because the first had failed: `torchrun a.py || torchrun b.py`."""
     files = succeeding.started[node].files
     others = {n for n in state.after if (node, n) not in succeeding.followed}
     return any(run.started[n].launcher != "python" or run.started[n].files == files for n in others)
 
 
-class _Run:
+class _ScriptRun:
     """One run in thought, in which the launchers `failing` fail."""
 
     def __init__(self, failing: frozenset[shell.ShellNode], work: _Work) -> None:

@@ -47,11 +47,11 @@ def _with_findings(status: api.Status, view: View) -> api.Status:
     return replace(status, findings=found) if found != status.findings else status
 
 
-def _of_pods(view: View) -> Iterator[api.Finding]:
+def _of_pods(view: View) -> Iterator[api.StoredFinding]:
     for _, pod in sorted(view.known_pods.items()):
         if pod.has_completed and pod.trainer.message:
             for found in termination_message.findings(pod.trainer.message, trusted=view.hands_over_exit_code):
-                yield api.Finding(reason=found.reason, message=found.message)
+                yield api.StoredFinding(reason=found.reason, message=found.message)
 
 
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:

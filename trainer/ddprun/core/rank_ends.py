@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ddpjob_core.findings import FINDINGS_MAX, NO_PROCESS_GROUP, REPLICAS_DIFFER, Finding
+from ddpjob_core.findings import FINDINGS_MAX, NO_PROCESS_GROUP, REPLICAS_DIFFER, NamedFinding
 
 SUM_CHARACTERS = 8
 MESSAGE_BYTES_MAX = 48 * 1024  # a line between two agents has 64 KiB
@@ -94,13 +94,13 @@ def of_message(message: Any) -> NodeEnd:
     return NodeEnd(message.get("alone") is True, tuple(_modules(message.get("modules"), None)))
 
 
-def findings(ends: Iterable[NodeEnd], world_size: int) -> list[Finding]:
+def findings(ends: Iterable[NodeEnd], world_size: int) -> list[NamedFinding]:
     """Return what makes the success of all ranks suspicious."""
     ends = list(ends)
     if world_size > 1 and ends and all(end.alone for end in ends):
         text = f"{world_size} ranks ran and none has formed a process group with another: each has trained alone, with"
         text += " a model of its own. Call init_process_group, or give the script the option with which it calls it"
-        return [Finding(NO_PROCESS_GROUP, text)]
+        return [NamedFinding(NO_PROCESS_GROUP, text)]
     groups: dict[tuple[str, int, str], list[ModuleEnd]] = {}
     for module in (module for end in ends for module in end.modules):
         groups.setdefault((module.group, module.number, module.digest), []).append(module)
@@ -108,7 +108,7 @@ def findings(ends: Iterable[NodeEnd], world_size: int) -> list[Finding]:
     return [finding for finding in found if finding is not None][:FINDINGS_MAX]
 
 
-def _difference(modules: Sequence[ModuleEnd]) -> Finding | None:
+def _difference(modules: Sequence[ModuleEnd]) -> NamedFinding | None:
     """Compare one module between its ranks; the first rank is the one that the others are compared with."""
     first, *others = modules
     drifted = [other for other in others if _differ(first, other) and _first_pass_apart(first, other) is not None]
@@ -122,7 +122,7 @@ def _difference(modules: Sequence[ModuleEnd]) -> Finding | None:
     text = f"{_ranks(ranks)} ended with other parameters than rank {first.ranks[0]}: "
     name = name if len(name) <= NAME_CHARACTERS_MAX else f"…{name[1 - NAME_CHARACTERS_MAX :]}"
     text += f"{name} is the first that differs{_dtypes(first, drifted[0], index)}; "
-    return Finding(REPLICAS_DIFFER, f"{text}{_why(apart)}{_hardware(first, drifted)}")
+    return NamedFinding(REPLICAS_DIFFER, f"{text}{_why(apart)}{_hardware(first, drifted)}")
 
 
 def _why(apart: int) -> str:

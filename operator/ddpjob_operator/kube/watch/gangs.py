@@ -32,7 +32,7 @@ ERRORS_MAX = 5
 ERROR_SECONDS = 10.0
 
 
-class Gang:
+class GangWatch:
     """One adapter: its API, its objects."""
 
     def __init__(
@@ -235,7 +235,7 @@ class Gang:
         return any(found.get("name") == self.adapter.plural for found in listed.get("resources") or ())
 
 
-def waits_for(job: api.DDPJob, gangs: Mapping[str, Gang]) -> bool:
+def waits_for(job: api.DDPJob, gangs: Mapping[str, GangWatch]) -> bool:
     """Whether it is not known yet what there is of the gang that a job has or would choose. One that is not known
     counts as served here: else the job would start in parts, or outside its queue."""
     namespace = job.metadata.namespace

@@ -26,7 +26,7 @@ TOGETHER_SECONDS = 300.0
 GONE_MAX = 10_000
 
 
-class Nodes:
+class NodeCache:
     """`changed(names)` is called when nodes are no longer, or again, ready, or when it is judged anew what that means:
     once for all of them, since who is told may look at every pod. Ready ones cost nothing: there are many.
 
