@@ -77,7 +77,11 @@ class Pod(msgspec.Struct, frozen=True):
     disruption: str = ""
     """Why Kubernetes ends it (its condition DisruptionTarget): PreemptionByScheduler, EvictionByEvictionAPI."""
     scheduled_at: dt.datetime | None = None
-    """When it got its node."""
+    """When it got its node, by the cluster's clock: comparable with the same time of other pods."""
+    bound_since: dt.datetime | None = None
+    """When it got its node, by our clock: comparable with now. Not later than when we first saw that it has one."""
+    accepted_at: dt.datetime | None = None
+    """When its kubelet accepted it (status.startTime), by the clock of its node, as the times of its trainer."""
     silent_since: dt.datetime | None = None
     """Since when the node controller calls it not ready although its trainer was: the kubelet no longer reports."""
     was_silent: bool = False

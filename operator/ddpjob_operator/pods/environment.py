@@ -11,6 +11,9 @@ from ddpjob_operator.job.topology import backend, members, nproc_per_node, shutd
 from ddpjob_operator.pods.naming import Endpoint
 
 TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
+JOIN_SECONDS = 900
+"""The longest that the torchrun of an elastic job waits for its group. Without minNodes it is torch's default, 600 s
+(_default_timeout_seconds, torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, torch 2.13)."""
 # torchrun and ddprun set these in the ranks, whatever the pod has.
 OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -103,9 +106,8 @@ def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) 
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": str(rendezvous),
         # Who holds the store is said, because torchrun guesses it by comparing the endpoint with its own host's names.
-        # Its time limits are those of the static rendezvous: with 60 s for the store a node fails whose node 0 is still
-        # pulling its image.
-        "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout=900,read_timeout=900",
+        # torch's 60 s for the store are too short: a node fails while node 0 is still pulling its image.
+        "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}",
         # A node that joins makes torchrun start all ranks again in their pods. With gloo in torch 2.13 they otherwise
         # read the addresses of the ranks before them from the store that both share (docs/dev/upstream.md, launchers).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
