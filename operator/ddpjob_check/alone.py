@@ -29,7 +29,7 @@ def group_needs_option(script: Script, job: Job) -> Iterator[Found]:
     many separate models as there are ranks, and the job succeeds."""
     if not _has_several(job) or default_means_alone(script) is not None:
         return
-    seen = _Seen(script, job)
+    seen = _SeenNames(script, job)
     paths = Paths(script, seen.value)
     forming = list(_forming(script))
     if forming and not any(paths.reaches(call) for call in forming) and seen.options:
@@ -75,7 +75,7 @@ def _has_several(job: Job) -> bool:
     return not job.has_one_rank and ((job.nodes or 1) > 1 or (by_launcher and (job.nproc or 1) > 1))
 
 
-class _Seen:
+class _SeenNames:
     """The values of options, and which of them were asked for."""
 
     def __init__(self, script: Script, job: Job) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from ddpjob_check.schedulers import COUNTERPARTS
-from ddpjob_operator.job import api, arguments, command, launcher, programs, shell_text, topology, variables
+from ddpjob_operator.job import api, command, launcher, programs, shell_text, topology, variables
 from ddpjob_operator.job.podspec import mappings
 
 # Set in each rank, and in the pod only if that is one rank.
@@ -44,14 +44,14 @@ def taken_arguments(job: api.DDPJob) -> Iterator[str]:
     """Yield a sentence for each argument of the script that abbreviates options of torchrun."""
     words = launcher.facts(job.spec).command
     scripts = [words[place] for place, is_read_by_pod in shell_text.scripts(words) if is_read_by_pod]
-    commands = [one for text in scripts for one in launcher.shell_commands(text)] if scripts else [words]
+    commands = [one for text in scripts for one in command.shell_commands(text)] if scripts else [words]
     for one in commands:
-        begin = launcher.options_begin(one)
-        if begin is None or programs.name(one[begin - 1]) in ("ddprun", "ddprun"):
+        begin = command.options_begin(one)
+        if begin is None or programs.name(one[begin - 1]) == "ddprun":
             continue
-        rest = launcher.read_options(one[begin:])[1]
+        rest = command.read_options(one[begin:])[1]
         own = list(itertools.takewhile(lambda word: word not in _OPERATORS, rest[1:]))
-        for argument, options in arguments.abbreviations(own, one[begin - 1]):
+        for argument, options in command.abbreviations(own, one[begin - 1]):
             shown = [*options[:_OPTIONS_SHOWN], *(["…"] if len(options) > _OPTIONS_SHOWN else [])]
             yield (
                 f"{argument}: torchrun takes it for an abbreviation ({', '.join(shown)}) and ends with “ambiguous "
@@ -75,29 +75,27 @@ def unset_variables(job: api.DDPJob, given: Collection[str]) -> Iterator[tuple[s
         if how := _how_read(name, [*words, *own.values()], scripts, default_counts=job.spec.nodes == 1):
             text = f"{how}: not set before the launcher has started the ranks; {_OF_RANKS[name]}"
             yield "variable-of-ranks-unset", text
-    yield from _of_other_launchers({*own, *given}, words, scripts)
+    yield from _of_other_launchers(facts, {*own, *given}, scripts)
 
 
-def _of_other_launchers(own: set[Any], words: list[str], scripts: list[str]) -> Iterator[tuple[str, str]]:
+def _of_other_launchers(facts: launcher.JobFacts, own: set[Any], scripts: list[str]) -> Iterator[tuple[str, str]]:
     found = [ref.name for text in scripts for ref in shell_text.references(text)]
     names = dict.fromkeys(n for n in found if variables.OF_OTHER_LAUNCHERS.fullmatch(n) and n not in own)
     for name in names:
-        if how := _how_read(name, words, scripts, default_counts=True):
+        if how := _how_read(name, facts.command, scripts, default_counts=True):
             text = f"{how}: no Slurm and no MPI starts the job, so nothing sets it; {_counterpart(name)}"
-            is_certain = _ends_the_start(name, words, scripts)
+            is_certain = _ends_the_start(name, facts.started, scripts)
             yield "variable-of-other-launcher" if is_certain else "variable-of-other-launcher-unset", text
 
 
-def _ends_the_start(name: str, words: list[str], scripts: list[str]) -> bool:
+def _ends_the_start(name: str, started: command.Command, scripts: list[str]) -> bool:
     """True if the launcher, or the script, gets the variable for a number or an address, and ends if it is empty."""
-    by = launcher.find(words)
-    options = " ".join(value for option, value in by.options.items() if option in _NEEDED) if by else ""
+    options = " ".join(value for option, value in started.options.items() if option in _NEEDED)
     through = [other for text in scripts for other in re.findall(rf"\b(\w+)=\S*\$\{{?{name}\b", text)]
     if any(re.search(rf"\$\{{?{one}\b(?!:?[-=+])", options) for one in (name, *through)):
         return True
-    values = [
-        word.partition("=")[2] if word.startswith("--") and "=" in word else word for word in command.read(words).words
-    ]
+    words = started.words
+    values = [word.partition("=")[2] if word.startswith("--") and "=" in word else word for word in words]
     return name in COUNTERPARTS and any(value in (f"${name}", f"${{{name}}}") for value in values)
 
 

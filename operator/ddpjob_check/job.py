@@ -13,7 +13,7 @@ from ddpjob_check import groups, in_command
 from ddpjob_check.rule import Job, Severity, command_line
 from ddpjob_check.starting import DEPRECATED
 from ddpjob_core import memory
-from ddpjob_operator.job import api, command, launcher, shells, topology, variables
+from ddpjob_operator.job import api, command, launcher, podspec, shells, topology, variables
 from ddpjob_operator.job import template as templates
 from ddpjob_operator.job.podspec import (
     command_path,
@@ -145,16 +145,15 @@ CLUSTER_ONLY = frozenset(rule.name for rule in YAML_RULES if rule.severity == "w
 def known(job: api.DDPJob) -> Job:
     """The context in which the job's script is checked."""
     template = job.spec.template
-    words, by = launcher.facts(job.spec).command, launcher.facts(job.spec).launcher
-    started = command.read(words)
+    started = launcher.facts(job.spec).started
     return Job(
         nodes=job.spec.nodes,
         min_nodes=launcher.facts(job.spec).min_nodes,
         nproc=topology.nproc_per_node(job.spec),
         gpus=_gpus(template),
         backend=topology.backend(job.spec),
-        launcher=by.name if by else started.launcher,
-        launcher_options=dict(by.options) if by else {},
+        launcher=started.launcher,
+        launcher_options=dict(started.options),
         words=started.words,
         script=started.named,
         variables=_variables(template),
@@ -168,7 +167,7 @@ def known(job: api.DDPJob) -> Job:
 def _variables(template: dict[str, Any]) -> frozenset[str] | None:
     """The names in env, and those that the command sets; None where more may be set, by envFrom or in a shell."""
     trainer = trainer_container(template) or {}
-    words = launcher.command_of(template)
+    words = podspec.command_of(template)
     if trainer.get("envFrom") or command.is_shell(words):
         return None
     named = {str(entry.get("name")) for entry in mappings(trainer, "env")}
@@ -194,7 +193,7 @@ def mistakes(
             yield ("spec", "template", *deviation.path), "unknown-field", f"{deviation.path[-1]}: {deviation.message}"
     yield from _of_launch(job, local)
     yield from _of_command(job, script, given)
-    if by and by.name in ("torch.distributed.launch", "launch.py"):
+    if by and by.launcher == "torch.distributed.launch":
         yield command_path(template), "launch-deprecated", DEPRECATED
     if parameters and (said := _too_small(job, parameters, _gpus(template))):
         yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", said
@@ -221,7 +220,7 @@ def _of_launch(job: api.DDPJob, local: bool) -> Iterator[tuple[FieldPath, str, s
     if word := command.joined(words):
         said = f"{json.dumps(word)}: no shell reads the command, so this is one word with spaces; write {_apart(word)}"
         yield command_path(template), "words-in-one", said
-    by_python = command.read(words).launcher == "python"
+    by_python = launcher.facts(job.spec).started.launcher == "python"
     env = (*trainer_path(template), "env")
     wrong = list(variables.contradictions(job.spec, by_python=by_python, local=local))
     yield from (((*env, number), "variable-keeps-nodes-apart", text) for number, _, text in wrong)
@@ -285,7 +284,7 @@ def _too_small(job: api.DDPJob, parameters: int, gpus: int | None) -> str:
     """What is wrong with the memory limit of a job under ddprun whose model has so many parameters, for the state in
     memory (docs/memory.md); empty: nothing that is certain. gpus: of a pod; None: not known."""
     limit, by = limits(job.spec.template).get("memory"), launcher.facts(job.spec).launcher
-    if limit is None or by is None or by.name != "ddprun":
+    if limit is None or by is None or by.launcher != "ddprun":
         return ""
     nproc = topology.nproc_per_node(job.spec)
     by_cadence = bool(gpus) or topology.world_size(job.spec) == 1

@@ -14,7 +14,7 @@ from ddpjob_check.ranks import at
 from ddpjob_check.reached import Paths
 from ddpjob_check.rule import Found, Job, Severity, command_line, rule
 from ddpjob_check.script import INIT, Script
-from ddpjob_operator.job.arguments import behind_script
+from ddpjob_operator.job.command import arguments_behind_script
 
 _LAUNCH = "torch.distributed.launch"
 _OLD, _NEW = "--local_rank", "--local-rank"
@@ -26,7 +26,7 @@ def command_that_passes(script: Sequence[str], option: ast.Call, arguments: Sequ
     torch.distributed.launch passes --local-rank alone since torch 2.0, so a shell writes the old spelling.
     """
     if _NEW in _names(option):
-        return ["python", "-m", _LAUNCH, *script, *behind_script(arguments)]
+        return ["python", "-m", _LAUNCH, *script, *arguments_behind_script(arguments)]
     words = [*map(shlex.quote, script), f"{_OLD}=$LOCAL_RANK", *map(shlex.quote, arguments)]
     return ["torchrun", "--no-python", "sh", "-c", f"exec python {' '.join(words)}"]
 

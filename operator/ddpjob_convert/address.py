@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from ddpjob_convert.result import Converted, Path
-from ddpjob_operator.job import launcher
+from ddpjob_operator.job.command import shell_script
 from ddpjob_operator.job.podspec import mappings, trainer_path
 
 # The job sets these for each node or rank; a value in the template would override its own.
@@ -98,7 +98,7 @@ def _remove_variables(trainer: dict[str, Any], path: Path, result: Converted) ->
 
 def _by_job(trainer: dict[str, Any], path: Path, result: Converted) -> None:
     parts = [trainer[part] for part in ("command", "args") if isinstance(trainer.get(part), list)]
-    script = launcher.shell_script([word for part in parts for word in part if isinstance(word, str)])
+    script = shell_script([word for part in parts for word in part if isinstance(word, str)])
     for part in parts if script else ():
         part[:] = [by_job(word, path, result) if word == script else word for word in part]
 

@@ -11,9 +11,20 @@ from ddpjob_convert import address, common
 from ddpjob_convert.address import VARIABLES
 from ddpjob_convert.fields import ConvertError
 from ddpjob_convert.result import Converted
-from ddpjob_operator.job import bounds, launcher, programs
-from ddpjob_operator.job.arguments import behind_script
-from ddpjob_operator.job.command import read
+from ddpjob_operator.job import bounds, programs
+from ddpjob_operator.job.command import (
+    LAUNCHERS,
+    SHELLS,
+    arguments_behind_script,
+    by_torchrun,
+    options_begin,
+    read,
+    read_options,
+    shell_commands,
+    shell_script,
+    shell_words,
+    split_options,
+)
 from ddpjob_operator.job.naming import name_of
 from ddpjob_operator.job.podspec import TRAINER
 
@@ -47,7 +58,7 @@ _MORE_THAN_WORDS = re.compile(r"[;&|<>$`\n(){}*?~#\\]")
 
 def is_command(word: str) -> bool:
     """Whether the first word of the arguments begins a command line, and is no file with a job."""
-    known = programs.WRAPPERS | _OTHER_LAUNCHERS | set(launcher.SHELLS)
+    known = programs.WRAPPERS | _OTHER_LAUNCHERS | set(SHELLS)
     return bool(_PROGRAMS.fullmatch(word) or _ASSIGNMENT.fullmatch(word)) or programs.name(word) in known
 
 
@@ -62,18 +73,18 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
     inner = command[begin:]
     if inner[1:3] == ["-m", "accelerate.commands.launch"]:
         inner = ["accelerate", "launch", *inner[3:]]
-    if launcher.shell_script(inner) is not None:
+    if shell_script(inner) is not None:
         inner = _of_shell(inner, result)
     elif programs.name(inner[0]) == "accelerate":
         inner, more = _accelerate(inner, result)
         variables |= more
     else:
         inner = _torchrun(inner, result)
-    if own := address.of_one_machine(launcher.shell_words(launcher.shell_script(inner) or "") or inner):
+    if own := address.of_one_machine(shell_words(shell_script(inner) or "") or inner):
         result.remark(("command",), own)
     command = [*_of_the_job(command[:begin], variables, result), *inner]
-    after = launcher.options_begin(inner)
-    found = read(inner).named[-1:] or (launcher.read_options(inner[after:])[1][:1] if after is not None else ())
+    after = options_begin(inner)
+    found = read(inner).named[-1:] or (read_options(inner[after:])[1][:1] if after is not None else ())
     named = next((text for text in found if not _UNKNOWN_NAME.search(text)), "train")
     result.metadata["name"] = name or name_of(named)
     container: dict[str, Any] = {"name": TRAINER, "image": image or IMAGE, "command": command}
@@ -106,7 +117,7 @@ def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted
 
 def _without_shell(words: list[str]) -> list[str]:
     """The command of `bash -c`, if its script is one command and needs no shell: its options can then be removed."""
-    script = launcher.shell_script(words)
+    script = shell_script(words)
     if script is None or words[-1] != script or _MORE_THAN_WORDS.search(script):
         return words
     inner = _words_of(script)
@@ -116,7 +127,7 @@ def _without_shell(words: list[str]) -> list[str]:
 
 def _words_of(script: str) -> list[str]:
     try:
-        return launcher.shell_words(script)
+        return shell_words(script)
     except ValueError as error:
         raise ConvertError(("command",), f"{script}: cannot be read as a script of a shell: {error}") from None
 
@@ -125,7 +136,7 @@ def _program(words: list[str]) -> int:
     """Where the program stands that starts the ranks, behind those that only start another one. Raises ConvertError."""
     for i in () if _other_launcher(words) else programs.places(words):
         is_python = bool(_PROGRAMS.fullmatch(words[i])) or words[i].endswith(".py")
-        if is_python or launcher.shell_script(words[i:]) is not None:
+        if is_python or shell_script(words[i:]) is not None:
             return i
     raise _refusal(words)
 
@@ -159,20 +170,20 @@ def _refusal(words: list[str]) -> ConvertError:
 
 def _shell_file(words: list[str]) -> str:
     """The script of `bash run.sh` and `./run.sh`; "" for any other command."""
-    if launcher.shell_script(words) is not None:
+    if shell_script(words) is not None:
         return ""
-    is_shell = programs.name(words[0]) in launcher.SHELLS
+    is_shell = programs.name(words[0]) in SHELLS
     first = next((word for word in words[is_shell:] if not word.startswith("-")), "")
     return first if is_shell or first.endswith((".sh", ".bash")) else ""
 
 
 def _of_shell(words: list[str], result: Converted) -> list[str]:
     """The words of a shell that starts a launcher, with nodes and nprocPerNode of the latter."""
-    text = launcher.shell_script(words) or ""
+    text = shell_script(words) or ""
     inner = _words_of(text)
-    if other := next((one for one in launcher.shell_commands(text) if _other_launcher(one)), None):
+    if other := next((one for one in shell_commands(text) if _other_launcher(one)), None):
         raise _refusal(other)
-    if (found := launcher.find(words)) is not None:
+    if (found := by_torchrun(words)) is not None:
         _sizes(found.options, words, result)
     elif any(_PROGRAMS.fullmatch(word) for word in inner):
         result.set("nodes", 1, "no launcher says how many")
@@ -184,12 +195,12 @@ def _of_shell(words: list[str], result: Converted) -> list[str]:
 
 def _torchrun(words: list[str], result: Converted) -> list[str]:
     # A launcher that is asked for its help has no script either.
-    begin = launcher.options_begin(words) or (1 if programs.name(words[0]) in launcher.LAUNCHERS else None)
+    begin = options_begin(words) or (1 if programs.name(words[0]) in LAUNCHERS else None)
     if begin is None:
         result.set("nodes", 1, "no launcher says how many")
         return words
-    groups, rest = launcher.split_options(words[begin:])
-    options, _ = launcher.read_options(words[begin:])
+    groups, rest = split_options(words[begin:])
+    options, _ = read_options(words[begin:])
     if not rest:
         raise ConvertError(("command",), f"{words[begin - 1]} has no script: what does it start?")
     nproc = _sizes(options, words, result)
@@ -203,7 +214,7 @@ def _torchrun(words: list[str], result: Converted) -> list[str]:
 
 def _started(words: list[str]) -> list[str]:
     """The script with its arguments, as torchrun hands over all of them."""
-    return words if words[1:2] == ["--"] else [*words[:1], *behind_script(words[1:])]
+    return words if words[1:2] == ["--"] else [*words[:1], *arguments_behind_script(words[1:])]
 
 
 def _sizes(options: dict[str, str], words: list[str], result: Converted) -> str:

@@ -8,8 +8,9 @@ from typing import Any
 
 from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
-from ddpjob_operator.job import api, bounds, launcher
-from ddpjob_operator.job.podspec import TRAINER, containers, gpus, mapping
+from ddpjob_operator.job import api, bounds
+from ddpjob_operator.job.command import by_torchrun, options_begin, split_options
+from ddpjob_operator.job.podspec import TRAINER, command_of, containers, gpus, mapping
 
 GANG = (
     "the gang of a DDPJob has all its nodes, or minNodes of an elastic one; spec.gang: native where the operator and "
@@ -113,7 +114,7 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
     if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in (command, args)):
         return ""
     words = [*command, *args]
-    found = launcher.find(words)
+    found = by_torchrun(words)
     kept, dropped = without_identity(words)
     if dropped:
         trainer |= {"command": kept} if command else {"args": kept}
@@ -125,10 +126,10 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
 
 def without_identity(words: list[str]) -> tuple[list[str], list[str]]:
     """A launcher's command without the options that identify the machine, and those."""
-    begin = launcher.options_begin(words)
+    begin = options_begin(words)
     if begin is None:
         return words, []
-    options, rest = launcher.split_options(words[begin:])
+    options, rest = split_options(words[begin:])
     kept = [word for name, group in options if name not in IDENTITY for word in group]
     return [*words[:begin], *kept, *rest], [word for name, group in options if name in IDENTITY for word in group]
 
@@ -137,8 +138,8 @@ def set_processes(
     value: Any, path: Path, template: dict[str, Any], result: Converted, on_cpus: int | None = None
 ) -> None:
     """nprocPerNode from auto, cpu, gpu or a number. on_cpus: how many auto is without a GPU; None: all of the node."""
-    command = launcher.command_of(template)
-    found = launcher.find(command)
+    command = command_of(template)
+    found = by_torchrun(command)
     if value in (None, "auto"):
         # Where nothing starts several processes, the source means one process, which sees all GPUs of its pod.
         if command and found is None and gpus(template) > 1:
@@ -178,8 +179,8 @@ def set_elastic(
 
 def set_range(least: int | None, most: int | None, path: Path, command: list[str], result: Converted) -> None:
     """nodes and minNodes from a range with one end or two, if torchrun starts the ranks; else a remark."""
-    found, nodes = launcher.find(command), result.spec["nodes"]
-    if found is None or found.name == "ddprun":
+    found, nodes = by_torchrun(command), result.spec["nodes"]
+    if found is None or found.launcher == "ddprun":
         result.remark(path, NO_ELASTIC)
         return
     if most is None:

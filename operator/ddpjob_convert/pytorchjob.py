@@ -14,8 +14,7 @@ from typing import Any
 from ddpjob_convert import address, common
 from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
-from ddpjob_operator.job import launcher
-from ddpjob_operator.job.podspec import TRAINER, containers, mappings
+from ddpjob_operator.job.podspec import TRAINER, command_of, containers, mappings
 
 RESUMABLE = 75  # what a rank that has saved ends with: no failure, so no rule is for it
 _CONTAINER = "pytorch"
@@ -59,7 +58,7 @@ def convert(document: Mapping[str, Any]) -> Converted:
     template, nnodes = _template(groups, result)
     policy, elastic = _policy(spec), spec.fields("elasticPolicy")
     where = (*groups[-1][1].path, "replicas")
-    command = launcher.command_of(template)
+    command = command_of(template)
     common.set_elastic(elastic, ("minReplicas", "maxReplicas"), nnodes, command, where, result)
     nproc, where = spec.take("nprocPerNode"), (*spec.path, "nprocPerNode")
     if nproc is None and (nproc := elastic.take("nProcPerNode")) is not None:

@@ -66,7 +66,7 @@ class Converted:
         return "\n".join(lines) + "\n"
 
 
-class _Dumper(yaml.SafeDumper):
+class _JobDumper(yaml.SafeDumper):
     """Lists of words and numbers on one line, as commands are written; no anchors."""
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
@@ -87,10 +87,10 @@ def _text(dumper: Any, text: str) -> Any:
     return yamlvalues.represent(dumper, text)
 
 
-_Dumper.add_representer(str, _text)
+_JobDumper.add_representer(str, _text)
 
 
 def _dumped(data: dict[str, Any]) -> list[str]:
     # libyaml is not used: the text is short, and this dumper can be told what a list looks like.
-    text = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    text = yaml.dump(data, Dumper=_JobDumper, sort_keys=False, allow_unicode=True, width=110)
     return text.removesuffix("\n").split("\n")

@@ -12,7 +12,7 @@ from typing import Any
 from ddpjob_convert import address, common
 from ddpjob_convert.fields import ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
-from ddpjob_operator.job import launcher, podspec
+from ddpjob_operator.job import podspec
 from ddpjob_operator.job.wording import count, say
 
 _STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
@@ -70,7 +70,7 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     common.set_processes(nproc, path, template, result, _cpus(template))
     elastic = torch.fields("elasticPolicy")
     _restarts(elastic, result)
-    command, where = launcher.command_of(template), (*trainer.path, "numNodes")
+    command, where = podspec.command_of(template), (*trainer.path, "numNodes")
     common.set_elastic(elastic, ("minNodes", "maxNodes"), nnodes, command, where, result)
     elastic.rest(result, {"metrics": common.NO_SCALER})
     common.set_own(spec, _OWN_CONTROLLER, result)

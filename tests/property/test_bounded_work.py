@@ -13,7 +13,7 @@ import pytest
 from hostile_specs import PUTS, STATUSES, calls, job, steps, warm
 from worlds import START, manifest
 
-from ddpjob_operator.job import launcher, ranges, validation
+from ddpjob_operator.job import command, ranges, validation
 from ddpjob_operator.kube.api.client import READ_AT_ONCE, Page, read_json
 from ddpjob_operator.kube.watch import listing
 from ddpjob_operator.kube.watch.store import Jobs
@@ -74,14 +74,14 @@ def test_a_plan_takes_time_that_is_linear_in_the_nodes_of_the_job() -> None:
 def test_the_command_of_a_job_is_searched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """9,000 words behind torchrun kept the event loop for 250 ms: each plan read them 14 times."""
     read = 0
-    search = launcher.options_begin
+    search = command.of_container
 
-    def counted(words: list[str]) -> int | None:
+    def counted(words: list[str]) -> command.Command:
         nonlocal read
         read += 1
         return search(words)
 
-    monkeypatch.setattr(launcher, "options_begin", counted)
+    monkeypatch.setattr(command, "of_container", counted)
     parsed, problems = validation.parse(manifest(container={"command": ["torchrun", *(["x"] * 9_000)]}), hints=False)
     plan(parsed, Observed(), START, problems=problems)
     assert read == 1

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob_core import copies, memory
-from ddpjob_core.copies import Plan
-from ddpjob_core.memory import COPY_SLOTS, Found, Held, Mark, Version, newest
+from ddpjob_core.copies import CopyPlan
+from ddpjob_core.memory import COPY_SLOTS, FoundState, Held, Mark, Version, newest
 
 VERSIONS = st.builds(Version, st.just(1), st.integers(0, 3), st.integers(1, 20))
 SECONDS = st.floats(1e-6, 1e3)
@@ -48,7 +48,7 @@ def test_all_ranks_copy_at_the_same_steps_whatever_plans_rank_0_makes(data: st.D
         if own_next is None and data.draw(st.integers(0, 4)) == 0:
             first = copies.first_of_next(step, step - gap, every)
             assert first > step, "the other ranks may have passed this one"
-            own_next = Plan(first, data.draw(st.sampled_from([1, 2, 8, 32])))
+            own_next = CopyPlan(first, data.draw(st.sampled_from([1, 2, 8, 32])))
             told.append((step, own_next))
         due.append(present is not None and copies.is_due(present, step, step - gap))
     delay = data.draw(st.booleans())  # whether the plan is seen at the boundary at which it is made, or at the next one
@@ -83,8 +83,8 @@ def test_random_states_of_the_newest_state_are_never_written_over(
     assert versions[slot] is None or None not in versions, "an empty one first"
 
 
-@given(st.builds(Plan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
-def test_a_plan_is_what_the_other_ranks_read(plan: Plan) -> None:
+@given(st.builds(CopyPlan, st.integers(0, 10**9), st.integers(1, 1 << 20), st.booleans(), st.booleans()))
+def test_a_plan_is_what_the_other_ranks_read(plan: CopyPlan) -> None:
     """They would copy at other steps."""
     assert copies.plan_of(plan.as_text()) == plan
 
@@ -93,7 +93,7 @@ def test_a_plan_is_what_the_other_ranks_read(plan: Plan) -> None:
 def test_ranks_may_be_far_beyond_a_copy_but_not_beyond_the_next_two(power: int, ahead: int, gap: int) -> None:
     """All ranks are lost at once at any step between two copies; and one that counts micro-batches is found."""
     held, mark = Held(Version(1, 0, 500), 0, 1, 1, every=1 << power), Mark(0, 500 + ahead, 500 + ahead - gap)
-    assert isinstance(newest([held], Version(1, 1, 0), (), [mark]), Found) is (ahead <= gap + 2 * (1 << power))
+    assert isinstance(newest([held], Version(1, 1, 0), (), [mark]), FoundState) is (ahead <= gap + 2 * (1 << power))
 
 
 # ---- walks -------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ class Walk:
         self.chance, self.mistake = random.Random(seed), mistake
         self.nodes = [Node() for _ in range(self.chance.choice([1, 1, 2, 3]))]
         self.per_node = self.chance.choice([1, 2, 3])
-        self.plan = Plan(self.chance.randrange(1, 6), self.chance.choice([1, 1, 2, 4]))
+        self.plan = CopyPlan(self.chance.randrange(1, 6), self.chance.choice([1, 1, 2, 4]))
         self.generation, self.numbers = 0, {(0, 0, 0): 0}
         self.stories = {"copies": 0, "begin": 0, "finished": 0}
         self.marks: dict[tuple[int, int], Mark] = {}
@@ -252,7 +252,7 @@ class Walk:
         nodes = [node for node in self.nodes for _ in range(self.per_node)]
         best = max((node.best for node in self.nodes if node.best is not None), default=None)
         found = newest([node.newest for node in nodes], Version(1, self.generation, 0), (), marks)
-        if not isinstance(found, Found):
+        if not isinstance(found, FoundState):
             assert best is None or "loaded before" in found, found
             self.stories["begin"], self.loaded, self.newest_loaded = self.stories["begin"] + 1, None, None
             self.nodes = [Node(since=self.generation) for _ in self.nodes]  # the folder's state is another history

@@ -19,7 +19,7 @@ from ddpjob.checkpoint.in_memory.kept import BUFFERS, Kept
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob_core import copies
-from ddpjob_core.memory import AREAS, COPY_SLOTS, Found, Version, newest
+from ddpjob_core.memory import AREAS, COPY_SLOTS, FoundState, Version, newest
 from ddprun.memory import Memory
 
 PER_NODE, NODES = 2, 2
@@ -274,7 +274,7 @@ class Walk:
         best = max((one for one in self.best if one is not None), default=None)
         self.generation += 1
         found = newest(held, Version(1, self.generation, 0), (), [rank.shared.mark() for rank in ranks])
-        if not isinstance(found, Found):
+        if not isinstance(found, FoundState):
             assert best is None or "loaded before" in found, found
             self.stories["begin"], self.step = self.stories["begin"] + 1, 0
             self.best, self.since = [None] * len(self.nodes), [self.generation] * len(self.nodes)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpjob_core import memory
-from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Mark, Proof, Version, newest
+from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, FoundState, Held, Mark, Proof, Version, newest
 
 VERSIONS = st.builds(Version, st.integers(1, 3), st.integers(0, 4), st.integers(1, 9))
 HELD = st.builds(Held, VERSIONS, st.integers(0, LOADS_MAX + 1), st.integers(1, 3), st.integers(0, 2), st.booleans())
@@ -24,7 +24,7 @@ def test_what_is_found_is_whole_on_every_rank_that_is_named_and_nothing_older_ge
 ) -> None:
     """All ranks load it: a rank that loads another step than its peers trains a model that is no model."""
     found = newest(nodes, present)
-    if not isinstance(found, Found):
+    if not isinstance(found, FoundState):
         return
     assert found.ranks, "somebody has it"
     for rank, held in enumerate(nodes):
@@ -76,7 +76,7 @@ def test_ranks_that_were_no_replicas_do_not_load_each_others_state(proofs: list[
         for one in proofs
         for other in proofs
     )
-    assert isinstance(newest([held], Version(1, 1, 0), proofs), Found) is not differ
+    assert isinstance(newest([held], Version(1, 1, 0), proofs), FoundState) is not differ
 
 
 @given(st.lists(st.none() | st.builds(Mark, st.integers(0, 1), st.integers(5, 9), st.integers(1, 4)), max_size=4))
@@ -94,16 +94,16 @@ def test_ranks_that_are_one_boundary_apart_are_together(every: int, boundary: in
     """A rank dies before it comes to the boundary that the others have reached, also where it is ten steps further."""
     step, own = every * (boundary + 1), every * (boundary + 1 + behind)
     mark = Mark(0, own, own - every)
-    assert isinstance(newest([Held(Version(1, 0, step), 0, 1, 1)], Version(1, 1, 0), (), [mark]), Found)
+    assert isinstance(newest([Held(Version(1, 0, step), 0, 1, 1)], Version(1, 1, 0), (), [mark]), FoundState)
 
 
 def test_a_state_that_leads_to_no_step_is_given_up() -> None:
     """Otherwise what makes every generation fail would be in memory for ever, and the folder never be asked."""
     held = Held(Version(1, 0, 5), LOADS_MAX, 1, 1)
     assert isinstance(newest([held], Version(1, 9, 0)), str)
-    assert isinstance(newest([held._replace(loads=LOADS_MAX - 1)], Version(1, 9, 0)), Found)
+    assert isinstance(newest([held._replace(loads=LOADS_MAX - 1)], Version(1, 9, 0)), FoundState)
     assumed = held._replace(loads=LOADS_ASSUMED_MAX - 1, assumed=True)
-    assert isinstance(newest([assumed], Version(1, 9, 0)), Found)
+    assert isinstance(newest([assumed], Version(1, 9, 0)), FoundState)
     assert isinstance(newest([assumed._replace(loads=LOADS_ASSUMED_MAX)], Version(1, 9, 0)), str)
 
 
@@ -113,9 +113,9 @@ def test_what_one_rank_has_saved_counts_and_not_what_another_assumes(step: int) 
     the memory was refused, and the job went back to its last save."""
     named = Held(Version(1, 0, 9), 0, 301, 7)
     assumed = Held(Version(1, 0, step), 0, 300, 8, assumed=True)
-    assert newest([assumed, named], Version(1, 1, 0)) == Found(named, (1,))
+    assert newest([assumed, named], Version(1, 1, 0)) == FoundState(named, (1,))
     later = assumed._replace(version=Version(1, 1, 10))
-    assert newest([later, named], Version(1, 2, 0)) == Found(later, (0,)), (
+    assert newest([later, named], Version(1, 2, 0)) == FoundState(later, (0,)), (
         "the next generation went on from what was saved"
     )
 
@@ -123,8 +123,8 @@ def test_what_one_rank_has_saved_counts_and_not_what_another_assumes(step: int) 
 def test_a_state_after_which_steps_were_made_is_not_given_up() -> None:
     """It is no fault of the state that all ranks were lost at once after them."""
     held, present = Held(Version(1, 0, 5), LOADS_MAX, 1, 1), Version(1, 9, 0)
-    assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), Found)
-    assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), Found), "another rank has made it"
+    assert isinstance(newest([held], present, (), [Mark(8, 7, 6)]), FoundState)
+    assert isinstance(newest([held], present, (), [None, Mark(0, 6, 5)]), FoundState), "another rank has made it"
     assert isinstance(newest([held], present, (), [Mark(0, 5, 4)]), str)
     assert isinstance(newest([held], present, (), [None]), str)
 
@@ -255,7 +255,8 @@ class Life:
         if self.mistake == "an old generation's memory":
             known = [held and held._replace(version=held.version._replace(generation=0)) for held in known]
         found = newest(known, present)
-        if isinstance(found, Found) and not (self.folder is not None and memory.is_newer(self.folder[0], found.held)):
+        folder = self.folder
+        if isinstance(found, FoundState) and not (folder is not None and memory.is_newer(folder[0], found.held)):
             histories = {self.nodes[rank].history for rank in found.ranks}
             assert len(histories) == 1, "a mix of two states"
             (history,) = histories

@@ -13,7 +13,7 @@ from typing import Literal
 import pytest
 
 from ddpjob_core import memory
-from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, Found, Held, Version, newest
+from ddpjob_core.memory import LOADS_ASSUMED_MAX, LOADS_MAX, FoundState, Held, Version, newest
 
 PARTS = 3
 """Of an area; a writer may die between any two."""
@@ -255,13 +255,13 @@ class Walk:
         if self.mistake == "an old generation's memory":
             held = [one and one._replace(version=one.version._replace(generation=0)) for one in held]
         found, saved = newest(held, present), max(self.folder, default=None)
-        gone = "" if isinstance(found, Found) else found
-        if isinstance(found, Found) and not any(
+        gone = "" if isinstance(found, FoundState) else found
+        if isinstance(found, FoundState) and not any(
             found.held.version in slots for node in self.nodes for slots in node.small.values()
         ):
             gone = "no rank has left what is small"
-        in_memory = isinstance(found, Found) and not gone and not memory.is_newer(saved and saved[0], found.held)
-        if isinstance(found, Found) and in_memory:
+        in_memory = isinstance(found, FoundState) and not gone and not memory.is_newer(saved and saved[0], found.held)
+        if isinstance(found, FoundState) and in_memory:
             nodes = [node for node in self.nodes for _ in range(self.per_node)]
             states = {state for rank in found.ranks for state in nodes[rank].parts}
             assert len(states) == 1, "a mix of two states"

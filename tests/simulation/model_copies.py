@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from model_area import PARTS, TORN, Area, Place, State, Whole
 
 from ddpjob_core import copies
-from ddpjob_core.copies import Plan
+from ddpjob_core.copies import CopyPlan
 from ddpjob_core.memory import CHANGED, COPY_SLOTS, PLACED, Held, Mark, Version
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ NO_ROOM_STEPS = (0, 0, 0, 1, 3)
 class Store:
     """Where rank 0 of a life tells its plans, each with the step at which it does."""
 
-    plans: list[tuple[int, Plan]] = field(default_factory=list)
+    plans: list[tuple[int, CopyPlan]] = field(default_factory=list)
 
 
 class At(NamedTuple):
@@ -69,12 +69,12 @@ class Copying:
     """The first boundary of which the copies know."""
     loaded: Version | None
     """What this life has loaded from memory."""
-    plan: Plan | None = None
+    plan: CopyPlan | None = None
     step: int = 0
     """The last boundary."""
     todo: list[str] = field(default_factory=list)
     """What is left of the copy that it makes."""
-    _next: Plan | None = None
+    _next: CopyPlan | None = None
     _told: int = 0
     _before: int = 0
     _counted: int = 0
@@ -252,9 +252,9 @@ class Copying:
     def _tell(self, every: int, named: bool) -> None:
         if self.ranks == 1:
             first = self.step if self.plan is None else self.plan.first
-            self.plan = Plan(first, every, named, self.changes)
+            self.plan = CopyPlan(first, every, named, self.changes)
             return
-        self._next = Plan(copies.first_of_next(self.step, self._before, self.every), every, named, self.changes)
+        self._next = CopyPlan(copies.first_of_next(self.step, self._before, self.every), every, named, self.changes)
         self.store.plans.append((self.step, self._next))
 
     # ---- the steps of a copy -------------------------------------------------------------------------------

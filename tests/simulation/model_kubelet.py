@@ -45,6 +45,7 @@ class Node:
         self.powered = True
         self.silent_since: float | None = None
         self.losses = 0
+        self.accepted: dict[str, str] = {}
         self.processes: dict[str, Process] = {}
         self.skew = dt.timedelta()
         """How far its clock is off."""
@@ -325,6 +326,7 @@ class Cluster:
 
     def _start(self, node: Node, raw: Raw, sure: bool = False) -> None:
         uid = raw["metadata"]["uid"]
+        node.accepted.setdefault(uid, stamp(self._loop.now() + node.skew))
         fault = "" if sure else self._faults.at("kubelet")
         if fault:
             if fault == "cannot start":
@@ -417,6 +419,7 @@ class Cluster:
         word = "True" if ready else "False"
         status = {
             "phase": phase,
+            "startTime": node.accepted.get(raw["metadata"]["uid"]),
             "conditions": [*kept, *({"type": kind, "status": word} for kind in ("Ready", "ContainersReady"))],
             "containerStatuses": [{"name": name, "ready": ready, "state": state}],
         }

@@ -18,7 +18,7 @@ from model_copies import WORK, At, Copying, Store
 from model_rescue import PROOF_STEPS, Kept, Rescues, state_at
 
 from ddpjob_core import memory
-from ddpjob_core.memory import Found, Version
+from ddpjob_core.memory import FoundState, Version
 
 if TYPE_CHECKING:
     from model_agents import Agent, Life
@@ -111,7 +111,7 @@ class Memories:
                     agent.area.note(Version(attempt, life.generation, first), kept.local)
         return loaded
 
-    def _found(self, agents: list[Agent], present: Version) -> Found | str:
+    def _found(self, agents: list[Agent], present: Version) -> FoundState | str:
         """In memory: the area of one rank, and of any rank what is small; else why not."""
         if not self.script.memory:
             return ""

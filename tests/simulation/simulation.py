@@ -32,7 +32,7 @@ from ddpjob_operator.job import api, storage
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.api.tokens import BoundPod
-from ddpjob_operator.kube.lease import Durations, Leader
+from ddpjob_operator.kube.lease import Durations, Election
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.ports.receive import Sender
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -110,7 +110,7 @@ class OperatorProcess:
         leader = None
         if scenario.operators > 1:
             lease_client: Any = self.lease_client
-            leader = Leader(lease_client, "default", "ddpjob", name, Durations(), runtime=runtime)
+            leader = Election(lease_client, "default", "ddpjob", name, Durations(), runtime=runtime)
             self.client.may_write = leader.holds
         self.operator = Operator(settings, client, leader, runtime=runtime, end_within=self._ends_by_itself)
 

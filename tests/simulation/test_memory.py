@@ -18,7 +18,7 @@ from simulate import failing, report, shrink
 from simulation import simulate
 
 from ddpjob_core import copies, memory
-from ddpjob_core.memory import Found, Held, Version
+from ddpjob_core.memory import FoundState, Held, Version
 from ddpjob_operator.plan import transitions
 
 pytestmark = pytest.mark.timeout(900)  # CPU bound: a busy machine needs longer
@@ -130,14 +130,14 @@ def old_memory_accepted() -> Iterator[None]:
     """Which generation has written a state is not looked at: the highest step counts."""
     newest, is_newer = memory.newest, memory.is_newer
 
-    def of_any(held: Sequence[Held | None], present: Version, *more: Any) -> Found | str:
+    def of_any(held: Sequence[Held | None], present: Version, *more: Any) -> FoundState | str:
         flat = [one and one._replace(version=one.version._replace(generation=0)) for one in held]
         found = newest(flat, present._replace(generation=1), *more)
         if isinstance(found, str):
             return found
         true = held[found.ranks[0]]
         assert true is not None
-        return Found(true, found.ranks)
+        return FoundState(true, found.ranks)
 
     def by_step(folder: Version | None, held: Held) -> bool:
         return folder is not None and is_newer(folder._replace(attempt=1, generation=0),
@@ -161,7 +161,7 @@ def assumed_beats_what_was_saved() -> contextlib.AbstractContextManager[Any]:
     """What a rank assumes counts as what another one has saved."""
     newest = memory.newest
 
-    def all_alike(held: Sequence[Held | None], *more: Any) -> Found | str:
+    def all_alike(held: Sequence[Held | None], *more: Any) -> FoundState | str:
         return newest([one and one._replace(assumed=False) for one in held], *more)
 
     return mock.patch.object(memory, "newest", all_alike)
@@ -211,7 +211,7 @@ def copies_that_are_not_made() -> contextlib.AbstractContextManager[Any]:
 
 def saves_expected_at_the_pace_of_copies() -> contextlib.AbstractContextManager[Any]:
     """Who is many steps behind a copy that `save` has named is taken for one that counts otherwise."""
-    return mock.patch.object(copies.Plan, "next_within", property(lambda plan: plan.every))
+    return mock.patch.object(copies.CopyPlan, "next_within", property(lambda plan: plan.every))
 
 
 def two_ranks_that_write_at_once() -> contextlib.AbstractContextManager[Any]:

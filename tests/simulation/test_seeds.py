@@ -66,6 +66,7 @@ def test_jobs_end_as_they_should_also_where_little_is_kept_of_them() -> None:
 
 def test_seeds_that_have_failed_once_stay_fixed() -> None:
     check(ONCE_FAILED)
+    check((1803,), lambda seed: dataclasses.replace(scenario(seed), has_room=False))
 
 
 @pytest.mark.parametrize("seed", [3, 4, 36, 115])

@@ -212,13 +212,20 @@ class World:
         """These trainers start."""
         for place in places:
             running = Container("running", ready=True)
-            self._change(place, node=f"node-{place}", phase="Running", trainer=running, scheduled_at=self.now)
+            self._change(
+                place,
+                node=f"node-{place}",
+                phase="Running",
+                trainer=running,
+                scheduled_at=self.now,
+                accepted_at=self.now,
+            )
         return self
 
     def waits(self, place: int, reason: str, message: str = "") -> World:
         """The kubelet cannot start a trainer."""
         waiting = Container("waiting", reason, message)
-        return self._change(place, node=f"node-{place}", scheduled_at=self.now, trainer=waiting)
+        return self._change(place, node=f"node-{place}", scheduled_at=self.now, accepted_at=self.now, trainer=waiting)
 
     def unschedulable(self, place: int, why: str) -> World:
         """The scheduler finds no node."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 from pathlib import Path
@@ -48,3 +49,15 @@ def test_each_workaround_for_kopf_is_listed_and_says_which_kopf_needs_it_and_whe
 
 def test_the_page_is_short_enough_to_be_read() -> None:
     assert len(TEXT.splitlines()) <= 150
+
+
+def test_a_class_name_occurs_once_in_the_project() -> None:
+    """A reader who searches for a name finds the one thing that it stands for."""
+    places: dict[str, list[str]] = {}
+    for folder in ("operator", "trainer"):
+        for path in (p for p in (ROOT / folder).rglob("*.py") if "examples" not in p.parts):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    doubled = {name for name, where in places.items() if len(where) > 1}
+    assert doubled == {"Job"}, "Job: of the SDK, and what check knows of a job (ddpjob_check/rule.py), to be renamed"

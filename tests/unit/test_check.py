@@ -25,8 +25,8 @@ from ddpjob_check.job import known
 from ddpjob_check.notebook import parts as read_notebook
 from ddpjob_cli.commands import check_files, main, sources
 from ddpjob_cli.manifest import yamlfile
-from ddpjob_operator.job import launcher, validation
-from ddpjob_operator.job.command import read
+from ddpjob_operator.job import validation
+from ddpjob_operator.job.command import by_torchrun, read
 from ddpjob_operator.plan import finish
 
 ROOT = Path(__file__).parents[2]
@@ -1343,7 +1343,30 @@ def test_a_launchers_program_that_starts_no_ranks_is_not_the_training(before: st
     for end in (" &&", ";"):
         words = ["bash", "-c", f"{before}{end} python train.py"]
         found = read(words)
-        assert (found.launcher, found.script, launcher.find(words)) == ("python", "train.py", None)
+        assert (found.launcher, found.script, by_torchrun(words)) == ("python", "train.py", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (["/entrypoint.sh", "torchrun", "--nnodes", "2", "t.py"], {"nnodes": "2"}),
+        (["env", "A=b", "bash", "-lc", "set -e; exec torchrun --nnodes=2 t.py"], {"nnodes": "2"}),
+        (["sh", "-c", "bash -c 'ddprun --nnodes 2 t.py'"], {"nnodes": "2"}),
+        (
+            ["python", "-m", "debugpy", "--listen", "5678", "-m", "torch.distributed.run", "--nnodes=2", "t.py"],
+            {"nnodes": "2"},
+        ),
+        (["sh", "-c", "which torchrun; python t.py"], None),
+        (["sh", "-c", "echo Starting torchrun t.py; python t.py"], None),
+        (["python", "t.py", "--launcher", "torchrun"], None),
+        (["sh", "-c", "pip list | grep torchrun"], None),
+    ],
+)
+def test_all_readers_see_the_same_launcher(words: list[str], options: dict[str, str] | None) -> None:
+    """`which torchrun; python t.py` got the variables of torchrun, and behind debugpy none were checked."""
+    found = by_torchrun(words)
+    assert (found and found.options) == options
+    assert found is None or found.script == "t.py"
 
 
 def test_the_name_of_an_environment_is_no_launcher() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.ports import bounded_server, exposition
-from ddpjob_operator.kube.ports.exposition import Exposition, Snapshot
+from ddpjob_operator.kube.ports.exposition import Exposition, Scrape
 from ddpjob_operator.metrics.meter import Meter, Moment
 
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -35,9 +35,9 @@ def served(
     async def run() -> None:
         asked: list[int] = []
 
-        def snapshot() -> Snapshot:
+        def snapshot() -> Scrape:
             asked.append(1)
-            return Snapshot(Moment(NOW, None, "0.1.0", True, "ddpjob"), jobs(count))
+            return Scrape(Moment(NOW, None, "0.1.0", True, "ddpjob"), jobs(count))
 
         server = Exposition(meter or Meter(), snapshot)
         await server.start("127.0.0.1", 0)
@@ -183,6 +183,6 @@ def test_reconciles_go_on_while_a_large_answer_is_written() -> None:
 @pytest.mark.parametrize("status", [{"state": "x" * 10_000}, {"state": 7}, None])
 def test_a_job_that_cannot_be_read_is_counted_and_has_no_series(status: object) -> None:
     raw = {"metadata": {"namespace": "team", "name": "digits", "uid": "1"}, "status": status}
-    moment = exposition.read(Snapshot(Moment(NOW, None, "0.1.0"), [raw]))
+    moment = exposition.read(Scrape(Moment(NOW, None, "0.1.0"), [raw]))
     assert moment.jobs is not None
     assert [job.status for job in moment.jobs] in ([None], [api.Status()])

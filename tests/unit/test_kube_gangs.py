@@ -21,7 +21,7 @@ from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.operator import UNSYNCED_SECONDS, Operator
 from ddpjob_operator.kube.settings import OperatorSettings
-from ddpjob_operator.kube.watch.gangs import ERROR_SECONDS, ERRORS_MAX, NO_ANSWER_SECONDS, Gang, waits_for
+from ddpjob_operator.kube.watch.gangs import ERROR_SECONDS, ERRORS_MAX, NO_ANSWER_SECONDS, GangWatch, waits_for
 from ddpjob_operator.kube.watch.store import Key
 from ddpjob_operator.observed.groups import Admission, GangApi
 
@@ -73,15 +73,15 @@ def gang_of(
     found: Callable[[], None] = lambda: None,
     adapter: Adapter = native.ADAPTER,
     **more: Any,
-) -> Gang:
+) -> GangWatch:
     def key_of(raw: Mapping[str, Any]) -> Key:
         return raw["metadata"]["namespace"], "digits"
 
     where = namespaces or ("",)
-    return Gang(adapter, cast(Client, server), where, key_of, lambda key, seconds: None, found, SYSTEM, **more)
+    return GangWatch(adapter, cast(Client, server), where, key_of, lambda key, seconds: None, found, SYSTEM, **more)
 
 
-def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -> Gang:
+def found(server: Server, *namespaces: str, adapter: Adapter = native.ADAPTER) -> GangWatch:
     """What is known of the API once it was asked for."""
     told: list[str] = []
     gang = gang_of(server, *namespaces, found=lambda: told.append("found"), adapter=adapter)

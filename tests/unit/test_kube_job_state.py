@@ -31,9 +31,19 @@ def test_a_pod_that_the_api_servers_clock_binds_in_the_future_was_bound_when_we_
     """A node that died soon after it got its pod counted as lost only when our clock had come to that time."""
     memory, bound = JobState("uid"), pod(scheduled_at=START + AHEAD)
     for seconds in (0, 20, 40, 24 * 60):
-        assert memory.by_own_clock([bound], START + dt.timedelta(seconds=seconds))[0].scheduled_at == START
+        assert memory.by_own_clock([bound], START + dt.timedelta(seconds=seconds))[0].bound_since == START
     early = pod("b", scheduled_at=START - AHEAD)
     assert memory.by_own_clock([early], START) == [early]
+
+
+def test_times_of_pods_that_are_compared_with_each_other_stay_by_one_clock() -> None:
+    """After our clock had jumped, one pod had our time and its peer the cluster's: the peer counted as made after it
+    had ended, and the rank that had left first was not blamed."""
+    memory = JobState("uid")
+    (first,) = memory.by_own_clock([pod(scheduled_at=START + AHEAD)], START)
+    later, peer = START + 2 * AHEAD, pod("b", scheduled_at=START + AHEAD)
+    seen = memory.by_own_clock([first, peer], later)
+    assert seen[0].scheduled_at == seen[1].scheduled_at == START + AHEAD
 
 
 def test_a_kubelet_that_is_back_has_the_grace_of_a_pod_before_it_that_pod_is_given_up() -> None:

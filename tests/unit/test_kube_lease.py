@@ -20,7 +20,7 @@ from wire import GOOD, Fate, Wire
 
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.kube.api.runtime import Runtime
-from ddpjob_operator.kube.lease import Candidate, Durations, Leader, Lease
+from ddpjob_operator.kube.lease import Candidate, Durations, Election, Lease
 from ddpjob_operator.kube.settings import OperatorSettings
 
 START = 70_000.25  # a clock that starts at an odd moment
@@ -184,7 +184,7 @@ def test_who_is_cancelled_in_the_moment_of_an_answer_asks_no_more() -> None:
 
     async def run() -> None:
         server = LateServer()
-        leader = Leader(cast(Any, server), "system", "ddpjob-operator", OURS, DURATIONS)
+        leader = Election(cast(Any, server), "system", "ddpjob-operator", OURS, DURATIONS)
         await ends_although(leader.run(), lambda: server.answer.set_result(THEIR_LEASE))
 
     asyncio.run(run())
@@ -192,7 +192,7 @@ def test_who_is_cancelled_in_the_moment_of_an_answer_asks_no_more() -> None:
 
 def test_who_waits_for_the_loss_of_the_lease_can_be_cancelled_in_the_moment_of_a_renewal() -> None:
     async def run() -> None:
-        leader = Leader(
+        leader = Election(
             cast(Any, LateServer()), "system", "ddpjob-operator", OURS, DURATIONS, runtime=Runtime(clock=lambda: START)
         )
         leader._candidate.took(lease(2, OURS), START, START)
@@ -298,7 +298,7 @@ class Process:
         loop = asyncio.get_running_loop()
         client: Any = way
         runtime = Runtime(clock=lambda: offset + rate * loop.time())
-        self.leader = Leader(client, "ops", "op", name, DURATIONS, runtime=runtime)
+        self.leader = Election(client, "ops", "op", name, DURATIONS, runtime=runtime)
         self.task = asyncio.ensure_future(self.leader.run())
 
     async def end(self) -> None:

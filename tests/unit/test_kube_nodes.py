@@ -13,7 +13,7 @@ from worlds import job
 from ddpjob_operator.kube.api.client import ApiError, Client
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.watch.store import Jobs, Store
 from ddpjob_operator.kube.work.events import Events
 from ddpjob_operator.kube.work.executor import ConflictError, Executor
@@ -36,11 +36,11 @@ def changes() -> list[str]:
 
 
 @pytest.fixture
-def nodes(changes: list[str]) -> Nodes:
-    return Nodes(lambda names: changes.extend(sorted(names)), lambda: NOW)
+def nodes(changes: list[str]) -> NodeCache:
+    return NodeCache(lambda names: changes.extend(sorted(names)), lambda: NOW)
 
 
-def lost(nodes: Nodes) -> list[str]:
+def lost(nodes: NodeCache) -> list[str]:
     seen = nodes.seen()
     assert seen is not None
     return sorted(name for name, node in seen.items() if not node.with_most)
@@ -62,15 +62,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def timed(clock: Clock) -> Nodes:
-    return Nodes(lambda _: None, clock)
+def timed(clock: Clock) -> NodeCache:
+    return NodeCache(lambda _: None, clock)
 
 
 def test_who_is_told_of_nodes_is_told_once_where_many_are_judged_anew() -> None:
     """Each time he looks at every pod. With 5,000 nodes and 10,000 pods that took 6 s in one piece, in which the
     operator answered nothing and renewed no Lease, at the very moment at which most nodes were cut off."""
     told: list[int] = []
-    nodes = Nodes(lambda names: told.append(len(names)), lambda: NOW)
+    nodes = NodeCache(lambda names: told.append(len(names)), lambda: NOW)
     for number in range(100):
         nodes.put(node(f"node-{number}"))
     nodes.retain({("", f"node-{number}") for number in range(100)}, 1)
@@ -81,13 +81,13 @@ def test_who_is_told_of_nodes_is_told_once_where_many_are_judged_anew() -> None:
     assert len(told) == 60 + 1 + 4, "each, all that were lost until then, and the four after them once more"
 
 
-def test_before_the_first_list_nothing_is_known(nodes: Nodes) -> None:
+def test_before_the_first_list_nothing_is_known(nodes: NodeCache) -> None:
     nodes.put(node("a", "Unknown"))
     assert nodes.seen() is None
 
 
 def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_wake_anyone(
-    nodes: Nodes, changes: list[str]
+    nodes: NodeCache, changes: list[str]
 ) -> None:
     taken(nodes, [node("a"), node("b", "Unknown")], 1)
     nodes.put(node("a"))
@@ -96,7 +96,7 @@ def test_only_nodes_that_are_not_ready_are_reported_and_only_changes_wake_anyone
     assert (lost(nodes), changes) == ([], ["b", "b"])
 
 
-def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_off(nodes: Nodes) -> None:
+def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_off(nodes: NodeCache) -> None:
     taken(nodes, [node("a"), node("b", "Unknown")], 1)
     nodes.put(node("b", "False"))
     seen = nodes.seen()
@@ -104,7 +104,7 @@ def test_since_when_is_counted_by_our_own_clock_for_the_clusters_may_be_minutes_
     assert seen["b"].since == NOW
 
 
-def test_a_deleted_node_counts_as_not_ready_since_its_object_went(timed: Nodes, clock: Clock) -> None:
+def test_a_deleted_node_counts_as_not_ready_since_its_object_went(timed: NodeCache, clock: Clock) -> None:
     """A cloud deletes the Node of a spot VM that is gone: for a minute the job looked as if all its nodes trained."""
     taken(timed, [node("a"), node("b")], 1)
     clock.pass_(seconds=7)
@@ -112,7 +112,7 @@ def test_a_deleted_node_counts_as_not_ready_since_its_object_went(timed: Nodes, 
     assert timed.seen() == {"b": Node(ready=False, since=clock.now, gone=True)}
 
 
-def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: Nodes, clock: Clock) -> None:
+def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: NodeCache, clock: Clock) -> None:
     """The deletion by the cloud made the recovery slower than none: the countdown was lost."""
     taken(timed, [node("a"), node("b")], 1)
     timed.put(node("b", "Unknown"))
@@ -124,7 +124,7 @@ def test_a_node_that_is_not_ready_and_then_deleted_keeps_its_countdown(timed: No
     assert timed.seen() == {"b": Node(ready=False, since=since, gone=True)}
 
 
-def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(timed: Nodes, clock: Clock) -> None:
+def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(timed: NodeCache, clock: Clock) -> None:
     """The time before proves nothing: the control plane did not receive any heartbeat."""
     taken(timed, [node(n) for n in "abcde"], 1)
     for name in "abcd":
@@ -136,7 +136,7 @@ def test_a_node_that_is_deleted_while_most_are_not_heard_is_lost_from_then_on(ti
 
 
 @pytest.mark.parametrize("uid", ["b", "another"])
-def test_a_node_that_comes_back_under_its_name_is_ready_again(timed: Nodes, clock: Clock, uid: str) -> None:
+def test_a_node_that_comes_back_under_its_name_is_ready_again(timed: NodeCache, clock: Clock, uid: str) -> None:
     """A machine that was started again has a new Node object: its kubelet reports on the pods that it has."""
     taken(timed, [node("a"), node("b")], 1)
     timed.remove("", "b", "b")
@@ -152,7 +152,7 @@ def test_a_node_that_comes_back_under_its_name_is_ready_again(timed: Nodes, cloc
     assert timed.seen() == {}
 
 
-def test_the_late_end_of_an_old_node_object_says_nothing_of_the_new_one(nodes: Nodes) -> None:
+def test_the_late_end_of_an_old_node_object_says_nothing_of_the_new_one(nodes: NodeCache) -> None:
     """A direct read may bring the new object before the watch brings the end of the old one."""
     back = node("b")
     back["metadata"]["uid"] = "new"
@@ -164,7 +164,7 @@ def test_the_late_end_of_an_old_node_object_says_nothing_of_the_new_one(nodes: N
     assert lost(nodes) == ["b"]
 
 
-def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: Nodes) -> None:
+def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: NodeCache) -> None:
     taken(nodes, [node(f"n{i}") for i in range(10)], 1)
     for i in range(8):
         nodes.remove("", f"n{i}", f"n{i}")
@@ -173,7 +173,9 @@ def test_nodes_that_an_autoscaler_removes_are_no_outage_of_the_others(nodes: Nod
     assert lost(nodes) == [*(f"n{i}" for i in range(8)), "n9"]
 
 
-def test_only_the_last_ten_thousand_removed_nodes_are_remembered(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_last_ten_thousand_removed_nodes_are_remembered(
+    nodes: NodeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cluster that adds and removes nodes all day would fill the operator's memory."""
     monkeypatch.setattr("ddpjob_operator.kube.watch.nodes.GONE_MAX", 3)
     taken(nodes, [node("a"), *(node(f"n{i}") for i in range(9))], 1)
@@ -182,7 +184,7 @@ def test_only_the_last_ten_thousand_removed_nodes_are_remembered(nodes: Nodes, m
     assert lost(nodes) == ["n6", "n7", "n8"]
 
 
-def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: Nodes) -> None:
+def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: NodeCache) -> None:
     """A pod on a new node would be given up while the watch of nodes is late."""
     assert nodes.unknown({"a"}) == [], "before the first list nothing is known"
     taken(nodes, [node("a"), node("b")], 1)
@@ -197,7 +199,7 @@ def test_the_api_server_is_asked_once_for_each_node_that_is_missing(nodes: Nodes
 
 
 def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
-    nodes: Nodes, changes: list[str], caplog: pytest.LogCaptureFixture
+    nodes: NodeCache, changes: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is the control plane that does not hear: all jobs of the cluster would be killed for nothing."""
     taken(nodes, [node(n) for n in "abcde"], 1)
@@ -218,7 +220,7 @@ def test_when_most_nodes_are_not_heard_at_once_none_counts_as_lost(
 @pytest.mark.parametrize("together", [True, False], ids=["off at once", "one by one"])
 @pytest.mark.parametrize("restarted", [True, False], ids=["after a restart of the operator", "seen by it"])
 def test_nodes_that_are_powered_off_for_weeks_do_not_hide_one_that_dies(
-    timed: Nodes, clock: Clock, total: int, together: bool, restarted: bool
+    timed: NodeCache, clock: Clock, total: int, together: bool, restarted: bool
 ) -> None:
     """In a cluster that saves power no node was ever lost, and a job hung in Restarting for days."""
     names = [f"n{i}" for i in range(total)]
@@ -237,7 +239,7 @@ def test_nodes_that_are_powered_off_for_weeks_do_not_hide_one_that_dies(
     assert names[-1] in lost(timed)
 
 
-def test_a_control_plane_that_hears_nobody_for_hours_kills_nothing(timed: Nodes, clock: Clock) -> None:
+def test_a_control_plane_that_hears_nobody_for_hours_kills_nothing(timed: NodeCache, clock: Clock) -> None:
     taken(timed, [node(n) for n in "abcdefghij"], 1)
     for name in "abcdefghij":
         timed.put(node(name, "Unknown"))
@@ -248,7 +250,7 @@ def test_a_control_plane_that_hears_nobody_for_hours_kills_nothing(timed: Nodes,
     assert lost(timed) == []
 
 
-def test_in_a_cluster_of_two_one_node_can_be_lost_and_both(nodes: Nodes) -> None:
+def test_in_a_cluster_of_two_one_node_can_be_lost_and_both(nodes: NodeCache) -> None:
     taken(nodes, [node("a", "Unknown"), node("b", "Unknown")], 1)
     assert lost(nodes) == ["a", "b"]
 
@@ -277,7 +279,7 @@ def pod_on_gpu_1(phase: str, version: str) -> dict[str, Any]:
     return {"metadata": metadata, "spec": {"nodeName": "gpu-1"}, "status": {"phase": phase}}
 
 
-def gives_up_its_pod(server: Server, nodes: Nodes, phase: str = "Running") -> None:
+def gives_up_its_pod(server: Server, nodes: NodeCache, phase: str = "Running") -> None:
     """The pod on gpu-1 is deleted with a grace period of 0."""
     pods: Store[Any] = Store(observe.pod, lambda _: ("default", "digits"), lambda *_: None)
     pods.put(pod_on_gpu_1(phase, "7"))
@@ -292,7 +294,7 @@ class AnyEvents:
         """No event matters here."""
 
 
-def test_a_node_that_is_back_before_its_watch_says_so_keeps_its_pod(nodes: Nodes) -> None:
+def test_a_node_that_is_back_before_its_watch_says_so_keeps_its_pod(nodes: NodeCache) -> None:
     """The object would go at once and the container live on for its grace: two groups would train into one folder."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(node("gpu-1"))
@@ -302,7 +304,7 @@ def test_a_node_that_is_back_before_its_watch_says_so_keeps_its_pod(nodes: Nodes
 
 
 @pytest.mark.parametrize("there", [(), (node("gpu-1", "Unknown"),)], ids=["gone", "not ready"])
-def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: Nodes, there: tuple[dict[str, Any], ...]) -> None:
+def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: NodeCache, there: tuple[dict[str, Any], ...]) -> None:
     """Nobody else ever deletes it, and its name is needed."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
     server = Server(*there)
@@ -310,7 +312,7 @@ def test_a_pod_of_a_node_that_is_still_lost_is_given_up(nodes: Nodes, there: tup
     assert server.deleted == 1
 
 
-def test_a_pod_that_has_changed_since_its_node_was_given_up_is_observed_again(nodes: Nodes) -> None:
+def test_a_pod_that_has_changed_since_its_node_was_given_up_is_observed_again(nodes: NodeCache) -> None:
     """The API server may carry a request out 19 s later: by then the kubelet was back, had said that its pod runs, and
     the next attempt started beside it (seed 701187 of lives with memory)."""
     taken(nodes, [node("gpu-1", "Unknown")], 1)
@@ -321,7 +323,7 @@ def test_a_pod_that_has_changed_since_its_node_was_given_up_is_observed_again(no
 
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
-def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: Nodes, phase: str) -> None:
+def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: NodeCache, phase: str) -> None:
     """From its fourth attempt on a job had old pods to delete, and created no new ones as long as that was refused."""
     taken(nodes, [], 1)
     server = Server(node("gpu-1"))
@@ -329,7 +331,7 @@ def test_a_pod_that_ended_long_ago_goes_from_a_node_that_is_ready(nodes: Nodes, 
     assert server.deleted == 1
 
 
-def test_an_operator_that_may_not_read_nodes_asks_for_none(nodes: Nodes) -> None:
+def test_an_operator_that_may_not_read_nodes_asks_for_none(nodes: NodeCache) -> None:
     """It goes by what the node controller does to the pods, and a refusal would keep the job waiting for ever."""
     server = Server(node("gpu-1"))
     gives_up_its_pod(server, nodes)

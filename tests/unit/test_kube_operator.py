@@ -15,7 +15,7 @@ from ddpjob_operator.kube.api.client import ApiError, Client
 from ddpjob_operator.kube.api.login import LoginError
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.api.tokens import BoundPod
-from ddpjob_operator.kube.lease import Durations, Leader
+from ddpjob_operator.kube.lease import Durations, Election
 from ddpjob_operator.kube.operator import BROKEN_END_SECONDS, Operator
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.work.executor import is_refusal
@@ -271,7 +271,7 @@ def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_o
     gone it kept the specs for as long as it stood by."""
 
     async def run() -> None:
-        made = Operator(OperatorSettings(), Client(), Leader(Client(), "ops", "op", "a", Durations()))
+        made = Operator(OperatorSettings(), Client(), Election(Client(), "ops", "op", "a", Durations()))
         before, after = manifest(nodes=1), manifest(nodes=2)
         before["metadata"] |= {"uid": "another uid", "resourceVersion": "1", "generation": 1}
         after["metadata"] |= {"resourceVersion": "9", "generation": 1}
@@ -290,7 +290,7 @@ def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_o
 
 def test_who_stands_by_queues_nothing_and_who_leads_reconciles_every_job() -> None:
     async def run() -> None:
-        made = Operator(OperatorSettings(), Client(), Leader(Client(), "ops", "op", "a", Durations()))
+        made = Operator(OperatorSettings(), Client(), Election(Client(), "ops", "op", "a", Durations()))
         body = manifest()
         body["metadata"]["resourceVersion"] = "1"
         made.job_seen(None, body)
@@ -305,7 +305,7 @@ def test_who_stands_by_queues_nothing_and_who_leads_reconciles_every_job() -> No
 
 
 def test_the_probe_fails_when_the_task_that_keeps_the_lease_has_died() -> None:
-    class Broken(Leader):
+    class Broken(Election):
         async def run(self) -> None:
             raise RuntimeError("a bug of ours")
 
@@ -323,7 +323,7 @@ def test_the_probe_fails_when_the_task_that_keeps_the_lease_has_died() -> None:
 def test_an_operator_that_loses_its_lease_ends_as_if_it_had_been_told_to(caplog: pytest.LogCaptureFixture) -> None:
     """Kubernetes starts it again. With another code that would be a crash, and an alert in every cluster."""
 
-    class Brief(Leader):
+    class Brief(Election):
         async def gained(self) -> str:
             return "b"
 

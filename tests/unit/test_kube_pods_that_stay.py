@@ -17,7 +17,7 @@ from ddpjob_operator.kube.api.client import ApiError, Client, Page
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.operator import _job_of
 from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.watch.store import Jobs, Store
 from ddpjob_operator.kube.work.events import Events
 from ddpjob_operator.kube.work.executor import GONE_MAX, RECONCILE_SECONDS, Executor
@@ -54,7 +54,7 @@ class Cluster:
             Jobs(lambda _: None),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, lambda *_: None),
-            Nodes(lambda _: None, lambda: self.now),
+            NodeCache(lambda _: None, lambda: self.now),
         )
         raw = manifest(nodes=nodes)
         raw["metadata"]["resourceVersion"] = "1"

@@ -24,7 +24,7 @@ from aiohttp.http_parser import DeflateBuffer
 from ddpjob_operator.kube.api.tokens import BoundPod
 from ddpjob_operator.kube.ports import bounded_server
 from ddpjob_operator.kube.ports.bounded_server import BoundedServer
-from ddpjob_operator.kube.ports.exposition import Exposition, Snapshot
+from ddpjob_operator.kube.ports.exposition import Exposition, Scrape
 from ddpjob_operator.kube.ports.health import Health
 from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.metrics.meter import Meter, Moment
@@ -47,7 +47,7 @@ class Large(Meter):
 
 
 def metrics() -> BoundedServer:
-    return Exposition(Large(), lambda: Snapshot(Moment(NOW, None, "0.1.0"), []))
+    return Exposition(Large(), lambda: Scrape(Moment(NOW, None, "0.1.0"), []))
 
 
 def progress() -> BoundedServer:

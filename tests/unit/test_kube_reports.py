@@ -17,7 +17,7 @@ from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.ports.receive import Sender
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.watch.store import Jobs, Key, Store
 from ddpjob_operator.kube.work.job_state import JobState, JobStates
 from ddpjob_operator.kube.work.lookup import Caches
@@ -39,7 +39,7 @@ class Desk:
             jobs,
             nothing,
             Store(observe.service, lambda _: ("", ""), lambda *_: None),
-            Nodes(lambda _: None, lambda: START),
+            NodeCache(lambda _: None, lambda: START),
         )
         self.states = JobStates(jobs)
         self.seconds = 0.0

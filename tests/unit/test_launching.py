@@ -9,7 +9,7 @@ import pytest
 import yaml
 from worlds import manifest
 
-from ddpjob_operator.job import launcher, topology, validation
+from ddpjob_operator.job import command, launcher, topology, validation
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
@@ -63,13 +63,13 @@ def test_a_command_with_a_long_script_in_it_is_read_once(monkeypatch: pytest.Mon
     """Of a job with a script of 10 kB in its command each report of each node cost the operator 18 ms, and not one."""
     read = 0
 
-    def counted(words: list[str]) -> int | None:
+    def counted(words: list[str]) -> command.Command:
         nonlocal read
         read += 1
         return begins(words)
 
-    begins = launcher.options_begin
-    monkeypatch.setattr(launcher, "options_begin", counted)
+    begins = command.of_container
+    monkeypatch.setattr(command, "of_container", counted)
     script = "echo 'hello world'\n" * 1000 + "exec torchrun --nproc-per-node={} train.py"
     for processes in (2, 4):
         job, _ = validation.parse(manifest(nodes=2, container={"command": ["bash", "-c", script.format(processes)]}))

@@ -21,12 +21,12 @@ from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube.api import access
 from ddpjob_operator.kube.api.client import Client
 from ddpjob_operator.kube.operator import Operator
-from ddpjob_operator.kube.ports.exposition import Snapshot, read
+from ddpjob_operator.kube.ports.exposition import Scrape, read
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.work import measuring
 from ddpjob_operator.metrics import meter as meters
 from ddpjob_operator.metrics import names
-from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment, Queue
+from ddpjob_operator.metrics.meter import Meter, MeteredJob, Moment, QueueWaits
 
 ROOT = Path(__file__).parents[2]
 NOW = dt.datetime(2031, 3, 5, 7, 11, 13, tzinfo=dt.timezone.utc)
@@ -90,7 +90,10 @@ def test_every_name_that_is_documented_is_served_and_no_other() -> None:
         if metric.kind == "histogram":
             meter.observe(metric, 1.0, *("x" for _ in metric.labels))
     progress = api.Progress(step=5, total_steps=9, saved_step=4, samples_per_second=2.5, updated=NOW)
-    of_operator = {"queues": [Queue(name) for name in names.QUEUES], "cached": [(name, 1) for name in names.CACHES]}
+    of_operator = {
+        "queues": [QueueWaits(name) for name in names.QUEUES],
+        "cached": [(name, 1) for name in names.CACHES],
+    }
     now = moment(job(state="Running", state_time=NOW, progress=progress), **of_operator)
     body, _ = meter.text(now, openmetrics=True)
     families = list(openmetrics_parser.text_string_to_metric_families(body.decode()))
@@ -339,7 +342,7 @@ def test_a_status_that_somebody_has_edited_takes_the_metrics_of_no_other_job(sta
         {"metadata": {"namespace": "team", "name": "edited", "uid": "1"}, "status": status},
         {"metadata": {"namespace": "team", "name": "digits", "uid": "2"}, "status": {"state": "Running"}},
     ]
-    now = read(Snapshot(moment(), raws))
+    now = read(Scrape(moment(), raws))
     found = scraped(Meter(), now)
     assert found['ddpjob_jobs{namespace="team",state="None"}'] == 1
     assert found['ddpjob_job_state{ddpjob_job_state="Running",job_name="digits",namespace="team"}'] == 1

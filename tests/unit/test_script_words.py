@@ -11,7 +11,7 @@ import yaml
 from shell import Cli
 
 from ddpjob_cli.commands import script_words, sources
-from ddpjob_operator.job.launcher import command_of
+from ddpjob_operator.job.podspec import command_of
 
 TRAIN = """
 import argparse

@@ -17,7 +17,7 @@ from ddpjob_operator.kube.api.api_error import ApiError
 from ddpjob_operator.kube.api.client import Client
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.watch.store import Jobs, Key, Store
 from ddpjob_operator.kube.work.events import Events
 from ddpjob_operator.kube.work.executor import Executor
@@ -56,7 +56,7 @@ class Cluster:
         self.pods = pods
         services: Any = Store(observe.service, _job_of, lambda *_: None)
         self.jobs = Jobs(self.changed.append, reading.job, limits=limits)
-        caches = Caches(self.jobs, pods, services, Nodes(lambda _: None, lambda: self.now))
+        caches = Caches(self.jobs, pods, services, NodeCache(lambda _: None, lambda: self.now))
         runtime, client = Runtime(utc=lambda: self.now), cast(Client, self)
         self.states = states = JobStates(self.jobs)
         lookup, reports = Lookup(client, caches, runtime), Reports(self.jobs, states, runtime, 10.0)

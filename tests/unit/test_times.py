@@ -11,7 +11,7 @@ from worlds import START, digits, job
 
 from ddpjob_operator.job import api
 from ddpjob_operator.job.times import START_BACK_OFF_SECONDS, start_back_off_seconds
-from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.work.job_state import JobState
 from ddpjob_operator.observed.cluster import ConflictingObject, Node
 from ddpjob_operator.plan.actions import Settings
@@ -102,7 +102,7 @@ def test_what_was_refused_is_tried_again_in_time(seconds: float) -> None:
 @pytest.mark.parametrize("seconds", JUMPS)
 def test_a_node_is_lost_as_soon_as_without_the_jump(seconds: float) -> None:
     now = START
-    nodes = Nodes(lambda _: None, lambda: now)
+    nodes = NodeCache(lambda _: None, lambda: now)
     raws = [{"metadata": {"name": "a"}}, {"metadata": {"name": "b"}}]
     taken(nodes, raws, 1)
     nodes.put({"metadata": {"name": "a"}, "status": {"conditions": [{"type": "Ready", "status": "Unknown"}]}})

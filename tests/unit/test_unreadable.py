@@ -14,7 +14,7 @@ from ddpjob_operator.job import validation
 from ddpjob_operator.kube.api.client import ApiError, Client
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.watch.store import Jobs, Store
 from ddpjob_operator.kube.work.events import Events
 from ddpjob_operator.kube.work.executor import Executor
@@ -57,7 +57,7 @@ class Cluster:
         self.refuses = refuses
         nothing: Any = Store(observe.pod, lambda _: ("", ""), lambda *_: None)
         services: Any = Store(observe.service, lambda _: ("", ""), lambda *_: None)
-        caches = Caches(Jobs(lambda _: None), nothing, services, Nodes(lambda _: None, lambda: START))
+        caches = Caches(Jobs(lambda _: None), nothing, services, NodeCache(lambda _: None, lambda: START))
         self.jobs, self.version = caches.jobs, 1
         self.edit(raw)
         self.clock = 0.0

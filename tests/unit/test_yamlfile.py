@@ -250,7 +250,7 @@ def test_the_count_is_that_of_what_is_built(value: Any) -> None:
     """A bound that counts something else lets a bomb in, or keeps a job out."""
     import yaml
 
-    reader = yamlbounds._Reader()
+    reader = yamlbounds._BoundedReader()
     for event in yaml.parse(yaml.safe_dump(value)):
         reader.read(event)
     assert reader.nodes == 1 + rows(value)

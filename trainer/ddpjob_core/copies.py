@@ -26,7 +26,7 @@ LESS = 4
 """A plan with more frequent copies must allow at least this factor: measurements of a busy machine vary."""
 
 
-class Plan(NamedTuple):
+class CopyPlan(NamedTuple):
     """From the first boundary at or after `first`, the state is copied every `every` steps."""
 
     first: int
@@ -48,10 +48,10 @@ class Plan(NamedTuple):
         return " ".join(str(int(value)) for value in self)
 
 
-def plan_of(text: str) -> Plan:
+def plan_of(text: str) -> CopyPlan:
     """Parse the text of `as_text`. Raise ValueError."""
     first, every, named, changes = map(int, text.split())
-    return Plan(first, every, bool(named), bool(changes))
+    return CopyPlan(first, every, bool(named), bool(changes))
 
 
 def every(copy_seconds: float, step_seconds: float, least: int = 1) -> int:
@@ -98,7 +98,7 @@ def looks(step: int, before: int, present: int) -> bool:
     return step // period > before // period
 
 
-def is_due(plan: Plan, step: int, before: int) -> bool:
+def is_due(plan: CopyPlan, step: int, before: int) -> bool:
     """True if the state is copied at the boundary of `step`. before: the previous boundary that counts."""
     return step >= plan.first and (before < plan.first or step // plan.every > before // plan.every)
 

@@ -20,7 +20,7 @@ FAILURE_IN_LOG = "FailureInLog"
 """The log shows the failure of a rank, and the exit code is 0. No agent writes it."""
 
 
-class Finding(NamedTuple):
+class NamedFinding(NamedTuple):
     """One suspicious fact. reason: a word in CamelCase; message: one sentence of at most 300 characters."""
 
     reason: str
@@ -31,7 +31,7 @@ class Finding(NamedTuple):
         return {"reason": self.reason, "message": self.message[:BRIEF_MAX]}
 
     @classmethod
-    def from_dict(cls, written: Any) -> Finding:
+    def from_dict(cls, written: Any) -> NamedFinding:
         """Read what another process has written. Raises ValueError if it is no finding; texts are cut."""
         if not isinstance(written, Mapping):
             raise ValueError(f"{written!r:.80} is no object")
@@ -41,8 +41,8 @@ class Finding(NamedTuple):
         return cls(reason[:64], message[:BRIEF_MAX])
 
 
-def trained_alone(world_size: int) -> Finding:
+def trained_alone(world_size: int) -> NamedFinding:
     """Return the finding of ranks that have all trained alone."""
     text = f"{world_size} ranks ran and none has formed a process group with another: each has trained alone, with"
     text += " a model of its own. Call init_process_group, or give the script the option with which it calls it"
-    return Finding(NO_PROCESS_GROUP, text)
+    return NamedFinding(NO_PROCESS_GROUP, text)

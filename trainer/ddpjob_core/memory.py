@@ -131,7 +131,7 @@ class Mark(NamedTuple):
     before: int
 
 
-class Found(NamedTuple):
+class FoundState(NamedTuple):
     """The newest complete state, and the ranks whose nodes have it."""
 
     held: Held
@@ -143,7 +143,7 @@ def newest(
     present: Version,
     proofs: Sequence[Proof | None] = (),
     marks: Sequence[Mark | None] = (),
-) -> Found | str:
+) -> FoundState | str:
     """Return the newest complete state held by the ranks' nodes; otherwise the reason, or "" if nothing is held.
 
     present: version of the generation that loads, with step 0; states that are not older are not from this job's past.
@@ -165,7 +165,7 @@ def newest(
     most = LOADS_ASSUMED_MAX if best.assumed else LOADS_MAX
     if best.loads >= most and not any(mark is not None and _follows(mark, best.version) for mark in marks):
         return f"step {best.version.step} was loaded before, and no step after it is known"
-    return Found(best, ranks)
+    return FoundState(best, ranks)
 
 
 def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | None]:

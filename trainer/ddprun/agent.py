@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ddpjob import own_files
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
-from ddpjob_core.findings import Finding
+from ddpjob_core.findings import NamedFinding
 from ddpjob_core.heartbeat import STACKS_SIGNAL
 from ddprun import processes
 from ddprun.core.leader_state import EndOrder
@@ -254,7 +254,7 @@ class Agent:
         *,
         ended: bool = False,
         account: dict[str, Any] | None = None,
-        findings: Sequence[Finding] = (),
+        findings: Sequence[NamedFinding] = (),
     ) -> None:
         """End this agent: leave the termination message, and make `run` return.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ddpjob_core.budget import Grant
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
-from ddpjob_core.findings import Finding
+from ddpjob_core.findings import NamedFinding
 from ddprun import ports
 from ddprun.core import deadlock
 from ddprun.core.leader_state import Ask, Ended, EndOrder, LeaderState, Over, StartOrder, Stop
@@ -200,7 +200,7 @@ class Leader:
         self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account, findings=findings)
         self._posting.finish(self._post())
 
-    def _findings(self) -> list[Finding]:
+    def _findings(self) -> list[NamedFinding]:
         from ddprun.core import rank_ends
 
         return rank_ends.findings(self._left.values(), self._lead.members.world_size(self._options.nproc))

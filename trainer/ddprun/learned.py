@@ -74,7 +74,7 @@ def _is_installed(name: str, module: Any, folders: tuple[str, ...]) -> bool:
 # ---- in the fork server ------------------------------------------------------------------------------------
 
 
-class Learned(NamedTuple):
+class LearnedLimits(NamedTuple):
     """The imports of a child."""
 
     modules: list[str]
@@ -86,7 +86,7 @@ class Learned(NamedTuple):
     """Bytes that the child has more than the fork server."""
 
 
-def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], None]) -> Learned | None:
+def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], None]) -> LearnedLimits | None:
     """Fork a process that imports the modules of a note. Return None in the caller, and the imports in the process that
     replaces it, whose parent is the agent.
     """
@@ -103,7 +103,7 @@ def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], N
     return learned
 
 
-def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> Learned:
+def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> LearnedLimits:
     """Fork until a child's imports had no effects. Return in that child; the others exit."""
     with open(path, encoding="utf-8") as file:
         order = json.load(file)
@@ -140,7 +140,7 @@ def _imported(
     answer: int,
     agent_pid: int,
     unhide: Callable[[], None],
-) -> Learned:
+) -> LearnedLimits:
     parent = os.getppid()
     argv, sys.argv[:] = list(sys.argv), order["argv"]
     unhide()
@@ -161,7 +161,7 @@ def _imported(
         os._exit(1)
     _end_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    return Learned(wanted, left, watch.read, max(0, _resident() - watch.resident))
+    return LearnedLimits(wanted, left, watch.read, max(0, _resident() - watch.resident))
 
 
 def _end_with_parent() -> None:

@@ -126,7 +126,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _Group:
+class _OptionGroup:
     """Options under one heading, each in both spellings, with its PET_ variable as default."""
 
     def __init__(self, parser: argparse.ArgumentParser, title: str, environ: Mapping[str, str]) -> None:
@@ -167,19 +167,19 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     )
     parser.ambiguous = {}
     parser.add_argument("--version", nargs=0, action=_Version, help="show the version and exit")
-    _add_nodes(_Group(parser, "nodes and ranks", environ))
-    _add_script(_Group(parser, "the script", environ))
-    _add_restarts(_Group(parser, "restarts and signals", environ))
+    _add_nodes(_OptionGroup(parser, "nodes and ranks", environ))
+    _add_script(_OptionGroup(parser, "the script", environ))
+    _add_restarts(_OptionGroup(parser, "restarts and signals", environ))
     parser.set_defaults(max_restarts=None)  # PET_MAX_RESTARTS ranks below DDPJOB_RESTARTS_LEFT
-    _add_logs(_Group(parser, "output", environ))
-    _add_others(_Group(parser, "accepted without effect, or refused", environ))
+    _add_logs(_OptionGroup(parser, "output", environ))
+    _add_others(_OptionGroup(parser, "accepted without effect, or refused", environ))
     what = parser.add_argument_group("what to run")
     what.add_argument("training_script", help="what every rank runs")
     what.add_argument("training_script_args", nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser
 
 
-def _add_nodes(group: _Group) -> None:
+def _add_nodes(group: _OptionGroup) -> None:
     group.value("nnodes", "N", "number of nodes", "1")
     group.value("nproc-per-node", "N", "ranks on this node: a number, cpu, gpu or auto", "1")
     group.value("node-rank", "N", "which of the nodes this is")
@@ -193,14 +193,14 @@ def _add_nodes(group: _Group) -> None:
     group.flag("virtual-local-rank", "LOCAL_RANK is 0 everywhere, CUDA_VISIBLE_DEVICES one GPU")
 
 
-def _add_script(group: _Group) -> None:
+def _add_script(group: _OptionGroup) -> None:
     group.flag("module", "the script is a module, as for python -m", "-m")
     group.flag("no-python", "the script is a program")
     group.value("preload", "NAMES", f"modules imported once, before ranks are forked ({','.join(PRELOAD)})")
     group.flag("no-preload", "every rank is a new Python process")
 
 
-def _add_restarts(group: _Group) -> None:
+def _add_restarts(group: _OptionGroup) -> None:
     group.value(
         "max-restarts", "N", f"restarts in place, at most; DDPJOB_RESTARTS_LEFT bounds them too ({BACKOFF_LIMIT})"
     )
@@ -208,7 +208,7 @@ def _add_restarts(group: _Group) -> None:
     group.value("shutdown-timeout", "SECONDS", "time between SIGTERM and SIGKILL (30)")
 
 
-def _add_logs(group: _Group) -> None:
+def _add_logs(group: _OptionGroup) -> None:
     group.value("role", "NAME", "the name before each line of --tee", "default")
     group.value("log-dir", "DIR", "folder for the files of --redirects and --tee")
     group.value("redirects", "N", "streams into files: 1 stdout, 2 stderr, 3 both; or 0:1,1:3 by local rank", "0", "-r")
@@ -219,7 +219,7 @@ def _add_logs(group: _Group) -> None:
     group.value("duplicate-stderr-filters", "WORDS", "likewise for stderr", "")
 
 
-def _add_others(group: _Group) -> None:
+def _add_others(group: _OptionGroup) -> None:
     group.flag("run-path", "no effect: the script is run by its path in any case")
     group.value("monitor-interval", "S", "no effect: a rank's end is noticed at once")
     group.value("start-method", "NAME", "no effect")

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ddpjob_operator.job import api
-from ddpjob_operator.job.requests import Asked
+from ddpjob_operator.job.requests import ApiRequest
 
 JOBS = f"{api.PLURAL}.{api.GROUP}"
 NO_OPERATOR = (
@@ -37,7 +37,7 @@ class ExistsError(ClusterError):
     """An object of this name is there already."""
 
 
-def of_answer(asked: Asked, code: int, body: bytes, context: str) -> ClusterError:
+def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> ClusterError:
     """The error for an answer of the API server that is not 2xx."""
     status = _status(body)
     message = str(status.get("message") or body[:300].decode(errors="replace").strip() or f"HTTP {code}")
@@ -61,7 +61,7 @@ def of_answer(asked: Asked, code: int, body: bytes, context: str) -> ClusterErro
     return ClusterError(f"{context} refuses to {asked}: {_causes(status) or message}")
 
 
-def _not_found(asked: Asked, status: Mapping[str, Any], context: str) -> ClusterError:
+def _not_found(asked: ApiRequest, status: Mapping[str, Any], context: str) -> ClusterError:
     details = status.get("details") or {}
     kind = details.get("kind") if isinstance(details, Mapping) else None
     if asked.resource == JOBS and kind != api.PLURAL and kind != "namespaces":

@@ -40,7 +40,9 @@ def with_findings(cluster: Cluster, stored: jobs.Stored) -> jobs.Stored:
         for pieces in read_ahead.each(end_of, done[:PODS_MAX]):
             text = b"".join(pieces)[-termination_message.READ_MAX :].decode(errors="replace")
             of_log = termination_message.findings(text, trusted=trusted)
-            found += [one for f in of_log if (one := api.Finding(reason=f.reason, message=f.message)) not in found]
+            found += [
+                one for f in of_log if (one := api.StoredFinding(reason=f.reason, message=f.message)) not in found
+            ]
     return replace(
         stored, job=structs.replace(stored.job, status=structs.replace(status, findings=found[:FINDINGS_MAX]))
     )

@@ -20,7 +20,7 @@ from ddpjob_cli.local.kept.files import read_script, text_of_script
 from ddpjob_cli.local.script import find
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.failures.redaction import clean
-from ddpjob_operator.job import api, command, launcher, podspec
+from ddpjob_operator.job import api, launcher, podspec
 from ddpjob_operator.job.bounds import NODES_MAX, number
 from ddpjob_operator.job.podspec import command_path
 from ddpjob_operator.job.wording import count
@@ -227,7 +227,7 @@ def _script_of(path: str, job: api.DDPJob) -> list[str]:
 
 def _not_read(document: Document, job: api.DDPJob) -> str:
     """Why no script was read, because "nothing found" is then about the YAML alone."""
-    started = command.read(launcher.facts(job.spec).command)
+    started = launcher.facts(job.spec).started
     by = f"starts {started.launcher}, and " if started.launcher not in ("", "python") else ""
     why = f"the command {by}names no script that is plain to see"
     if started.files:

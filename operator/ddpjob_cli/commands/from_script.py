@@ -23,7 +23,7 @@ from ddpjob_cli.commands.options import refuse_other_bytes
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, yamlvalues
-from ddpjob_operator.job.arguments import behind_script
+from ddpjob_operator.job.command import arguments_behind_script
 from ddpjob_operator.job.naming import name_of
 
 NODES = 1  # as torchrun
@@ -120,7 +120,7 @@ def _command(start: Start, found: FoundScript) -> list[str]:
     module = ["-m"] if start.module else []
     if found.spawns:
         return ["python", *module, script, *arguments]
-    return [start.launcher, *module, script, *behind_script(arguments)]
+    return [start.launcher, *module, script, *arguments_behind_script(arguments)]
 
 
 @functools.lru_cache(maxsize=4)

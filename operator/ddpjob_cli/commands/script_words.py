@@ -217,12 +217,12 @@ def without_command(words: Sequence[str]) -> str:
 
 def _unknown(line: _Line, rest: Sequence[str]) -> str:
     """Return what is wrong with the first word, an option in front of the file that is none of ours."""
-    from ddpjob_operator.job import launcher
+    from ddpjob_operator.job import command
 
     name = rest[0].partition("=")[0]
     if meant := close(name, list(line.options)):
         return f"No such option {name}; did you mean {meant}?"
-    if name.lstrip("-").replace("-", "_") in launcher.OPTIONS:
+    if name.lstrip("-").replace("-", "_") in command.OPTIONS:
         return (
             f"{name} is an option of torchrun, which {line.program} starts and configures itself: leave it out, or "
             f"make a job of the whole command: ddpjob convert -- torchrun …"
@@ -249,11 +249,11 @@ def _moved(line: _Line, rest: Sequence[str]) -> list[str]:
 
 def is_program(word: str) -> bool:
     """True for what starts scripts, and is none: torchrun, python, accelerate, nohup."""
-    from ddpjob_operator.job import launcher, programs
+    from ddpjob_operator.job import command, programs
 
     name = programs.name(word)
-    others = name in programs.FRAMEWORKS or name in programs.WRAPPERS or name in launcher.SHELLS
-    is_python = name in launcher.LAUNCHERS or _PYTHON.fullmatch(name) is not None
+    others = name in programs.FRAMEWORKS or name in programs.WRAPPERS or name in command.SHELLS
+    is_python = name in command.LAUNCHERS or _PYTHON.fullmatch(name) is not None
     return is_python or (others and not os.path.isfile(word))
 
 
@@ -283,18 +283,18 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
 
 def _begin(words: Sequence[str]) -> int:
     """Return where the launcher or Python stands behind programs such as nohup; 0 if it stands nowhere."""
-    from ddpjob_operator.job import launcher, programs
+    from ddpjob_operator.job import command, programs
 
     names = map(programs.name, words)
-    return next((i for i, name in enumerate(names) if name in launcher.LAUNCHERS or _PYTHON.fullmatch(name)), 0)
+    return next((i for i, name in enumerate(names) if name in command.LAUNCHERS or _PYTHON.fullmatch(name)), 0)
 
 
 def _of_launcher(words: Sequence[str]) -> list[str]:
     """Return the launcher's options that we have too, in our spelling."""
-    from ddpjob_operator.job import launcher
+    from ddpjob_operator.job import command
 
-    begin = launcher.options_begin(list(words))
-    given = {} if begin is None else launcher.read_options(list(words[begin:]))[0]
+    begin = command.options_begin(list(words))
+    given = {} if begin is None else command.read_options(list(words[begin:]))[0]
     return [word for name, ours in _OF_LAUNCHERS.items() if name in given for word in (ours, given[name])]
 
 

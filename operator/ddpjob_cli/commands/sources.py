@@ -23,7 +23,6 @@ from ddpjob_cli.local.processes import similar
 from ddpjob_cli.manifest import override, yamlfile
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, command, launcher, topology, validation, wording
-from ddpjob_operator.job.arguments import behind_script
 from ddpjob_operator.job.podspec import command_path, trainer_container
 
 PROCESSES_MAX = 512
@@ -253,8 +252,8 @@ def _replace_arguments(document: Document, job: api.DDPJob, arguments: tuple[str
             f"{place}: the command names no script that is plain to see, so -- ARGS cannot be its arguments"
         )
     # Behind a launcher's `--` all words are the script's.
-    has_dashes = head[-1:] == ["--"] or launcher.options_begin(words) is None
-    trainer["command"] = [*head, *(arguments if has_dashes else behind_script(arguments))]
+    has_dashes = head[-1:] == ["--"] or command.options_begin(words) is None
+    trainer["command"] = [*head, *(arguments if has_dashes else command.arguments_behind_script(arguments))]
     trainer.pop("args", None)
 
 

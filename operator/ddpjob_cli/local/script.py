@@ -7,14 +7,14 @@ import os
 from pathlib import Path
 
 from ddpjob_cli.local.kept.files import read_script
-from ddpjob_operator.job import api, command, launcher
+from ddpjob_operator.job import api, launcher
 
 _REPORTERS = ("ddpjob", "transformers", "DDPJOB_", "KUBEFLOW_")
 
 
 def find(source: str, job: api.DDPJob) -> Path | None:
     """Beside the YAML, then in the working folder; None where it is in neither. `ddpjob check` reads the same file."""
-    names = command.read(launcher.facts(job.spec).command).files
+    names = launcher.facts(job.spec).started.files
     # A workingDir is often one of the image alone.
     folders = (folder_of(source, job), Path(os.path.abspath(source)).parent, Path.cwd())
     # Path's own is_file() raises for a name of 1,000 characters.
@@ -23,7 +23,7 @@ def find(source: str, job: api.DDPJob) -> Path | None:
 
 def folder_of(source: str, job: api.DDPJob) -> Path:
     """The folder in which the trainer starts: that of the YAML where the script lies there, else the working folder."""
-    names = command.read(launcher.facts(job.spec).command).files
+    names = launcher.facts(job.spec).started.files
     own = launcher.facts(job.spec).trainer.get("workingDir")
     if isinstance(own, str):
         return Path.cwd() / own

@@ -34,7 +34,7 @@ class _Open:
 
 
 @dataclass
-class _Reader:
+class _BoundedReader:
     """Counts what aliases stand for as often as they stand there."""
 
     nodes: int = 0
@@ -84,7 +84,7 @@ class _Reader:
 
 def check(text: str, loader: Any) -> None:
     """Raises OutOfBoundsError; yaml.YAMLError where the text is none."""
-    reader = _Reader()
+    reader = _BoundedReader()
     for event in yaml.parse(text, Loader=loader):
         reader.read(event)
 

@@ -26,7 +26,7 @@ from ddpjob_core.failures import (
     with_last_error,
     with_next,
 )
-from ddpjob_core.findings import FAILURE_IN_LOG, FINDINGS_MAX, Finding
+from ddpjob_core.findings import FAILURE_IN_LOG, FINDINGS_MAX, NamedFinding
 from ddpjob_operator.failures.log_lines import BORDER, LINE_MAX, PREFIX, is_of_no_rank
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job.bounds import NOT_READABLE
@@ -100,7 +100,7 @@ class Message(NamedTuple):
     """True if the agent ended by agreement of the group's agents. A lost agent writes no message."""
     agent: AgentReport | None = None
     """Node 0's restarts in place."""
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[NamedFinding, ...] = ()
     """Reasons to doubt a success."""
 
 
@@ -132,7 +132,7 @@ def read(text: str) -> ContainerReport:
     return ContainerReport(merged, lines, permanent=permanent, agreed=message.ended and bool(failure.failure_class))
 
 
-def findings(text: str, *, trusted: bool) -> Iterator[Finding]:
+def findings(text: str, *, trusted: bool) -> Iterator[NamedFinding]:
     """Yield reasons to doubt the success of a container that ended with 0.
 
     trusted: the exit code is that of its last launcher. A rank's failure in the log or the message was then overcome. A
@@ -145,7 +145,7 @@ def findings(text: str, *, trusted: bool) -> Iterator[Finding]:
     if message is not None and is_recorded(text) and not trusted:
         failure = message.failure
     if failure is not None:
-        yield Finding(FAILURE_IN_LOG, _although(failure))
+        yield NamedFinding(FAILURE_IN_LOG, _although(failure))
 
 
 def _although(failure: Failure) -> str:
@@ -414,11 +414,11 @@ def _message(text: str) -> tuple[Message | None, str]:
     return Message(failure, ended=written.get("ended") is True, agent=agent, findings=found), rest
 
 
-def _findings(written: Any) -> tuple[Finding, ...]:
-    found: list[Finding] = []
+def _findings(written: Any) -> tuple[NamedFinding, ...]:
+    found: list[NamedFinding] = []
     for one in written[:FINDINGS_MAX] if isinstance(written, list) else ():
         with contextlib.suppress(ValueError):
-            read = Finding.from_dict(one)
+            read = NamedFinding.from_dict(one)
             found.append(read._replace(message=clean(read.message)))
     return tuple(found)
 

@@ -200,7 +200,7 @@ class Status(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=Tr
     """The root cause of the last failure."""
     failures: Annotated[list[FailureLine], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
     """The last 10 failures, short, the newest last."""
-    findings: Annotated[list[Finding], Meta(max_length=bounds.FINDINGS_MAX)] = []
+    findings: Annotated[list[StoredFinding], Meta(max_length=bounds.FINDINGS_MAX)] = []
     """Facts that make a success suspicious."""
     avoided_nodes: Annotated[list[AvoidedNode], Meta(max_length=bounds.STATUS_ITEMS_MAX)] = []
     """Nodes that failed this job repeatedly, and that its next pods stay away from until a given time."""
@@ -398,7 +398,7 @@ class FailureLine(Struct, rename="camel", omit_defaults=True, frozen=True, kw_on
     """When."""
 
 
-class Finding(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
+class StoredFinding(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=True):
     """A fact that a training that went well does not show."""
 
     reason: Annotated[str, Meta(max_length=64)]

@@ -1,19 +1,48 @@
-"""What a job's command starts: which script or module, with which arguments, and by which launcher.
+"""The one reader of a command: which script or module it starts, with which arguments, by which launcher and options.
 
-The options of other frameworks' launchers are not known, so after them the first word that names a Python file is the
-script.
+The operator, `ddpjob check`, `ddpjob convert` and the local run use it. ddprun parses the options that it obeys
+itself, because it runs in images that have no operator (ddprun/options.py). Options of other frameworks' launchers
+are not known, so after such a launcher the first word that names a Python file is the script. The files of scripts are
+not read here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from ddpjob_operator.job import launcher, programs
+from ddpjob_operator.job import programs, shell
 
-_PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
+LAUNCHERS = ("torchrun", "ddprun")
+LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
+MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
+SHELLS = ("sh", "bash", "dash", "zsh", "ash")
+# torchrun's options that take no value (torch/distributed/run.py, 2.13).
+_FLAGS = set("standalone module no_python run_path use_env virtual_local_rank help no_preload".split())
+OPTIONS = (
+    *_FLAGS,
+    *(
+        "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf max_restarts monitor_interval start_method "
+        "event_log_handler role log_dir redirects tee local_ranks_filter duplicate_stdout_filters "
+        "duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs numa_binding "
+        "signals_to_handle shutdown_timeout preload"
+    ).split(),
+)
+"""All options of torchrun, torch.distributed.launch and ddprun: argparse lets users abbreviate them."""
+_OF_DDPRUN = {"preload", "no_preload"}
+_OF_LAUNCH = {"use_env"}
+_SHORT = {"m": "module", "r": "redirects", "t": "tee"}
+OPTIONS_MAX = 128
+"""Options of a launcher that are read; torchrun has 35."""
+SCRIPT_READ_MAX = 20_480
+"""Characters of a shell's script that is read: the operator's event loop does it, at 2 µs for each."""
+WORDS_READ_MAX = 5_000
+_SHELL_DEPTH_MAX = 10
+
+PYTHON = re.compile(r"(?:python|pypy)[\d.]*$")
 # train.py --lr 0.1, --nnodes 2, -u train.py. `python -W "ignore …"` may have a space.
 _JOINED = re.compile(r"\S+\.py\s+\S|--[\w-]+\s+\S|-[^\W\dWXc]\s+\S")
 _MODULES = {
@@ -27,6 +56,9 @@ _MODULES = {
 }
 # Modules that start what follows them, and change nothing about it.
 _MODULE_WRAPPERS = set("cProfile coverage debugpy memory_profiler pdb profile scalene trace viztracer".split())
+# What they print or look up is not started.
+_PRINTERS = {"echo", "printf", "type", "which"}
+_STARTS_OTHERS = {"exec", "env", "command", "nohup"}
 _INSTALLERS = {"ensurepip", "pip", "uv", "venv", "virtualenv"}
 
 
@@ -41,6 +73,13 @@ class Command:
     """As in `python -m package.train`."""
     words: tuple[str, ...] = ()
     """What the script is given."""
+    options: dict[str, str] = field(default_factory=dict)
+    """Those of torchrun or ddprun by their full names, with "1" for a flag."""
+
+    @property
+    def has_torchrun_options(self) -> bool:
+        """True if torchrun, one of its modules, or ddprun is the launcher."""
+        return self.launcher in LAUNCHERS or self.launcher in MODULES
 
     @property
     def named(self) -> tuple[str, ...]:
@@ -64,6 +103,28 @@ def read(words: list[str]) -> Command:
     return next((c for c in by_launcher or commands if c.files), (by_launcher or commands or [Command()])[0])
 
 
+def of_container(words: list[str]) -> Command:
+    """Return what the command of a container starts; torchrun and ddprun are found behind an unknown program as well,
+    such as an image's `/entrypoint.sh torchrun train.py`."""
+    words = words[:WORDS_READ_MAX]
+    found = read(words)
+    if found.has_torchrun_options or found.launcher not in ("", "python"):
+        return found
+    behind = (_behind_unknown(one) for one in _commands(words))
+    return next((one for one in behind if one.named), found)
+
+
+def by_torchrun(words: list[str]) -> Command | None:
+    """Return what torchrun, one of its modules, or ddprun starts; None for other commands."""
+    found = of_container(words)
+    return found if found.has_torchrun_options else None
+
+
+def _behind_unknown(words: list[str]) -> Command:
+    begin = options_begin(words) if words and words[0] not in _PRINTERS else None
+    return Command() if begin is None else _of_torchrun(_launcher_name(words[begin - 1]), words[begin:])
+
+
 def script_of(words: list[str]) -> str | None:
     """The Python file that a command starts, if no shell and no other program before it may change the folder."""
     is_plain = bool(words) and not is_shell(words) and programs.name(words[0]) not in programs.WRAPPERS
@@ -73,16 +134,16 @@ def script_of(words: list[str]) -> str | None:
 
 def starts_nothing(words: list[str]) -> bool:
     """True if a command is a launcher that is given no script. Of a shell's own script this is not known."""
-    begin = None if is_shell(words) else launcher.options_begin(words)
+    begin = None if is_shell(words) else options_begin(words)
     if begin is None:
         return False
-    options, rest = launcher.read_options(words[begin:])
+    options, rest = read_options(words[begin:])
     return not rest and not {"help", "h"} & set(options)
 
 
 def is_shell(words: list[str]) -> bool:
     """True if a shell is started first, which may do more than to start the script."""
-    return bool(words) and words[0].rsplit("/", 1)[-1] in launcher.SHELLS
+    return bool(words) and words[0].rsplit("/", 1)[-1] in SHELLS
 
 
 def joined(words: list[str]) -> str:
@@ -90,14 +151,14 @@ def joined(words: list[str]) -> str:
     there is none. The arguments of the script are its own affair."""
     if words and _is_joined_program(words[0]):
         return words[0]
-    begin = None if is_shell(words) else launcher.options_begin(words)
+    begin = None if is_shell(words) else options_begin(words)
     if begin is not None:
-        options, rest = launcher.split_options(words[begin:])
+        options, rest = split_options(words[begin:])
         own = [*(group[0] for _, group in options), *rest[:1]]
     else:
-        place = next((i for i in programs.places(words) if _PYTHON.match(programs.name(words[i]))), len(words))
+        place = next((i for i in programs.places(words) if PYTHON.match(programs.name(words[i]))), len(words))
         following = words[place + 1 :]
-        own = following[: len(following) - len(launcher.after_python_options(following)) + 1]
+        own = following[: len(following) - len(after_python_options(following)) + 1]
     return next((word for word in own if _JOINED.match(word)), "")
 
 
@@ -110,24 +171,26 @@ def _is_joined_program(word: str) -> bool:
 
 
 def _is_known(program: str) -> bool:
-    starts = program in (*launcher.LAUNCHERS, *launcher.SHELLS) or program in programs.FRAMEWORKS
-    return starts or program in programs.WRAPPERS or _PYTHON.match(program) is not None
+    starts = program in (*LAUNCHERS, *SHELLS) or program in programs.FRAMEWORKS
+    return starts or program in programs.WRAPPERS or PYTHON.match(program) is not None
 
 
-def _commands(words: list[str]) -> Iterator[list[str]]:
+def _commands(words: list[str], depth: int = 0) -> Iterator[list[str]]:
     """The command, or those of a shell's script, without the variables that are set before each."""
-    script = launcher.shell_script(words)
+    shells = (i for i in programs.places(words) if programs.name(words[i]) in SHELLS)
+    script = shell_script(words[next(shells, len(words)) :])
     if script is None:
         yield words
-        return
-    yield from launcher.shell_commands(script)
+    elif len(script) <= SCRIPT_READ_MAX and depth < _SHELL_DEPTH_MAX:
+        for one in shell_commands(script):
+            yield from _commands(one, depth + 1)
 
 
 def _read(words: list[str]) -> Command:
     program = programs.name(words[0]) if words else ""
-    if _PYTHON.match(program):
+    if PYTHON.match(program):
         return _of_python(words[1:])
-    if program in launcher.LAUNCHERS:
+    if program in LAUNCHERS:
         return _of_torchrun(program, words[1:])
     if program in programs.FRAMEWORKS:
         return _of_framework(program, words[1:])
@@ -137,11 +200,11 @@ def _read(words: list[str]) -> Command:
 
 
 def _of_python(words: list[str]) -> Command:
-    rest = launcher.after_python_options(words)
+    rest = after_python_options(words)
     if rest[:1] == ["-m"] and len(rest) > 1:
         return _of_module(rest[1], rest[2:])
-    if rest and launcher.LAUNCHER_FILE.search(rest[0]):
-        return _of_torchrun(rest[0].rsplit("/", 1)[-1], rest[1:])
+    if rest and LAUNCHER_FILE.search(rest[0]):
+        return _of_torchrun(_launcher_name(rest[0]), rest[1:])
     if rest and _is_script(rest[0]):
         return Command("python", rest[0], words=tuple(rest[1:]))
     return Command("python")
@@ -153,10 +216,8 @@ def _is_script(word: str) -> bool:
 
 
 def _of_module(module: str, rest: list[str]) -> Command:
-    if module in launcher.MODULES:
+    if _is_module(module):
         return _of_torchrun(module, rest)
-    if module == "ddprun":
-        return _of_torchrun("ddprun", rest)
     top = module.split(".")[0]
     if top in _INSTALLERS:
         return Command()
@@ -170,15 +231,14 @@ def _of_module(module: str, rest: list[str]) -> Command:
 def _of_torchrun(name: str, words: list[str]) -> Command:
     if programs.tells_of_itself(words):
         return Command()
-    options, rest = launcher.read_options(words)
-    if "no_python" in options and is_shell(rest):
-        return replace(read(rest), launcher=name)
-    if not rest or "no_python" in options:
-        return replace(_behind(name, rest), launcher=name) if rest else Command(name)
+    options, rest = read_options(words)
     given = tuple(rest[2:] if rest[1:2] == ["--"] else rest[1:])  # the launcher takes it away
+    if "no_python" in options:
+        inner = read(rest) if is_shell(rest) else _behind(name, rest)
+        return replace(inner, launcher=name, options=options)
     if "module" in options:
-        return Command(name, module=rest[0], words=given)
-    return Command(name, rest[0] if _is_script(rest[0]) else None, words=given)
+        return Command(name, module=next(iter(rest), None), words=given, options=options)
+    return Command(name, rest[0] if rest and _is_script(rest[0]) else None, words=given, options=options)
 
 
 def _of_framework(program: str, words: list[str]) -> Command:
@@ -192,11 +252,140 @@ def _behind(name: str, words: list[str]) -> Command:
     places = range(len(words)) if name else itertools.islice(programs.places(words), 1, None)
     for i in places:
         word, program = words[i], programs.name(words[i])
-        if _PYTHON.match(program) or program in launcher.LAUNCHERS or program in programs.FRAMEWORKS:
+        if PYTHON.match(program) or program in LAUNCHERS or program in programs.FRAMEWORKS:
             inner = _read(words[i:])
             return replace(inner, launcher=name) if name and inner.launcher == "python" else inner
         if word in ("-m", "--module") and words[i + 1 : i + 2] and not words[i + 1].startswith("-"):
-            return Command(name or "python", module=words[i + 1], words=tuple(words[i + 2 :]))
+            inner = _of_module(words[i + 1], words[i + 2 :])
+            return replace(inner, launcher=name) if name and inner.launcher == "python" else inner
         if word.endswith(".py") and not word.startswith("-"):
             return Command(name or "python", word, words=tuple(words[i + 1 :]))
     return Command(name)
+
+
+def options_begin(words: list[str]) -> int | None:
+    """Return the index of the first word after the name of torchrun or ddprun; None if neither is there, or if it is
+    only called for its help or version."""
+    for i, (word, following) in enumerate(itertools.pairwise([*words, ""])):
+        begin = 0
+        if _is_program(word):
+            begin = i + 1
+        elif word == "-m" and _is_module(following):
+            begin = i + 2
+        if begin and not programs.tells_of_itself(words[begin : begin + 1]):
+            return begin
+    return None
+
+
+def starts_ranks(word: str) -> bool:
+    """True for the program, the file or the module of torchrun or ddprun."""
+    return _is_program(word) or _is_module(word)
+
+
+def _is_program(word: str) -> bool:
+    return programs.name(word) in LAUNCHERS or LAUNCHER_FILE.search(word) is not None
+
+
+def _is_module(word: str) -> bool:
+    return word in MODULES or word == "ddprun"
+
+
+def _launcher_name(word: str) -> str:
+    """Return the launcher's program or module; the module also for its file."""
+    file = LAUNCHER_FILE.search(word)
+    return f"torch.distributed.{file[1]}" if file else programs.name(word)
+
+
+def shell_script(words: list[str]) -> str | None:
+    """The script of `sh -c "…"`; None for any other command."""
+    option = next((i for i, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c[a-z]*", word)), None)
+    has_script = option is not None and programs.name(words[0]) in SHELLS
+    return words[option + 1] if has_script and option is not None else None
+
+
+def shell_words(text: str) -> list[str]:
+    """The words of all commands of a shell's script. Raises ValueError if it cannot be read."""
+    return [word for command in shell.commands(text) for word in command]
+
+
+def shell_commands(script: str) -> Iterator[list[str]]:
+    """The words of each command of a shell's script that can be read, without what only starts the program."""
+    with contextlib.suppress(shell.ShellSyntaxError):
+        for words in shell.commands(script):
+            yield list(itertools.dropwhile(lambda word: word in _STARTS_OTHERS or "=" in word, words))
+
+
+def after_python_options(words: list[str]) -> list[str]:
+    """What `python` is to run: a file, or -m or -c with what follows."""
+    rest = list(words)
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
+        del rest[: 2 if rest[0] in ("-X", "-W") else 1]
+    return rest
+
+
+def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """torchrun's options by their full names, and what follows them."""
+    groups, rest = split_options(words)
+    return {name: _value(name, group) for name, group in groups}, rest
+
+
+def split_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Each of torchrun's options with its words, `--nnodes 2` or `--nnodes=2`, and what follows them."""
+    options: list[tuple[str, list[str]]] = []
+    rest = iter(words)
+    for word in rest:
+        if not word.startswith("-") or word == "--" or len(options) == OPTIONS_MAX:
+            return options, [*([] if word == "--" else [word]), *rest]
+        name, has_value, _ = word.lstrip("-").partition("=")
+        full = _full_name(name) if word.startswith("--") else _SHORT.get(name, name)
+        value = [] if full in _FLAGS or has_value else [following for following in [next(rest, None)] if following]
+        options.append((full, [word, *value]))
+    return options, []
+
+
+def _value(name: str, group: list[str]) -> str:
+    if name in _FLAGS:
+        return "1"
+    return group[1] if len(group) > 1 else group[0].partition("=")[2]
+
+
+def _full_name(name: str) -> str:
+    """argparse takes an unambiguous prefix: --nnode is --nnodes."""
+    name = name.replace("-", "_")
+    matches = [o for o in OPTIONS if o.startswith(name)]
+    return name if name in OPTIONS or len(matches) != 1 else matches[0]
+
+
+def arguments_behind_script(arguments: Sequence[str]) -> list[str]:
+    """Return the words that follow the script, so that it gets exactly these arguments: with `--` first if needed.
+
+    argparse matches every word that begins with -- with the options, also those behind the script. One that
+    abbreviates several options ends torchrun with `ambiguous option`, unless its Python is new enough (3.12.8, 3.13.1:
+    gh-58573). An abbreviation of one option gets `--` as well, because another version of torch may have a second one.
+    What follows `--` is never matched; torchrun and ddprun take away the `--` behind the script.
+    """
+    is_taken = list(arguments[:1]) == ["--"] or any(_matches(word, "torchrun") for word in _before_dashes(arguments))
+    return [*(["--"] if is_taken else []), *arguments]
+
+
+def abbreviations(arguments: Sequence[str], by: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield (argument, options) for each that abbreviates several options of the launcher `by`, which is an error."""
+    for word in _before_dashes(arguments):
+        matches = _matches(word, by)
+        if len(matches) > 1:
+            yield word.partition("=")[0], list(dict.fromkeys(match.replace("_", "-") for match in matches))
+
+
+def _before_dashes(arguments: Sequence[str]) -> Iterator[str]:
+    return itertools.takewhile(lambda word: word != "--", arguments)
+
+
+def _matches(word: str, by: str) -> list[str]:
+    """Return the options that a word abbreviates, in both spellings; none if the option is written out."""
+    prefix = word.partition("=")[0]
+    other = _OF_DDPRUN if by.endswith("launch") else _OF_DDPRUN | _OF_LAUNCH
+    names = [name for name in OPTIONS if name not in other]
+    spellings = dict.fromkeys(f"--{name}" for one in names for name in (one.replace("_", "-"), one))
+    if len(prefix) < 3 or not prefix.startswith("--") or prefix in spellings:
+        return []
+    return [spelling for spelling in spellings if spelling.startswith(prefix)]

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ddpjob_operator.job import command, launcher, programs, shell
+from ddpjob_operator.job import command, programs, shell
 
 PATHS_MAX = 64
 WORK_MAX = 200_000
@@ -133,14 +133,14 @@ class _Work:
 
 def fates(words: list[str]) -> tuple[Fate, ...]:
     """What becomes of each launcher of a command; none where the command cannot be followed."""
-    return _fates(tuple(words)) if sum(map(len, words)) <= launcher.SCRIPT_READ_MAX else ()
+    return _fates(tuple(words)) if sum(map(len, words)) <= command.SCRIPT_READ_MAX else ()
 
 
 @functools.lru_cache(maxsize=256)
 def launchers(words: tuple[str, ...]) -> Mapping[shell.ShellNode, str]:
     """The commands that start a launcher, below a command, with its name; none where the command cannot be followed."""
     top = shell.Simple(words=tuple(shell.Word(word) for word in words))
-    run = _Run(frozenset(), _Work())
+    run = _ScriptRun(frozenset(), _Work())
     try:
         run.ends(top)
     except (shell.ShellSyntaxError, _TooMuchError, RecursionError):
@@ -157,7 +157,7 @@ def may_be_replaced(words: list[str]) -> bool:
 def is_handed_over(words: list[str]) -> bool:
     """True if a container's exit code 0 proves that its last launcher has ended with 0: no shell is in between, or one
     whose script loses no exit code. False also where it cannot be followed."""
-    if not any(programs.name(word) in (*launcher.SHELLS, "script") for word in words):
+    if not any(programs.name(word) in (*command.SHELLS, "script") for word in words):
         return bool(command.read(words).launcher not in ("", "python"))
     found = fates(words)
     return bool(found) and all(fate.certain for fate in found)
@@ -168,7 +168,7 @@ def _fates(words: tuple[str, ...]) -> tuple[Fate, ...]:
     top = shell.Simple(words=tuple(shell.Word(word) for word in words), text=" ".join(words))
     try:
         work = _Work()
-        first = _Run(frozenset(), work)
+        first = _ScriptRun(frozenset(), work)
         first.ends(top)
         found: dict[shell.ShellNode, Fate] = {}
         while (node := next((n for n in first.started if n not in found), None)) is not None:
@@ -181,11 +181,11 @@ def _fates(words: tuple[str, ...]) -> tuple[Fate, ...]:
     return tuple(by_launcher or (alone if all(fate.lost for fate in alone) or len(alone) == 1 else ()))
 
 
-def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _Run, work: _Work) -> Fate:
-    run = _Run(frozenset({node}), work)
+def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _ScriptRun, work: _Work) -> Fate:
+    run = _ScriptRun(frozenset({node}), work)
     ends = [state for state in run.ends(top) if state.failed]
     if not ends:  # it runs only when those before it have failed
-        run = _Run(frozenset(succeeding.started), work)
+        run = _ScriptRun(frozenset(succeeding.started), work)
         ends = [state for state in run.ends(top) if state.failed]
     for other, started in run.started.items():
         succeeding.started.setdefault(other, started)
@@ -202,14 +202,14 @@ def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _Run, work: _Wor
     return replace(fate, lost=how or "exit", at=at)
 
 
-def _only_then(state: _State, run: _Run, node: shell.ShellNode, succeeding: _Run) -> bool:
+def _only_then(state: _State, run: _ScriptRun, node: shell.ShellNode, succeeding: _ScriptRun) -> bool:
     """True if another launcher ran on this path because the first had failed: `torchrun a.py || torchrun b.py`."""
     files = succeeding.started[node].files
     others = {n for n in state.after if (node, n) not in succeeding.followed}
     return any(run.started[n].launcher != "python" or run.started[n].files == files for n in others)
 
 
-class _Run:
+class _ScriptRun:
     """One run in thought, in which the launchers `failing` fail."""
 
     def __init__(self, failing: frozenset[shell.ShellNode], work: _Work) -> None:
@@ -508,7 +508,7 @@ class _Run:
         return self._other_program(name, words, node, state, tested)
 
     def _other_program(self, name: str, words: list[str], node: shell.Simple, state: _State, tested: bool) -> _Ends:
-        place = next((i for i in programs.places(words) if programs.name(words[i]) in launcher.SHELLS), None)
+        place = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), None)
         if place is not None:
             return self._shell(words[place:], node, state)
         if (text := state.variables.get(_file(words[0]))) is not None:

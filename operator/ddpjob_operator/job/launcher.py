@@ -6,38 +6,20 @@ With such a contradiction the job hangs or fails, because the launcher waits for
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import dropwhile, islice, pairwise
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 
-from ddpjob_operator.job import api, bounds, programs, shell
-from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container
+from ddpjob_operator.job import api, bounds, command, programs
+from ddpjob_operator.job.command import SCRIPT_READ_MAX, Command
+from ddpjob_operator.job.podspec import command_of, command_path, gpus, mappings, mounts, trainer_container
 
 Found = Iterator[tuple[tuple[str | int, ...], str]]
 
-# torchrun's options that take no value (torch/distributed/run.py, 2.13); all others take one.
-_FLAGS = {
-    "standalone", "module", "no_python", "run_path", "use_env", "virtual_local_rank", "help", "no_preload",
-}  # fmt: skip
-# The options that are read here, with all that argparse could mean by a prefix of them.
-OPTIONS = (
-    "nnodes nproc_per_node rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone max_restarts monitor_interval "
-    "start_method event_log_handler role module no_python run_path log_dir redirects tee local_ranks_filter "
-    "duplicate_stdout_filters duplicate_stderr_filters node_rank master_addr master_port local_addr logs_specs "
-    "numa_binding signals_to_handle shutdown_timeout virtual_local_rank use_env help preload no_preload"
-).split()
-_SHORT = {"m": "module", "r": "redirects", "t": "tee"}
-LAUNCHERS = ("torchrun", "ddprun")
-LAUNCHER_FILE = re.compile(r"torch/distributed/(run|launch)\.py$")
-MODULES = {"torch.distributed.run", "torch.distributed.launch", "torch.distributed.launcher"}
-SHELLS = ("sh", "bash", "dash", "zsh", "ash")
-_STARTS_OTHERS = {"exec", "env", "command", "nohup"}
 # A host that cannot be the rendezvous of several nodes: each node's own, or an IP, which no pod has before it runs.
 NO_RENDEZVOUS_HOST = re.compile(
     r"^(localhost|\$\{?HOSTNAME\}?|\$\(hostname\)?|\d+\.\d+\.\d+\.\d+|\[?[0-9a-fA-F:]*::[0-9a-fA-F:]*\]?)$"
@@ -55,15 +37,7 @@ _OTHER_NODES = re.compile(r"host|machinefile|NODE_RANK|node_rank|MASTER_ADDR|\s-
 _HOSTFILE_VARIABLE = re.compile(r"host_?file", re.IGNORECASE)
 # Where DeepSpeed looks for its hostfile without an option.
 _HOSTFILE_MOUNTS = {"deepspeed": {"/job", "/job/hostfile"}}
-_PYTHON = re.compile(r"python[\d.]*")
 _VARIABLE = re.compile(r"[A-Z][A-Z_]{3,24}")
-SCRIPT_READ_MAX = 20_480
-"""Characters of a command that are searched, and of a shell's script that is split into words: the operator's event
-loop does it, at 2 µs for each."""
-WORDS_READ_MAX = 5_000
-"""Words of a command among which its launcher and its options are searched."""
-OPTIONS_MAX = 128
-"""Options of a launcher that are read; torchrun has 35."""
 NEEDS_TORCHRUN = (
     "{what} cannot train with a changing number of nodes, torchrun can. Start the script with torchrun, or remove "
     "minNodes."
@@ -79,14 +53,6 @@ _OF_PODS = (
     (re.compile(rf"((?:--nnodes[=\s]+|\bNNODES=)[\"']?{_REFERENCE})WORLD_SIZE\b"), "WORLD_SIZE", "NNODES"),
     (re.compile(rf"((?:--node[-_]rank[=\s]+|\bNODE_RANK=)[\"']?{_REFERENCE})RANK\b"), "RANK", "NODE_RANK"),
 )
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """A launcher found in a command, with its own options by their full names."""
-
-    name: str
-    options: dict[str, str] = field(default_factory=dict)
 
 
 class JobFacts:
@@ -119,22 +85,22 @@ class JobFacts:
         return " ".join(self.command)[:SCRIPT_READ_MAX]
 
     @cached_property
-    def words(self) -> list[str]:
-        """The command's words; the script of `sh -c` is split into its own."""
-        return _words(self.command)
+    def started(self) -> Command:
+        """The training that the command starts."""
+        return command.of_container(self.command)
 
     @cached_property
-    def launcher(self) -> Launcher | None:
-        """The launcher that the trainer's command starts."""
-        return _found(self.words)
+    def launcher(self) -> Command | None:
+        """What torchrun or ddprun starts, with the options of the launcher; None for other commands."""
+        return self.started if self.started.has_torchrun_options else None
 
     @cached_property
     def is_launcher_alone(self) -> bool:
         """True if the container's program is torchrun or ddprun, without a shell or an image's ENTRYPOINT before it."""
         words = (self.command if self.trainer.get("command") else []) or [""]
-        program, rest = programs.name(words[0]), after_python_options(words[1:])
-        is_module = rest[:1] == ["-m"] and (rest[1:2] == ["ddprun"] or MODULES.issuperset(rest[1:2] or [""]))
-        return program in LAUNCHERS or (_PYTHON.fullmatch(program) is not None and is_module)
+        program, rest = programs.name(words[0]), command.after_python_options(words[1:])
+        is_module = rest[:1] == ["-m"] and any(map(command.starts_ranks, rest[1:2]))
+        return program in command.LAUNCHERS or (command.PYTHON.match(program) is not None and is_module)
 
     @cached_property
     def mentioned(self) -> frozenset[str]:
@@ -149,7 +115,7 @@ class JobFacts:
     @cached_property
     def restarts_in_place(self) -> bool:
         """True if ddprun starts the ranks, so that they can restart without new pods."""
-        return self.launcher is not None and self.launcher.name == "ddprun"
+        return self.launcher is not None and self.launcher.launcher == "ddprun"
 
     @cached_property
     def min_nodes(self) -> int | None:
@@ -190,58 +156,10 @@ def with_nodes(spec: api.Spec, nodes: int) -> api.Spec:
     return changed
 
 
-def find(command: list[str]) -> Launcher | None:
-    """The launcher that `command` (command + args) starts, also inside `sh -c "…"`; None where there is none."""
-    return _found(_words(command))
-
-
-def _found(words: list[str]) -> Launcher | None:
-    begin = options_begin(words)
-    if begin is None:
-        return None
-    # What follows the script belongs to the script.
-    name = words[begin - 1] if words[begin - 1] in MODULES else words[begin - 1].rsplit("/", 1)[-1]
-    return Launcher(name, read_options(words[begin:])[0])
-
-
-def options_begin(words: list[str]) -> int | None:
-    """The index of the first word after the launcher's name; None where there is no launcher, or it is only asked for
-    its help or its version."""
-    for i, (word, following) in enumerate(pairwise([*words, ""])):
-        begin = 0
-        if _is_program(word):
-            begin = i + 1
-        elif word == "-m" and _is_module(following):
-            begin = i + 2
-        if begin and not programs.tells_of_itself(words[begin : begin + 1]):
-            return begin
-    return None
-
-
-def starts_ranks(word: str) -> bool:
-    """True for the program, the file or the module of torchrun or ddprun."""
-    return _is_program(word) or _is_module(word)
-
-
-def _is_program(word: str) -> bool:
-    return programs.name(word) in LAUNCHERS or LAUNCHER_FILE.search(word) is not None
-
-
-def _is_module(word: str) -> bool:
-    return word in MODULES or word == "ddprun"
-
-
-def command_of(template: dict[str, Any]) -> list[str]:
-    """command + args of the trainer, as text."""
-    trainer = trainer_container(template) or {}
-    parts = [p for name in ("command", "args") if isinstance(listed := trainer.get(name), list) for p in listed]
-    return [part for part in parts if isinstance(part, str)]
-
-
 def warnings(spec: api.Spec) -> list[str]:
     """Launchers and options of theirs that are allowed, but have a drawback."""
     launcher = facts(spec).launcher
-    if launcher is not None and launcher.name == "ddprun":  # it obeys all of these
+    if launcher is not None and launcher.launcher == "ddprun":  # it obeys all of these
         return []
     options, notes = (launcher.options, []) if launcher else ({}, _alone(spec))
     if spec.preflight == "Always":
@@ -257,7 +175,7 @@ def warnings(spec: api.Spec) -> list[str]:
 
 def _alone(spec: api.Spec) -> list[str]:
     """A launcher that starts the ranks of one node where it is told of no other, and reads no variable of the job."""
-    text = (shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
+    text = (command.shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
     if spec.nodes == 1 or found is None or _OTHER_NODES.search(text) or _has_hostfile(found[1], spec):
         return []
@@ -292,18 +210,18 @@ def contradictions(spec: api.Spec) -> Found:
     path = command_path(spec.template)
     yield from ((path, sentence) for sentence in _rendezvous_file(spec))
     launcher = facts(spec).launcher
-    if spec.min_nodes is not None and (launcher is None or launcher.name == "ddprun"):
+    if spec.min_nodes is not None and (launcher is None or launcher.launcher == "ddprun"):
         yield ("spec", "minNodes"), NEEDS_TORCHRUN.format(what="ddprun" if launcher else "this command")
     if launcher is None:
         return
     for sentence in (*_nodes(launcher, spec), *_several_nodes(launcher, spec), *_processes(launcher, spec)):
-        yield path, f"{launcher.name} {sentence}"
+        yield path, f"{launcher.launcher} {sentence}"
 
 
-def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
+def _nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nnodes", "")
     least, most = _range(launcher)
-    if least != most and launcher.name == "ddprun":
+    if least != most and launcher.launcher == "ddprun":
         yield f"--nnodes={wanted}: ddprun cannot train with a changing number of nodes yet. Use torchrun or one number."
     elif wanted and spec.min_nodes is not None and least != spec.min_nodes:
         yield f"--nnodes={wanted} contradicts spec.minNodes: {spec.min_nodes}. Remove --nnodes: the job sets it."
@@ -317,7 +235,7 @@ def _nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
         yield f"--node_rank={rank} waits for node 0, and spec.nodes: 1 has no other. Remove it: the job sets it."
 
 
-def _range(launcher: Launcher) -> tuple[int, int]:
+def _range(launcher: Command) -> tuple[int, int]:
     """MIN and MAX of --nnodes; the same number twice where it is one, -1 for what is none."""
     first, _, last = launcher.options.get("nnodes", "").partition(":")
     return _number(first), _number(last or first)
@@ -337,7 +255,7 @@ def _elastic_notes(options: dict[str, str], spec: api.Spec) -> Iterator[str]:
         )
 
 
-def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
+def _several_nodes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     is_elastic = facts(spec).min_nodes is not None
     if spec.nodes == 1 and not is_elastic:
         return
@@ -355,7 +273,7 @@ def _several_nodes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
             "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)."
         )
     run_id = options.get("rdzv_id", "")
-    if shell_script(facts(spec).command) is not None and _OTHER_ON_EACH_NODE.search(run_id):
+    if command.shell_script(facts(spec).command) is not None and _OTHER_ON_EACH_NODE.search(run_id):
         yield f"--rdzv_id={run_id} is another one on each of {spec.nodes} nodes. Remove it: the job sets it."
     for name in ("master_addr", "rdzv_endpoint"):
         host, port = _host_and_port(options.get(name, ""), options.get("master_port", "") if "addr" in name else "")
@@ -371,7 +289,7 @@ def _host_and_port(endpoint: str, port: str) -> tuple[str, str]:
     return host, own or port
 
 
-def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
+def _processes(launcher: Command, spec: api.Spec) -> Iterator[str]:
     wanted = launcher.options.get("nproc_per_node", "")
     if isinstance(spec.nproc_per_node, int) and wanted.isdecimal() and _number(wanted) != spec.nproc_per_node:
         yield (
@@ -380,13 +298,13 @@ def _processes(launcher: Launcher, spec: api.Spec) -> Iterator[str]:
         )
     if wanted == "gpu" and not facts(spec).gpus:
         yield "--nproc_per_node=gpu: the trainer's limits have no GPU. Remove it: the job sets the option."
-    if launcher.name.endswith("launch") and "no_python" in launcher.options and "use_env" not in launcher.options:
+    if launcher.launcher.endswith("launch") and "no_python" in launcher.options and "use_env" not in launcher.options:
         yield "--no_python cannot hand over --local-rank. Add --use_env, or use torchrun."
 
 
 def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
     """init_method file:// in an option, on a folder that the nodes do not share."""
-    for word, following in pairwise([*facts(spec).words, ""]):
+    for word, following in pairwise([*facts(spec).started.words, ""]):
         named = _INIT_METHOD_OPTION.match(word)
         value = (word.partition("=")[2] or following) if named else ""
         path = value.removeprefix("file://")
@@ -400,79 +318,6 @@ def _rendezvous_file(spec: api.Spec) -> Iterator[str]:
 def _may_be_shared(path: str, spec: api.Spec) -> bool:
     above = {mount: shared for mount, shared in mounts(spec.template).items() if path.startswith(f"{mount}/")}
     return bool(above) and above[max(above, key=len)]
-
-
-def _words(command: list[str]) -> list[str]:
-    """The command's words; the script of `sh -c` is split into its own."""
-    words: list[str] = []
-    for part in islice(command, WORDS_READ_MAX):
-        named = "torchrun" in part or "torch.distributed" in part or "ddprun" in part
-        inner = named and len(part) <= SCRIPT_READ_MAX and " " in part.strip()
-        try:
-            words += shell_words(part) if inner else [part]
-        except ValueError:  # an unclosed quote, which the shell reports
-            words.append(part)
-    return words[:WORDS_READ_MAX]
-
-
-def shell_script(words: list[str]) -> str | None:
-    """The script of `sh -c "…"`; None for any other command."""
-    option = next((i for i, word in enumerate(words[1:-1], 1) if re.fullmatch(r"-[a-z]*c[a-z]*", word)), None)
-    has_script = option is not None and words[0].rsplit("/", 1)[-1] in SHELLS
-    return words[option + 1] if has_script and option is not None else None
-
-
-def shell_words(text: str) -> list[str]:
-    """The words of all commands of a shell's script. Raises ValueError if it cannot be read."""
-    return [word for command in shell.commands(text) for word in command]
-
-
-def shell_commands(script: str) -> Iterator[list[str]]:
-    """The words of each command of a shell's script that can be read, without what only starts the program."""
-    with contextlib.suppress(shell.ShellSyntaxError):
-        for words in shell.commands(script):
-            yield list(dropwhile(lambda word: word in _STARTS_OTHERS or "=" in word, words))
-
-
-def after_python_options(words: list[str]) -> list[str]:
-    """What `python` is to run: a file, or -m or -c with what follows."""
-    rest = list(words)
-    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
-        del rest[: 2 if rest[0] in ("-X", "-W") else 1]
-    return rest
-
-
-def read_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """torchrun's options by their full names, and what follows them."""
-    groups, rest = split_options(words)
-    return {name: _value(name, group) for name, group in groups}, rest
-
-
-def split_options(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """Each of torchrun's options with its words, `--nnodes 2` or `--nnodes=2`, and what follows them."""
-    options: list[tuple[str, list[str]]] = []
-    rest = iter(words)
-    for word in rest:
-        if not word.startswith("-") or word == "--" or len(options) == OPTIONS_MAX:
-            return options, [*([] if word == "--" else [word]), *rest]
-        name, has_value, _ = word.lstrip("-").partition("=")
-        full = _full_name(name) if word.startswith("--") else _SHORT.get(name, name)
-        value = [] if full in _FLAGS or has_value else [following for following in [next(rest, None)] if following]
-        options.append((full, [word, *value]))
-    return options, []
-
-
-def _value(name: str, group: list[str]) -> str:
-    if name in _FLAGS:
-        return "1"
-    return group[1] if len(group) > 1 else group[0].partition("=")[2]
-
-
-def _full_name(name: str) -> str:
-    """argparse takes an unambiguous prefix: --nnode is --nnodes."""
-    name = name.replace("-", "_")
-    matches = [o for o in OPTIONS if o.startswith(name)]
-    return name if name in OPTIONS or len(matches) != 1 else matches[0]
 
 
 def _number(text: str) -> int:

@@ -145,3 +145,10 @@ def quantity(value: object) -> float:
                 continue
             return number if math.isfinite(number) else 0.0
     return 0.0
+
+
+def command_of(template: dict[str, Any]) -> list[str]:
+    """Return command + args of the trainer, as text."""
+    trainer = trainer_container(template) or {}
+    parts = [p for name in ("command", "args") if isinstance(listed := trainer.get(name), list) for p in listed]
+    return [part for part in parts if isinstance(part, str)]

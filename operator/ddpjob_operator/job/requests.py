@@ -8,7 +8,7 @@ _VERBS = {"POST": "create", "PUT": "update", "PATCH": "patch", "DELETE": "delete
 
 
 @dataclass(frozen=True)
-class Asked:
+class ApiRequest:
     """A request in the words of RBAC."""
 
     verb: str
@@ -31,7 +31,7 @@ class Asked:
         return f"{self.verb} {self.resource}{name}{where}"
 
 
-def read(method: str, path: str, *, watch: bool = False) -> Asked:
+def read(method: str, path: str, *, watch: bool = False) -> ApiRequest:
     """The verb, resource, namespace and name of a request. Another method than those that write reads."""
     parts = path.partition("?")[0].strip("/").split("/")
     group = parts[1] if parts[0] == "apis" and len(parts) > 2 else ""
@@ -41,4 +41,4 @@ def read(method: str, path: str, *, watch: bool = False) -> Asked:
         namespace, parts = parts[1], parts[2:]
     plural, name, subresource = [*parts, "", "", ""][:3]
     reads = "watch" if watch else "get" if name else "list"
-    return Asked(_VERBS.get(method, reads), plural, subresource, group, namespace, name)
+    return ApiRequest(_VERBS.get(method, reads), plural, subresource, group, namespace, name)

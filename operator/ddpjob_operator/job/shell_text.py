@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ddpjob_operator.job import launcher, programs, shell
+from ddpjob_operator.job import command, programs, shell
 
 _IN_TEXT = re.compile(r"(?<!\\)\$(?:\{[!#]?([A-Za-z_]\w*)(:?[-=+?])?|([A-Za-z_]\w*))")
 _IN_NUMBERS = re.compile(r"(?<![\w.])[A-Za-z_]\w*")
@@ -33,13 +33,13 @@ def scripts(words: Sequence[str]) -> Iterator[tuple[int, bool]]:
         if is_script:
             yield place, not is_launched
             is_script = False
-        elif name in launcher.SHELLS:
+        elif name in command.SHELLS:
             has_shell = True
         elif has_shell and _OPTION_C.fullmatch(word):
             is_script = True
         elif has_shell and not word.startswith(("-", "+")) and not before.endswith("o"):
             has_shell = False  # the file that it runs; `bash -o pipefail -c` goes on
-        elif launcher.starts_ranks(word) or name in programs.FRAMEWORKS:
+        elif command.starts_ranks(word) or name in programs.FRAMEWORKS:
             is_launched = True
 
 
@@ -66,7 +66,7 @@ def _references(script: str, depth: int) -> Iterator[Reference]:
             read.append(" ".join(words[1:]))
         elif words[:1] == ["trap"]:
             read += words[1:2]
-        elif words and not read and programs.name(words[0]) in launcher.SHELLS:
+        elif words and not read and programs.name(words[0]) in command.SHELLS:
             read += node.document
         for text in read:
             yield from _references(text, depth + 1)

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from ddpjob_operator.job import exit_codes, launcher, programs, shell
+from ddpjob_operator.job import command, exit_codes, programs, shell
 from ddpjob_operator.job.exit_codes import Fate
 
 _WITHOUT_PIPEFAIL = ("sh", "dash")
@@ -85,7 +85,7 @@ def keeps_signals(words: list[str]) -> str:
     of that. It never becomes what stands in a pipe, a function, a compound command, or before another command; bash
     (execute_cmd.c) neither one with a redirection, nor any once a trap is set.
     """
-    top = next((i for i in programs.places(words) if programs.name(words[i]) in launcher.SHELLS), None)
+    top = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), None)
     if top is None or any(programs.name(word) not in _IN_FRONT for word in words[:top] if not word.startswith("-")):
         return ""
     _, text, _ = exit_codes.shell_call(words[top:])
@@ -101,7 +101,7 @@ def keeps_signals(words: list[str]) -> str:
 def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.ShellScript]]:
     """Each shell that the command starts by its words: its program, options and script."""
     for i in programs.places(words):
-        if programs.name(words[i]) not in launcher.SHELLS:
+        if programs.name(words[i]) not in command.SHELLS:
             continue
         options, text, _ = exit_codes.shell_call(words[i:])
         try:

@@ -42,7 +42,7 @@ def ranks_follow_nodes(spec: api.Spec) -> bool:
     started = launcher.facts(spec).launcher
     if launcher.facts(spec).min_nodes is not None:
         return False
-    return started is None or started.name == "ddprun" or started.options.get("rdzv_backend", "static") == "static"
+    return started is None or started.launcher == "ddprun" or started.options.get("rdzv_backend", "static") == "static"
 
 
 def all_have_dns_names(spec: api.Spec) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ddpjob_operator.job import api, bounds, launcher, topology
+from ddpjob_operator.job.command import Command
 from ddpjob_operator.job.podspec import mappings, trainer_container
 
 BREAKS_RENDEZVOUS = frozenset(
@@ -60,7 +61,7 @@ def contradictions(spec: api.Spec, *, by_python: bool, local: bool = False) -> I
             yield from ((number, name, f"{name}={value}{sentence}") for sentence in _wrong(name, value, spec))
 
 
-def _is_read(name: str, by: launcher.Launcher | None, command: str) -> bool:
+def _is_read(name: str, by: Command | None, command: str) -> bool:
     if re.search(rf"\b{name}=", command):  # a shell sets it
         return False
     if by is None:

@@ -2,8 +2,8 @@
 
 In: what the API server answers about one Lease. Out: `holds()`, which the client checks right before each try of a
 write, and `gained` / `lost`, on which the Operator starts and ends its queue. `Candidate` decides and takes times as
-arguments; `Leader` sends the requests and has the clock. The Operator creates one Leader and runs it in a task. The
-chart creates the Lease; we create it only if somebody has deleted it, and never delete it.
+arguments; `Election` sends the requests and has the clock. The Operator creates one and runs it in a task. The chart
+creates the Lease; we create it only if somebody has deleted it, and never delete it.
 
 The algorithm is that of client-go (tools/leaderelection/leaderelection.go), with the same defaults. No wall clock is
 trusted. A candidate takes the Lease only when it has not changed for its whole duration, by the candidate's monotonic
@@ -122,7 +122,7 @@ class Candidate:
         return (self._lease.seconds if self._lease is not None else 0.0) or self._durations.lease_seconds
 
 
-class Leader:
+class Election:
     """Takes and renews the Lease in a task of its own. Callers check `holds` right before each write.
 
     It has a client of its own, also used for the label of the leader, because the main client refuses every write while

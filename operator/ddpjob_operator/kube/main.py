@@ -23,7 +23,7 @@ from ddpjob_operator.kube.api.client import Client, RequestLimits
 from ddpjob_operator.kube.api.reach import Reach
 from ddpjob_operator.kube.api.runtime import allow_open_files
 from ddpjob_operator.kube.handlers import handlers
-from ddpjob_operator.kube.lease import Leader
+from ddpjob_operator.kube.lease import Election
 from ddpjob_operator.kube.log import set_up_log
 from ddpjob_operator.kube.operator import Operator
 from ddpjob_operator.kube.other_releases import OtherReleases
@@ -87,11 +87,11 @@ def _operator(settings: OperatorSettings, end_within: Callable[[float], object])
     return Operator(settings, client, leader, others, meter=meter, end_within=end_within)
 
 
-def _leader(settings: OperatorSettings, client: Client) -> Leader:
+def _leader(settings: OperatorSettings, client: Client) -> Election:
     # Pod names are unique. A restarted container has the same name, so it does not wait for its own Lease to expire.
     identity = settings.pod_name or f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
     place = settings.lease_namespace, settings.lease_name
-    return Leader(client, *place, identity, settings.lease)
+    return Election(client, *place, identity, settings.lease)
 
 
 def _client_for_lease(settings: OperatorSettings, answered: Requests, reach: Reach) -> Client:

@@ -21,7 +21,7 @@ from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.api.tokens import BoundPod, Verifier
 from ddpjob_operator.kube.kopf_workarounds.reflected_session import Feed
 from ddpjob_operator.kube.leader_label import LeaderLabel
-from ddpjob_operator.kube.lease import Leader
+from ddpjob_operator.kube.lease import Election
 from ddpjob_operator.kube.other_releases import OtherReleases
 from ddpjob_operator.kube.ports import exposition
 from ddpjob_operator.kube.ports.bounded_server import BoundedServer
@@ -29,8 +29,8 @@ from ddpjob_operator.kube.ports.health import Health
 from ddpjob_operator.kube.ports.receive import Receiver, Sender
 from ddpjob_operator.kube.settings import OperatorSettings
 from ddpjob_operator.kube.watch import observe, triggers
-from ddpjob_operator.kube.watch.gangs import Gang, waits_for
-from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.gangs import GangWatch, waits_for
+from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.watch.reflector import Reflector
 from ddpjob_operator.kube.watch.store import Jobs, Key, Store
 from ddpjob_operator.kube.work import decisions, measuring
@@ -65,7 +65,7 @@ class Operator:
         self,
         settings: OperatorSettings,
         client: Client,
-        leader: Leader | None = None,
+        leader: Election | None = None,
         others: OtherReleases | None = None,
         runtime: Runtime = SYSTEM,
         meter: Meter | None = None,
@@ -93,7 +93,7 @@ class Operator:
             Jobs(self._enqueue, reading.job, self._count_job, settings.room),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
             Store(observe.service, _job_of, self._service_changed),
-            Nodes(self._nodes_changed, runtime.now),
+            NodeCache(self._nodes_changed, runtime.now),
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
         self._set_up_work()
@@ -119,12 +119,12 @@ class Operator:
         leads = leader.holds if leader else lambda: True
         self._receiver = Receiver(verifier.pod, self.locate, self.report, runtime=runtime, leads=leads)
 
-    def _gang(self, adapter: Adapter) -> Gang:
+    def _gang(self, adapter: Adapter) -> GangWatch:
         where = self.settings.watched
         told = (self._enqueue, self._enqueue_all)
         places = self.settings.queue_places
         about = (self._runtime, self._watcher)
-        return Gang(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
+        return GangWatch(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
 
     def _set_up_work(self) -> None:
         """Create the queue, and the parts that work on its jobs."""
@@ -290,7 +290,7 @@ class Operator:
         """Name the namespaces that other releases manage; "" if none. Not a reason to restart."""
         return "; ".join(self._others.sentences()) if self._others is not None else ""
 
-    def snapshot(self) -> exposition.Snapshot:
+    def snapshot(self) -> exposition.Scrape:
         """What /metrics shows: the jobs that this release manages, and only while this operator leads."""
         there = [(self._left_to(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
         jobs = [raw for other, raw in there if not other]
@@ -310,7 +310,7 @@ class Operator:
             of_jobs=self.settings.metrics_of_jobs,
             away=[raw["metadata"]["uid"] for other, raw in there if other],
         )
-        return exposition.Snapshot(moment, jobs if self.leads else None)
+        return exposition.Scrape(moment, jobs if self.leads else None)
 
     def lead(self) -> None:
         """Start to reconcile all jobs."""
@@ -337,7 +337,7 @@ class Operator:
         name = task.get_name().partition(" of <")[0]  # kopf puts object addresses into some task names
         self.end(f"{name} has ended", None if task.cancelled() else task.exception())
 
-    async def _lead_until_lost(self, leader: Leader) -> None:
+    async def _lead_until_lost(self, leader: Election) -> None:
         label = LeaderLabel(leader.client, self.settings.lease_namespace, self.settings.pod_name, self._runtime)
         self.run("label", label.run())
         former = await leader.gained()

@@ -42,7 +42,7 @@ class MeteredJob(NamedTuple):
     created_at: dt.datetime | None = None
 
 
-class Queue(NamedTuple):
+class QueueWaits(NamedTuple):
     """The present state of a work queue. name: one of names.QUEUES."""
 
     name: str
@@ -65,7 +65,7 @@ class Moment(NamedTuple):
     version: str
     leads: bool | None = None
     lease: str = ""
-    queues: Sequence[Queue] = ()
+    queues: Sequence[QueueWaits] = ()
     cached: Sequence[tuple[str, int]] = ()
     of_jobs: bool = True
     """True if each job has its own series."""
@@ -312,7 +312,7 @@ def _of_operator(moment: Moment) -> Iterator[core.Metric]:
     yield _family(names.LEADS, [((), float(moment.leads))])
     yield _family(names.LEADER, [((moment.lease,), float(moment.leads))])
     yield _family(names.ACTIVE_WORKERS, [((q.name,), q.working) for q in queues if q.name == names.QUEUES[0]])
-    of_queue: tuple[tuple[names.Metric, Callable[[Queue], float]], ...] = (
+    of_queue: tuple[tuple[names.Metric, Callable[[QueueWaits], float]], ...] = (
         (names.QUEUE_DEPTH, lambda queue: queue.depth),
         (names.QUEUE_OLDEST, lambda queue: queue.oldest_seconds),
         (names.LONGEST_SECONDS, lambda queue: queue.longest_seconds),

@@ -80,7 +80,11 @@ class Pod(msgspec.Struct, frozen=True):
     disruption: str = ""
     """Reason of its condition DisruptionTarget, such as PreemptionByScheduler or EvictionByEvictionAPI."""
     scheduled_at: dt.datetime | None = None
-    """When it was bound to its node."""
+    """When it was bound to its node, by the cluster's clock: comparable with the same time of other pods."""
+    bound_since: dt.datetime | None = None
+    """When it was bound to its node, by our clock: comparable with now. Not later than when we first saw it bound."""
+    accepted_at: dt.datetime | None = None
+    """When its kubelet accepted it (status.startTime), by the clock of its node, as the times of its trainer."""
     silent_since: dt.datetime | None = None
     """When the node controller marked it not ready because the kubelet does not report."""
     was_silent: bool = False

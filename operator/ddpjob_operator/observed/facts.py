@@ -55,6 +55,7 @@ def _added(earlier: Pod, later: Pod) -> dict[str, Any]:
         "message": earlier.message or later.message,
         "disruption": later.disruption or (earlier.disruption if ends else ""),
         "scheduled_at": earlier.scheduled_at or later.scheduled_at,
+        "accepted_at": earlier.accepted_at or later.accepted_at,
         "deletion_requested_at": earliest(earlier.deletion_requested_at, later.deletion_requested_at),
         "deletion_deadline": later.deletion_deadline or earlier.deletion_deadline,
         "trainer": container(earlier.trainer, later.trainer),

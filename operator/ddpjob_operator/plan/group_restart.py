@@ -84,8 +84,9 @@ def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.d
 
 
 def gave_up_waiting(view: View, status: api.Status) -> Decision | None:
-    """Recreate all pods if running ones gave up waiting for the late ones (no node, or a slow image pull). torchrun
-    waits ten minutes. This is not a failure, and startDeadlineSeconds still counts from the first try."""
+    """Recreate all pods if running ones gave up waiting for the late ones (no node, or a slow image pull): torchrun
+    waits 600 s, or JOIN_SECONDS (pods/environment.py) in an elastic job. This is not a failure, and
+    startDeadlineSeconds still counts from the first try."""
     started = status.started
     late = [p for place, p in sorted(view.pods.items()) if p.trainer.state == "waiting" and place not in started]
     if not late or view.is_enough(status.started) or view.facts.restarts_in_place:

@@ -17,9 +17,8 @@ from ddpjob_operator.job.status import is_broken
 from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan.settlement import context
 from ddpjob_operator.plan.view import View
+from ddpjob_operator.pods.environment import JOIN_SECONDS
 
-# The longest that torchrun waits for its group (join_timeout, pods/environment.py).
-JOIN_SECONDS = 900
 # torchrun waits this long for more nodes once it has the minimum: "last_call" in RendezvousTimeout._DEFAULT_TIMEOUTS,
 # torch/distributed/elastic/rendezvous/dynamic_rendezvous.py (torch 2.13).
 LAST_CALL_SECONDS = 30

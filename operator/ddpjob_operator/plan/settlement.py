@@ -187,14 +187,15 @@ def _completed_early(view: View, status: api.Status) -> api.JobFailure | None:
 
 
 def _was_made_after(pod: Pod, ended: Pod) -> bool:
-    """True if a pod was made when another had ended: by what was seen first, else by when both got their nodes and how
-    long the other ran. Clocks of nodes differ by more than a short run takes."""
+    """True if a pod was made after another had ended. What was seen first decides. Otherwise the other's end is
+    estimated: when it got its node, plus the time from there to its end. Clocks of nodes differ by more than a short
+    run takes, so times of two clocks are never compared."""
     if (ended.ended_seen or ended.first_seen) < pod.first_seen:
         return True
-    at, before, ran = pod.scheduled_at, ended.scheduled_at, ended.trainer
-    if at is None or before is None or ran.started_at is None or ran.ended_at is None:
+    at, before, accepted, over = pod.scheduled_at, ended.scheduled_at, ended.accepted_at, ended.trainer.ended_at
+    if at is None or before is None or accepted is None or over is None:
         return False
-    return at > before + (ran.ended_at - ran.started_at)
+    return at > before + (over - accepted)
 
 
 def _has_trained_before(status: api.Status) -> bool:
@@ -284,5 +285,5 @@ def context(view: View, status: api.Status) -> root_cause.Context:
         keep_log_tail=view.settings.keep_log_tail,
         port=int(port) if port.isdecimal() else None,
         # Where not all have run together none has ended its training: SIGKILL then says only that it took long to stop.
-        torchrun=found is not None and found.name != "ddprun" and status.running_time is not None,
+        torchrun=found is not None and found.launcher != "ddprun" and status.running_time is not None,
     )

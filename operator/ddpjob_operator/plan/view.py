@@ -313,7 +313,7 @@ def lost_at(pod: Pod, nodes: Mapping[str, Node] | None, settings: Settings) -> d
         if node is None or node.ready or node.since is None:
             return None
         if not node.with_most:
-            return max(node.since, pod.scheduled_at or node.since) + patience
+            return max(node.since, pod.bound_since or pod.scheduled_at or node.since) + patience
         return None if pod.deletion_deadline is None else max(node.since, pod.deletion_deadline) + patience
     if not pod.node:
         return None

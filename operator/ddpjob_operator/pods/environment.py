@@ -8,6 +8,9 @@ from ddpjob_operator.job.topology import backend, members, nproc_per_node, shutd
 from ddpjob_operator.pods.naming import Endpoint
 
 TERMINATION_LOG = "DDPJOB_TERMINATION_LOG"
+JOIN_SECONDS = 900
+"""The longest that the torchrun of an elastic job waits for its group. Without minNodes it is torch's default, 600 s
+(_default_timeout_seconds, torch/distributed/elastic/rendezvous/static_tcp_rendezvous.py, torch 2.13)."""
 # torchrun and ddprun set these in the ranks, whatever the pod has.
 OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -102,7 +105,7 @@ def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) 
         "PET_RDZV_ENDPOINT": str(rendezvous),
         # is_host is explicit, because torchrun would guess it from the names of its own host. The timeouts are those of
         # the static rendezvous: with 60 s a node would fail while node 0 pulls its image.
-        "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout=900,read_timeout=900",
+        "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout={JOIN_SECONDS},read_timeout={JOIN_SECONDS}",
         # A joining node makes torchrun restart all ranks in their pods. With gloo in torch 2.13 they would read
         # addresses of former ranks from the shared store (docs/dev/upstream.md, launchers).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",

@@ -66,7 +66,7 @@ from ddpjob.group import gather, stop
 from ddpjob.group.join import World, active, before_leaving, rank_in_group, store_of
 from ddpjob.reporting import termination
 from ddpjob.reporting.progress import pause, report_resumed, report_save_failed, report_saved
-from ddpjob_core.memory import Found, Version, is_newer
+from ddpjob_core.memory import FoundState, Version, is_newer
 
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # the name has 12 digits for the step
@@ -595,7 +595,7 @@ class Snapshot:
         report_resumed(document["step"], f"{self.folder}{_seeded(self._late_in(document))}", **origin)
         return int(document["step"])
 
-    def _read(self, found: Found | None, objects: Mapping[str, Any]) -> "tuple[_Entry, dict[str, Any]] | None":
+    def _read(self, found: FoundState | None, objects: Mapping[str, Any]) -> "tuple[_Entry, dict[str, Any]] | None":
         """Return the newest complete state in the folder, with this rank's own parts; None if there is none.
 
         found: the state in memory; only a newer file counts. A file that lacks an object of a late rank is skipped,
@@ -622,7 +622,7 @@ class Snapshot:
             raise problem
         return None
 
-    def _go_on_from_memory(self, found: Found, objects: Mapping[str, Any], fetched: Fetched) -> int:
+    def _go_on_from_memory(self, found: FoundState, objects: Mapping[str, Any], fetched: Fetched) -> int:
         step = found.held.version.step
         restore(objects, fetched.state, "the memory of the pods")
         state = without_copies(objects, fetched.state)
@@ -669,7 +669,7 @@ class Snapshot:
         ranks = range(self.world_size) if document["world_size"] == self.world_size else range(0)
         return [rank for rank in ranks if rank not in document["rng"]]
 
-    def _choose(self, found: Found | None, damaged: Collection[Path]) -> "_Entry | None":
+    def _choose(self, found: FoundState | None, damaged: Collection[Path]) -> "_Entry | None":
         """Return the newest state that is not in `damaged`. found: the state in memory; only a newer file counts."""
         try:
             self._claim()
@@ -687,7 +687,7 @@ class Snapshot:
                 return entry
         return None
 
-    def _note_unused(self, found: Found, error: OSError) -> None:
+    def _note_unused(self, found: FoundState, error: OSError) -> None:
         """Report that the state in memory has no copy in the folder: a failure now would lose it."""
         step = found.held.version.step
         self._report_failed(f"the state of step {step} is in memory alone: {self._why_unwritten(error)}")
@@ -699,7 +699,7 @@ class Snapshot:
             return None
         return Version(claim.attempt, claim.generation, entry.step)
 
-    def _agreed(self, found: Found | None, passed: Collection[Path]) -> "tuple[_Entry, BinaryIO] | None":
+    def _agreed(self, found: FoundState | None, passed: Collection[Path]) -> "tuple[_Entry, BinaryIO] | None":
         """Return rank 0's choice and the opened file, the same on all ranks; None if there is no state.
 
         An error on rank 0 is raised on all ranks, which would otherwise wait for it. All ranks hash the file at the

@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ddpjob_core.findings import FINDINGS_MAX, REPLICAS_DIFFER, Finding, trained_alone
+from ddpjob_core.findings import FINDINGS_MAX, REPLICAS_DIFFER, NamedFinding, trained_alone
 
 SUM_CHARACTERS = 8
 MESSAGE_BYTES_MAX = 48 * 1024  # a line between two agents is at most 64 KiB
@@ -94,7 +94,7 @@ def of_message(message: Any) -> NodeEnd:
     return NodeEnd(message.get("alone") is True, tuple(_modules(message.get("modules"), None)))
 
 
-def findings(ends: Iterable[NodeEnd], world_size: int) -> list[Finding]:
+def findings(ends: Iterable[NodeEnd], world_size: int) -> list[NamedFinding]:
     """Return reasons to doubt the success of all ranks."""
     ends = list(ends)
     if world_size > 1 and ends and all(end.alone for end in ends):
@@ -106,7 +106,7 @@ def findings(ends: Iterable[NodeEnd], world_size: int) -> list[Finding]:
     return [finding for finding in found if finding is not None][:FINDINGS_MAX]
 
 
-def _difference(modules: Sequence[ModuleEnd]) -> Finding | None:
+def _difference(modules: Sequence[ModuleEnd]) -> NamedFinding | None:
     """Compare one module between its ranks; the first rank is the one that the others are compared with."""
     first, *others = modules
     drifted = [other for other in others if _differ(first, other) and _first_pass_apart(first, other) is not None]
@@ -120,7 +120,7 @@ def _difference(modules: Sequence[ModuleEnd]) -> Finding | None:
     text = f"{_ranks(ranks)} ended with other parameters than rank {first.ranks[0]}: "
     name = name if len(name) <= NAME_CHARACTERS_MAX else f"…{name[1 - NAME_CHARACTERS_MAX :]}"
     text += f"{name} is the first that differs{_dtypes(first, drifted[0], index)}; "
-    return Finding(REPLICAS_DIFFER, f"{text}{_why(apart)}{_hardware(first, drifted)}")
+    return NamedFinding(REPLICAS_DIFFER, f"{text}{_why(apart)}{_hardware(first, drifted)}")
 
 
 def _why(apart: int) -> str:

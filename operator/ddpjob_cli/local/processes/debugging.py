@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ddpjob_cli.local.processes import pod_process
 from ddpjob_cli.manifest.yamlfile import InputError
-from ddpjob_operator.job import api, launcher, topology, wording
+from ddpjob_operator.job import api, command, launcher, topology, wording
 
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"
@@ -68,7 +68,7 @@ def attach(process: pod_process.ProcessSpec, to: pod_process.Terminal, folder: P
         f'exec {shlex.quote(_python(process))} "$@"\n'
     )
     program.chmod(0o700)
-    begin = launcher.options_begin(argv)
+    begin = command.options_begin(argv)
     if begin is None:
         process.argv = [str(program), *argv[1:]]
         return

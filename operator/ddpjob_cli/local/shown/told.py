@@ -32,7 +32,7 @@ class Teller:
         self, job: api.DDPJob, note: Callable[[str], None], log: Callable[[LocalPod, list[str]], None]
     ) -> None:
         found = launcher.facts(job.spec).launcher
-        self._launcher = "torch" if found is None else found.name.rpartition(".")[2]
+        self._launcher = "torch" if found is None else found.launcher.rpartition(".")[2]
         self._note, self._log = note, log
         self._folds: dict[str, tuple[LocalPod, Fold]] = {}
         self._pending: tuple[float, str] | None = None

@@ -83,6 +83,7 @@ class _PodStatus(TypedDict, total=False):
     phase: Any
     reason: Any
     message: Any
+    startTime: Any
     conditions: Any
     containerStatuses: Any
     initContainerStatuses: Any

@@ -22,7 +22,7 @@ PATH = "/metrics"
 SAME_ANSWER_SECONDS = 1.0
 
 
-class Snapshot(NamedTuple):
+class Scrape(NamedTuple):
     """What the operator knows at a scrape. jobs: raw, because the thread parses them; None if the operator does not
     lead.
     """
@@ -31,7 +31,7 @@ class Snapshot(NamedTuple):
     jobs: list[Mapping[str, Any]] | None
 
 
-def read(snapshot: Snapshot) -> Moment:
+def read(snapshot: Scrape) -> Moment:
     """Return the moment with the parsed jobs."""
     jobs = None if snapshot.jobs is None else [job(raw) for raw in snapshot.jobs]
     return snapshot.moment._replace(jobs=jobs)
@@ -51,7 +51,7 @@ def job(raw: Mapping[str, Any]) -> meters.MeteredJob:
 class Exposition(BoundedServer):
     """Answers scrapes with the result of `snapshot`."""
 
-    def __init__(self, meter: Meter, snapshot: Callable[[], Snapshot]) -> None:
+    def __init__(self, meter: Meter, snapshot: Callable[[], Scrape]) -> None:
         super().__init__()
         self._meter = meter
         self._snapshot = snapshot
@@ -79,5 +79,5 @@ class Exposition(BoundedServer):
                 self._written = {**fresh, openmetrics: (now, body, content_type)}
         return body, content_type
 
-    def _write(self, snapshot: Snapshot, openmetrics: bool) -> tuple[bytes, str]:
+    def _write(self, snapshot: Scrape, openmetrics: bool) -> tuple[bytes, str]:
         return self._meter.text(read(snapshot), openmetrics=openmetrics)

@@ -31,7 +31,7 @@ ERRORS_MAX = 5
 ERROR_SECONDS = 10.0
 
 
-class Gang:
+class GangWatch:
     """The API and the objects of one adapter."""
 
     def __init__(
@@ -233,7 +233,7 @@ class Gang:
         return any(found.get("name") == self.adapter.plural for found in listed.get("resources") or ())
 
 
-def waits_for(job: api.DDPJob, gangs: Mapping[str, Gang]) -> bool:
+def waits_for(job: api.DDPJob, gangs: Mapping[str, GangWatch]) -> bool:
     """True if the objects of the job's gang, or of the gang it would choose, are not known yet.
 
     Unknown APIs count as served here: otherwise the job would start in parts, or outside its queue.

@@ -26,7 +26,7 @@ TOGETHER_SECONDS = 300.0
 GONE_MAX = 10_000
 
 
-class Nodes:
+class NodeCache:
     """Keep the nodes that are not ready. Ready nodes cost nothing here, because there are many.
 
     `changed(names)` is called when nodes become ready or not ready, or when that is judged differently: once for all of
@@ -182,7 +182,7 @@ class Nodes:
                 first += 1
             while last < len(times) and times[last] <= at + TOGETHER_SECONDS:
                 last += 1
-            # Nodes before `first` were not ready already.
+            # NodeCache before `first` were not ready already.
             if last - first >= max(DISRUPTED_NODES, DISRUPTED_SHARE * (len(self._names) - first)):
                 together.add(name)
         return together

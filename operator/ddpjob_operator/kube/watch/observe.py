@@ -77,6 +77,7 @@ def pod(raw: Raw) -> Pod:
         message=text(status.get("message")) if phase == "Failed" else "",
         disruption=(text(disrupted.get("reason")) or "DisruptionTarget") if disrupted else "",
         scheduled_at=time(condition(raw, "PodScheduled", "True").get("lastTransitionTime")),
+        accepted_at=time(status.get("startTime")),
         silent_since=_silent_since(raw, trainer_state),
         unschedulable=_why_unscheduled(raw, unscheduled),
         unschedulable_since=_unschedulable_since(unscheduled),

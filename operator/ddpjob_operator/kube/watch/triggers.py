@@ -24,7 +24,11 @@ def pod_changed(old: Pod | None, new: Pod | None, pods: Iterable[Pod], nodes: in
     if new is None or (new.ended and new.trainer.exit_code != 0) or new.deletion_requested_at is not None:
         return 0.0
     same = old is not None and old.trainer == new.trainer  # cheap; checked before `replace`, which copies a pod
-    if old is not None and same and replace(old, node=new.node, scheduled_at=new.scheduled_at) == new:
+    if (
+        old is not None
+        and same
+        and replace(old, node=new.node, scheduled_at=new.scheduled_at, accepted_at=new.accepted_at) == new
+    ):
         return None  # it was only scheduled, and no rule depends on that
     if not _all_changed(new, pods, nodes):
         return SOME_CHANGED_SECONDS

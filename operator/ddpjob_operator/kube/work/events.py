@@ -11,7 +11,7 @@ from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Key
-from ddpjob_operator.kube.work.queue import Queue, Watcher
+from ddpjob_operator.kube.work.queue import Queue, QueueMeter
 from ddpjob_operator.plan.actions import Event
 
 QUEUE_MAX = 1_000
@@ -30,7 +30,7 @@ PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name}
 
 
 @dataclass
-class _Waiting:
+class _WaitingEvent:
     job: api.Metadata
     event: Event
     at: dt.datetime
@@ -46,7 +46,7 @@ class Events:
         runtime: Runtime,
         *,
         instance: str = "",
-        watcher: Watcher | None = None,
+        watcher: QueueMeter | None = None,
         level: str = "All",
         busy: Callable[[str], bool] = lambda _namespace: False,
     ) -> None:
@@ -59,7 +59,7 @@ class Events:
         self._instance = instance
         self._level = level
         self._busy = busy
-        self._waiting: dict[str, collections.deque[_Waiting]] = {}
+        self._waiting: dict[str, collections.deque[_WaitingEvent]] = {}
         """By uid of the job, oldest first."""
         self._count = 0
         self.queue: Queue[Key] = Queue(self._send_next, runtime, at_a_time=8, of_namespace=4, watcher=watcher)
@@ -84,7 +84,7 @@ class Events:
             if self._has_room(job) and not self._is_repeated(job, event):
                 wait = PASSING_SECONDS if event.reason in PASSING else 0.0
                 self._waiting.setdefault(job.uid, collections.deque()).append(
-                    _Waiting(job, event, now, self._clock() + wait)
+                    _WaitingEvent(job, event, now, self._clock() + wait)
                 )
                 self._count += 1
                 self.queue.add((job.namespace, job.uid), wait)
@@ -124,7 +124,7 @@ class Events:
         self._remove(max(those, key=len)[-1])
         return True
 
-    def _remove(self, waiting: _Waiting) -> None:
+    def _remove(self, waiting: _WaitingEvent) -> None:
         uid = waiting.job.uid
         self._waiting[uid].remove(waiting)
         self._count -= 1
@@ -142,7 +142,7 @@ class Events:
             await self._post(ready)
         return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
 
-    def _makes_way(self, waiting: _Waiting) -> bool:
+    def _makes_way(self, waiting: _WaitingEvent) -> bool:
         """True if creates of pods should go first, and no warning of the job waits behind this event."""
         later = PASSING_LATER_SECONDS if waiting.event.reason in PASSING else LATER_SECONDS
         is_new = self._clock() < waiting.due + later
@@ -165,7 +165,7 @@ class Events:
         if len(self._told) > REMEMBERED_MAX:
             self._told.popitem(last=False)
 
-    async def _post(self, waiting: _Waiting) -> None:
+    async def _post(self, waiting: _WaitingEvent) -> None:
         job = waiting.job
         self._tell(job)
         try:

@@ -145,7 +145,7 @@ class JobState:
             grace = pod.deletion_deadline - pod.deletion_requested_at
         return msgspec.structs.replace(
             pod,
-            scheduled_at=self.first_seen.get((pod.uid, "bound"), pod.scheduled_at),
+            bound_since=self.first_seen.get((pod.uid, "bound"), pod.scheduled_at),
             silent_since=self.first_seen.get((pod.uid, "silent")),
             deletion_deadline=None if stopping is None else stopping + grace,
             done_since=self.first_seen.get((pod.uid, "done")),

@@ -10,9 +10,9 @@ from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw, collection
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch import observe
-from ddpjob_operator.kube.watch.gangs import Gang
+from ddpjob_operator.kube.watch.gangs import GangWatch
 from ddpjob_operator.kube.watch.listing import take
-from ddpjob_operator.kube.watch.nodes import Nodes
+from ddpjob_operator.kube.watch.nodes import NodeCache
 from ddpjob_operator.kube.watch.store import Jobs, Key, Store
 from ddpjob_operator.kube.work import decisions
 from ddpjob_operator.kube.work.job_state import JobState
@@ -27,8 +27,8 @@ class Caches:
     jobs: Jobs
     pods: Store[Pod]
     services: Store[observe.Service]
-    nodes: Nodes
-    gangs: Mapping[str, Gang] = field(default_factory=dict)
+    nodes: NodeCache
+    gangs: Mapping[str, GangWatch] = field(default_factory=dict)
     """Enabled APIs of gang schedulers and queues, by adapter."""
 
     def of_kind(self, kind: str) -> Store[Any]:

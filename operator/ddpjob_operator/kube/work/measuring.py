@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpjob_operator.job import requests
 from ddpjob_operator.kube.api.client import NO_ANSWER
 from ddpjob_operator.kube.watch import reflector
-from ddpjob_operator.kube.work.queue import Queue, Watcher
+from ddpjob_operator.kube.work.queue import Queue, QueueMeter
 from ddpjob_operator.metrics import meter as meters
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter
@@ -51,7 +51,7 @@ class OfWatches(reflector.Watcher):
         self._meter.count(names.MISSED, plural, by=count)
 
 
-class OfQueue(Watcher):
+class OfQueue(QueueMeter):
     """Counts what a queue does. controller: it is the queue of jobs, which controller-runtime's dashboards show."""
 
     def __init__(self, meter: Meter, name: str, *, controller: bool = False) -> None:
@@ -77,7 +77,7 @@ class OfQueue(Watcher):
                 self._meter.count(names.RECONCILE_ERRORS, CONTROLLER)
 
 
-def now_in(queue: Queue[tuple[str, str]], name: str) -> meters.Queue:
+def now_in(queue: Queue[tuple[str, str]], name: str) -> meters.QueueWaits:
     """Return the present state of a queue."""
     depth, oldest = queue.due()
-    return meters.Queue(name, depth, oldest, queue.stuck_seconds(), queue.working, queue.unfinished_seconds())
+    return meters.QueueWaits(name, depth, oldest, queue.stuck_seconds(), queue.working, queue.unfinished_seconds())

@@ -62,7 +62,7 @@ _Request = tuple[float, int, K, Priority]
 """Time, a number that breaks ties, key, priority."""
 
 
-class Watcher:
+class QueueMeter:
     """Receives measurements of a queue. This one ignores them."""
 
     def added(self) -> None:
@@ -289,13 +289,13 @@ class Queue(Generic[K]):
         *,
         at_a_time: int = 32,
         of_namespace: int = OF_NAMESPACE_MAX,
-        watcher: Watcher | None = None,
+        watcher: QueueMeter | None = None,
         about: Callable[[K], Mapping[str, object]] | None = None,
         kind: Callable[[K], int] = lambda _key: 0,
     ) -> None:
         """about: extra fields of a log record about a key. kind: keys of different kinds take turns."""
         self._about = about or (lambda key: {"job": _name(key)})
-        self._watcher = watcher or Watcher()
+        self._watcher = watcher or QueueMeter()
         self.schedule: Schedule[K] = Schedule(of_namespace=of_namespace, kind=kind)
         self._reconcile = reconcile
         self._clock = runtime.clock

@@ -19,7 +19,7 @@ import asyncio
 import datetime as dt
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 import msgspec
 
@@ -59,6 +59,13 @@ PLANNED_AT_ONCE = 256
 # While pods of a job are being created, its status counts the running ones only this often.
 UNFINISHED_SECONDS = 60.0
 
+NOT_UNTIL_ITS_EVENT: Final = None
+"""No reconcile is needed before the next event of the job or one of its objects."""
+Requeue: TypeAlias = float | None
+"""Seconds until the next reconcile, or NOT_UNTIL_ITS_EVENT."""
+AnotherRound: TypeAlias = Literal["another round"]
+"""The plan of this round has changed the job, so it is observed and planned again at once."""
+
 
 @dataclass(eq=False)
 class Reconciler:
@@ -78,8 +85,8 @@ class Reconciler:
     reads: InFlight = field(default_factory=lambda: InFlight(total=16, of_namespace=4, quick_seconds=600.0))
     """Limits how many cut jobs are in memory whole at a time. Each takes up to 4 MiB."""
 
-    async def reconcile(self, key: Key) -> float | None:
-        """Return the seconds until the next reconcile, None if only a change needs one. Raise RetryError."""
+    async def reconcile(self, key: Key) -> Requeue:
+        """Return when the job is reconciled again. Raise RetryError."""
         try:
             return await self._reconcile(key)
         finally:
@@ -89,7 +96,7 @@ class Reconciler:
             elif storage.is_cut(raw):
                 self.states.forget_spec(key)
 
-    async def _reconcile(self, key: Key) -> float | None:
+    async def _reconcile(self, key: Key) -> Requeue:
         if (wait := self.ready_in(key)) != 0.0:
             return wait
         raw = self.caches.jobs.get(key)
@@ -133,7 +140,7 @@ class Reconciler:
         except ApiError as error:
             raise RetryError(str(error), error.retry_after_seconds or 0.0) from None
 
-    async def _rounds(self, key: Key) -> float | None:
+    async def _rounds(self, key: Key) -> Requeue:
         ends = self.runtime.clock() + RECONCILE_SECONDS
         for _ in range(ROUNDS_MAX):
             try:
@@ -146,8 +153,7 @@ class Reconciler:
                 return again_in
         return 1.0
 
-    async def _round(self, key: Key, ends: float) -> float | Literal["another round"] | None:
-        """Return the seconds until the next reconcile (None: none is needed), or "another round"."""
+    async def _round(self, key: Key, ends: float) -> Requeue | AnotherRound:
         self.observed(key)
         readable = await self._readable(key)
         if not isinstance(readable, tuple):
@@ -164,10 +170,7 @@ class Reconciler:
             return "another round"
         if (wait := self._wait_for_turn(job, todo, state)) > 0:
             return min(wait, self._requeue_in(todo, state) or wait)
-        again_in = await self._execute(job, todo, state, ends)
-        if again_in is not None:
-            return again_in
-        return self._requeue_in(todo, state) if _is_only_progress(job.status, todo) else "another round"
+        return await self._execute(job, todo, state, ends)
 
     async def _plan(self, job: api.DDPJob, seen: Observed, problems: list[validation.Problem]) -> Plan:
         """Plan, in a thread if the job is large: it takes up to a second, which could cost us the Lease."""
@@ -178,8 +181,8 @@ class Reconciler:
         seen = replace(seen, reports=dict(seen.reports), nodes=None if seen.nodes is None else dict(seen.nodes))
         return await asyncio.to_thread(plan, job, seen, now, problems=problems, settings=self.settings)
 
-    async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> float | None:
-        """Execute a plan. Return the seconds until the next reconcile, None if another round must follow at once."""
+    async def _execute(self, job: api.DDPJob, todo: Plan, state: JobState, ends: float) -> Requeue | AnotherRound:
+        is_only_progress = _is_only_progress(job.status, todo)
         if self._tells_later(job.status, todo, state):
             todo = Plan(todo.actions, requeue_at=todo.requeue_at)
         is_complete = await self.executor.execute(job, todo, state)
@@ -193,7 +196,7 @@ class Reconciler:
             return min(CREATED_SECONDS, self._requeue_in(todo, state) or CREATED_SECONDS)
         if not is_complete or self.runtime.clock() > ends:
             return 0.0  # to the back of the queue, behind the other jobs that are due
-        return None
+        return self._requeue_in(todo, state) if is_only_progress else "another round"
 
     def _tells_later(self, old: api.Status, todo: Plan, state: JobState) -> bool:
         """True if the status may be skipped: the plan creates more pods, and only the number of running ones is new.
@@ -207,8 +210,8 @@ class Reconciler:
         same = {name: getattr(old, name) for name in ("nodes", "started_nodes", "display", "message", "conditions")}
         return told and bool(todo.actions) and msgspec.structs.replace(new, **same) == old
 
-    async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | float | None:
-        """Return the job and the problems of its spec, or None if it is gone or not ours.
+    async def _readable(self, key: Key) -> tuple[api.DDPJob, list[validation.Problem]] | Requeue:
+        """Return the job and the problems of its spec, or `NOT_UNTIL_ITS_EVENT` if it is gone or not ours.
 
         If the job or one of its objects cannot be read, report that and return the seconds until the next try. A fix of
         the object enqueues the job earlier.
@@ -219,7 +222,7 @@ class Reconciler:
             raw = self.caches.jobs.get(key)
         if raw is None:
             self.states.forget([key])
-            return None
+            return NOT_UNTIL_ITS_EVENT
         version = str(raw["metadata"].get("resourceVersion") or "")
         state = self.states.of(key, raw["metadata"]["uid"])
         if (wait := state.waits(version, self.runtime.clock())) > 0:
@@ -228,7 +231,7 @@ class Reconciler:
             job, problems = self.states.parse(key, raw)
         except validation.UnreadableJobError as error:
             if not unreadable.is_managed(raw):
-                return None
+                return NOT_UNTIL_ITS_EVENT
             return self._put_off(key, state, version, await self._report_unreadable(raw, str(error)) or str(error))
         if why := next((why for copy in self._copies() if (why := copy.unreadable(key))), ""):
             # Planning without this object would treat its rank as lost, and create a second pod next to it.

@@ -8,7 +8,7 @@ between unmarked steps is also copied at once, because nothing else has it (`mem
 Flow: the memory has two areas. A copy is written to the area that does not have the newest state. Each rank writes its
 small values to a slot, and the first rank of each node writes the large state. The step number that makes the copy
 valid is written at the next optimizer step: then all ranks have reached the boundary. Rank 0 measures the cost of a
-copy, decides how often to copy (`Plan`), and publishes that in the group's store.
+copy, decides how often to copy (`CopyPlan`), and publishes that in the group's store.
 
 Which boundary: if parameters change after a boundary, it is not known whether the next step starts from the values
 before or after the change. The first `save` or `keep` decides. If it finds the same parameters as `should_stop` at the
@@ -35,7 +35,7 @@ from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
-from ddpjob_core.copies import Plan
+from ddpjob_core.copies import CopyPlan
 from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, PID, PLACED, SAVED, UNABLE, Held, Version
 
 PACES_LEAST = 3
@@ -85,8 +85,8 @@ class Copies:
         """Version of the last copy that was made for save()."""
         self.loaded: Version | None = None
         """Version that this generation loaded from memory."""
-        self._plan: Plan | None = None
-        self._next: Plan | None = None  # published, not in force yet
+        self._plan: CopyPlan | None = None
+        self._next: CopyPlan | None = None  # published, not in force yet
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
         self._step = self._before = self._counted = 0  # this boundary, the one before, the last that counted
         self._resumed = 0  # step that was loaded, and so is in memory already
@@ -408,10 +408,10 @@ class Copies:
     def _tell(self, every: int, named: bool) -> None:
         if self._world_size == 1:
             first = self._step if self._plan is None else self._plan.first  # a new plan alone is no reason to copy
-            self._plan = Plan(first, every, named, self.changes)
+            self._plan = CopyPlan(first, every, named, self.changes)
         else:
             first = copies.first_of_next(self._step, self._before, self._every, self._later)
-            self._next = Plan(first, every, named, self.changes)
+            self._next = CopyPlan(first, every, named, self.changes)
             self._store.set(self._key, self._next.as_text())
             self._store.get(self._key)  # makes sure that the other ranks find it from now on
         self._told += 1

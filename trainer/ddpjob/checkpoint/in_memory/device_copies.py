@@ -32,7 +32,7 @@ from ddpjob import process
 from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
 from ddpjob.checkpoint.in_memory.kept import BUFFERS, Kept
 from ddpjob.checkpoint.in_memory.shared import Shared
-from ddpjob.checkpoint.in_memory.streams import Mark, Streams, Ticket
+from ddpjob.checkpoint.in_memory.streams import StreamMark, Streams, Ticket
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
@@ -54,8 +54,8 @@ class _Flight:
         """False for a first copy that only measures the cost."""
         self.is_saved = at.must_be_copied
         self.host_seconds = 0.0
-        self.passed: Mark | None = None
-        """Mark on the device, after the copy and the backward pass of the next step."""
+        self.passed: StreamMark | None = None
+        """StreamMark on the device, after the copy and the backward pass of the next step."""
         self.held: Held | None = None
         """Description of the copy without its sum; None if this rank does not write the state."""
         self.area = 0
@@ -132,7 +132,7 @@ class DeviceCopies(Copies):
         self._said_pinned = False
         self._flight: _Flight | None = None
         self._left: _Flight | None = None  # one that will not count, and may still write
-        self._looked: Mark | None = None  # after the backward pass that followed the last look
+        self._looked: StreamMark | None = None  # after the backward pass that followed the last look
         self._has_looked = False  # and that pass has not come yet
         self._in_torch = threading.Lock()  # held by a thread while it is in torch's C++, and from the exit on
         self._pid = os.getpid()

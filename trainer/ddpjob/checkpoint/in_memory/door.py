@@ -10,7 +10,7 @@ from ddpjob.checkpoint.in_memory.memory import Keeper
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.errors import StateError
 from ddpjob.group.join import World, store_of
-from ddpjob_core.memory import Found, Version
+from ddpjob_core.memory import FoundState, Version
 
 _ALONE = (
     "Snapshot() has no folder: the state is kept in the memory of the pods alone, and the training begins at step 0 "
@@ -61,7 +61,7 @@ class InMemory:
         self._world = world
         self._loads = 0
         self._named: set[str] = set()  # by the calls of load() that take one step
-        self._taken: Found | None = None  # what they take; None: what the folder has
+        self._taken: FoundState | None = None  # what they take; None: what the folder has
         self._used = wanted and world is not None and _is_rank(world) and "DDPJOB_MEMORY" in os.environ
 
     @property
@@ -111,7 +111,7 @@ class InMemory:
         process.current.keeper = self._keeper
         process.current.at_boundary = self._keeper.boundary
 
-    def find(self, objects: Mapping[str, Any]) -> Found | None:
+    def find(self, objects: Mapping[str, Any]) -> FoundState | None:
         """The newest state that is whole in the memory of any node; every rank calls it.
 
         Calls of `load` that name one part each take one step: what the first one took, the others take too. One that
@@ -125,7 +125,7 @@ class InMemory:
             return self._taken
         return recall.find(self._shared, self._world.rank, self._world.world_size, self._present)
 
-    def fetch(self, found: Found, objects: Mapping[str, Any]) -> recall.Fetched | None:
+    def fetch(self, found: FoundState, objects: Mapping[str, Any]) -> recall.Fetched | None:
         """That state, if it has these names and is as it was written; every rank calls it. Raises StateError where a
         part of it was loaded before: the folder's would be of another step."""
         assert self._world is not None, "it was found"
@@ -145,10 +145,10 @@ class InMemory:
             self._keeper.loads(found.held.version)
         return fetched
 
-    def _took(self, found: Found | None, objects: Mapping[str, Any]) -> None:
+    def _took(self, found: FoundState | None, objects: Mapping[str, Any]) -> None:
         self._named, self._taken = self._named | _names(objects), found
 
-    def resumed(self, found: Found, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
+    def resumed(self, found: FoundState, objects: Mapping[str, Any], fetched: recall.Fetched) -> dict[str, Any]:
         """The objects have the state that was found: it is kept again, also where this node had none. What
         `Snapshot.state` is then.
 
@@ -210,7 +210,7 @@ def _names(objects: Mapping[str, Any]) -> set[str]:
     return set(objects) or {""}
 
 
-def _half(named: set[str], found: Found, objects: Mapping[str, Any]) -> str:
+def _half(named: set[str], found: FoundState, objects: Mapping[str, Any]) -> str:
     before = ", ".join(sorted(named - {""})) or "the rest"
     return (
         f"{', '.join(sorted(objects))}: the memory does not give it, and the folder has another step than "

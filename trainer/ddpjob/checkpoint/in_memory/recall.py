@@ -37,7 +37,7 @@ from ddpjob_core.memory import (
     LOOSE,
     MISCOUNTED,
     PROVEN,
-    Found,
+    FoundState,
     Held,
     Mark,
     Proof,
@@ -99,7 +99,7 @@ def _own_row(shared: Shared | None) -> _Row:
     )
 
 
-def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> Found | None:
+def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> FoundState | None:
     """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory.
 
     What the ranks of one node have found out about the script is told to all nodes, because all copy at the same steps;
@@ -112,7 +112,7 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
         shared.node[MISCOUNTED] = max(row.miscounted for row in rows)
     marks = [row.mark for row in rows]
     found = memory.newest([row.held(present.attempt) for row in rows], present, [row.proof for row in rows], marks)
-    if isinstance(found, Found):
+    if isinstance(found, FoundState):
         if shared is not None and rank not in found.ranks:
             shared.proven_elsewhere = max(rows[holder].proven for holder in found.ranks)
         return found
@@ -135,7 +135,7 @@ class Fetched(NamedTuple):
 
 
 def fetch(
-    shared: Shared | None, found: Found, rank: int, world_size: int, objects: Mapping[str, Any]
+    shared: Shared | None, found: FoundState, rank: int, world_size: int, objects: Mapping[str, Any]
 ) -> Fetched | None:
     """The state of all ranks; None on all of them where it cannot be used.
 
@@ -203,7 +203,7 @@ def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
         return None
 
 
-def _checked(large: Any, small: Any, found: Found, objects: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(large: Any, small: Any, found: FoundState, objects: Mapping[str, Any]) -> dict[str, Any]:
     state = merged(large, small)
     threads = packed.threads(process.number("LOCAL_WORLD_SIZE", 1), found.held.size)
     if packed.total(packed.tensors_of(large), threads) != found.held.total:
@@ -319,7 +319,7 @@ def _gathered(own: list[int], world_size: int) -> list[list[int]]:
     return rows
 
 
-def _large(shared: Shared | None, found: Found, rank: int, world_size: int) -> Any:
+def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int) -> Any:
     """Seen where it is, else from the first rank that has it; all ranks, because each calls the same collectives."""
     size, source = found.held.size, found.ranks[0]
     own: torch.Tensor | None = None

@@ -12,7 +12,7 @@ import torch
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A point in what a device does."""
 
     def is_done(self) -> bool:
@@ -22,7 +22,7 @@ class Mark(Protocol):
         """Until it has."""
 
 
-class Ticket(Mark, Protocol):
+class Ticket(StreamMark, Protocol):
     """A copy that is on its way; done when all its bytes are there."""
 
     def hold(self) -> None:
@@ -51,7 +51,7 @@ class Streams(Protocol):
     def begin_copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Ticket:
         """Copy to each first from each second one, as it is when the device has done what it was given so far."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """Done when the device has done what the current stream was given so far."""
 
     def is_recording(self) -> bool:
