@@ -141,6 +141,13 @@ def parse(listing: str) -> dict[str, tuple[float, int]]:
     return found
 
 
+def ranks_of(supervisor: int) -> tuple[int, ...]:
+    """Return the processes that are the ranks of a node now; empty if they cannot be told from the others."""
+    found = dict(_all_processes())
+    parent_of = {pid: process.parent for pid, process in found.items()}
+    return ranks(processes.descendants(supervisor, parent_of) & found.keys(), found)
+
+
 def ranks(own: set[int], found: Mapping[int, ProcessStat]) -> tuple[int, ...]:
     """The processes of a node that are ranks, in their order; empty where they cannot be told from the others."""
     return _given(own, found) or _forked(own, found)
