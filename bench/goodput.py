@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=120.0)
     parser.add_argument("--every", type=float, default=10.0, help="seconds between two kills (%(default)s)")
     parser.add_argument("--launchers", nargs="+", default=["ddprun", "torchrun"], choices=["ddprun", "torchrun"])
-    parser.add_argument("--script", nargs="+", default=DIGITS, help="another training that calls ddpjob.progress(step=)")
+    parser.add_argument(
+        "--script", nargs="+", default=DIGITS, help="another training that calls ddpjob.progress(step=)"
+    )
     given = parser.parse_args()
     for launcher in given.launchers:
         print(machine.line())

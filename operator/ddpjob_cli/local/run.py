@@ -11,6 +11,7 @@ import dataclasses
 import datetime as dt
 import os
 import selectors
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -90,6 +91,8 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     for option, path in written:
         if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
             raise InputError(f"{option} {path}: there is no such folder")
+    chosen = threads.chosen(job, os.environ)
+    options = dataclasses.replace(options, defaults=" · ".join(filter(None, (options.defaults, chosen))))
     job, notes = on_this_machine(job, options)
     slots, more = assign_slots(document, job)
     notes += more + check(document, job, slots, options)
@@ -189,9 +192,7 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
         return []
     fault = next((f for f in options.faults if isinstance(f, faults.RankFault)), None)
     if fault is not None:
-        text = (
-            f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use every=20s."
-        )
+        text = f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use every=20s."
         raise InputError(f"{fault.option}: {text}")
     if job.spec.stall is None or not job.spec.stall.timeout_seconds or launcher.facts(job.spec).restarts_in_place:
         return []
@@ -235,7 +236,7 @@ class Runner:
         self._receiver.start()
         reporting = build.Reporting(self._receiver.url, str(folder.path / "token"), REPORT_SECONDS)
         self.cluster = LocalCluster(folder.path, slots, reporting, self._show, options.names)
-        self.teller = told.Teller(self.job, self.screen.note, self._print)
+        self.teller = told.Teller(self.job, self.screen.note, self._print, self._command("logs"))
         self.cluster.selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def __enter__(self) -> Runner:
@@ -505,6 +506,7 @@ class Runner:
         missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
+        self.screen.note(self._where())  # the last line is how it ended
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # what was to be tested was not
@@ -513,6 +515,16 @@ class Runner:
             return INTERRUPTED
         self.screen.note(ending.failed(name, status, took))
         return FAILED
+
+    def _where(self) -> str:
+        """Where the output and the figures of the run are."""
+        written = self.options.report or f"{self._command('report')} > report.html"
+        return f"  logs: {self._command('logs')}   report: {written}"
+
+    def _command(self, name: str) -> str:
+        """ddpjob logs digits, with the folder if it is not that of the user."""
+        folder = "" if self.options.folder is None else f" --dir {shlex.quote(str(self.options.folder))}"
+        return f"ddpjob {name} {self.job.metadata.name}{folder}"
 
     def _write_report(self) -> None:
         if self.options.report is None:

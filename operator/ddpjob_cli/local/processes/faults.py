@@ -94,7 +94,9 @@ def parse(text: str) -> Fault:
         if name in given:
             raise InputError(f"{option}: {name} is given twice")
         given[name] = value
-    unknown = [n for n in given if n not in ("every", "node", "at", "rank", "step", "attempt", "signal", "exit", "hang")]
+    unknown = [
+        n for n in given if n not in ("every", "node", "at", "rank", "step", "attempt", "signal", "exit", "hang")
+    ]
     if unknown:
         raise InputError(f"{option}: {unknown[0] or 'an empty part'} is unknown; must be {FORMS}")
     if "node" in given and given.keys() == {"node", "at"}:
