@@ -1,4 +1,4 @@
-"""docs/frameworks.md: each framework ends in order when it is told to stop, and goes on from that step.
+"""docs/frameworks.md and tracking.md: each framework ends in order when it is told to stop, and goes on from there.
 
 They need packages that `make test` does not install, because it would take longer and more room than all its tests:
 `make test-frameworks` does.
@@ -168,3 +168,37 @@ def test_lightnings_second_fit_saves_when_it_is_told_to_stop_and_validations_are
     assert (tmp_path / "last.ckpt").exists(), told.stdout
     assert "validates, declared: evaluate" in told.stdout, told.stdout
     assert "fitted, declared: None" in told.stdout, told.stdout
+
+
+DRAWS_A_CURVE = """
+import ddpjob, torch
+from torch.utils.tensorboard import SummaryWriter
+
+with ddpjob.init() as world:
+    model = world.wrap(torch.nn.Linear(8, 1).to(world.device))
+    snapshot = ddpjob.Snapshot("snapshots", world)
+    step = snapshot.load(model=model)
+    writer = SummaryWriter("runs", purge_step=step + 1) if world.is_main else None
+    while step < 60:
+        step += 1
+        if writer:
+            writer.add_scalar("loss", 1 / step, step)
+        ddpjob.progress(step=step, total=60)
+        if step % 20 == 0:
+            snapshot.save(step, model=model)
+    snapshot.close()
+    if writer:
+        writer.close()
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("launcher", ["ddprun", "torchrun"])
+def test_a_curve_has_each_step_once_though_a_rank_was_killed(launcher: str, rank: int, tmp_path: Path) -> None:
+    """Repeated steps were drawn over each other, and what was not written yet left a gap."""
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=WHY)
+    (tmp_path / "train.py").write_text(DRAWS_A_CURVE)
+    words = ["run", "--nproc-per-node=2", "--launcher", launcher, "--fail", f"rank={rank},step=35,signal=KILL"]
+    subprocess.run(["ddpjob", *words, "train.py"], cwd=tmp_path, timeout=150, check=True)
+    curve = reader.EventAccumulator(str(tmp_path / "runs")).Reload().Scalars("loss")
+    assert [point.step for point in curve] == list(range(1, 61))

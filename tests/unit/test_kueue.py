@@ -71,6 +71,27 @@ def test_the_label_of_a_queue_means_kueue_where_the_operator_has_it(
     assert choice.choose(labelled(job(**spec), **labels), apis)[0] == kind
 
 
+@pytest.mark.parametrize(
+    ("labels", "spec", "apis", "is_warned"),
+    [
+        ({"queue_name": "main"}, {}, {}, True),
+        ({"queue_name": "main"}, {"nodes": 1}, {"native": SERVED["native"]}, True),
+        ({"queue_name": "main"}, {"gang": "native"}, {"native": SERVED["native"]}, True),
+        ({"queue_name": "main"}, {"gang": "none"}, {}, False),
+        ({"queue_name": "main"}, {}, SERVED, False),
+        ({}, {}, {}, False),
+    ],
+)
+def test_a_queue_that_the_operator_does_not_serve_is_warned_of_when_the_job_starts(
+    labels: dict[str, str], spec: dict[str, Any], apis: dict[str, GangApi], is_warned: bool
+) -> None:
+    """With the chart's defaults such a job took GPUs outside every quota, and nothing said so."""
+    world = World(labelled(job(**spec), **labels))
+    world.gang_apis = dict(apis)
+    sent = [event for event in world.settle().events if event.reason == "QueueNotServed"]
+    assert [(event.type, "queue-name: main" in event.message) for event in sent] == [("Warning", True)] * is_warned
+
+
 def test_spec_gang_kueue_is_valid_and_means_the_queue_default() -> None:
     _, problems = validation.parse(manifest(gang="kueue"))
     assert problems == []

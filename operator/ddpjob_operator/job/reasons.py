@@ -60,6 +60,11 @@ GANG_UNAVAILABLE = _warning(
     "The job asks for a gang that this operator or this API server does not have.",
     "Do what the message says of the chart or of the API server, or set `spec.gang: none`.",
 )
+QUEUE_NOT_SERVED = _warning(
+    "QueueNotServed",
+    "Event only: the job names a queue of Kueue, and this operator asks none, so the pods start at once.",
+    "Set `gang.kueue.enabled=true` in the chart and apply the job again, or remove the label.",
+)
 WAITING_FOR_ADMISSION = Reason(
     "WaitingForAdmission",
     "The queue has not admitted the job; no pod is made before that.",

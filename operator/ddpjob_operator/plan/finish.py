@@ -10,6 +10,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from ddpjob_operator.failures import sentences
+from ddpjob_operator.gangs import choice
 from ddpjob_operator.job import api, budgets, launcher, podspec, reasons, shells, variables
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, apart_from_progress, find_condition, is_broken, is_of_this_attempt
@@ -157,6 +158,8 @@ def _events(view: View, old: api.Status, new: api.Status, message: str) -> Itera
         yield _event(reasons.SAVE_FAILED, new.save_failed)
     if new.attempt and not old.attempt:
         yield from _advisories(view.job)
+        if text := choice.unserved_queue(view.job, view.seen.gang_apis):
+            yield _event(reasons.QUEUE_NOT_SERVED, text)
 
 
 def _of_state(view: View, old: api.Status, new: api.Status, message: str) -> Iterator[Event]:

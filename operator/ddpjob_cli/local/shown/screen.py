@@ -25,7 +25,7 @@ WAIT_SECONDS = 10.0  # before the first line of a wait; each later one comes aft
 LIVE_SECONDS = 0.5  # between two drawings of the table: what a person can follow, at under 1 % of a CPU
 TICK_SECONDS = 1.0  # the clocks of the table go on while nothing happens
 LINES_A_DRAWING = 200  # more lines than that between two drawings cannot be read on a terminal; the file has them
-_QUIET = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name)
+_QUIET = (reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name, reasons.QUEUE_NOT_SERVED.name)
 
 
 class OutputClosedError(Exception):
@@ -72,7 +72,7 @@ class PlainScreen:
             raise
 
     def event(self, event: Event) -> None:
-        """Show a change of state, except for steps that take no time locally."""
+        """Show a change of state, except for steps that take no time locally, and for what is a cluster's own."""
         if event.reason not in _QUIET:
             mark = "! " if event.type == "Warning" else ""
             self.note(f"{mark}{event.message}")
