@@ -55,7 +55,8 @@ Set if reports are received.
 RANKS = """\
 ## What a rank finds under `ddprun`
 
-Besides torchrun's variables, of which `MASTER_PORT` is new in each generation.
+Besides torchrun's variables, of which `MASTER_PORT` is new in each generation. After a restart a module that was imported
+[before the ranks start](ddprun.md#a-restart-in-place) found none of them: one that reads such a variable is imported by each rank.
 """
 OTHERS = """\
 ## Others
