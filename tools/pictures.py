@@ -61,12 +61,13 @@ def step_of(screen: str) -> int:
     return int(found[1]) if found else 0
 
 
-def lines_of(text: str) -> set[str]:
+def lines_of(text: str) -> list[str]:
     """The lines of a screen without what differs from run to run: numbers, bars, the curve, the trend of the pace."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     text = re.sub(r"\d[\d.,]*", "#", text)
     text = re.sub(r", # % (slower|faster)|(#h)?(#m)?(#s)? left|elapsed \S+|pids? #( #)*|# [MG]B", "", text)
-    return {" ".join(re.sub(r"[━─▁-█]+", "", line).split()) for line in text.splitlines() if line.strip()}
+    lines = (" ".join(re.sub(r"[━─▁-█]+", "", line).split()) for line in text.splitlines())
+    return [line for line in lines if line]
 
 
 def text_of(picture: str) -> str:
@@ -78,11 +79,12 @@ def text_of(picture: str) -> str:
 
 
 def compare(name: str, screen: str) -> None:
-    """Exit with the lines that are on one side alone."""
+    """Exit with the lines that are on one side alone. A picture has long lines in two."""
     old, new = lines_of(text_of((PICTURES / name).read_text(encoding="utf-8"))), lines_of(screen)
-    if old != new:
-        told = [f"- {line}" for line in sorted(old - new)] + [f"+ {line}" for line in sorted(new - old)]
-        sys.exit("\n".join([f"{name} is not what a run shows: make pictures", *told]))
+    gone = [f"- {line}" for line in old if line not in " ".join(new)]
+    added = [f"+ {line}" for line in new if line not in " ".join(old)]
+    if gone or added:
+        sys.exit("\n".join([f"{name} is not what a run shows: make pictures", *gone, *added]))
 
 
 def draw(name: str, title: str, screen: str) -> None:
