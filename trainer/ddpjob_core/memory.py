@@ -377,7 +377,7 @@ def area_bytes(size: int) -> int:
 
 
 def missing(size: int, reserved: Sequence[int], areas: int) -> int:
-    """Return the bytes that the areas need in addition: one area if survivors write the state, AREAS if it is copied."""
+    """Return the bytes that the areas need more: one area if survivors write the state, AREAS if it is copied."""
     return sum(max(0, size - has) for has in reserved[:areas])
 
 

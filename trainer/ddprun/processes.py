@@ -111,7 +111,6 @@ def fork(work: Callable[[], None]) -> int:
 
     # Signals stay blocked until the child has removed our handlers: otherwise a signal for the child would be written
     # into our pipe.
-    # our pipe and taken for ours.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()

@@ -13,7 +13,6 @@ LAST_LINE = "last line: "
 """Prefix of a last line that may not be the reason."""
 # Codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program. For another code, which
 # the program chose itself, the last line says nothing.
-# that chooses another code means something by it, and its last line may be any.
 _CODES = (1, 2, 126, 127)
 LINE_MAX = 2000
 # `[rank1]: ` comes from torch, `[default0]:` (with the local rank) from torchrun --tee.
@@ -24,7 +23,6 @@ _CLICK = re.compile(r"^Error: \S")
 _BOX = re.compile(r"^[\u256d\u250c\u250f][\u2500\u2501] Error ")
 # The first line of torchrun's report (until torch 2.1 with the logger's name), and torchrun's other lines, such as
 # those about OMP_NUM_THREADS or, with LOGLEVEL=INFO, about each start.
-# and its other lines, such as that about OMP_NUM_THREADS at the start, and with LOGLEVEL=INFO those of each start.
 _REPORT = re.compile(
     r"^(?:[EW]\d{4} \d\d:\d\d:\d\d.*torch/distributed/elastic|(?:ERROR|WARNING):torch\.distributed\.elastic)"
 )
@@ -38,7 +36,6 @@ _LAUNCHERS_OWN = re.compile(
 BORDER = re.compile(r"^(?:={7,}|\*{7,}|-{7,})\s*$")
 # Lines that libraries print at the end of any program: torch about groups that were not destroyed, wandb about its
 # files, hydra about more output, and Python's warnings with a line of code below.
-# hydra of how to see more, Python's warnings with the line of code below each.
 _SUMMARY = re.compile(
     r"^(?:\[[WI]\d{4} \d\d:\d\d:\d\d|wandb: |Set the environment variable HYDRA_FULL_ERROR=1"
     r"|[^\s:][^:]{0,300}:\d{1,9}: [A-Za-z_.]{0,60}Warning: )"

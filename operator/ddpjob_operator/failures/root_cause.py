@@ -429,7 +429,6 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
     if pod.deleted_first and not outside:
         # A drain or preemption after the operator's deletion changes nothing; the kubelet then may not find the
         # container (ContainerStatusUnknown).
-        # container that is gone by then (ContainerStatusUnknown).
         if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
             return Precedence.NODE_LATE
         return Precedence.LATE if _failed_before_its_deletion(own, code) else Precedence.STOPPED

@@ -34,7 +34,6 @@ _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
 # For evictions whose reason begins so (DeactivatedDueToRequeuingLimitExceeded), Kueue itself decides when the Workload
 # may queue again: after a back-off, or when it is active again.
-# queue again: after a back-off, or when it is active again.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 

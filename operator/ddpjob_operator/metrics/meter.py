@@ -205,8 +205,6 @@ class Meter:
                 before = self._counted_by_others(job, spent)
             # A stall or failure is found after it began, and clocks may be set back: the productive time then shrinks.
             # Prometheus takes a falling counter for a restart from zero, so increase() would add all of it again.
-            # until now is less then. Prometheus takes a counter that falls for one that began again at zero, and
-            # increase() would have all of a week once more.
             spent = {name: max(seconds, before.get(name, 0)) for name, seconds in spent.items()}
             self._spent[job.uid] = spent
         for name, seconds in spent.items():

@@ -12,7 +12,6 @@ from ddpjob_operator.metrics import names
 from ddpjob_operator.plan import transitions
 
 # Scrapers come every 15 to 60 s, so they still see an ended job. Thousands of old jobs must not cost every scrape.
-# does not pay for them at every scrape.
 ENDED_SECONDS = 600.0
 
 

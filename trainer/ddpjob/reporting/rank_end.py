@@ -26,7 +26,7 @@ from typing import Any
 from ddpjob import own_files, process
 from ddpjob_core.members import Members
 
-MODULES_MAX = 64  # a search over hyperparameters makes one after the other
+MODULES_MAX = 64  # a hyperparameter search creates many models in one process
 RECENT = 32  # backward passes of which the last are kept
 RECENT_VALUES = 64  # spread over one parameter
 PREFIX_WORDS = 4096  # of each parameter, in a backward pass
