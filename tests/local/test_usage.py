@@ -14,6 +14,7 @@ import pytest
 from shell import eventually
 
 from ddpjob_cli.local.shown.usage import SeenUsage, Usages, parse, ranks_of
+from ddprun import processes
 
 SLEEP = "import time; time.sleep(1000)"
 Node = Callable[..., int]
@@ -99,7 +100,10 @@ def test_of_a_fork_server_only_the_ranks_count(node: Node, tmp_path: Path, has_f
     """
     pid = node(launcher)
     ranks = eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())
-    assert ranks_of(pid) == tuple(map(int, ranks.split()))
+    try:
+        assert ranks_of(pid) == tuple(map(int, ranks.split()))
+    finally:
+        processes.kill(processes.descendants(pid))  # they lead sessions of their own
 
 
 def test_a_look_costs_little_and_is_not_repeated_at_once(node: Node) -> None:
