@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 WORKERS ?= $(shell echo $$(($$(nproc) * 3 / 2)))
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: dist install demo quick test-processes test test-long test-versions test-frameworks docs pictures simulate truth test-kind check format generate pins clean help
+.PHONY: dist install demo quick test-processes test test-long test-versions test-frameworks docs pictures pictures-check simulate truth test-kind check format generate pins clean help
 
 help: ## What can be made.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -81,6 +81,9 @@ dist: install ## Wheel, sdist, chart and lists of the images' packages (CycloneD
 
 pictures: install ## The terminal pictures of README, from a real run; needs tmux.
 	$(BIN)/python tools/pictures.py
+
+pictures-check: install ## That the lines of these pictures are those of a new run, numbers apart; needs tmux.
+	$(BIN)/python tools/pictures.py --check
 
 SEEDS ?= 20000
 simulate: install ## SEEDS=20000 lives of a job on a model of a cluster, with everything that can go wrong.

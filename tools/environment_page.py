@@ -55,7 +55,9 @@ Set if reports are received.
 RANKS = """\
 ## What a rank finds under `ddprun`
 
-Besides torchrun's variables, of which `MASTER_PORT` is new in each generation.
+Besides torchrun's variables, of which `MASTER_PORT` is new in each generation. After a restart, modules may have been
+imported [before the ranks started](ddprun.md#a-restart-in-place); one that reads such a variable is imported by each
+rank.
 """
 OTHERS = """\
 ## Others

@@ -1,10 +1,12 @@
-"""Take the pictures of docs/pictures from real runs: `make pictures`. Needs tmux, which draws the terminal.
+"""Take the pictures of docs/pictures from a real run: `make pictures`. Needs tmux, which draws the terminal.
 
 One run of examples/digits.yaml with a rank killed in the middle: the live table before the kill, and the restart.
+`--check` draws nothing, and fails if a picture has other lines than the run, numbers apart.
 """
 
 from __future__ import annotations
 
+import html
 import io
 import re
 import shlex
@@ -24,7 +26,6 @@ PICTURES = ROOT / "docs" / "pictures"
 WIDTH, HEIGHT = 100, 24
 LIMIT_SECONDS = 400.0
 COMMAND = "ddpjob run examples/digits.yaml --fail rank=1,step=520,signal=KILL"
-KEPT = "spec.template.spec.volumes[0]={name: snapshots, hostPath: {path: %s, type: DirectoryOrCreate}}"
 _NORMAL = [(72, 79, 88), (255, 123, 114), (63, 185, 80), (210, 153, 34), (88, 166, 255), (188, 140, 255)]
 _NORMAL += [(57, 197, 207), (177, 186, 196)]
 _BRIGHT = [(110, 118, 129), (255, 161, 152), (86, 211, 100), (227, 179, 65), (121, 192, 255), (210, 168, 255)]
@@ -60,10 +61,38 @@ def step_of(screen: str) -> int:
     return int(found[1]) if found else 0
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines of a screen without what differs from run to run: numbers, bars, the curve, the trend of the pace."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    text = re.sub(r"\d[\d.,]*", "#", text)
+    text = re.sub(r", # % (slower|faster)|(#h)?(#m)?(#s)? left|elapsed \S+|pids? #( #)*|# [MG]B", "", text)
+    lines = (" ".join(re.sub(r"[━─▁-█]+", "", line).split()) for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def text_of(picture: str) -> str:
+    """The screen that a picture shows."""
+    rows: dict[float, str] = {}
+    for y, text in re.findall(r'<text class="\S+-r\d+" x="[\d.]+" y="([\d.]+)"[^>]*>(.*?)</text>', picture):
+        rows[float(y)] = rows.get(float(y), "") + html.unescape(text).replace("\xa0", " ")
+    return "\n".join(rows[y] for y in sorted(rows))
+
+
+def compare(name: str, screen: str) -> None:
+    """Exit with the lines that are on one side alone. A picture has long lines in two."""
+    old, new = lines_of(text_of((PICTURES / name).read_text(encoding="utf-8"))), lines_of(screen)
+    gone = [f"- {line}" for line in old if line not in " ".join(new)]
+    added = [f"+ {line}" for line in new if line not in " ".join(old)]
+    if gone or added:
+        sys.exit("\n".join([f"{name} is not what a run shows: make pictures", *gone, *added]))
+
+
 def draw(name: str, title: str, screen: str) -> None:
-    """Write one picture. The names of this machine's folders are left out."""
-    text = re.sub(r"/\S*/ddpjob/digits/[0-9a-f-]+/", "~/.local/state/ddpjob/digits/…/", screen).strip("\n")
-    text = re.sub(r"/\S*/snapshots\b", "/snapshots", text)
+    """Write one picture."""
+    if "--check" in sys.argv:
+        compare(name, screen)
+        return
+    text = screen.strip("\n")
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(Text.from_ansi(text))
     svg = console.export_svg(title=title, theme=THEME)
@@ -78,13 +107,13 @@ def draw(name: str, title: str, screen: str) -> None:
 def main() -> None:
     """Run the job in a terminal of tmux, and draw two of its screens."""
     with tempfile.TemporaryDirectory() as folder:
-        keep = ["--set", KEPT % f"{folder}/snapshots", "--logs", f"{folder}/ddpjob"]
-        shell = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH {COMMAND} {shlex.join(keep)}; sleep 600"
+        state = f"XDG_STATE_HOME={shlex.quote(folder)}"
+        shell = f"PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH {state} {COMMAND}; sleep 600"
         size = ["-x", str(WIDTH), "-y", str(HEIGHT)]
         tmux("-f", "/dev/null", "new-session", "-d", *size, "-c", str(ROOT), "sh -c " + shlex.quote(shell))
         try:
             draw("run.svg", "ddpjob run examples/digits.yaml", wait_for(lambda screen: 350 < step_of(screen) < 515))
-            draw("restart.svg", f"{COMMAND} --set …", wait_for(lambda screen: "✖" in screen and step_of(screen) > 560))
+            draw("restart.svg", COMMAND, wait_for(lambda screen: "✖" in screen and step_of(screen) > 560))
         finally:
             tmux("kill-server")
 

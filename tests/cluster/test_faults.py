@@ -441,6 +441,7 @@ def digits(name: str) -> dict[str, Any]:
     body = yaml.safe_load((ROOT / "examples/digits.yaml").read_text())
     body["metadata"]["name"] = name
     command = trainer(body)["command"]
+    command[0] = "torchrun"
     # On a quick machine 360 steps were made before the first of them had been seen and a rank been killed for it.
     command[command.index("--epochs") + 1] = "20"
     trainer(body)["env"] = [{"name": "DDPJOB_STATUS_INTERVAL", "value": "1"}]

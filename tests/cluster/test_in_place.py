@@ -169,7 +169,6 @@ def digits(name: str, *faults: dict[str, Any]) -> dict[str, Any]:
     body = yaml.safe_load((ROOT / "examples/digits.yaml").read_text())
     body["metadata"]["name"] = name
     command = trainer(body)["command"]
-    command[0] = "ddprun"
     command[command.index("--epochs") + 1] = "8"
     trainer(body)["env"] = [
         {"name": "DDPJOB_STATUS_INTERVAL", "value": "1"},

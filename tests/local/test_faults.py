@@ -92,6 +92,24 @@ def test_a_node_that_does_not_run_yet_when_it_is_to_die_dies_when_it_does(cli: C
     assert status["restarts"]["infrastructure"] == 1
 
 
+@pytest.mark.parametrize("command", [["python"], ["ddprun", "--no-preload"], ["ddprun"]])
+def test_a_rank_is_killed_again_and_again_and_the_training_still_ends(cli: Cli, command: list[str]) -> None:
+    """How much a failure every ten seconds costs could be tried with a script of one's own only."""
+    container = {"command": [*command, "train.py"]}
+    done, status, told = run(cli, "--fail", "every=2s", container=container, backoffLimit=1000)
+    assert done.returncode == 0, told
+    assert re.search(r"--fail every=2s: process \d+ of node [01] is killed now", told)
+    assert status["restarts"]["application"] >= 1
+    assert all("was killed by SIGKILL" in f["message"] for f in status["failures"])
+
+
+def test_kills_at_an_interval_say_how_many_restarts_there_are_and_if_none_happened(cli: Cli) -> None:
+    done, _, told = run(cli, "--fail", "every=10m", script="import ddpjob\nddpjob.progress(step=1)")
+    assert done.returncode == 1
+    assert "--fail every=10m: the job ends after 3 restarts; --max-restarts allows more" in told
+    assert "--fail every=10m: did not happen; no rank of the job trained for so long" in told
+
+
 def test_several_faults_in_one_run_are_each_told(cli: Cli) -> None:
     faults = ("--fail", "rank=0,step=12,exit=7", "--fail", "rank=1,step=35,attempt=2,signal=SEGV")
     done, status, _ = run(cli, *faults, script=COUNTS_TOGETHER)  # else rank 1 may have ended in attempt 1
@@ -175,6 +193,9 @@ def test_a_fault_at_a_step_that_no_script_reports_is_refused_at_the_start(cli: C
         ("rank=1,rank=2,step=1,hang", "rank is given twice"),
         ("rank=" + "9" * 5000 + ",step=1,hang", "rank must be a whole number"),
         ("node=1,at=" + "9" * 400 + "s", "at must be a time such as 20s or 2m"),
+        ("every=0s", "every must be more than 0"),
+        ("every=often", 'every must be a time such as 20s or 2m, is "often"'),
+        ("every=10s,rank=1", f"must be {faults.FORMS}"),
         ("disk=full", "disk is unknown"),
         ("", "an empty part is unknown"),
     ],

@@ -42,7 +42,7 @@ def test_a_rank_that_is_killed_starts_again_with_the_others_and_is_named(cli: Cl
     assert (status["restarts"]["application"], status["restarts"]["total"]) == (1, 1)
     failure = status["lastFailure"]
     assert (failure["rank"], failure["pod"], failure["signal"]) == (1, "job-1-1", "SIGKILL")
-    assert re.search(r"✖ rank 1 \(node 1\) was killed by SIGKILL.*; all ranks have started again", told)
+    assert re.search(r"✖ rank 1 \(node 1\) was killed by SIGKILL.*; restarted all ranks in place", told)
     assert "[0:0] done in generation 1" in done.stdout
     assert "did not happen" not in told
 

@@ -11,7 +11,6 @@ import stat
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import psutil
 import pytest
@@ -26,7 +25,7 @@ def test_a_job_succeeds_with_exit_code_0_its_lines_on_stdout_and_its_status_in_a
     done = cli.run("run", job, "--status", "status.json")
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["[0:0] hello from 0 of 2", "[1:1] hello from 1 of 2"]
-    assert done.stderr.startswith("job · 2 nodes × 1 process · gloo\n")
+    assert done.stderr.startswith("job · 2 nodes × 1 process · gloo · OMP_NUM_THREADS=1\n")
     assert re.search(r"✔ job Succeeded in \d+s", done.stderr)
     status = status_of(cli.folder / "status.json")
     assert (status["state"], status["completedNodes"]) == ("Succeeded", "0-1")
@@ -51,8 +50,9 @@ def test_a_script_that_throws_on_rank_1_only_fails_the_job_and_is_named(cli: Cli
     failure = status_of(cli.folder / "status.json")["lastFailure"]
     assert (failure["rank"], failure["exitCode"]) == (1, 1)
     assert "raise ValueError" in failure["logTail"]
-    log = Path(re.search(r"log: (.+)", done.stderr)[1])
-    assert "no such shard: 7" in log.read_text(), "the log that the message names is there"
+    named = re.search(r"log: ddpjob (logs job .*)", done.stderr)
+    assert named is not None, done.stderr
+    assert "no such shard: 7" in cli.run(*named[1].split()).stdout, "the command that is named shows it"
 
 
 @pytest.mark.parametrize("seconds", [2_592_000, 315_360_000])

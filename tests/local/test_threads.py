@@ -38,6 +38,9 @@ def test_the_callers_threads_count_and_without_them_those_of_torchrun(
     given = job(nodes=nodes, nprocPerNode=nproc, container=limits)
     environ = {"OMP_NUM_THREADS": caller} if caller else {}
     assert of_pod(threads.set_threads(given, environ)) == made
+    shown = threads.chosen(given, environ)
+    assert shown == ("" if caller or made == "unset" else f"OMP_NUM_THREADS={made}"), "what nobody gave is in the title"
     own = job(nodes=nodes, nprocPerNode=nproc, container={"env": [{"name": "OMP_NUM_THREADS", "value": "7"}]})
     assert of_pod(threads.set_threads(own, environ)) == "7", "the job's own value counts before both"
+    assert threads.chosen(own, environ) == ""
     assert of_pod(given) == of_pod(threads.set_threads(given, {})) or (nodes, nproc) == (2, 1), "the job is unchanged"

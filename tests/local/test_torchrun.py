@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 def test_the_example_trains_on_two_nodes_under_torchrun_and_reports(cli: Cli) -> None:
     os.symlink(ROOT / "trainer", cli.folder / "trainer")
     words = ["run", ROOT / "examples/digits.yaml", "--status", "status.json"]
-    epochs = "spec.template.spec.containers[0].command[3]='1'"
-    done = cli.run(*words, "--set", epochs)
+    command = "spec.template.spec.containers[0].command"
+    done = cli.run(*words, "--set", f"{command}[0]=torchrun", "--set", f"{command}[3]='1'")
     assert done.returncode == 0, done.stderr
     last = json.loads(next(line for line in done.stdout.splitlines() if '"done"' in line).removeprefix("[0:0] "))
     assert (last["world_size"], last["steps"]) == (2, 45)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from shell import eventually
 
-from ddpjob_cli.local.shown.usage import SeenUsage, Usages, parse
+from ddpjob_cli.local.shown.usage import SeenUsage, Usages, parse, ranks_of
+from ddprun import processes
 
 SLEEP = "import time; time.sleep(1000)"
 Node = Callable[..., int]
@@ -79,6 +80,30 @@ def test_the_pids_are_those_of_the_ranks_and_not_of_their_launcher_or_workers(no
     found = seen(Usages(seconds=0.1), pid, lambda s: len(s.pids) == 2)
     ranks = [eventually(lambda r=r: (tmp_path / str(r)).exists() and (tmp_path / str(r)).read_text()) for r in (0, 1)]
     assert found.pids == tuple(map(int, ranks))
+
+
+@pytest.mark.parametrize("has_first_server", [True, False])
+def test_of_a_fork_server_only_the_ranks_count(node: Node, tmp_path: Path, has_first_server: bool) -> None:
+    """`--fail every=10s` killed the fork server that had taken the place of the first one, and the table named it."""
+    launcher = f"""
+        import pathlib, subprocess, sys, time
+        words = [sys.executable, "-c", "import time; time.sleep(1000)", "/ddprun/forkserver.py"]
+        def start(session):
+            made = subprocess.Popen(words, start_new_session=session).pid
+            time.sleep(0.05)  # the order in which they began shows in hundredths of a second
+            return made
+        start({has_first_server})
+        pids = [start(True), start(True)]
+        pathlib.Path({str(tmp_path / "pids.new")!r}).write_text(" ".join(map(str, pids)))
+        pathlib.Path({str(tmp_path / "pids.new")!r}).rename({str(tmp_path / "pids")!r})
+        time.sleep(1000)
+    """
+    pid = node(launcher)
+    ranks = eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())
+    try:
+        assert ranks_of(pid) == tuple(map(int, ranks.split()))
+    finally:
+        processes.kill(processes.descendants(pid))  # they lead sessions of their own
 
 
 def test_a_look_costs_little_and_is_not_repeated_at_once(node: Node) -> None:

@@ -131,3 +131,16 @@ def test_what_ddprun_says_of_restarts_is_the_runs_to_say() -> None:
     said = ["ddprun: restart 1: rank 1 was killed by SIGKILL; charged to application, waiting 0 s"]
     other = ["ddprun: --preload: no_such_module: ModuleNotFoundError; left out"]
     assert Fold().take([*said, *other], T0) == other
+
+
+def test_the_stacks_of_a_stall_are_kept_by_rank_and_the_scripts_lines_are_shown() -> None:
+    """Sixty lines of stacks at each of ten stalls hid the one rank that was to blame."""
+    culprit = [
+        "ddpjob: rank 1 (process 77) is stalled at step 2; innermost call first:",
+        "  thread MainThread:",
+        '    File "train.py", line 6, in load_batch',
+    ]
+    peer = ["ddpjob: rank 0 (process 76) is stalled at step 4; innermost call first:", "  thread MainThread:"]
+    fold = Fold()
+    assert fold.take(["epoch 1", *culprit, *peer, "epoch 2", "  indented"], T0) == ["epoch 1", "epoch 2", "  indented"]
+    assert fold.stacks == {1: culprit, 0: peer}

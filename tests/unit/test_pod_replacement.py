@@ -285,7 +285,7 @@ def test_a_restart_in_place_that_only_complaints_explain_blames_nobody_and_says_
     event = world.events[-1]
     assert event.reason == "RestartedInPlace"
     assert event.message.startswith("rank 2 (pod digits-1-2, node node-2) lost its peers at step 41 (RuntimeError: ")
-    assert "and ddprun names the rank (not charged to backoffLimit); all ranks have started again" in event.message
+    assert "and ddprun names the rank (not charged to backoffLimit); restarted all ranks in place" in event.message
     world.agent = charged(1)
     world.settle()
     assert "not charged" not in world.events[-1].message
@@ -390,7 +390,7 @@ def test_news_of_an_older_failure_do_not_settle_the_one_that_is_being_settled() 
     world.settle()
     assert world.status.last_failure is not None
     assert world.status.last_failure.pod == "digits-1-1"
-    assert world.events[-1].message == "all ranks have started again in their pods (restart 1 in place)"
+    assert world.events[-1].message == "restarted all ranks in place (restart 1)"
     assert counted(world) == (1, 0)
     world.stops(1).settle()
     assert world.status.replacements == {"1": 1}

@@ -119,7 +119,7 @@ def test_a_restart_in_place_goes_on_from_the_checkpoint() -> None:
     counts = AgentCounts(application=1, in_a_row=1, charged_in_a_row=1)
     world.agent = AgentReport(generation=1, restarts=counts, failures=[failure.as_dict()])
     world.settle()
-    assert world.events[-1].message.endswith("started again in their pods (restart 1 in place), from step 500")
+    assert world.events[-1].message.endswith("restarted all ranks in place (restart 1), from step 500")
 
 
 def test_a_job_that_resumed_says_so_where_it_is_described_and_when_it_has_ended() -> None:
@@ -149,7 +149,7 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
     world = trains(command="ddprun").after(3)
     world.agent = in_place(534, in_memory=534)
     world.settle()
-    assert world.events[-1].message.endswith("started again in their pods (restart 1 in place); step 534 is in memory")
+    assert world.events[-1].message.endswith("restarted all ranks in place (restart 1); step 534 is in memory")
     resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1, "saved_step": 500}
     world.after(1).reports_step(534, phase="start", **resumed).settle().after(1).reports_step(537, **resumed).settle()
     assert (world.status.resumed_step, world.status.resumed_from) == (534, MEMORY)

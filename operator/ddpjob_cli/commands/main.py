@@ -55,7 +55,7 @@ class _Run(script_words.ScriptCommand, sections.Brief):
 @click.option("--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer.")
 @click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, not on GPUs.")
 @click.option(
-    "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; node=1,at=20s."
+    "--fail", "failures", metavar="FAULT", multiple=True, help="Break it: rank=1,step=200,signal=KILL; every=10s."
 )
 @_rare("--pdb", metavar="RANK", type=int, help="has the terminal")
 @_rare("--dry-run", is_flag=True, help="prints pods")

@@ -11,6 +11,7 @@ import dataclasses
 import datetime as dt
 import os
 import selectors
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +27,10 @@ from ddpjob_cli.local import script
 from ddpjob_cli.local.kept import files, record, report, run_folder, runs
 from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, receive, stacks, threads
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
-from ddpjob_cli.local.shown import screen, table, told
+from ddpjob_cli.local.shown import screen, table, told, usage
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, launcher, podspec, reasons, topology, wording
-from ddpjob_operator.job.status import TERMINAL, ranks_since
+from ddpjob_operator.job.status import TERMINAL, present_progress, ranks_since
 from ddpjob_operator.job.validation import dotted
 from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.cluster import Container
@@ -90,6 +91,8 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     for option, path in written:
         if path is not None and not Path(os.path.realpath(path)).parent.is_dir():
             raise InputError(f"{option} {path}: there is no such folder")
+    chosen = threads.chosen(job, os.environ)
+    options = dataclasses.replace(options, defaults=" · ".join(filter(None, (options.defaults, chosen))))
     job, notes = on_this_machine(job, options)
     slots, more = assign_slots(document, job)
     notes += more + check(document, job, slots, options)
@@ -176,6 +179,9 @@ def check(document: Document, job: api.DDPJob, slots: Sequence[pod_process.Slot]
         notes.append(f"without effect on local processes: {', '.join(ignored)}")
     if lost := pod_process.not_kept(template):
         notes.append(f"not kept after the run: emptyDir {', '.join(lost)}; a hostPath keeps its files")
+    if repeated := next((f for f in options.faults if isinstance(f, faults.RepeatedFault)), None):
+        most = wording.count(job.spec.backoff_limit, "restart")
+        notes.append(f"{repeated.option}: the job ends after {most}; --max-restarts allows more")
     return [*notes, *_of_steps(document, job, options)]
 
 
@@ -186,9 +192,7 @@ def _of_steps(document: Document, job: api.DDPJob, options: RunOptions) -> list[
         return []
     fault = next((f for f in options.faults if isinstance(f, faults.RankFault)), None)
     if fault is not None:
-        text = (
-            f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use node=1,at=20s."
-        )
+        text = f"{path.name} reports no steps, so no rank can fail at one. Call ddpjob.progress(), or use every=20s."
         raise InputError(f"{fault.option}: {text}")
     if job.spec.stall is None or not job.spec.stall.timeout_seconds or launcher.facts(job.spec).restarts_in_place:
         return []
@@ -216,6 +220,7 @@ class Runner:
         self._idle = idle.IdleClock()
         self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
+        self._repeated = [faults.Kills(f) for f in options.faults if isinstance(f, faults.RepeatedFault)]
         self._stop_reasons: list[str] = []
         self._stopped: dict[str, Container] = {}  # by pod: how the trainers ended that were told to stop
         self._pause_asked = self._stacks_asked = False
@@ -231,7 +236,7 @@ class Runner:
         self._receiver.start()
         reporting = build.Reporting(self._receiver.url, str(folder.path / "token"), REPORT_SECONDS)
         self.cluster = LocalCluster(folder.path, slots, reporting, self._show, options.names)
-        self.teller = told.Teller(self.job, self.screen.note, self._print)
+        self.teller = told.Teller(self.job, self.screen.note, self._print, self._command("logs"))
         self.cluster.selector.register(self._wake_read, selectors.EVENT_READ, None)
 
     def __enter__(self) -> Runner:
@@ -449,9 +454,29 @@ class Runner:
             self._node_faults.remove(fault)
             self.screen.note(f"{fault.option}: node {fault.node} dies now")
             self.cluster.lose_node(fault.node)
+        for repeated in self._repeated:
+            if self._trains() and repeated.is_due(time.monotonic()):
+                self._kill_rank(repeated)
+
+    def _trains(self) -> bool:
+        """True if the present ranks make steps, or are only known to run."""
+        return self.job.status.state == "Running" and not (self.reports and present_progress(self.job.status) is None)
+
+    def _kill_rank(self, repeated: faults.Kills) -> None:
+        """Kill the next rank: each one gets its turn."""
+        pods = [pod for pod in self.cluster.pods.values() if pod.live]
+        ranks = [(pod.place, pid) for pod in pods for pid in usage.ranks_of(pod.node.pid)]
+        if not ranks:  # they are still starting
+            return
+        place, pid = ranks[repeated.count % len(ranks)]
+        repeated.count, repeated.due = repeated.count + 1, time.monotonic() + repeated.fault.seconds
+        self.screen.note(f"{repeated.fault.option}: process {pid} of node {place} is killed now")
+        processes.kill([pid])
 
     def _next_fault(self) -> float | None:
-        waits = (self._seconds_until(f) for f in self._node_faults)
+        waits = [self._seconds_until(f) for f in self._node_faults]
+        # A rank that is due waits for a step, of which a report tells, or for its process.
+        waits += [max(faults.LOOK_SECONDS, r.due - time.monotonic()) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
 
     def _seconds_until(self, fault: faults.NodeFault) -> float:
@@ -477,9 +502,11 @@ class Runner:
             self.screen.has_ended = True
         self.teller.explain(status.last_failure if failed else None, doubtful=bool(status.findings) and not failed)
         self.screen.close()
-        missed = faults.missed(self.options.faults, self._node_faults, self.folder.path / run_folder.FAULTS)
+        not_yet = [*self._node_faults, *(r.fault for r in self._repeated if not r.count)]
+        missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
+        self.screen.note(self._where())  # the last line is how it ended
         if status.state == "Succeeded":
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # what was to be tested was not
@@ -488,6 +515,16 @@ class Runner:
             return INTERRUPTED
         self.screen.note(ending.failed(name, status, took))
         return FAILED
+
+    def _where(self) -> str:
+        """Where the output and the figures of the run are."""
+        written = self.options.report or f"{self._command('report')} > report.html"
+        return f"  logs: {self._command('logs')}   report: {written}"
+
+    def _command(self, name: str) -> str:
+        """ddpjob logs digits, with the folder if it is not that of the user."""
+        folder = "" if self.options.folder is None else f" --dir {shlex.quote(str(self.options.folder))}"
+        return f"ddpjob {name} {self.job.metadata.name}{folder}"
 
     def _write_report(self) -> None:
         if self.options.report is None:

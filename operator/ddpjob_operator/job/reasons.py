@@ -149,7 +149,7 @@ RESTARTING = Reason("Restarting", "The cause is settled and charged; the whole g
 REPLACING = Reason("Replacing", "The cause is settled and charged; only the lost pod is created again (ddprun).")
 RESTARTED_IN_PLACE = _warning(
     "RestartedInPlace",
-    "Event only: all ranks have started again in the pods that they had (ddprun).",
+    "Event only: all ranks were restarted in their pods (ddprun).",
     "Read the cause in the message. Training has gone on.",
 )
 BACKOFF_LIMIT_EXCEEDED = _warning(

@@ -210,7 +210,7 @@ def _of_agent_restarts(view: View, old: api.Status, new: api.Status) -> Iterator
         settling = is_broken(old) or is_broken(new)
         free = "" if failure.charged_to in ("", "application") else " (not charged to backoffLimit)"
         what = "" if settling else f"{sentences.sentence(failure)}{free}; "
-        text = f"{what}all ranks have started again in their pods (restart {count} in place)"
+        text = f"{what}restarted all ranks in place (restart {count})"
         agent = agent_restarts.newest(view)
         step = 0 if agent is None else agent.step_in_memory
         text += f"; step {step} is in memory" if step else group_restart.from_step(new, kept=True)

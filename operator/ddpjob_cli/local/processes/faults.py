@@ -1,12 +1,14 @@
 """`ddpjob run --fail …`: injected faults, to see how a job recovers.
 
-A node is killed by the run itself. A rank fails in its own `ddpjob.progress(step=…)`, because only there the step is
-known exactly; it reads its faults from the variable DDPJOB_FAULTS, and records each one that happens as a file.
+A node is killed by the run itself, and so is a rank at an interval. A rank fails at a step in its own
+`ddpjob.progress(step=…)`, because only there the step is known exactly; it reads its faults from the variable
+DDPJOB_FAULTS, and records each one that happens as a file.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import signal
 from collections.abc import Sequence
@@ -20,7 +22,8 @@ _OPTION_CHARACTERS_MAX = 200
 VARIABLE = "DDPJOB_FAULTS"
 HAPPENED = "DDPJOB_FAULTS_HAPPENED"
 """The folder of the records; a file is named by the place of its fault in DDPJOB_FAULTS."""
-FORMS = "node=1,at=20s or rank=3,step=50 with signal=SEGV, exit=3 or hang"
+LOOK_SECONDS = 0.2  # between two looks at whether the ranks train again
+FORMS = "every=10s, node=1,at=20s or rank=3,step=50 with signal=SEGV, exit=3 or hang"
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,16 @@ class NodeFault:
     at_seconds: float
     """After the start of the run."""
     wants = "the job had ended before"
+
+
+@dataclass(frozen=True)
+class RepeatedFault:
+    """One rank after the other is killed by SIGKILL."""
+
+    option: str
+    seconds: float
+    """Between two kills at least; the ranks make a step in between, if the script reports steps."""
+    wants = "no rank of the job trained for so long"
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,23 @@ class RankFault:
         return f"that rank did not call ddpjob.progress() with that step{where}"
 
 
-Fault = NodeFault | RankFault
+Fault = NodeFault | RankFault | RepeatedFault
+
+
+@dataclass
+class Kills:
+    """The kills of a repeated fault."""
+
+    fault: RepeatedFault
+    due: float = math.inf
+    """When the next one is due, on the monotonic clock; the first one counts from when the ranks first trained."""
+    count: int = 0
+
+    def is_due(self, now: float) -> bool:
+        """True if a rank is to be killed. Call it while the ranks train."""
+        if self.due == math.inf:
+            self.due = now + self.fault.seconds
+        return now >= self.due
 
 
 def parse(text: str) -> Fault:
@@ -65,11 +94,17 @@ def parse(text: str) -> Fault:
         if name in given:
             raise InputError(f"{option}: {name} is given twice")
         given[name] = value
-    unknown = [n for n in given if n not in ("node", "at", "rank", "step", "attempt", "signal", "exit", "hang")]
+    unknown = [
+        n for n in given if n not in ("every", "node", "at", "rank", "step", "attempt", "signal", "exit", "hang")
+    ]
     if unknown:
         raise InputError(f"{option}: {unknown[0] or 'an empty part'} is unknown; must be {FORMS}")
     if "node" in given and given.keys() == {"node", "at"}:
-        return NodeFault(option, _number(option, given, "node"), _seconds(option, given["at"]))
+        return NodeFault(option, _number(option, given, "node"), _seconds(option, given, "at"))
+    if given.keys() == {"every"}:
+        if seconds := _seconds(option, given, "every"):
+            return RepeatedFault(option, seconds)
+        raise InputError(f"{option}: every must be more than 0")
     how = [n for n in ("signal", "exit", "hang") if n in given]
     if {"rank", "step"} <= given.keys() and len(how) == 1 and not given.keys() & {"node", "at"}:
         attempt = _number(option, given, "attempt") if "attempt" in given else None
@@ -88,8 +123,8 @@ def check(faults: Sequence[Fault], job: api.DDPJob) -> None:
             raise InputError(f"{fault.option}: the job's ranks are 0 to {ranks - 1}")
 
 
-def missed(faults: Sequence[Fault], not_yet: Sequence[NodeFault], records: Path) -> list[Fault]:
-    """Return those that did not happen. not_yet: the nodes that were not killed. records: the folder of HAPPENED."""
+def missed(faults: Sequence[Fault], not_yet: Sequence[Fault], records: Path) -> list[Fault]:
+    """Return those that did not happen. not_yet: those of the run itself. records: the folder of HAPPENED."""
     wanted = _of_ranks(faults)
     ranks = [fault for place, fault in enumerate(wanted) if not (records / str(place)).exists()]
     return [fault for fault in faults if any(fault is other for other in (*not_yet, *ranks))]
@@ -115,10 +150,10 @@ def _number(option: str, given: dict[str, str], name: str) -> int:
     return int(given[name])
 
 
-def _seconds(option: str, text: str) -> float:
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m)?", text)
+def _seconds(option: str, given: dict[str, str], name: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(s|m)?", given[name])
     if match is None:
-        raise InputError(f'{option}: at must be a time such as 20s or 2m, is "{text}"')
+        raise InputError(f'{option}: {name} must be a time such as 20s or 2m, is "{given[name]}"')
     return float(match[1]) * (60 if match[2] == "m" else 1)
 
 

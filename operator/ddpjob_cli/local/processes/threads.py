@@ -8,6 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from ddpjob_operator.job import api, podspec, topology
+from ddpjob_operator.pods import build
 
 _NAME = "OMP_NUM_THREADS"
 
@@ -26,3 +27,12 @@ def set_threads(job: api.DDPJob, environ: Mapping[str, str]) -> api.DDPJob:
         return job
     trainer["env"] = [{"name": _NAME, "value": value.replace("$", "$$")}, *(trainer.get("env") or [])]
     return replace(job, spec=replace(spec, template=template))
+
+
+def chosen(job: api.DDPJob, environ: Mapping[str, str]) -> str:
+    """Return OMP_NUM_THREADS=1 if the ranks get a number that neither the job nor the caller has given, else ""."""
+    trainer = podspec.trainer_container(job.spec.template)
+    if environ.get(_NAME) or trainer is None or any(e.get("name") == _NAME for e in podspec.mappings(trainer, "env")):
+        return ""
+    made = podspec.trainer_container(build.pod(set_threads(job, environ), 1, 0)) or {}
+    return next((f"{_NAME}={e.get('value')}" for e in podspec.mappings(made, "env") if e.get("name") == _NAME), "")

@@ -1,6 +1,7 @@
 """What of a node's output is shown: the script's own lines. The launcher's reports, torch's C++ frames and the
 tracebacks of ranks that only lost a peer are counted; the node's log has them.
 
+The stacks that ranks write at a stall are held back as well: `told.py` shows those of the rank that is to blame.
 A traceback is held back until it is known whose failure it was: the culprit's is shown once, by `told.py`. One that
 ends nothing, because the script has handled it, is shown after all.
 """
@@ -26,6 +27,7 @@ _CPP = re.compile(
     r"^(?:\[W\d{4} \d\d:\d\d:\d\d[^\]]*\b(?:socket|TCPStore\w*|ProcessGroup\w*|Utils|HeartbeatMonitor)\.[ch]pp:\d+\]"
     r"|Exception raised from \S+ at |frame #\d+: |<omitting python frames>)"
 )
+_STALLED = re.compile(r"^ddpjob: rank (\d+) \(process \d+\) is stalled ")
 _BEGINS = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _BORDER = re.compile(r"^(?:={7,}|\*{7,})\s*$")
@@ -81,6 +83,9 @@ class Fold:
         self.hidden = 0
         """Lines that were not shown since this was last set to 0."""
         self.held: list[Trace] = []
+        self.stacks: dict[int, list[str]] = {}
+        """By rank, what it wrote when it was stalled."""
+        self._in_stacks: list[str] | None = None
         self._open: dict[str, Trace] = {}  # by prefix, because ranks write into each other
         self._borders = 0  # of torchrun's table that are still to come
         self._after_cpp = False
@@ -103,6 +108,8 @@ class Fold:
         return held
 
     def _take(self, raw: str, now: float) -> Iterator[str]:
+        if self._is_of_stacks(raw):
+            return
         match = PREFIX.match(raw[:200])
         prefix = match[0] if match else ""
         line = raw[len(prefix) :].rstrip()
@@ -119,6 +126,16 @@ class Fold:
             # Without torch's prefix it is no end of a rank: the script has gone on after it.
             yield from self._release([t for t in self.held if not t.prefix and t.exception and not prefix])
             yield raw
+
+    def _is_of_stacks(self, raw: str) -> bool:
+        """Keep the line if a stalled rank wrote it: all of its lines follow the first one, indented."""
+        if match := _STALLED.match(raw):
+            self._in_stacks = self.stacks[int(match[1])] = []
+        elif not raw.startswith("  "):
+            self._in_stacks = None
+        if self._in_stacks is not None:
+            self._in_stacks.append(raw)
+        return self._in_stacks is not None
 
     def _is_noise(self, line: str) -> bool:
         if self._borders:

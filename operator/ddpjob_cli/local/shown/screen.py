@@ -75,7 +75,7 @@ class PlainScreen:
         """Show a change of state, except for steps that take no time locally, and for what is a cluster's own."""
         if event.reason not in _QUIET:
             mark = "! " if event.type == "Warning" else ""
-            self.note(f"{mark}{event.reason}: {event.message}")
+            self.note(f"{mark}{event.message}")
 
     def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
         """Show the present state, if it is due."""

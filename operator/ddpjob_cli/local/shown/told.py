@@ -26,14 +26,19 @@ _GOES_ON = {r.name for r in (reasons.RESTARTING, reasons.REPLACING, reasons.REST
 
 
 class Teller:
-    """Decides what is shown of the nodes' lines and of events. note: shows a sentence; log: lines of a node."""
+    """Decides what is shown of the nodes' lines and of events. note: shows a sentence; log: lines of a node; logs: the
+    command that prints the logs."""
 
     def __init__(
-        self, job: api.DDPJob, note: Callable[[str], None], log: Callable[[LocalPod, list[str]], None]
+        self,
+        job: api.DDPJob,
+        note: Callable[[str], None],
+        log: Callable[[LocalPod, list[str]], None],
+        logs: str = "",
     ) -> None:
         found = launcher.facts(job.spec).launcher
         self._launcher = "torch" if found is None else found.launcher.rpartition(".")[2]
-        self._note, self._log = note, log
+        self._note, self._log, self._logs = note, log, logs
         self._folds: dict[str, tuple[LocalPod, Fold]] = {}
         self._pending: tuple[float, str] | None = None
 
@@ -89,9 +94,20 @@ class Teller:
                     self._log(pod, trace.lines)
                 else:
                     fold.hidden += len(trace.lines)
+        self._show_stacks(None if failure is None else failure.rank)
         if failure is None and not any(held.values()):
             return  # what torch logs at the end of a training that went well is nothing to look at
         self._tell_folded("" if failure is None else failure.pod)
+
+    def _show_stacks(self, culprit: int | None) -> None:
+        """The stacks of the rank that stalled the others; of all ranks if none is named."""
+        for pod, fold in self._folds.values():
+            for rank, lines in fold.stacks.items():
+                if culprit in (None, rank):
+                    self._log(pod, lines)
+                else:
+                    fold.hidden += len(lines)
+            fold.stacks = {}
 
     def _tell_folded(self, culprit: str) -> None:
         counts = {name: fold.hidden for name, (_, fold) in self._folds.items() if fold.hidden}
@@ -99,13 +115,16 @@ class Teller:
             fold.hidden = 0
         if not counts:
             if culprit in self._folds:
-                self._note(f"  log: {self._folds[culprit][0].log.path}")
+                self._note(f"  log: {self._command(self._folds[culprit][0])}")
             return
         name = culprit if culprit in counts else max(counts, key=lambda name: counts[name])
         others = sum(counts.values()) - counts[name]
-        more = f", {wording.count(others, 'line')} of other nodes beside it" if others else ""
+        more = f", {wording.count(others, 'line')} of other nodes as well" if others else ""
         own = wording.count(counts[name], "line")
-        self._note(f"  … {own} of {self._launcher} in {self._folds[name][0].log.path}{more}")
+        self._note(f"  … {own} of {self._launcher} folded; {self._command(self._folds[name][0])}{more}")
+
+    def _command(self, pod: LocalPod) -> str:
+        return f"{self._logs} --attempt {pod.attempt} --node {pod.place}"
 
 
 def stopped(name: str, status: api.Status, took: float, ended: Iterable[Container] = ()) -> str:

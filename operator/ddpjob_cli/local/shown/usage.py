@@ -34,6 +34,7 @@ class ProcessStat:
     pages: int
     began: int
     """In ticks since the machine's start."""
+    session: int
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,13 @@ def parse(listing: str) -> dict[str, tuple[float, int]]:
     return found
 
 
+def ranks_of(supervisor: int) -> tuple[int, ...]:
+    """Return the processes that are the ranks of a node now; empty if they cannot be told from the others."""
+    found = dict(_all_processes())
+    parent_of = {pid: process.parent for pid, process in found.items()}
+    return ranks(processes.descendants(supervisor, parent_of) & found.keys(), found)
+
+
 def ranks(own: set[int], found: Mapping[int, ProcessStat]) -> tuple[int, ...]:
     """The processes of a node that are ranks, in their order; empty where they cannot be told from the others."""
     return _given(own, found) or _forked(own, found)
@@ -161,11 +169,15 @@ def _given(own: set[int], found: Mapping[int, ProcessStat]) -> tuple[int, ...]:
 
 
 def _forked(own: set[int], found: Mapping[int, ProcessStat]) -> tuple[int, ...]:
-    """The ranks that a fork server of `ddprun` has started: they have its command line and its variables, and like
-    itself they are children of the agent; the server is the first of these."""
+    """The ranks that a fork server of `ddprun` has started. They have its command line, its variables and its parent,
+    the agent. Each rank leads a session. The first server does as well; the ranks that wait for a restart, and the
+    server that takes the first one's place, are in the session of the first server.
+    """
     forked = {pid for pid in own if _is_forked(pid)}
-    children = [pid for pid in forked if found[pid].parent not in forked]
-    return tuple(sorted(children, key=lambda pid: (found[pid].began, pid))[1:])
+    children = sorted((found[pid].began, pid) for pid in forked if found[pid].parent not in forked)
+    leaders = [pid for _, pid in children if found[pid].session == pid]
+    servers = {found[pid].session for _, pid in children if pid not in leaders} or set(leaders[:1])
+    return tuple(pid for pid in leaders if pid not in servers)
 
 
 def _is_forked(pid: int) -> bool:
@@ -200,5 +212,6 @@ def _all_processes() -> Iterator[tuple[int, ProcessStat]]:
                     int(after_name[11]) + int(after_name[12]),
                     int(after_name[21]),
                     int(after_name[19]),
+                    int(after_name[3]),
                 ),
             )
