@@ -502,7 +502,7 @@ class Runner:
             self.screen.has_ended = True
         self.teller.explain(status.last_failure if failed else None, doubtful=bool(status.findings) and not failed)
         self.screen.close()
-        not_yet = [*self._node_faults, *(r.fault for r in self._repeated if not r.count)]
+        not_yet: list[faults.Fault] = [*self._node_faults, *(r.fault for r in self._repeated if not r.count)]
         missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
