@@ -69,7 +69,7 @@ class LocalRanks:
         self._kills = Kills()
         self.beats: Heartbeats | None = None  # of this generation
         self._saved_before = 0  # by the generations before
-        self.memory = created(options.nproc)
+        self.memory = None if options.dev else created(options.nproc)  # the next ranks may run other code
         self._asked_at: float | None = None  # ranks write the state before they get the signal
         self._then: tuple[int, float] = (0, 0.0)  # that signal, and its grace
         self.failures: list[Failure] = []  # of this generation, in their order; not of ranks that were stopped

@@ -46,6 +46,7 @@ class Options(NamedTuple):
     furthest_step: int  # that the job has made before
     policy: tuple[PolicyRule, ...]
     has_operator: bool  # an operator makes a new pod for a lost one
+    dev: bool  # a session of `ddpjob dev`: who saves a file starts the ranks again, and no failure does
     preflight: bool  # the nodes measure each other before their first ranks start
     replacement: int  # the number of this pod among those of this node in this attempt, from 0
     stall_seconds: float | None  # until a group without steps is stalled; None: learned from its steps, 0: never
@@ -250,6 +251,7 @@ def _options(read: argparse.Namespace, environ: Mapping[str, str]) -> Options:
         furthest_step=0 if grant is None else grant.step,
         policy=_policy(environ.get("DDPJOB_FAILURE_POLICY")),
         has_operator=grant is not None,
+        dev=environ.get("DDPJOB_DEV") == "1",
         preflight=environ.get("DDPJOB_PREFLIGHT") == "1",
         replacement=_replacement(environ.get("DDPJOB_REPLACEMENT")),
         stall_seconds=_seconds("DDPJOB_STALL_TIMEOUT", stall, None),
