@@ -10,6 +10,8 @@ agent, a JSON object a line:
     server: {"pid": 4711}  or  {"error": "OSError: …"}
     agent:  {"spare": true}
     server: {"pid": 4712}  or  {"error": "OSError: …"}
+    agent:  {"changed": true}
+    server: {"changed": ["/app/model.py"]}
     agent:  {"learn": "/tmp/…/imports_0.json"}
 
 After the last one a child imports what the ranks have imported (`learned.py`), and answers at a second socket:
@@ -84,6 +86,9 @@ def served(
     spares = Spares(prepared.wait)
     for line in lines:
         asked = json.loads(line)
+        if "changed" in asked:
+            say(agent, {"changed": prepared.imported.changed()})
+            continue
         if "learn" in asked:
             if later is not None and learns(asked["learn"], agent_pid, prepared, later):
                 spares.close()
@@ -217,6 +222,7 @@ class Prepared:
         self._read: set[str] = set()
         prepare_groups()
         write_whole_lines()
+        self.imported: Any = None  # in a session of `ddpjob dev`
         self.hide_torch(read)
         # The kernel forgets children that have ended: to wait for one takes as long as to fork it.
         self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -224,6 +230,11 @@ class Prepared:
     def hide_torch(self, read: set[str]) -> None:
         """read: variables that were read by imports since this was called last."""
         self._read |= read
+        if "DDPJOB_DEV" in os.environ:
+            from ddprun.changed import ImportedFiles
+
+            self.imported = self.imported or ImportedFiles()
+            self.imported.add(list(sys.modules.values()))
         if self.torch is not None:
             with contextlib.suppress(ImportError):
                 from ddprun import late_environment

@@ -164,6 +164,8 @@ class LocalRanks:
             self._has_not_started(0, error)
             return
         self._waiting = True
+        if self._options.dev and self._server is not None and (why := self._server.look_for_changes()):
+            say(f"no fork server: {why}; every rank is a new process")
         self.advance()
 
     def advance(self) -> None:

@@ -109,7 +109,9 @@ def _patient(job: api.DDPJob) -> api.DDPJob:
     return replace(job, spec=replace(job.spec, stall=api.Stall(timeout_seconds=bounds.SECONDS_MAX)))
 
 
-def _session(source: str, job: api.DDPJob, arguments: tuple[str, ...], idle: float, *, has_debugger: bool) -> DevSession:
+def _session(
+    source: str, job: api.DDPJob, arguments: tuple[str, ...], idle: float, *, has_debugger: bool
+) -> DevSession:
     from ddpjob_cli.local import script, session
     from ddpjob_cli.local.processes.saves import SavedFiles
 

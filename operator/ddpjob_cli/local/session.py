@@ -48,11 +48,12 @@ class DevSession:
 
     def __init__(self, files: saves.SavedFiles, idle_seconds: float, *, has_keyboard: bool) -> None:
         """has_keyboard: stdin is a terminal, and no debugger reads from it."""
-        self._files, self._idle_seconds, self._has_keyboard = files, idle_seconds, has_keyboard
+        self._idle_seconds, self._has_keyboard = idle_seconds, has_keyboard
         self._asked: collections.deque[str] = collections.deque()  # why the ranks start again
         self._stood: tuple[LocalPod, str] | None = None  # the pod and its words, not yet told
+        self._files = files
         self._stands = False  # no rank runs, so what appears is the user's
-        self._adopts = False  # what has appeared until now is not
+        self._lock = threading.Lock()  # of the two above
         self._active_at = time.monotonic()
         self._steps: list[int | None] = []
         self._closed = threading.Event()
@@ -92,14 +93,15 @@ class DevSession:
             whys = list(dict.fromkeys(self._asked.popleft() for _ in range(len(self._asked))))
             found.notes.append(f"↻ {', '.join(whys)}: all ranks start again")
             self._active_at = time.monotonic()
-            self._adopts, self._stands = True, False
+            self._adopt(stands=False)
             self._start_again(pods)
         if self.due_in() == 0.0:
             found.stop = f"{wording.duration(self._idle_seconds)} without a save or a line of output"
         return found
 
     def _tell_end(self, found: Found, pod: LocalPod, why: str) -> None:
-        self._stood, self._adopts, self._stands, found.stood = None, True, True, True
+        self._stood, found.stood = None, True
+        self._adopt(stands=True)
         if why != ALL_SUCCEEDED:
             now = dt.datetime.now(dt.timezone.utc)
             exception = match[1] if (match := _EXCEPTION.search(why)) else ""
@@ -119,6 +121,11 @@ class DevSession:
                 idle = min(idle, max(0.0, time.time() - os.fstat(0).st_atime))
         return max(0.0, self._idle_seconds - idle)
 
+    def _adopt(self, *, stands: bool) -> None:
+        with self._lock:
+            self._files.adopt()
+            self._stands = stands
+
     def _start_again(self, pods: Collection[LocalPod]) -> None:
         """An agent without a handler for the signal is still starting, and so has started no rank."""
         parent_of = processes.parents()
@@ -126,16 +133,14 @@ class DevSession:
         processes.send((pid for pids in below for pid in pids if processes.catches(pid, RERUN_SIGNAL)), RERUN_SIGNAL)
 
     def _watch(self, wake: Callable[[], None]) -> None:
-        coalesced, pause = saves.Coalesced(), 0.0
+        pause = 0.0
         while not self._closed.is_set():
             if self._pressed_enter(pause):
                 self._asked.append("Enter")
                 wake()
-            began, also_new = time.monotonic(), self._stands
-            if self._adopts:
-                self._adopts = False
-                self._files.adopt()
-            changed = coalesced.take(self._files.poll(also_new=also_new), time.monotonic())
+            with self._lock:
+                began = time.monotonic()
+                changed = self._files.poll(began, also_new=self._stands)
             pause = saves.pause_after(began)
             if changed:
                 self._asked.append(named(changed))

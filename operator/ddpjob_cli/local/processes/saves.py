@@ -36,6 +36,7 @@ STORM_SECONDS = 1.0
 """After the first of many changes, whatever still changes."""
 _SKIPPED = frozenset("__pycache__ node_modules site-packages venv wandb mlruns lightning_logs".split())
 State = tuple[int, int, int, bytes]
+_GONE: State = (0, 0, 0, b"")
 
 
 class SavedFiles:
@@ -44,36 +45,39 @@ class SavedFiles:
     def __init__(self, folders: Iterable[str], named: Iterable[str] = ()) -> None:
         self._named = [os.path.abspath(path) for path in named if path.endswith(NAMED)]
         self._roots = list(dict.fromkeys(map(os.path.realpath, folders)))
-        self._files: dict[str, State | None] = {}  # None: it is gone, and its last state was told
+        self._told: dict[str, bytes] = {}  # the texts that the ranks have; b"": there is no such file
+        self._seen: dict[str, State] = {}
         self._configurations: set[str] | None = None
-        self._missing: set[str] = set()
+        self._since: float | None = None  # when the first of the changes was seen that are not told yet
+        self._moved_at = 0.0
         self.is_cut = False
         """True if there are more folders than are watched."""
         self.adopt()
-        self._configurations = {path for path in self._files if not path.endswith(PYTHON)}
+        self._configurations = {path for path in self._seen if not path.endswith(PYTHON)}
 
     def adopt(self) -> None:
         """Take in the files that have appeared, without telling of them."""
         for path in self._found():
-            if path not in self._files:
-                self._files[path] = _state(path, None)
+            if path not in self._seen:
+                self._seen[path] = _state(path, _GONE)
+                self._told[path] = self._seen[path][-1]
 
-    def poll(self, *, also_new: bool = False) -> set[str]:
-        """Return the files that have changed since the last call. also_new: those that have appeared as well."""
-        changed = set()
-        for path, known in self._files.items():
-            now = _state(path, known)
-            if now is None and known is not None and path not in self._missing:
-                self._missing.add(path)  # an editor may be about to put the new file in its place
-                continue
-            self._missing.discard(path)
-            if (now and now[-1]) != (known and known[-1]):
-                changed.add(path)
-            self._files[path] = now
+    def poll(self, now: float, *, also_new: bool = False) -> set[str]:
+        """Return the files whose text has changed, once nothing more changes. also_new: and those that have
+        appeared."""
         if also_new:
-            new = [path for path in self._found() if path not in self._files]
-            self._files |= {path: _state(path, None) for path in new}
-            changed.update(new)
+            new = [path for path in self._found() if path not in self._seen]
+            self._seen |= dict.fromkeys(new, _GONE)
+            self._told |= dict.fromkeys(new, b"")
+        seen = {path: _state(path, before) for path, before in self._seen.items()}
+        moves, self._seen = seen != self._seen, seen
+        changed = {path for path, state in seen.items() if state[-1] != self._told[path]}
+        self._moved_at = now if moves else self._moved_at
+        self._since = (self._since or now) if changed else None
+        if self._since is None or now < min(self._moved_at + QUIET_SECONDS, self._since + STORM_SECONDS):
+            return set()
+        self._told |= {path: seen[path][-1] for path in changed}
+        self._since = None
         return changed
 
     def _found(self) -> Iterator[str]:
@@ -118,40 +122,21 @@ def _entries(folder: str) -> tuple[list[str], list[str]]:
     return folders, files
 
 
-def _state(path: str, known: State | None) -> State | None:
-    """What identifies its text, at the end; None if it is not there. A file that looks as before is not read again."""
+def _state(path: str, known: State) -> State:
+    """How it looks, and at the end what identifies its text. A file that looks as before is not read again."""
     try:
         found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
-            return None
         looks = found.st_mtime_ns, found.st_size, found.st_ino
-        if known is not None and known[:3] == looks:
+        if known[:3] == looks:
             return known
+        if not stat.S_ISREG(found.st_mode):
+            return _GONE
         if found.st_size > TEXT_BYTES_MAX:
             return (*looks, repr(looks).encode())
         with open(path, "rb") as file:
             return (*looks, hashlib.sha256(file.read(TEXT_BYTES_MAX + 1)).digest())
     except OSError:
-        return None
-
-
-class Coalesced:
-    """Changes that come shortly after each other count once."""
-
-    def __init__(self) -> None:
-        self._changed: set[str] = set()
-        self._first = self._last = 0.0
-
-    def take(self, changed: set[str], now: float) -> set[str]:
-        """Return what has changed when no more does, and nothing before."""
-        if changed:
-            self._first = self._first if self._changed else now
-            self._last = now
-            self._changed |= changed
-        if not self._changed or (now < self._last + QUIET_SECONDS and now < self._first + STORM_SECONDS):
-            return set()
-        found, self._changed = self._changed, set()
-        return found
+        return _GONE
 
 
 def pause_after(began: float) -> float:
