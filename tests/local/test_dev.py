@@ -193,17 +193,50 @@ def test_a_session_that_nobody_uses_gives_its_nodes_back(cli: Cli) -> None:
     assert "Stopping on 1s without a save or a line of output" in session.text
 
 
-def test_enter_starts_the_ranks_again_at_a_terminal(cli: Cli) -> None:
-    (cli.folder / "train.py").write_text(WAITS.format(version=1))
+def at_a_terminal(cli: Cli, *words: str) -> pexpect.spawn:
     launch = f"spec.template.spec.containers[0].command=[{DDPRUN},--preload,json,train.py]"
-    argv = ["-m", "ddpjob_cli", "dev", "--set", launch, "train.py"]
-    child = pexpect.spawn(
+    argv = ["-m", "ddpjob_cli", "dev", "--set", launch, *words, "train.py"]
+    return pexpect.spawn(
         sys.executable, argv, cwd=cli.folder, env=cli.env, timeout=SECONDS_MAX, encoding="utf-8", dimensions=(50, 400)
     )
+
+
+def test_enter_starts_the_ranks_again_at_a_terminal(cli: Cli) -> None:
+    (cli.folder / "train.py").write_text(WAITS.format(version=1))
+    child = at_a_terminal(cli)
     child.expect_exact("hello v1")
     child.send("\r")
     child.expect_exact("↻ Enter: all ranks start again")
     child.expect_exact("hello v1")
+    child.sendintr()
+    child.expect(pexpect.EOF)
+    assert child.wait() == 130
+
+
+DEBUGGED = """
+import os, sys
+assert "json" in sys.modules, "it is forked"
+answer = {answer}
+breakpoint()
+print("rank", os.environ["RANK"], "went on with", answer)
+"""
+
+
+def test_a_debugger_in_one_rank_begins_again_after_a_save(cli: Cli) -> None:
+    """A debugger that is killed while it reads leaves a terminal that shows no keys."""
+    script = cli.folder / "train.py"
+    script.write_text(DEBUGGED.format(answer=41))
+    child = at_a_terminal(cli, "--nodes", "2", "--pdb", "1")
+    child.expect_exact("(Pdb)")
+    script.write_text(DEBUGGED.format(answer=43))
+    child.expect_exact("↻ train.py changed")
+    child.expect_exact("(Pdb)")
+    child.send("answer += 1\nc\n")
+    child.expect_exact("answer += 1")
+    child.expect_exact("rank 1 went on with 44")
+    child.expect_exact("✔ all ranks have ended with 0; save a file to start them again")
+    script.write_text("raise OSError('no such shard')")
+    child.expect_exact("OSError: no such shard")
     child.sendintr()
     child.expect(pexpect.EOF)
     assert child.wait() == 130

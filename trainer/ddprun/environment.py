@@ -71,6 +71,14 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
     }
 
 
+def give_terminal(own: dict[str, str], environ: Mapping[str, str]) -> str:
+    """The terminal for a rank that is debugged, else "". own: its variables; all other ranks skip `breakpoint()`."""
+    rank, _, device = environ.get("DDPJOB_TERMINAL", "").partition(" ")
+    if rank:
+        own["PYTHONBREAKPOINT"] = environ.get("PYTHONBREAKPOINT", "") if own["RANK"] == rank else "0"
+    return device if own["RANK"] == rank else ""
+
+
 def argv_of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str, str]) -> list[str]:
     """The command line of a rank that is a process of its own."""
     if life.preflight:

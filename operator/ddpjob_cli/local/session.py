@@ -12,6 +12,7 @@ import datetime as dt
 import os
 import re
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -56,6 +57,7 @@ class DevSession:
         self._lock = threading.Lock()  # of the two above
         self._active_at = time.monotonic()
         self._steps: list[int | None] = []
+        self._terminal = termios.tcgetattr(0) if os.isatty(0) else None
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -94,6 +96,8 @@ class DevSession:
             found.notes.append(f"↻ {', '.join(whys)}: all ranks start again")
             self._active_at = time.monotonic()
             self._adopt(stands=False)
+            if self._terminal is not None:  # a debugger that is killed leaves the keys unseen
+                termios.tcsetattr(0, termios.TCSANOW, self._terminal)
             self._start_again(pods)
         if self.due_in() == 0.0:
             found.stop = f"{wording.duration(self._idle_seconds)} without a save or a line of output"
