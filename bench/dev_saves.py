@@ -46,7 +46,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         took = measured(Path(folder), given.saves, given.nodes, given.after)
-    print(f"{machine.load()}: median {statistics.median(took):.2f} s, slowest {max(took):.2f} s, of {len(took)}")
+    print(f"{machine.line()}: median {statistics.median(took):.2f} s, slowest {max(took):.2f} s, of {len(took)}")
 
 
 def measured(folder: Path, saves: int, nodes: int, after: float) -> list[float]:
