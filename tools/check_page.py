@@ -48,7 +48,7 @@ before `ddpjob run`.
 The rules `elastic-…` are for jobs whose number of nodes may change, by `minNodes` or `torchrun --nnodes=MIN:MAX`
 ([elastic.md](elastic.md)), and for a script with `--nodes MIN:MAX`; of all others they say nothing.
 
-A file has four seconds of processor time. What takes longer, in scripts of many thousand lines, is left out, and the
+A file has three seconds of processor time. What takes longer, in scripts of many thousand lines, is left out, and the
 warning `left-out` names it.
 
 Exit codes: 0 nothing or warnings only, 1 errors, 2 wrong input (no such file, no valid job, no valid Python).

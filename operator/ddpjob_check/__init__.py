@@ -28,7 +28,6 @@ from ddpjob_check import (
     gradients,
     groups,
     local_rank,
-    names,
     ranks,
     schedulers,
     starting,
@@ -46,23 +45,9 @@ _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
 LEFT_OUT_MAX = 5  # rules that are named
 _MODULES = (
-    ranks,
-    collectives,
-    wrapping,
-    steps,
-    gradients,
-    data,
-    stops,
-    folders,
-    checkpoints,
-    groups,
-    names,
-    starting,
-    local_rank,
-    alone,
-    schedulers,
-    elastic,
-)
+    ranks, collectives, wrapping, steps, gradients, data, stops, folders, checkpoints, groups, starting,
+    local_rank, alone, schedulers, elastic,
+)  # fmt: skip
 RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule))
 """All rules, in the order of docs/check.md."""
 

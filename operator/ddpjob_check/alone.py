@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,29 @@ def group_needs_option(script: Script, job: Job) -> Iterator[Found]:
             option,
             "--launcher is none: no group is formed, and each rank trains alone; give the script --launcher pytorch",
         )
+
+
+@rule(
+    "warning",
+    wrong="model = Net()\nloss.backward()    # no process group, in a job of two nodes",
+    right="dist.init_process_group()\nmodel = DistributedDataParallel(Net())",
+)
+def group_missing(script: Script, job: Job) -> Iterator[Found]:
+    """Only in a job with several ranks, and of a script that imports nothing which could form a group. Each rank trains
+    a model of its own, and the job succeeds."""
+    imported = set(script.imported.values())
+    brought = {name.split(".")[0] for name in imported}
+    relative = any(isinstance(node, ast.ImportFrom) and node.level for node in script.nodes)
+    asks = script.mentions("distributed") or any("distributed" in name or "parallel" in name for name in imported)
+    backwards = script.methods_called("backward") if script.methods_called("step") else []
+    if _has_several(job) and brought <= _FORM_NO_GROUP and backwards and not (relative or asks):
+        yield at(backwards[0], "nothing in this script forms a process group, so each rank trains alone")
+
+
+_FORM_NO_GROUP = (sys.stdlib_module_names - {"importlib", "multiprocessing", "runpy", "subprocess"}) | set(
+    "datasets matplotlib numpy pandas PIL scipy sklearn tensorboard timm torch torchaudio torchmetrics torchtext "
+    "torchvision tqdm wandb yaml".split()
+)
 
 
 def _has_several(job: Job) -> bool:

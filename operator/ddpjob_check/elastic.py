@@ -24,9 +24,7 @@ _NORM_OF_ALL_RANKS = re.compile(r"sync_?(batch_?norm|bn)|(frozen|freeze|fix)_?(b
 
 
 @rule(
-    "warning",
-    wrong="model = DDP(resnet50())",
-    right="model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(resnet50()))",
+    "warning", wrong="model = DDP(resnet50())", right="model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(resnet50()))"
 )
 def elastic_batch_norm(script: Script, job: Job) -> Iterator[Found]:
     """Only in an elastic job. BatchNorm normalizes over the samples of one rank. Where the ranks share a global batch,
@@ -59,9 +57,7 @@ def _counts_ranks(script: Script, node: ast.AST) -> bool:
 
 
 @rule(
-    "warning",
-    wrong='dist.init_process_group("nccl", rank=rank, world_size=4)',
-    right='dist.init_process_group("nccl")',
+    "warning", wrong='dist.init_process_group("nccl", rank=rank, world_size=4)', right='dist.init_process_group("nccl")'
 )
 def elastic_fixed_world(script: Script, job: Job) -> Iterator[Found]:
     """Only in an elastic job. A number of ranks that stands in the script holds for one number of nodes: with another,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_check.nodes import Function, is_method, leaves, name_of, words_of
+from ddpjob_check.nodes import Function, before, is_method, leaves, name_of, text_in, words_of
 from ddpjob_check.ranks import COLLECTIVES, at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
@@ -38,7 +38,7 @@ def gradients_not_averaged(script: Script, job: Job) -> Iterator[Found]:
         if isinstance(node, ast.If) and _averages_nothing(script, node):
             yield at(node.test, _message(script, node.test))
         elif isinstance(node, ast.comprehension):
-            yield from (at(test, _message(script, test)) for test in node.ifs if _is_never(script, test))
+            yield from (at(test, _message(script, test)) for test in node.ifs if _is(script, test, always=False))
 
 
 def _message(script: Script, test: ast.expr) -> str:
@@ -49,9 +49,9 @@ def _message(script: Script, test: ast.expr) -> str:
 
 
 def _averages_nothing(script: Script, node: ast.If) -> bool:
-    if _is_never(script, node.test):
+    if _is(script, node.test, always=False):
         return _has_collective(script, node.body) and not _has_collective(script, node.orelse)
-    if not (_is_always(script, node.test) and leaves(node.body)):
+    if not (_is(script, node.test, always=True) and leaves(node.body)):
         return False
     block = getattr(script.parent(node), "body", [])
     return node in block and _has_collective(script, block[block.index(node) + 1 :])
@@ -62,20 +62,14 @@ def _has_collective(script: Script, body: list[ast.stmt]) -> bool:
     return any(script.called(c) in COLLECTIVES or isinstance(script.definition(c.func), Function) for c in calls)
 
 
-def _is_never(script: Script, test: ast.expr) -> bool:
+def _is(script: Script, test: ast.expr, *, always: bool) -> bool:
+    """True if a test holds for all parameters, or for none."""
     if isinstance(test, ast.BoolOp):
-        return isinstance(test.op, ast.And) and any(_is_never(script, v) for v in test.values)
+        decides = isinstance(test.op, ast.Or if always else ast.And)
+        return decides and any(_is(script, value, always=always) for value in test.values)
     if isinstance(test, ast.UnaryOp):
-        return isinstance(test.op, ast.Not) and _is_always(script, test.operand)
-    return _compares_type(script, test, ast.Is | ast.Eq | ast.In)
-
-
-def _is_always(script: Script, test: ast.expr) -> bool:
-    if isinstance(test, ast.BoolOp):
-        return isinstance(test.op, ast.Or) and any(_is_always(script, v) for v in test.values)
-    if isinstance(test, ast.UnaryOp):
-        return isinstance(test.op, ast.Not) and _is_never(script, test.operand)
-    return _compares_type(script, test, ast.IsNot | ast.NotEq | ast.NotIn)
+        return isinstance(test.op, ast.Not) and _is(script, test.operand, always=not always)
+    return _compares_type(script, test, ast.IsNot | ast.NotEq | ast.NotIn if always else ast.Is | ast.Eq | ast.In)
 
 
 def _compares_type(script: Script, test: ast.expr, operators: object) -> bool:
@@ -92,18 +86,16 @@ def _compares_type(script: Script, test: ast.expr, operators: object) -> bool:
 
 def _typed(script: Script, node: ast.expr) -> ast.Name | None:
     """p for type(p), p.__class__ and type(p).__name__."""
-    for origin in script.origins(node):
-        value = origin
-        if isinstance(value, ast.Attribute) and value.attr in ("__name__", "__qualname__"):
-            value = value.value
-        if isinstance(value, ast.Call) and name_of(value.func) == "type" and len(value.args) == 1:
-            value = value.args[0]
-        elif isinstance(value, ast.Attribute) and value.attr == "__class__":
-            value = value.value
-        else:
-            return None
-        return value if isinstance(value, ast.Name) else None
-    return None
+    value = next(iter(script.origins(node)), None)
+    if isinstance(value, ast.Attribute) and value.attr in ("__name__", "__qualname__"):
+        value = value.value
+    if isinstance(value, ast.Call) and name_of(value.func) == "type" and len(value.args) == 1:
+        value = value.args[0]
+    elif isinstance(value, ast.Attribute) and value.attr == "__class__":
+        value = value.value
+    else:
+        return None
+    return value if isinstance(value, ast.Name) else None
 
 
 def _is_other_type(script: Script, node: ast.expr) -> bool:
@@ -132,23 +124,14 @@ def _binds(target: ast.expr, name: str) -> bool:
 
 
 def _gives_parameters(script: Script, iterated: ast.expr, depth: int = 0) -> bool:
-    if depth > 6:
-        return False
-    for origin in script.origins(iterated):
-        if isinstance(origin, ast.Call) and name_of(origin.func) in (
-            "list",
-            "enumerate",
-            "reversed",
-            "sorted",
-            "tuple",
-        ):
-            return bool(origin.args) and _gives_parameters(script, origin.args[0], depth + 1)
-        if isinstance(origin, ast.Call) and name_of(origin.func) == "filter" and len(origin.args) == 2:
-            return _gives_parameters(script, origin.args[1], depth + 1)
-        if isinstance(origin, ast.Subscript):
-            return isinstance(origin.slice, ast.Constant) and origin.slice.value == "params"
-        return isinstance(origin, ast.Call) and name_of(origin.func) in ("parameters", "named_parameters")
-    return False
+    origin = next(iter(script.origins(iterated)), None)
+    if isinstance(origin, ast.Subscript):
+        return text_in(origin.slice) == "params"
+    name = name_of(origin.func) if isinstance(origin, ast.Call) else ""
+    if isinstance(origin, ast.Call) and name in ("list", "enumerate", "filter", "reversed", "sorted", "tuple"):
+        given = origin.args[name == "filter" :][:1]
+        return depth < 6 and bool(given) and _gives_parameters(script, given[0], depth + 1)
+    return name in ("parameters", "named_parameters")
 
 
 # ---------------------------------------------------------------- accumulation
@@ -186,20 +169,29 @@ def _averages_otherwise(script: Script) -> bool:
         return True
     contexts = [n for n in script.nodes if isinstance(n, ast.Attribute) and n.attr == "no_sync"]
     known = [n for n in script.nodes if isinstance(n, ast.withitem) and is_method(n.context_expr, "no_sync")]
+    known += [n for n in script.nodes if isinstance(n, ast.Expr) and _entered(n) is not None]
     return len(contexts) != len(known) or any(exchanges(script, call) for call in script.calls)
 
 
 def _no_sync(script: Script, call: ast.Call, seen: frozenset[Function] = frozenset()) -> ast.expr | None:
     """The no_sync() in which a call certainly stands, or all calls of its function do."""
-    for _, parent in script.above(call):
+    for child, parent in script.above(call):
+        entered = [entered for statement in before(parent, child) if (entered := _entered(statement)) is not None]
         if isinstance(parent, ast.With):
-            for item in parent.items:
-                if is_method(item.context_expr, "no_sync"):
-                    return item.context_expr
+            entered += [item.context_expr for item in parent.items if is_method(item.context_expr, "no_sync")]
+        if entered:
+            return entered[0]
     function = script.function(call)
     callers = [] if function is None or function in seen else script.callers(function)
     found = [_no_sync(script, c.call, seen | {function}) for c in callers if function]
     return found[0] if found and None not in found else None
+
+
+def _entered(statement: ast.AST) -> ast.expr | None:
+    """model.no_sync() in `stack.enter_context(model.no_sync())`."""
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    is_entered = isinstance(call, ast.Call) and is_method(call, "enter_context") and len(call.args) == 1
+    return call.args[0] if isinstance(call, ast.Call) and is_entered and is_method(call.args[0], "no_sync") else None
 
 
 def _all_forward_inside(script: Script) -> bool:

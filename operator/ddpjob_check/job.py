@@ -9,14 +9,29 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddpjob_check import in_command, names, room
+from ddpjob_check import groups, in_command
 from ddpjob_check.rule import Job, Severity, command_line
 from ddpjob_check.starting import DEPRECATED
+from ddpjob_core import memory
 from ddpjob_operator.job import api, command, launcher, shells, topology, variables
 from ddpjob_operator.job import template as templates
-from ddpjob_operator.job.podspec import command_path, gpus, mappings, mounts, trainer_container, trainer_path
+from ddpjob_operator.job.podspec import (
+    command_path,
+    gpus,
+    limits,
+    mappings,
+    mounts,
+    quantity,
+    trainer_container,
+    trainer_path,
+)
 
 FieldPath = tuple[str | int, ...]
+_STATE_BYTES = 12
+"""Of a parameter in float32: itself, and the two moments of Adam."""
+_RANK_BYTES = _STATE_BYTES + 4
+"""What a rank on the CPU holds of it: its gradient too."""
+_MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -116,9 +131,7 @@ YAML_RULES = (
         "`torchrun train.py; echo done`. `exec torchrun train.py` gets it.",
     ),
     YamlRule(
-        "launcher-option",
-        "warning",
-        "The launcher, or an option of it, has a consequence. The job has an Event of it.",
+        "launcher-option", "warning", "The launcher, or an option of it, has a consequence. The job has an Event of it."
     ),
 )
 _EVERYWHERE = {
@@ -183,12 +196,12 @@ def mistakes(
     yield from _of_command(job, script, given)
     if by and by.name in ("torch.distributed.launch", "launch.py"):
         yield command_path(template), "launch-deprecated", DEPRECATED
-    if parameters and (said := room.too_small(job, parameters, _gpus(template))):
+    if parameters and (said := _too_small(job, parameters, _gpus(template))):
         yield (*trainer_path(template), "resources", "limits", "memory"), "memory-limit-too-small", said
     if not topology.all_have_dns_names(job.spec):
         for field, text in _texts(template):
-            if name := names.other_node(text, job.metadata.name):
-                yield field, "other-node-named", f"{name}: {names.FIX}"
+            if name := groups.other_node(text, job.metadata.name):
+                yield field, "other-node-named", f"{name}: {groups.NO_NAME}"
     if job.spec.backend == "nccl" and _gpus(template) == 0:
         yield (
             ("spec", "backend"),
@@ -266,3 +279,29 @@ def _of_command(job: api.DDPJob, script: str, given: Collection[str]) -> Iterato
     for place, text in in_command.unexpanded(job, script):
         yield path if place == ("command",) else (*trainer_path(job.spec.template), *place), "not-expanded", text
     yield from ((path, rule, text) for rule, text in in_command.unset_variables(job, given))
+
+
+def _too_small(job: api.DDPJob, parameters: int, gpus: int | None) -> str:
+    """What is wrong with the memory limit of a job under ddprun whose model has so many parameters, for the state in
+    memory (docs/memory.md); empty: nothing that is certain. gpus: of a pod; None: not known."""
+    limit, by = limits(job.spec.template).get("memory"), launcher.facts(job.spec).launcher
+    if limit is None or by is None or by.name != "ddprun":
+        return ""
+    nproc = topology.nproc_per_node(job.spec)
+    by_cadence = bool(gpus) or topology.world_size(job.spec) == 1
+    areas = memory.AREAS if by_cadence else 1
+    least = memory.needed(areas * memory.area_bytes(_STATE_BYTES * parameters))
+    least += nproc * _RANK_BYTES * parameters if gpus == 0 else 0
+    if quantity(limit) >= least:
+        return ""
+    copies = "two copies of its state" if by_cadence else "its state"
+    ranks = f" beside {nproc} x {_mib(_RANK_BYTES * parameters)} of the training itself" if gpus == 0 else ""
+    return (
+        f"{limit} is too small for {copies} in memory: {parameters:,} parameters with Adam in float32 take "
+        f"{_mib(_STATE_BYTES * parameters)}{ranks}; set it to {_mib(least)} or more, "
+        "or a restart goes on from the folder"
+    )
+
+
+def _mib(size: int) -> str:
+    return f"{-(-size // _MIB)}Mi"

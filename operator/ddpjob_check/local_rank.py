@@ -56,18 +56,15 @@ def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
     elif job.by_torchrun or job.launcher == "ddprun":
         yield from _requires_what_is_not_passed(script, job)
     elif not job.launcher and script.is_distributed and not _reads_local_rank(script):
-        yield from (
-            _one_spelling(call, _recipe(job, call)) for call in _options(script) if _has_only_the_old_name(call)
-        )
+        calls = filter(_has_only_the_old_name, _options(script))
+        yield from (_one_spelling(call, _recipe(job, call)) for call in calls)
 
 
 def _refuses_what_is_passed(script: Script, job: Job) -> Iterator[Found]:
     """torch.distributed.launch starts it, and its parser ends with an error."""
     if not script.methods_called("parse_known_args") and not script.mentions("ignore_unknown_options"):
         options = list(_options(script))
-        yield from (
-            _one_spelling(call, _recipe(job, call), "error") for call in options if _has_only_the_old_name(call)
-        )
+        yield from (_one_spelling(c, _recipe(job, c), "error") for c in filter(_has_only_the_old_name, options))
         if not any(name.startswith("--local") for call in script.calls for name in _names(call)):
             yield from (
                 at(

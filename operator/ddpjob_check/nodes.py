@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import enum
 import re
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -139,6 +140,20 @@ def imports_in(nodes: Iterable[ast.AST]) -> dict[str, str]:
                 if not imported.get(name, "").startswith("torch."):
                     imported[name] = f"{node.module}.{alias.name}"
     return imported
+
+
+def aliases_in(nodes: Sequence[ast.AST], imported: Mapping[str, str]) -> dict[str, str]:
+    """reduce = dist.all_reduce: name → full name of what is torch's, of names that are bound only once in the file."""
+    bound = Counter(n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+    bound.update(n.arg for n in nodes if isinstance(n, ast.arg))
+    aliases: dict[str, str] = {}
+    for node in nodes:
+        target = name_of(node.targets[0]) if isinstance(node, ast.Assign) and len(node.targets) == 1 else ""
+        first, dot, rest = dotted(node.value).partition(".") if isinstance(node, ast.Assign) else ("", "", "")
+        full = imported.get(first, "") + dot + rest
+        if bound[target] == 1 and dot and full.startswith("torch.distributed."):
+            aliases[target] = full
+    return aliases
 
 
 def bindings_in(node: ast.AST) -> Iterator[tuple[ast.AST, Origin]]:

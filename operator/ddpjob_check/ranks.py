@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ddpjob_check.nodes import before, has_hidden_arguments, means_one_process, name_of
+from ddpjob_check.nodes import Function, before, has_hidden_arguments, means_one_process, name_of
 from ddpjob_check.otherwise import is_otherwise
 from ddpjob_check.rule import Found, Job, Severity, rule
 from ddpjob_check.script import DDP, INIT, Kind, Script
@@ -193,6 +193,25 @@ def _around(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
     elif isinstance(parent, ast.BoolOp) and child in parent.values:
         holds = isinstance(parent.op, ast.And)
         yield from (Guard(value, holds, [child]) for value in parent.values[: parent.values.index(child)])
+    elif isinstance(parent, ast.Match) and isinstance(child, ast.match_case):
+        cases = parent.cases[: parent.cases.index(child)]
+        others = [statement for case in parent.cases if case is not child for statement in case.body]
+        tests = ((_of_case(parent, case), case is child) for case in (*cases, child))
+        yield from (Guard(test, holds, child.body, others) for test, holds in tests if test is not None)
+    elif isinstance(parent, Function) and child in parent.body:
+        runs = (d for d in parent.decorator_list if name_of(d) in _RUNS_ON_ONE)
+        yield from (Guard(decorator, True, parent.body, is_certain=False) for decorator in runs)
+
+
+_RUNS_ON_ONE = ("rank_zero_only", "rank0_only", "main_process_only", "master_only", "on_main_process")
+
+
+def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
+    """`rank == 0` for `case 0:`."""
+    if not isinstance(case.pattern, ast.MatchValue) or case.guard is not None:
+        return None
+    test = ast.Compare(match.subject, [ast.Eq()], [case.pattern.value])
+    return ast.copy_location(test, match.subject)
 
 
 def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
@@ -223,7 +242,7 @@ def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:
     if isinstance(test, ast.Compare):
         return is_rank(script, test.left) and _splits_the_ranks(test)
     name = script.called(test) or script.full_name(test)
-    return name.rsplit(".", 1)[-1] in ("is_main", "is_master", "is_main_process", "is_master_process")
+    return name.rsplit(".", 1)[-1] in (*_RUNS_ON_ONE, "is_main", "is_master", "is_main_process", "is_master_process")
 
 
 def _is_false_in_a_group(test: ast.expr, holds: bool) -> bool:

@@ -13,26 +13,14 @@ from ddpjob_check.starting import is_conditional
 
 # What each is called here. All of them are set in a rank, and in a pod with one process.
 COUNTERPARTS = {
-    "SLURM_PROCID": "RANK",
-    "SLURM_NTASKS": "WORLD_SIZE",
-    "SLURM_NPROCS": "WORLD_SIZE",
-    "SLURM_LOCALID": "LOCAL_RANK",
-    "SLURM_NODEID": "NODE_RANK",
-    "SLURM_NNODES": "NNODES",
-    "SLURM_JOB_NUM_NODES": "NNODES",
-    "OMPI_COMM_WORLD_RANK": "RANK",
-    "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE",
-    "OMPI_COMM_WORLD_NODE_RANK": "LOCAL_RANK",
-}
+    "SLURM_PROCID": "RANK", "SLURM_NTASKS": "WORLD_SIZE", "SLURM_NPROCS": "WORLD_SIZE", "SLURM_LOCALID": "LOCAL_RANK",
+    "SLURM_NODEID": "NODE_RANK", "SLURM_NNODES": "NNODES", "SLURM_JOB_NUM_NODES": "NNODES",
+    "OMPI_COMM_WORLD_RANK": "RANK", "OMPI_COMM_WORLD_SIZE": "WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK": "LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_NODE_RANK": "LOCAL_RANK",
+}  # fmt: skip
 
 
-@rule(
-    "error",
-    wrong='rank = int(os.environ["SLURM_PROCID"])',
-    right='rank = int(os.environ["RANK"])',
-)
+@rule("error", wrong='rank = int(os.environ["SLURM_PROCID"])', right='rank = int(os.environ["RANK"])')
 def variable_of_other_launcher(script: Script, job: Job) -> Iterator[Found]:
     """srun and mpirun set SLURM_PROCID and OMPI_COMM_WORLD_RANK. In a DDPJob nothing does: os.environ[…] raises a
     KeyError at the start, int(os.getenv(…)) a TypeError. What the job sets can be given these names
@@ -41,7 +29,8 @@ def variable_of_other_launcher(script: Script, job: Job) -> Iterator[Found]:
         return
     own = {name for name, _, _ in script.variables_set}
     missing = [name for name in COUNTERPARTS if name not in job.variables | own and _is_only_read(script, name)]
-    for node in sorted((n for n in script.nodes if script.variable_read(n) in missing), key=_place):
+    reads = [node for node in script.nodes if isinstance(node, ast.expr) and script.variable_read(node) in missing]
+    for node in sorted(reads, key=lambda node: (node.lineno, node.col_offset)):
         is_item = isinstance(node, ast.Subscript)
         if (is_item or _is_number(script, node)) and script.on_every_rank(node) and not is_conditional(script, node):
             name = script.variable_read(node)
@@ -65,10 +54,6 @@ def _is_number(script: Script, node: ast.AST) -> bool:
     outer = script.parent(node)
     has_default = not isinstance(node, ast.Call) or len(node.args) > 1 or bool(node.keywords)
     return not has_default and isinstance(outer, ast.Call) and script.called(outer) == "int" and node in outer.args
-
-
-def _place(node: ast.AST) -> tuple[int, int]:
-    return getattr(node, "lineno", 0), getattr(node, "col_offset", 0)
 
 
 def _recipe(script: Script, job: Job) -> str:

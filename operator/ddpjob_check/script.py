@@ -147,11 +147,7 @@ class Script(Values):
         if isinstance(node, ast.DictComp):  # {name: os.environ[name] for name in (…)}
             value, key = node.value, node.key
             read = value.slice if isinstance(value, ast.Subscript) else value.args[0] if _has_arguments(value) else None
-            of = (
-                value.value
-                if isinstance(value, ast.Subscript)
-                else getattr(getattr(value, "func", None), "value", None)
-            )
+            of = getattr(value if isinstance(value, ast.Subscript) else getattr(value, "func", None), "value", None)
             return (
                 isinstance(key, ast.Name)
                 and isinstance(read, ast.Name)
@@ -168,9 +164,8 @@ class Script(Values):
         for node in self.nodes:
             if isinstance(node, ast.Assign):
                 items = [t for t in node.targets if isinstance(t, ast.Subscript)]
-                variables += [
-                    (text_in(t.slice), node.value, node) for t in items if self.full_name(t.value) == "os.environ"
-                ]
+                items = [t for t in items if self.full_name(t.value) == "os.environ"]
+                variables += [item for t in items for item in self._named_by(t.slice, node)]
             elif isinstance(node, ast.Call) and self.called(node) == "os.environ.update":
                 variables += [(k.arg, k.value, k.value) for k in node.keywords if k.arg]
                 for arg in node.args:
@@ -179,6 +174,15 @@ class Script(Values):
             elif isinstance(node, ast.Call) and self.called(node) == "os.putenv" and len(node.args) == 2:
                 variables.append((text_in(node.args[0]), node.args[1], node))
         return variables
+
+    def _named_by(self, key: ast.expr, node: ast.Assign) -> list[tuple[str, ast.expr, ast.AST]]:
+        """As variables_set; of `for k, v in {"RANK": "0"}.items(): os.environ[k] = v` each item."""
+        loop = next((parent for _, parent in self.above(node) if isinstance(parent, ast.For)), None)
+        items = loop.iter.func.value if loop is not None and is_method(loop.iter, "items") else None  # type: ignore[attr-defined]
+        names = [name_of(n) for n in loop.target.elts] if loop and isinstance(loop.target, ast.Tuple) else []
+        if isinstance(items, ast.Dict) and names == [name_of(key), name_of(node.value)]:
+            return [(text_in(k), v, node) for k, v in zip(items.keys, items.values, strict=True) if k]
+        return [(text_in(key), node.value, node)]
 
     def kinds(self, expression: ast.expr | None, depth: int = 0) -> set[Kind]:
         """Which rank, if any, a number is."""

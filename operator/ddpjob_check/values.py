@@ -17,6 +17,7 @@ from ddpjob_check.nodes import (
     Marker,
     Origin,
     Scope,
+    aliases_in,
     bindings_in,
     default_of,
     dotted,
@@ -79,6 +80,7 @@ class Values:
             self.nodes += children
             self._parent.update(dict.fromkeys(children, node))
         self.imported = imports_in(self.nodes)
+        self.imported |= aliases_in(self.nodes, self.imported)
         self._defs: dict[tuple[Scope, str], Function | ast.ClassDef] = {}
         self._methods: dict[str, list[Function]] = defaultdict(list)
         self._names: dict[tuple[Scope, str], list[Origin]] = defaultdict(list)

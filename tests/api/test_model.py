@@ -218,7 +218,7 @@ def test_the_model_answers_as_the_real_api_server_does(
 
 
 def test_an_orphan_of_a_job_is_collected_with_its_own_grace(api: FaultyApi, namespace: Namespace) -> None:
-    """What the model's collector does: dependants go after their owner, by themselves."""
+    """The model deletes dependants after their owner, each with its own grace, as Kubernetes does."""
     server = real(api, namespace)
     uid = server.make(JOBS, manifest())["metadata"]["uid"]
     owner = {"apiVersion": types.API_VERSION, "kind": types.KIND, "name": "digits", "uid": uid, "controller": True}

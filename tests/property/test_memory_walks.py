@@ -62,7 +62,7 @@ class Rank:
     """Whether it keeps what `load` has named, because it has not saved."""
     answer: int = memory.NONE
     patience: int = 50
-    """How often it waits for its own step, because one that died was further."""
+    """Times that this rank waited to finish its own step, because a dead rank was ahead."""
 
 
 class Walk:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import World, digits
 
-from ddpjob_operator.job import api, storage
+from ddpjob_operator.job import api, bounds, storage
+from ddpjob_operator.kube.watch import store
 from ddpjob_operator.observed.cluster import Observed
 from ddpjob_operator.plan.plan import plan
 
@@ -128,3 +129,68 @@ def test_a_job_that_grows_beyond_its_room_loses_its_place_and_gets_it_again() ->
     assert not room.take(key, 31)
     assert room.used == 30
     assert room.take(key, 30)
+
+
+LIMITS = storage.StoredLimits(0, 60_000, 40_000, 40_000, 30_000, 8 * storage.OF_A_JOB, 5 * storage.OF_A_JOB)
+STATES = {
+    "new": (False, {}),
+    "suspended": (True, {"state": "Suspended", "reason": "Suspended", "observedGeneration": 1}),
+    "ended": (False, {"state": "Succeeded", "observedGeneration": 1, "completionTime": "2031-03-05T07:00:00Z"}),
+    "waits": (False, {"state": "Pending", "reason": "WaitingForRoom", "observedGeneration": 1}),
+    "begun": (False, {"state": "Running", "attempt": 1, "observedGeneration": 1}),
+}
+jobs = st.tuples(st.sampled_from(sorted(STATES)), st.integers(0, 30), st.sampled_from([100, 1_000, 40_000]))
+changes = st.tuples(st.sampled_from(["put", "put", "put", "held", "remove"]), jobs)
+
+
+def of_size(version: int, state: str, number: int, text: int) -> dict[str, Any]:
+    suspend, status = STATES[state]
+    metadata = {"namespace": f"team-{number % 3}", "name": f"j{number}", "uid": f"u{number}.{version}"}
+    metadata |= {"resourceVersion": str(version), "generation": 1}
+    return {"metadata": metadata, "spec": {"suspend": suspend, "text": "x" * text}, "status": status}
+
+
+def kept_of(kept: store.Jobs, namespace: str) -> int:
+    """The memory of what is kept of a namespace; all namespaces: ""."""
+    raws = [kept.get(key) or {} for key in kept if namespace in ("", key[0])]
+    return sum(storage.OF_A_JOB if storage.is_cut(raw) else storage.size(raw) for raw in raws)
+
+
+@given(st.lists(changes, max_size=120))
+def test_what_is_kept_of_all_jobs_is_bounded_by_namespace_and_in_sum(
+    walk: list[tuple[str, tuple[str, int, int]]],
+) -> None:
+    """A tenant may store a million suspended jobs; at 2 kB each 200,000 of them end every operator of the cluster."""
+    kept = store.Jobs(lambda _key: None, limits=LIMITS)
+    for version, (what, given_job) in enumerate(walk, 1):
+        raw = of_size(version, *given_job)
+        key = (raw["metadata"]["namespace"], raw["metadata"]["name"])
+        known = kept.get(key)
+        if what == "remove" and known is not None:
+            kept.remove(*key, known["metadata"]["uid"])
+        elif what == "held":
+            with kept.held(key):
+                kept.put(raw)
+                assert kept.get(key) == raw, "a job that is reconciled is there, and whole"
+        else:
+            kept.put(raw)
+        assert kept.get(key) is not None or what == "remove" or kept.leaves_out(key[0])
+        for namespace in ("team-0", "team-1", "team-2"):
+            most = LIMITS.begun_in_namespace + LIMITS.resting_in_namespace + 2 * LIMITS.cut_in_namespace
+            assert kept_of(kept, namespace) <= most
+        assert kept_of(kept, "") <= LIMITS.begun + LIMITS.resting + 2 * LIMITS.cut
+    for key in list(kept):
+        kept.remove(*key, (kept.get(key) or {})["metadata"]["uid"])
+    for number in range(5):
+        kept.put(of_size(1_000, "suspended", 3 * number, 40_000))
+    assert len(kept) == 5, "all places are free again"
+
+
+@given(jobs)
+def test_a_job_that_rests_needs_nothing_at_any_time(given_job: tuple[str, int, int]) -> None:
+    """A job whose end of life is near would stay for ever if it was left out as one that rests."""
+    raw = of_size(1, *given_job)
+    for seconds in (None, 0, 100):
+        timed = raw | {"spec": raw["spec"] | ({} if seconds is None else {"ttlSecondsAfterFinished": seconds})}
+        if storage.rests(timed) and not storage.waits_for_room(timed):
+            assert storage.rests_until(timed, bounds.TIME_LAST, has_objects=False) is not None

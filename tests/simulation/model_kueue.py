@@ -138,7 +138,7 @@ class Kueue:
 
 
 def count(workload: Raw) -> int:
-    """For how many pods it asks."""
+    """Return the number of pods that it requests."""
     return int(workload["spec"]["podSets"][0]["count"])
 
 

@@ -1,6 +1,6 @@
-"""One run: the real operator (its wiring, queue, stores, reflectors, plan) on a model of everything around it.
+"""One run: the real operator (wiring, queue, stores, reflectors, plan) in a model of everything around it.
 
-The clock is virtual, all is one thread, and every random number hangs on the seed: a run can be repeated to the word.
+The clock is virtual, there is one thread, and all random numbers depend on the seed: runs are exactly repeatable.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ from ddpjob_operator.observed.reports import Report, read_report
 from ddpjob_operator.pods import naming
 
 JOBS = f"/apis/{api.GROUP}/{api.VERSION}/namespaces/default/{api.PLURAL}"
-# Start retries wait up to half an hour, and the queue for a minute.
+# Retries of a start wait up to half an hour, and the queue a minute.
 ENDS_WITHIN_SECONDS = 3 * 3600.0
-# How long nothing may change before a job is at rest.
+# A job is at rest when nothing has changed for so long.
 REST_SECONDS = 120.0
-# An attempt of eight nodes is 60 writes: pods are made, bound, started, stopped, deleted. Ten of them are no circle.
+# An attempt of eight nodes takes 60 writes: pods are created, bound, started, stopped, deleted. Ten attempts are
+# allowed.
 WRITES_MAX_BY_NODE = 150
 WRITES_MAX_AT_LEAST = 600
-# A node that was away for a while is still felt when it is back: its kubelet ends what is no longer wanted.
+# Effects of a node's absence go on after its return: its kubelet ends pods that are not wanted any more.
 NODES_HEAL_SECONDS = 120.0
 KUBELETS_WORD = {"evicted": "Evicted", "node shuts down": "Terminated", "pod's deadline": "DeadlineExceeded"}
 BREAKS_A_POD = frozenset((*PODS, *NODES, *ONE_BY_ONE))
@@ -55,26 +56,26 @@ BREAKS_A_POD = frozenset((*PODS, *NODES, *ONE_BY_ONE))
 
 @dataclass
 class Outcome:
-    """What a run has shown."""
+    """The result of a run."""
 
     seed: int
     wrong: list[str]
     end: str
     taken: dict[str, str]
-    """The faults that have happened, as `Faults(only=…)` takes them."""
+    """The faults that happened, as `Faults(only=…)` takes them."""
     story: list[str]
     seconds: float
-    """Virtual ones."""
+    """In virtual time."""
     passed: dict[str, int] = field(default_factory=dict)
     """How often each point for faults was passed."""
     attempts: int = 0
     writes: int = 0
     counted: dict[str, int] = field(default_factory=dict)
-    """What has happened that only several jobs show (crowd.py)."""
+    """Events that only runs of several jobs have (crowd.py)."""
 
 
 class ErrorsAreWrong(logging.Handler):
-    """An error in the operator's log is one of the run."""
+    """Makes each error in the operator's log an error of the run."""
 
     def __init__(self, judge: Judge) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class OperatorProcess:
         self.operator = Operator(settings, client, leader, runtime=runtime, end_within=self._ends_by_itself)
 
     def now(self) -> dt.datetime:
-        """What this process believes."""
+        """Return the time by this process's clock."""
         return self.simulation.loop.now() + self.skew
 
     def start(self) -> None:
@@ -122,7 +123,7 @@ class OperatorProcess:
         self._tasks = [self._task(self._start()), self._task(self._watch_jobs())]
 
     def crash(self) -> None:
-        """kill -9: what it knew is lost; what it has sent may still be carried out."""
+        """Act as kill -9: its memory is lost; requests that it has sent may still be carried out."""
         if self.client.dead:
             return
         self.simulation.tell(self.name, "crashes")
@@ -131,17 +132,17 @@ class OperatorProcess:
         self.simulation.start_operator_soon(self)
 
     async def stop(self) -> None:
-        """SIGTERM."""
+        """Act as SIGTERM."""
         self.simulation.tell(self.name, "stops")
         for task in self._tasks:
             task.cancel()
         await self.operator.stop()
-        if not self.client.dead:  # else it has crashed meanwhile, and another one starts already
+        if not self.client.dead:  # otherwise it has crashed meanwhile, and another one is starting
             self.client.dead = self.lease_client.dead = True
             self.simulation.start_operator_soon(self)
 
     def end(self) -> None:
-        """All that it does ends."""
+        """End everything that it does."""
         operator = self.operator
         operator.end()
         for task in (*self._tasks, *operator._tasks, operator._first_lists):
@@ -149,11 +150,11 @@ class OperatorProcess:
                 task.cancel()
 
     def clock_jumps(self, seconds: float) -> None:
-        """Its wall clock, not the monotonic one."""
+        """Change its wall clock, not the monotonic one."""
         self.skew += dt.timedelta(seconds=int(seconds))
 
     def _ends_by_itself(self, _seconds: float) -> None:
-        """The kubelet restarts its container."""
+        """Restart, as the kubelet restarts its container."""
         if not self.client.dead:
             self.simulation.loop.create_task(self.stop())
 
@@ -161,7 +162,7 @@ class OperatorProcess:
         await self.operator.start()
 
     async def _watch_jobs(self) -> None:
-        """As kopf does: list, then watch on from there; list again when the version is too old."""
+        """Act as kopf: list, then watch from there; list again if the version is too old."""
         version = ""
         while True:
             version = await self._watch_jobs_from(version)
@@ -193,7 +194,7 @@ class OperatorProcess:
 
 
 class Simulation:
-    """Everything of one run."""
+    """Everything in one run."""
 
     def __init__(self, scenario: Scenario, only: Mapping[str, str] | None = None) -> None:
         self.scenario = scenario
@@ -225,16 +226,16 @@ class Simulation:
         self.done: set[str] = set()
         """The deeds that were done."""
         self.uids: list[str] = []
-        """The jobs that were applied, in order."""
+        """uids of the applied jobs, in order."""
         self.newest: dict[str, str] = {}
-        """Of each job's name the uid that was applied last."""
+        """By name of the job: the uid that was applied last."""
         self.jobs = {one.name: one for one in (scenario, *scenario.more)}
         """The jobs of the cluster, by name."""
         self.on_event: Callable[[Raw], None] = lambda body: None
         self.on_deed: Callable[[str], None] = lambda text: None
         self._random = random.Random(f"{scenario.seed} simulation")
         self.chance = random.Random(f"{scenario.seed} operator")
-        """The operators'."""
+        """Random numbers of the operators."""
         self.log = logging.Logger("simulation", logging.ERROR)
         self.log.addHandler(ErrorsAreWrong(self.judge))
         self._quota = False
@@ -244,7 +245,7 @@ class Simulation:
     # ---------------------------------------------------------------- the run
 
     def run(self) -> Outcome:
-        """From the moment when the user applies the job to its end, or to the first thing that is wrong."""
+        """Run from the moment when the user applies the job to its end, or to the first error."""
         try:
             self.loop.run_until_complete(self._run())
             self._end()
@@ -281,7 +282,7 @@ class Simulation:
             self._check_end()
 
     async def _until(self, end: float, is_true: Any) -> bool:
-        """Whether it became true before the end of time; at once where something is wrong."""
+        """Return True when it becomes true or something is wrong; False at the end of time."""
         while self.loop.time() < end:
             if self.judge.wrong or self._floods():
                 return True
@@ -301,14 +302,14 @@ class Simulation:
         return written > most
 
     def _stop_faults(self) -> None:
-        """No faults from now on."""
+        """Stop all faults."""
         self.tell("", "no faults from now on")
         self.faults.stopped = True
         self._quota = False
         for operator in self.operators:
             operator.client.away = operator.lease_client.away = False
         for name, node in self.cluster.nodes.items():
-            # A node that has died for good is no fault that must end: the job goes on elsewhere.
+            # A dead node need not come back: the job continues elsewhere.
             if node.powered:
                 self.cluster.back(name)
         for plural in ("pods", "services", "podgroups"):
@@ -335,15 +336,15 @@ class Simulation:
     # ---------------------------------------------------------------- its end
 
     def _is_at_rest(self) -> bool:
-        """Nothing has changed for a while, and nothing will."""
+        """True if nothing has changed for a while, and nothing will."""
         if self.loop.time() - self._changed_at < REST_SECONDS or self._ours("podgroups"):
-            return False  # a group is of use to nobody then
+            return False  # groups must be deleted by then
         return all(self._rests(name) for name in self.jobs)
 
     def _rests(self, name: str) -> bool:
         job = self.api.find(api.PLURAL, name)
         if job is None:
-            # On a node that is dead for good a deleted job's pod stays until someone removes the node, as everywhere.
+            # A deleted job's pod on a dead node stays until somebody removes the node, as in any cluster.
             return all(self._is_on_dead_node(pod) for pod in self._ours("pods") if _job_of(pod) == name)
         status = job.get("status") or {}
         ends = status.get("state") in TERMINAL or (job["spec"].get("suspend") and status.get("state") == "Suspended")
@@ -372,7 +373,7 @@ class Simulation:
         return "Gone" if job is None else str((job.get("status") or {}).get("state", ""))
 
     def _check_end(self) -> None:
-        """The end is the one that a run without faults has, unless the application or the user wanted another."""
+        """Check that the end is that of a run without faults, unless the application or the user caused another."""
         for name in self.jobs:
             is_gone = self.api.find(api.PLURAL, name) is None
             if is_gone and any(_job_of(service) == name for service in self._ours("services")):
@@ -382,7 +383,7 @@ class Simulation:
                 self.judge.wrong.append(f"the job failed, and nothing that happened is its fault: {summary(status)}")
 
     def _last_status(self, name: str) -> Raw:
-        """Also of a job that is gone."""
+        """Return the last status of a job, deleted or not."""
         return self.judge.statuses.get(self.newest.get(name, ""), {})
 
     def _may_fail(self, name: str) -> bool:
@@ -397,16 +398,16 @@ class Simulation:
     # ---------------------------------------------------------------- what happens
 
     def tell(self, who: str, *what: object) -> None:
-        """A line of the story."""
+        """Add a line to the story."""
         self.story.append(f"t+{self.loop.time():7.1f}  {who:12} {' '.join(map(str, what))}")
 
     def event(self, body: Raw) -> None:
-        """The operator has sent an Event."""
+        """Take an Event that the operator sent."""
         self.tell("event", body["type"], body["reason"])
         self.on_event(body)
 
     def start_operator_soon(self, dead: OperatorProcess) -> None:
-        """As the kubelet of the operator's own pod does."""
+        """Restart an operator, as the kubelet of its pod does."""
         self.loop.call_later(self._random.uniform(1, 20), self._start_operator, dead.name, dead)
 
     def _start_operator(self, name: str, dead: OperatorProcess | None = None) -> None:
@@ -431,7 +432,7 @@ class Simulation:
         return failure if self.faults.happens(key, str(failure)) else None
 
     def _report(self, process: Process, step: int, life: Life | None = None) -> None:
-        """A rank reports to the operator that leads, if it reaches one."""
+        """Send a rank's report to the leading operator, if it can be reached."""
         for one, sender in self._receivers(process):
             # The receiver takes the node from the token.
             place = {"rank": process.rank, "node_rank": sender.node_rank, "replacement": sender.replacement}
@@ -443,7 +444,7 @@ class Simulation:
             one.operator.report(sender, report)
 
     def _hear_agent(self, process: Process, body: bytes) -> bool:
-        """Likewise an agent; whether it was heard."""
+        """Send an agent's report. True if it was received."""
         heard = False
         for one, sender in self._receivers(process):
             report = replace(read_report(body, one.now()), attempt=sender.attempt)
@@ -454,11 +455,11 @@ class Simulation:
         return heard
 
     def _leadership(self, name: str) -> object:
-        """Begun anew whenever an operator has lost its Lease, also where it gets it back."""
+        """Return an object that changes whenever an operator loses its Lease, even if it gets it back."""
         return next((one.operator.states for one in self.operators if one.name == name), None)
 
     def _receivers(self, process: Process) -> Iterator[tuple[OperatorProcess, Sender]]:
-        """The operators that take its report, and from which node it is to them."""
+        """Yield the operators that accept its report, each with the sender's node."""
         for one in self.operators if self._reachable(process) else ():
             if one.operator.leads and not one.client.away and not one.client.dead:
                 sender = one.operator.locate(BoundPod("default", process.name, process.uid))
@@ -504,7 +505,7 @@ class Simulation:
         if self.faults.stopped or not self.faults.happens(key, str(deed)):
             return
         self.tell("", "DEED", deed)
-        if deed.what != "suspend":  # that one is told when the user writes it
+        if deed.what != "suspend":  # a suspension is told when the user writes it
             self.on_deed(f"fault: {deed.what}")
         self.done.add(deed.what)
         if deed.what in BREAKS_A_POD or deed.what in ("suspend", "delete", "delete and apply"):
@@ -525,7 +526,7 @@ class Simulation:
             self._user(deed)
 
     def _disturb(self, seconds: float) -> None:
-        """For so long the job's objects are changed from outside: what came first in those attempts is undefined."""
+        """Mark attempts as disturbed: objects of the job are changed from outside, so the first cause is undefined."""
         for uid in self.uids:
             attempt = self.judge.statuses.get(uid, {}).get("attempt", 0)
             self.judge.disturbed |= {(uid, attempt), (uid, attempt + 1)}
@@ -533,7 +534,7 @@ class Simulation:
             self.loop.call_later(5, self._disturb, seconds - 5)
 
     def _aim(self, deed: Deed) -> str:
-        """The job that a deed is about."""
+        """Return the job that a deed is about."""
         return list(self.jobs)[deed.number % len(self.jobs)]
 
     def _user(self, deed: Deed) -> None:
@@ -568,7 +569,7 @@ class Simulation:
         self.api.request("PUT", path, None, {**job, "spec": {**job["spec"], **spec}}, "user")
 
     def _edit_status(self, name: str, deed: Deed) -> None:
-        """A hand writes what no operator can read, and after a while sets it right again."""
+        """Write a status that no operator can read, and repair it after a while."""
         self._set_lost_steps(name, -1 - deed.number)
         self.loop.call_later(deed.seconds, self._set_lost_steps, name, 0)
 
@@ -580,8 +581,9 @@ class Simulation:
             self.api.change(api.PLURAL, job, "user", status={**status, "goodput": goodput})
 
     def _make_invalid(self, job: Raw) -> None:
-        """As an old CRD lets it pass, or a newer operator finds it, in a job that is under way: it must end all the
-        same. Who resumes a job sets its spec right."""
+        """Make the spec invalid in a job under way, as an old CRD would allow: the job must still end. A user who
+        resumes a job repairs its spec.
+        """
         status = job.get("status") or {}
         if status.get("attempt") and status.get("state") != "Suspended" and not job["spec"].get("suspend"):
             self._put(job, preflight="sometimes")
@@ -628,7 +630,7 @@ class Simulation:
             self.loop.call_later(deed.seconds, self.api.remove, plural, answer, "user")
 
     def _hostile_pod(self, deed: Deed) -> None:
-        """Deleted with a grace that ends after the last date there is; by a user who has put our label on it."""
+        """Create a pod that a user labelled as ours, with a grace that ends after the last possible date."""
         labels = {naming.LABEL_JOB: self._aim(deed), naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "9" * 30}
         metadata = {"name": f"hostile-{deed.at:.0f}", "labels": labels, "annotations": {"conflict": "yes"}}
         body = {"metadata": metadata, "spec": {"containers": [{"name": "other"}], "nodeName": "elsewhere"}}
@@ -682,7 +684,7 @@ class Simulation:
         if deed.what == "nodes cut":
             self._cut_several(names, deed)
             return
-        # Where several die the job may have no place left.
+        # If several nodes died, the job might have no place left.
         name = names[0 if deed.what == "node dies" else deed.number % len(names)]
         if deed.what == "node cut":
             self.cluster.cut(name)
@@ -694,7 +696,7 @@ class Simulation:
             self.loop.call_later(deed.seconds, self.cluster.back, name)
 
     def _cut_several(self, names: list[str], deed: Deed) -> None:
-        """A part of the cluster that is a network of its own. Its nodes are not missed at the same moment."""
+        """Cut a part of the cluster off as a network of its own, one node after the other."""
         for number in range(2):
             name = names[(deed.number + number) % len(names)]
             self.loop.call_later(number * deed.number, self.cluster.cut, name, f"side {deed.at}")
@@ -702,7 +704,7 @@ class Simulation:
 
 
 def _begin(step: int, life: Life) -> dict[str, Any]:
-    """What a rank says of its generation."""
+    """Return what a rank reports about its generation."""
     assert life.loaded is not None, "it has loaded"
     resumed = life.loaded.state.step if life.loaded.origin else None
     phase = "start" if step <= (resumed or 0) else "train"
@@ -710,7 +712,7 @@ def _begin(step: int, life: Life) -> dict[str, Any]:
 
 
 def _job_of(raw: Raw) -> str:
-    """The job that an object says it is of."""
+    """Return the job in an object's label."""
     return str((raw["metadata"].get("labels") or {}).get(naming.LABEL_JOB, ""))
 
 

@@ -169,7 +169,7 @@ class FakeCluster:
                 del self.objects[at]
 
     def shows_log(self, path: str) -> bool:
-        """Whether a path is that of a log, which is not refused."""
+        """True if a path is that of a log, which this server does not refuse."""
         refused = "get pods/log" in self.forbidden or f"get pods/log {path.split('/')[-2]}" in self.answers
         return path.endswith("/log") and not refused
 

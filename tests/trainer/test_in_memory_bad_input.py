@@ -186,7 +186,7 @@ def test_a_limit_that_is_a_byte_too_small_is_said_with_the_one_that_would_do(
 
 
 class Averages:
-    """What a script has made itself, with a state_dict() that is copied at each step."""
+    """An object of the script with a state_dict(), which is copied at each step."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(2 << 20)

@@ -5,6 +5,7 @@ import datetime
 import importlib
 import json
 import multiprocessing
+import os
 import socket
 import ssl
 import sys
@@ -17,6 +18,7 @@ import torch
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from free_port import free_port
 
 import ddpjob
 from ddpjob import process
@@ -322,6 +324,27 @@ def test_a_post_is_at_most_8_kibibytes_of_valid_json():
     body = progress_file.encode({"step": 1, "metrics": metrics})
     assert len(body) <= 8192
     assert json.loads(body)["metrics"]
+
+
+@pytest.mark.parametrize("group", ["none", "one rank", "left"])
+def test_only_a_rank_that_was_in_no_group_reports_that_it_trained_alone(receiver, run_ranks, monkeypatch, group):
+    """Under torchrun nothing else told that each rank had trained a model of its own."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dist, port = torch.distributed, free_port()
+
+    def body(rank: int) -> None:
+        if group == "one rank":  # each rank makes one of itself
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        elif group == "left":
+            dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+            dist.destroy_process_group()
+        torch.ones(1, requires_grad=True).sum().backward()
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        ddpjob.progress(41)
+
+    run_ranks(body, 2)
+    last = next(post for post in iter(receiver.next, None) if post["final"])
+    assert last.get("alone", False) is (group != "left")
 
 
 def test_a_forked_process_reports_for_itself(receiver, run_ranks):

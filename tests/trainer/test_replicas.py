@@ -143,7 +143,7 @@ def test_a_training_of_two_ranks_stays_equal_and_one_that_leaves_ddp_is_caught(r
                 ddpjob.check_replicas(model)
             except ddpjob.ReplicasDifferError as error:
                 said += [error.tensor, error.ranks, str(error)]
-            with pytest.raises(TypeError, match="not int"):  # on all ranks alike, so it is the caller's
+            with pytest.raises(TypeError, match="not int"):  # equal on all ranks: the caller's choice
                 ddpjob.check_replicas(3)
             return said
 

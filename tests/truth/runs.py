@@ -69,7 +69,7 @@ def ran(draw: Draw) -> Outcome:
         (folder / "tmp").mkdir()
         codes: list[int] = []
         logs: list[str] = []
-        # Samples are noted before each step: those of a step that was made again count as they were the last time.
+        # Samples are recorded before each step. For a repeated step, the last record counts.
         while not codes or (codes[-1] == RESUMABLE and len(codes) < 4):
             code, log = _agent(folder, draw, len(codes))
             codes.append(code)

@@ -9,6 +9,7 @@ import pytest
 from worlds import World, digits
 
 from ddpjob_cli.describe import ending
+from ddpjob_core.findings import trained_alone
 from ddpjob_operator.failures import termination_message
 from ddpjob_operator.job.status import find_condition
 
@@ -129,6 +130,16 @@ def test_what_agents_find_makes_the_success_suspicious() -> None:
     assert world.status.message == f"all 2 nodes completed, but suspicious: {found['message']}"
     first, second = ending.succeeded("digits", world.status, 8).splitlines()
     assert (first, second) == ("✔ digits Succeeded in 8s", f"⚠ but suspicious: {found['message']}")
+
+
+def test_a_rank_that_reports_that_it_trained_alone_makes_the_success_suspicious_once() -> None:
+    """torchrun knows of no process group, and leaves no trace of its success: N models were trained."""
+    by_ddprun = told(findings=[trained_alone(2)._asdict()])
+    for message in ("", by_ddprun):
+        world = digits().running().reports_step(9, world_size=2, alone=True, final=True)
+        world.exits(0, 0, message=message).exits(1, 0).settle()
+        assert (world.status.state, condition(world)) == ("Succeeded", ("True", "NoProcessGroup"))
+        assert reasons_of(world).count("NoProcessGroup") == 1
 
 
 def test_a_finding_outlives_the_pod_that_tells_it_and_not_its_attempt() -> None:

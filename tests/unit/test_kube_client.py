@@ -11,12 +11,16 @@ import kopf
 import pytest
 from aiohttp import web
 
-from ddpjob_operator.kube.api.client import ApiError, Client, Page, RequestLimits
+from ddpjob_operator.job import api
+from ddpjob_operator.kube.api.client import ApiError, Client, Page, RequestLimits, collection
 from ddpjob_operator.kube.api.login import LoginError, login
+from ddpjob_operator.kube.other_releases import MARK, OtherReleases
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PATIENT = RequestLimits(request_seconds=30, silence_seconds=30, retry_after_seconds_max=0.5)
 IMPATIENT = RequestLimits(request_seconds=0.5, silence_seconds=0.2)
+
+JOBS = collection(api.PLURAL)
 
 
 def status(code: int, message: str = "no", reason: str = "Forbidden", **headers: str) -> web.Response:
@@ -187,6 +191,35 @@ def test_a_list_of_large_objects_is_asked_for_in_pages_that_fit() -> None:
     pages = talk(answer, the_pages, limits=dataclasses.replace(PATIENT, page_bytes=400_000))
     assert [item["n"] for page in pages for item in page.items] == list(range(30))
     assert asked <= len(pages) + 2
+
+
+@pytest.mark.parametrize("path", [JOBS, "/api/v1/nodes", "/apis/kueue.x-k8s.io/v1beta2/workloads"])
+def test_the_first_object_of_a_list_may_be_of_any_size(path: str) -> None:
+    """An operator that starts lists one job, to see that it may. With a job of 600 kB it never began to work."""
+    large = {"metadata": {"namespace": "a", "name": "a"}, "spec": {"text": "x" * 1_000_000}}
+    script = Script(lambda: web.json_response({"items": [large], "metadata": {"resourceVersion": "7"}}))
+    (found,) = talk(script, lambda client: client.get(path, {"limit": "1"}))["items"]
+    assert found["metadata"] == large["metadata"]
+    assert len(str(found)) < 1_000
+
+
+def test_a_mark_of_a_megabyte_is_one_mark() -> None:
+    """A tenant made a ConfigMap of 600 kB with the mark's name. The list of marks could not be read any more, so no
+    operator that started acted for any job of the cluster."""
+    large = {"metadata": {"namespace": "team", "name": MARK}, "data": {"release": "a", "more": "x" * 1_000_000}}
+    small = {"metadata": {"namespace": "other", "name": MARK}, "data": {"release": "b/c"}}
+    script = Script(lambda: web.json_response({"items": [large, small], "metadata": {"resourceVersion": "7"}}))
+
+    async def marks(client: Client) -> dict[str, str]:
+        others = OtherReleases(client)
+        running = asyncio.create_task(others.run(lambda _: None))
+        while not others.are_known:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        return {namespace: others.of(namespace) for namespace in ("team", "other")}
+
+    assert talk(script, marks) == {"team": "?", "other": "b/c"}
+    assert script.asked[0].query["fieldSelector"] == f"metadata.name={MARK}"
 
 
 def test_what_the_api_server_notes_of_who_wrote_which_field_is_never_kept() -> None:

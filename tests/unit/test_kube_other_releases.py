@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import AsyncIterator, Set
+from typing import cast
 
 import pytest
 from slow_server import play
 
-from ddpjob_operator.kube.api.client import ApiError, Client
+from ddpjob_operator.kube.api.client import ApiError, Client, Page
 from ddpjob_operator.kube.operator import UNSYNCED_SECONDS, Operator
 from ddpjob_operator.kube.other_releases import MARK, READ_SECONDS, OtherReleases
 from ddpjob_operator.kube.settings import OperatorSettings
@@ -24,16 +24,12 @@ class Marks:
         self.releases, self.error = releases, ApiError(0, "NoAnswer", "away")
         self.fails = False
 
-    async def get(self, path: str, params: Mapping[str, str]) -> dict[str, Any]:
-        assert (path, params) == ("/api/v1/configmaps", {"fieldSelector": f"metadata.name={MARK}"})
+    async def pages(self, path: str, selector: str = "", field_selector: str = "") -> AsyncIterator[Page]:
+        assert (path, selector, field_selector) == ("/api/v1/configmaps", "", f"metadata.name={MARK}")
         if self.fails:
             raise self.error
-        return {
-            "items": [
-                {"metadata": {"name": MARK, "namespace": namespace}, "data": {"release": release}}
-                for namespace, release in self.releases.items()
-            ]
-        }
+        for namespace, release in self.releases.items():
+            yield Page([{"metadata": {"name": MARK, "namespace": namespace}, "data": {"release": release}}], "1")
 
 
 class World:
@@ -45,14 +41,11 @@ class World:
         self.operator = Operator(OperatorSettings(), Client(), others=self.others)
         for reflector in self.operator.reflectors:
             reflector.synced.set()
-        self.changes = 0
-
-    def changed(self) -> None:
-        self.changes += 1
+        self.changes: list[Set[str]] = []
 
     def begins(self) -> None:
         """It reads the marks from now on."""
-        self.running = asyncio.create_task(self.others.run(self.changed))
+        self.running = asyncio.create_task(self.others.run(self.changes.append))
 
     async def reads(self) -> float | None:
         """When a job of the namespace is reconciled, once the marks were read."""
@@ -76,13 +69,13 @@ def test_a_namespace_with_a_release_of_its_own_is_left_alone_until_that_one_goes
             " this one leaves them alone"
         )
         assert world.others.of("other") == ""
-        assert world.changes == 1
+        assert world.changes == [{"team"}]
         marks.fails = True
         assert await world.reads() is None
         assert world.others.of("team") == "team/theirs", "a server that is away changes nothing"
         marks.fails, marks.releases = False, {}
         await world.reads()
-        assert (world.operator.standing_by(), world.changes) == ("", 2)
+        assert (world.operator.standing_by(), world.changes) == ("", [{"team"}, {"team"}])
 
     play(story)
     assert "this one leaves them alone" in caplog.text
@@ -98,7 +91,27 @@ def test_a_release_that_may_not_read_the_marks_acts_and_says_so(caplog: pytest.L
         world.begins()
         await world.reads()
         await world.reads()
-        assert (world.others.are_known, world.changes) == (True, 1)
+        assert (world.others.are_known, world.changes) == (True, [])
 
     play(story)
     assert caplog.text.count("cannot list configmaps") == 1
+
+
+def test_a_mark_of_a_tenant_concerns_the_jobs_of_its_own_namespace_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """A mark whose release changed every ten seconds had all jobs of the cluster reconciled each time."""
+    marks = Marks(team="a")
+
+    async def story() -> None:
+        world = World(marks)
+        world.begins()
+        for release in ("b", "c\x1b]0;x\x07\nERROR: forged", "", "x" * 100_000):
+            await world.reads()
+            marks.releases = {"team": release}
+            await world.reads()
+            assert world.others.of("team"), "it is left alone whatever the mark holds"
+            assert len(world.operator.standing_by()) < 400
+        assert world.changes == [{"team"}]
+
+    play(story)
+    assert "\x1b" not in caplog.text
+    assert "release c ERROR: forged's" in caplog.text

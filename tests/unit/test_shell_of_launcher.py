@@ -84,6 +84,7 @@ def test_pipefail_in_sh_is_warned_of(words: list[str], is_said: bool) -> None:
         (["timeout", "1h", "bash", "-c", "torchrun t.py | tee log"], True),
         (["script", "-c", "torchrun t.py", "log"], True),
         (["torchrun", "t.py"], False),
+        (["setsid", "torchrun", "t.py"], True),  # the first process of a container leads a group, so it forks
         (["torchrun", "t.py", "|", "tee", "log"], False),  # words of the script
         (["bash", "run.sh"], False),
         (["bash", "-c", "torchrun 't.py | tee"], False),  # cannot be read
@@ -113,6 +114,19 @@ def test_the_command_itself_may_be_a_shell_or_start_one(words: list[str], is_los
         "torchrun t.py > >(tee log) 2>&1",
         "trap 'echo bye' TERM; torchrun t.py & wait",
         "trap 'pkill torchrun' TERM; torchrun t.py; true",
+        "trap 'echo bye' TERM; torchrun t.py",
+        "torchrun t.py 2>&1",
+        "time torchrun t.py",
+        'f() { "$@"; }; f torchrun t.py',
+        'CMD=(torchrun t.py); "${CMD[@]}"; true',
+        "eval torchrun t.py",
+        "command torchrun t.py; true",
+        "echo t.py | exec xargs torchrun",
+        "exec script -qec 'torchrun t.py' /dev/null",
+        "exec setsid -w torchrun t.py",
+        "trap 'kill -9 $pid' TERM; torchrun t.py & pid=$!; wait $pid",
+        "trap 'kill $pid' TERM; { torchrun t.py; } & pid=$!; wait $pid",
+        "trap 'kill $pid' TERM; torchrun t.py | tee log & pid=$!; wait $pid",
     ],
 )
 def test_a_shell_that_waits_for_its_launcher_keeps_signals_to_itself(script: str) -> None:
@@ -133,6 +147,9 @@ def test_a_shell_that_waits_for_its_launcher_keeps_signals_to_itself(script: str
         "stop() { kill -TERM $pid; }; trap stop SIGTERM; torchrun t.py & pid=$!; wait $pid",
         "trap 'kill -TERM $pid' EXIT; torchrun t.py & pid=$!; wait $pid",
         "f() { exec torchrun t.py; }; f",
+        "trap 'kill 0' EXIT; torchrun t.py",
+        "trap 'kill $pid' TERM; (torchrun t.py) & pid=$!; wait $pid",
+        "trap 'kill $pid' TERM; torchrun t.py & pid=$!; while kill -0 $pid; do sleep 1; done",
         "python prep.py; exec torchrun t.py",
         "bash run.sh; echo done",
     ],

@@ -53,6 +53,7 @@ class Cluster:
         self.now = START
         self.changed: list[Key] = []
         pods: Any = Store(observe.pod, _job_of, lambda *_: None)
+        self.pods = pods
         services: Any = Store(observe.service, _job_of, lambda *_: None)
         self.jobs = Jobs(self.changed.append, reading.job, limits=limits)
         caches = Caches(self.jobs, pods, services, Nodes(lambda _: None, lambda: self.now))
@@ -74,6 +75,12 @@ class Cluster:
         raw["spec"] |= spec
         raw["metadata"]["generation"] += 1
         self.user_puts(raw)
+
+    def lists(self) -> None:
+        """The operator lists all jobs again."""
+        for raw in self.stored.values():
+            if not self.jobs.has(raw):
+                self.jobs.put(reading.stored_job(orjson.dumps(raw)))
 
     def user_deletes(self, key: Key) -> None:
         raw = self.stored.pop(key)
@@ -324,3 +331,60 @@ def test_what_is_kept_is_short_whoever_has_written_it() -> None:
     raw["status"] = {"state": "Suspended", "reason": "x" * 100_000, "restarts": {"chargedAt": ["x"] * 10_000}}
     for one in (reading.stored_job(orjson.dumps(raw)), storage.cut(raw, 1)):
         assert len(orjson.dumps(one)) < 1_000
+
+
+def crowded(of: str, count: int = 6) -> tuple[Cluster, list[Key]]:
+    """A namespace in which there is room for the remainders of two jobs that rest, and of two that do not."""
+    room = 2 * storage.OF_A_JOB
+    cluster = Cluster(storage.StoredLimits(0, 1 << 27, 1 << 26, 0, 0, 4 * room, room))
+    keys = [cluster.user_puts(stored(f"{of}{number}", suspend=True)) for number in range(count)]
+    for key in keys:
+        cluster.reconciles(key)
+        cluster.lists()
+    return cluster, keys
+
+
+def test_of_more_suspended_jobs_than_there_is_room_for_nothing_is_kept_and_others_begin() -> None:
+    """100,000 suspended jobs of one namespace took 238 MiB of every operator, and 200,000 ended it."""
+    cluster, keys = crowded("j")
+    for _ in range(3):
+        cluster.lists()
+        for key in keys:
+            cluster.reconciles(key)
+    assert [cluster.status(key)["state"] for key in keys] == ["Suspended"] * 6
+    assert len(cluster.jobs) == 2
+    assert list(cluster.states) == []
+    begun = [cluster.user_puts(stored("new")), cluster.user_puts(stored("other", "team-b"))]
+    assert [cluster.reconciles(key).count("POST pods") for key in begun] == [2, 2]
+
+
+def test_a_job_that_was_left_out_begins_when_it_is_resumed() -> None:
+    cluster, keys = crowded("j")
+    (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
+    cluster.user_changes(left_out, suspend=False)
+    assert left_out in cluster.changed
+    assert cluster.reconciles(left_out).count("POST pods") == 2
+
+
+def test_jobs_that_find_no_place_at_all_are_served_by_later_lists() -> None:
+    """An operator that was away for an hour finds more new jobs than it has room for."""
+    cluster, _ = crowded("old", 2)
+    keys = [cluster.user_puts(stored(f"new{number}")) for number in range(5)]
+    for _ in range(5):
+        for key in keys:
+            cluster.reconciles(key)
+        cluster.lists()
+    assert [cluster.status(key).get("attempt") for key in keys] == [1] * 5
+
+
+def test_a_job_that_was_left_out_and_has_pods_is_read_for_its_reconcile() -> None:
+    """Its pods would run on after its end, because nobody knows the job."""
+    cluster, keys = crowded("j")
+    (left_out,) = [key for key in keys if cluster.jobs.get(key) is None][:1]
+    assert cluster.reconciles(left_out) == []
+    cluster.pods.put({"metadata": {"namespace": left_out[0], "name": "p", "uid": "p", "resourceVersion": "1",
+                                   "labels": {"training.ddpjob.io/job": left_out[1]}}})  # fmt: skip
+    assert f"GET {left_out[1]}" in cluster.reconciles(left_out)
+    assert cluster.jobs.get(left_out) is None
+    assert list(cluster.states) == []
+    assert cluster.changed == [], "it would be read again and again"

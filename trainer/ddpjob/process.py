@@ -226,6 +226,16 @@ def torch_group() -> tuple[int, int] | None:
     return dist.get_rank(), dist.get_world_size()
 
 
+def has_had_torch_group() -> bool:
+    """True if torch's default group exists, or existed once: a script may have destroyed it.
+
+    torch keeps the address of the rendezvous, unless the script has passed a store.
+    """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    group = torch_group()
+    return (group is not None and group[1] > 1) or getattr(c10d, "_default_pg_init_method", None) is not None
+
+
 def number(name: str, default: int) -> int:
     """A variable of the environment as a number; the default where it is none."""
     try:

@@ -40,25 +40,25 @@ Stop = Literal[
 ]
 
 BACKOFF_LIMIT = 3
-# A job on preemptible nodes may lose hundreds of them in a week and be healthy: what counts is how many in a row.
+# A healthy job on preemptible nodes may lose hundreds of them in a week: only losses in a row count.
 INFRASTRUCTURE_IN_A_ROW_MAX = 100
 STALLS_MAX = 10
 NO_PROGRESS_MAX = 3
 BACK_OFF_SECONDS_MAX = 300
-# As the kubelet resets its crash back-off: a job that reports no steps has nothing else to show that it went well. So
-# the next restart is immediate again; how many restarts may be free is another question, which time does not answer.
+# As the kubelet resets its crash back-off: a job without step reports shows success only by time. Only the wait is
+# reset, not the number of free restarts.
 RESET_AFTER_SECONDS = 600
-# A job that reports no steps has trained once it ran so long: mistakes that keep it from starting show within seconds,
-# imports from a slow file system within a minute.
+# A job without step reports counts as trained after this time: mistakes that prevent a start show within seconds, slow
+# imports within a minute.
 TRAINED_SECONDS = 60
 
 
 class Limits(NamedTuple):
-    """What the user allows."""
+    """The user's limits."""
 
     backoff_limit: int = BACKOFF_LIMIT
     window_seconds: int | None = None
-    """Only what was charged within it counts against backoff_limit."""
+    """Only charges within this time count against backoff_limit."""
 
 
 class Attempt(NamedTuple):
@@ -87,33 +87,33 @@ class Spent(NamedTuple):
 
 
 class Known(NamedTuple):
-    """What the operator has counted of the agent that spoke last."""
+    """What the operator has counted of the agent that reported last."""
 
     replacement: int = -1
-    """Which pod of node 0 it runs in; -1: none has spoken."""
+    """Number of node 0's pod that the agent runs in; -1 before the first report."""
     spent: Spent = Spent()
 
     def of(self, replacement: int) -> Spent:
-        """What is counted of the agent in this pod of node 0: another agent's restarts are not its own."""
+        """Return what was counted of the agent in this pod of node 0; nothing if it is another agent."""
         return self.spent if self.replacement == replacement else Spent()
 
 
 class RestartHistory(NamedTuple):
-    """What failures have cost so far, by the counts of one side; it grows with each."""
+    """Costs of failures so far, as one side counts them."""
 
     application: int = 0
     infrastructure: int = 0
     stall: int = 0
     in_a_row: int = 0
-    """Restarts without a new step since the last one: the back-off follows it."""
+    """Restarts without a new step since the last one; the back-off depends on it."""
     charged_in_a_row: int = 0
-    """Those of them that application or stall are charged for."""
+    """Those of them that were charged to application or stall."""
     charged_at: tuple[dt.datetime, ...] = ()
-    """When the application was charged, as far back as backoff_limit looks."""
+    """When the application was charged, as far back as backoff_limit needs."""
     uncharged_in_a_row: int = 0
-    """Restarts for the nodes' sake since the last new step: what is free has this bound, however long attempts run."""
+    """Restarts for lost nodes since the last new step: the limit for free restarts, however long attempts run."""
     peers_lost: int = 0
-    """Those of them for which only complaints about lost peers were found."""
+    """Those of them with only complaints about lost peers."""
 
     @property
     def spent(self) -> Spent:
@@ -125,27 +125,27 @@ class RestartHistory(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """What is left of the job's restarts, as the operator had counted them when it made a pod."""
+    """Restarts left, as counted by the operator when it created a pod."""
 
     application: int
     infrastructure: int
     stall: int
     in_a_row: int = 0
-    """Restarts of the job so far that brought no new step: the back-off goes on from there."""
+    """Restarts so far without a new step: the back-off continues from there."""
     charged_in_a_row: int = 0
     peers_lost: int = 0
-    """Restarts since then for which only complaints about lost peers were found."""
+    """Those of them with only complaints about lost peers."""
     step: int = 0
-    """The furthest that the job had come."""
+    """The furthest step of the job."""
     replaced: int = 0
-    """Pods of the attempt that had been replaced by then: of two grants, the one where it is higher was made later."""
+    """Pods of the attempt that were replaced before: the later of two grants has the higher number."""
     known: Known = Known()
 
     @staticmethod
     def of(
         history: RestartHistory, limits: Limits, at: dt.datetime | None, *, step: int, replaced: int, known: Known
     ) -> Grant:
-        """That of a pod which is made by these counts. at: when its attempt began."""
+        """Return the grant for a pod created with these counts. at: start of its attempt."""
         return Grant(
             application=max(0, limits.backoff_limit - counted(history, limits, at)),
             infrastructure=max(0, INFRASTRUCTURE_IN_A_ROW_MAX - history.uncharged_in_a_row),
@@ -159,7 +159,7 @@ class Grant(NamedTuple):
         )
 
     def text(self) -> str:
-        """DDPJOB_RESTARTS_LEFT."""
+        """Return the value of DDPJOB_RESTARTS_LEFT."""
         values = {key: getattr(self, name) for name, key in _KEYS.items()}
         if self.known.replacement >= 0:
             values["known"] = {"replacement": self.known.replacement, **self.known.spent._asdict()}
@@ -167,7 +167,7 @@ class Grant(NamedTuple):
 
     @staticmethod
     def read(text: str) -> Grant:
-        """The inverse. Raises ValueError."""
+        """Parse the value. Raise ValueError."""
         try:
             values = json.loads(text)
             known = values.get("known")
@@ -183,40 +183,40 @@ class Grant(NamedTuple):
 
 
 class Budget(NamedTuple):
-    """What the agent of node 0 may spend in its life, by what it is charged to and in all, and what it has spent."""
+    """What the agent of node 0 may spend in total, and what it has spent."""
 
     application: int
     infrastructure: int
     stall: int
     total: int
     history: RestartHistory = RestartHistory()
-    """Its own restarts; those in a row go on from the operator's."""
+    """Its own restarts; counts in a row continue from the operator's."""
     max_restarts: int | None = None
-    """--max-restarts, where it was set."""
+    """--max-restarts, if it was set."""
     replaced: int = 0
-    """As in the grant that it goes by."""
+    """As in its grant."""
 
     @staticmethod
     def of(grant: Grant, max_restarts: int | None) -> Budget:
-        """That of an agent that has spent nothing yet."""
+        """Return the budget of an agent that has spent nothing."""
         return Budget(0, 0, 0, 0, max_restarts=max_restarts)._by(grant, Spent())
 
     def renewed(self, grant: Grant, replacement: int) -> Budget:
-        """By the grant of another pod, where it was made later. replacement: which pod of node 0 this agent runs in."""
+        """Apply the grant of another pod if it is later. replacement: number of the pod that this agent runs in."""
         return self if grant.replaced <= self.replaced else self._by(grant, grant.known.of(replacement))
 
     def allows(self, to: ChargedTo, after: RestartHistory) -> bool:
-        """Whether a restart is left that makes the history this one."""
+        """True if a restart that leads to this history is left."""
         return bool(getattr(after, to) <= getattr(self, to)) and after.total <= self.total
 
     @property
     def report(self) -> dict[str, int]:
-        """What the agent reports of it."""
+        """What the agent reports about its restarts."""
         h = self.history
         return {**h.spent._asdict(), "inARow": h.in_a_row, "chargedInARow": h.charged_in_a_row}
 
     def _by(self, grant: Grant, known: Spent) -> Budget:
-        """known: what the operator had counted of this agent: it is no longer left, because this agent has spent it."""
+        """known: what the operator had counted of this agent. The grant excludes it, as it is spent."""
         in_life = [left + own for left, own in zip(grant[:3], known, strict=True)]
         most = sum(in_life) if self.max_restarts is None else self.max_restarts
         application, infrastructure, stall = (min(most, number) for number in in_life)
@@ -238,10 +238,10 @@ class Budget(NamedTuple):
 def newly_spent(
     known: Known, replacement: int, reported: Spent, history: RestartHistory, limits: Limits, now: dt.datetime
 ) -> Spent:
-    """What the agent in this pod of node 0 reports beyond what is counted of it, as far as it is believed.
+    """Return what an agent reports beyond what was counted of it, as far as it is believed.
 
-    An honest agent stops at its budget, so one restart beyond the limit is enough to end the job. Infrastructure has
-    no limit but in a row.
+    An honest agent stops at its budget, so one restart beyond the limit is enough to end the job. Infrastructure is
+    limited only in a row.
     """
     if replacement < known.replacement:
         return Spent()
@@ -261,9 +261,9 @@ def with_newly_spent(
     peers_lost: int,
     made_a_new_step: bool,
 ) -> RestartHistory:
-    """The operator's history with that, as `charge` counts one failure.
+    """Add it to the operator's history, as `charge` adds one failure.
 
-    in_a_row, charged_in_a_row: as the agent reports them; more than those before and the new ones are not believed.
+    in_a_row, charged_in_a_row: as the agent reports; no more than those before plus the new ones is believed.
     """
     after = _with(history, new, limits, now, peers_lost, made_a_new_step=made_a_new_step)
     return after._replace(
@@ -275,9 +275,9 @@ def with_newly_spent(
 def with_application_spent(
     history: RestartHistory, limits: Limits, now: dt.datetime, given: int | None = None
 ) -> RestartHistory:
-    """The history with all restarts that the application had left, because a launcher was given them and used them.
+    """Add all restarts that the application had left, because a launcher was given them and used them.
 
-    given: how many it was given, where it was given fewer.
+    given: how many the launcher was given, if fewer.
     """
     left = max(0, limits.backoff_limit - counted(history, limits, now))
     left = left if given is None else min(left, given)
@@ -287,7 +287,7 @@ def with_application_spent(
 def charge(
     to: ChargedTo, history: RestartHistory, attempt: Attempt, limits: Limits, now: dt.datetime
 ) -> RestartHistory:
-    """The history of either side with one more failure."""
+    """Add one failure to the history of either side."""
     reset = attempt.made_a_new_step or (not attempt.reports_steps and attempt.ran_seconds >= RESET_AFTER_SECONDS)
     new = Spent(**{to: 1})
     peers_lost = int(to == "infrastructure" and attempt.only_complaints)
@@ -299,7 +299,7 @@ def charge(
 
 
 def exhausted(to: ChargedTo, after: RestartHistory, attempt: Attempt, limits: Limits, now: dt.datetime) -> Stop:
-    """Why no restart follows on the failure that made the history this one; empty: one does."""
+    """Return why no restart follows the last failure of this history; "" if one does."""
     if to == "application" and counted(after, limits, now) > limits.backoff_limit:
         return "BackoffLimitExceeded"
     if to == "stall" and after.stall > STALLS_MAX:
@@ -312,19 +312,19 @@ def exhausted(to: ChargedTo, after: RestartHistory, attempt: Attempt, limits: Li
 
 
 def back_off_seconds(in_a_row: int) -> int:
-    """0 for the first restart in a row, then 1, 2, 4 … 300."""
+    """Return 0 for the first restart in a row, then 1, 2, 4 … 300."""
     return 0 if in_a_row <= 1 else min(2 ** min(in_a_row - 2, 20), BACK_OFF_SECONDS_MAX)
 
 
 def counted(history: RestartHistory, limits: Limits, now: dt.datetime | None) -> int:
-    """The restarts that count against backoff_limit now; None: all."""
+    """Return the restarts that count against backoff_limit. now: None counts all."""
     if limits.window_seconds is None or now is None:
         return history.application
     return sum((now - at).total_seconds() < limits.window_seconds for at in history.charged_at)
 
 
 def natural(value: Any) -> int:
-    """A count as JSON has it. Raises ValueError."""
+    """Check a count from JSON. Raise ValueError."""
     if type(value) is not int or value < 0:
         raise ValueError(value)
     return value
@@ -338,7 +338,7 @@ _KEYS = {
     "step": "step",
     "replaced": "replaced",
 }
-"""The names of a grant's fields in JSON."""
+"""Names of a grant's fields in JSON."""
 
 
 def _spent(values: Any) -> Spent:
@@ -352,7 +352,7 @@ def _charged(spent: Spent) -> int:
 def _with(
     history: RestartHistory, new: Spent, limits: Limits, now: dt.datetime, peers_lost: int, *, made_a_new_step: bool
 ) -> RestartHistory:
-    """All but what is in a row: the back-off may be reset where what is free is not."""
+    """Add to all counts except those in a row, because the back-off may be reset when free restarts are not."""
     uncharged, lost_before = (0, 0) if made_a_new_step else (history.uncharged_in_a_row, history.peers_lost)
     return history._replace(
         **{name: getattr(history, name) + getattr(new, name) for name in Spent._fields},
@@ -363,7 +363,7 @@ def _with(
 
 
 def _times(history: RestartHistory, new: int, limits: Limits, now: dt.datetime) -> tuple[dt.datetime, ...]:
-    """Only a window needs them, and none looks further back than its limit."""
+    """Return the times that a window needs, as far back as its limit."""
     if limits.window_seconds is None:
         return ()
     kept = limits.backoff_limit + 1

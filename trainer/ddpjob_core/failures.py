@@ -1,4 +1,4 @@
-"""A failure: what a rank, an agent and the operator know of it, and which of several is the root cause.
+"""A failure as ranks, agents and operator know it, and the choice of the root cause among several.
 
 Standard library only and cheap to import, because a job starts only when its agent has imported it.
 """
@@ -6,124 +6,126 @@ Standard library only and cheap to import, because a job starts only when its ag
 from __future__ import annotations
 
 import enum
+import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-# EX_TEMPFAIL of sysexits.h. A group that was asked to stop has saved at one agreed step; those of its ranks whose own
-# pod was not asked must end with something other than 0, or they would count as completed.
+# EX_TEMPFAIL of sysexits.h. When some pods are asked to stop, all ranks save at one agreed step and stop. Ranks of the
+# other pods must not exit with 0, or they would count as completed.
 RESUMABLE_EXIT_CODE = 75
 CANNOT_RUN = (126, 127)
-"""What a shell, and torchrun, end with where the program may not run, or is not there."""
+"""Exit codes of shells and torchrun for a program that is missing or not executable."""
 NO_PROGRAM = "ddprun: there is no "
-"""How an agent begins the exception of a rank whose script or module is not there."""
+"""Beginning of the exception that an agent records if a rank's script or module is missing."""
 EXCEPTION_MAX = 500
 BRIEF_MAX = 300
 WHERE_MAX = 128
 TRACEBACK_MAX = 65_536
 BAD_NODES_MAX = 64
 KILLED_BY_KERNEL = "out of memory: killed by the kernel"
-"""What an agent writes as the exception of a rank that the kernel has killed for its memory."""
+"""Exception that an agent records for a rank that the kernel killed for lack of memory."""
 OUTPUT_UNREAD = "nobody reads its output any more"
-"""What an agent writes as the exception of a rank that has failed because the console is closed: `ddprun … | head`."""
+"""Exception that an agent records for a rank that failed because the console is closed: `ddprun … | head`."""
 _ABORTED = 134
 UNUSED_PARAMETERS = re.compile(r"^Parameter(?:s| indices) which did not receive grad for rank \d+: .*", re.MULTILINE)
-"""The line of DDP's longest error that says which parameters it is about (reducer.cpp); the lines before it advise."""
+"""The line of DDP's longest error that names the parameters (reducer.cpp); the lines before it are advice."""
 _UNFINISHED = "Expected to have finished reduction in the prior iteration before starting a new one."
 LAST_ERROR = "Last error:"
-"""The line of NCCL's error above what it found."""
+"""Line of NCCL's error above the details."""
 _TRACEBACK = "Traceback (most recent call last):\n"
 _OTHER_PROCESS = re.compile(r"Process \d+ has [\d.]+ \w+ memory in use\. ?")
 _KIND_OF_NCCL = re.compile(r"(?<= )(nccl[A-Z]\w*:) .*")
 
 
 class Precedence(enum.IntEnum):
-    """Which failure explains the others; the lowest is the root cause."""
+    """Rank of a failure as a cause; the lowest is the root cause."""
 
     KERNEL = 0
-    """Out of memory, or never started: nothing outside the pod does that."""
+    """Out of memory, or never started: nothing outside the pod causes that."""
     NODE = 1
-    """Evicted, preempted, or its node is lost or slow."""
+    """Evicted or preempted, or its node is lost or slow."""
     DELETED = 2
-    """Deleted by someone else than the operator."""
+    """Deleted by somebody other than the operator."""
     OWN = 3
     """An exception, a signal or an exit code that no lost peer explains."""
     NODE_LATE = 4
-    """As NODE, and seen after the operator had stopped the pod: the kubelet reports an eviction when it is over."""
+    """As NODE, but seen after the operator had stopped the pod: the kubelet reports an eviction at its end."""
     UNKNOWN = 5
-    """Exit code 1 without an exception, or an abort: many failures look so."""
+    """Exit code 1 without an exception, or an abort: many failures look like this."""
     LATE = 6
-    """As OWN, and it ended after the operator had stopped it: most likely it is what made the others fail."""
+    """As OWN, but it ended after the operator had stopped it: probably what made the others fail."""
     RESUMABLE = 7
-    """It saved and stopped because it was asked to, or an agent's connection is lost: the cause is elsewhere."""
+    """It saved and stopped on request, or an agent's connection was lost: the cause is elsewhere."""
     SYMPTOM = 8
-    """It reports that a peer is gone."""
+    """It reports a lost peer."""
     STOPPED = 9
     """The operator stopped it."""
 
 
 class Failure(NamedTuple):
-    """How a rank, or a node as a whole, has failed."""
+    """The failure of a rank, or of a whole node."""
 
     rank: int | None = None
-    """The global rank. None: a node as a whole."""
+    """The global rank; None for a whole node."""
     node_rank: int | None = None
-    """The node, where it failed as a whole."""
+    """The node, if it failed as a whole."""
     exit_code: int | None = None
-    """128 + n where signal n ended it."""
+    """128 + n if signal n ended it."""
     signal: str = ""
-    """SIGSEGV."""
+    """For example SIGSEGV."""
     exception: str = ""
     """The exception's line."""
     step: int = 0
-    """The last step that it made."""
+    """Its last step."""
     time: float = 0.0
-    """Seconds since 1970 by the clock of its node; 0: unknown."""
+    """Seconds since 1970 by its node's clock; 0 if unknown."""
     resumable: bool = False
-    """Whether it stopped because it was asked to, with everything saved."""
+    """True if it stopped on request, with everything saved."""
     symptom: bool = False
-    """Whether it only reports that a peer is gone."""
+    """True if it only reports a lost peer."""
     stalled: bool = False
-    """Whether it was stopped because the group had made no step for too long."""
+    """True if it was stopped because the group was stalled."""
     early: bool = False
-    """Whether it ended with 0 while others still waited for it."""
+    """True if it ended with 0 while others were waiting for it."""
     vanished: bool = False
-    """Whether its node, its pod or the connection to its agent is gone without a report."""
+    """True if its node, its pod or its agent's connection was lost without a report."""
     unstarted: bool = False
-    """Whether the process could not be started."""
+    """True if the process could not be started."""
     preflight: bool = False
-    """Whether it is the result of a node check."""
+    """True if it is the result of a node check."""
     bad_nodes: tuple[int, ...] = ()
-    """Node ranks that a node check found to be far slower than the others."""
+    """Node ranks that a node check found far slower than the others."""
     traceback: str = ""
-    """Its last lines."""
+    """The last lines of the traceback."""
     where: str = ""
-    """The line of the script that raised it: train.py:41."""
+    """The line of the script that raised it, such as train.py:41."""
     failure_class: str = ""
-    """The rules.Class that an agent has given it."""
+    """The rules.Class that an agent assigned."""
     charged_to: str = ""
-    """The budget that an agent has charged for it."""
+    """The budget that an agent charged."""
     generation: int | None = None
-    """Of the ranks that it ended, as the agent that has charged it knows."""
+    """Generation of the ranks that it ended, according to the agent that charged it."""
     waited_in: int = 0
-    """The collective of the default group that it began last, where it waited there for another rank until its timeout;
-    0: it did not, or it is not known."""
-    # What Kubernetes knows of the pod; only the operator sets it, and no process sends it.
+    """The collective of the default group in which it waited for another rank until its timeout; 0 if it did not, or if
+    unknown.
+    """
+    # What Kubernetes knows of the pod. Only the operator sets these; no process sends them.
     container_reason: str = ""
-    """Of the container's status: OOMKilled, Error, StartError."""
+    """Reason in the container's status: OOMKilled, Error, StartError."""
     pod_reason: str = ""
-    """Of the pod's status: Evicted."""
+    """Reason in the pod's status: Evicted."""
     pod_message: str = ""
-    """The sentence with it."""
+    """The sentence of that reason."""
     disruption: str = ""
-    """The reason of the pod's condition DisruptionTarget: PreemptionByScheduler."""
+    """Reason of the pod's condition DisruptionTarget, such as PreemptionByScheduler."""
     deletion_requested: bool = False
-    """Whether the pod's deletion was requested before it ended."""
+    """True if the pod's deletion was requested before it ended."""
 
     @property
     def precedence(self) -> Precedence:
-        """By what the process shows alone; root_cause.py of the operator adds what Kubernetes knows of the pod."""
+        """Rank by what the process shows; the operator's root_cause.py adds what Kubernetes knows of the pod."""
         if self.bad_nodes:
             return Precedence.NODE
         if self.exception.startswith(KILLED_BY_KERNEL):
@@ -139,16 +141,16 @@ class Failure(NamedTuple):
 
     @property
     def lacks_program(self) -> bool:
-        """Whether what was to run is not there: on its node, or on any."""
+        """True if the program is missing on its node."""
         return self.exit_code in CANNOT_RUN or self.exception.startswith(NO_PROGRAM)
 
     def brief(self) -> Failure:
-        """As much of it as a line between agents and a report hold."""
+        """Shorten it for reports and for lines between agents."""
         where = self.where or where_of(self.traceback.splitlines())
         return self._replace(exception=abridged(self.exception, BRIEF_MAX), traceback="", where=where)
 
     def as_dict(self) -> dict[str, Any]:
-        """For a termination message, a line between agents or a report; what is unknown or False is left out."""
+        """Convert it for a termination message, a line between agents or a report, without unknown or False values."""
         known = {key: value for key, (name, _) in _KEYS.items() if (value := getattr(self, name))}
         always = {"exitCode": self.exit_code, "signal": self.signal, "exception": self.exception, "step": self.step}
         ranks = {} if self.rank is None else {"rank": self.rank}
@@ -157,7 +159,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def from_dict(cls, written: Mapping[str, Any]) -> Failure:
-        """What another process has written. Raises ValueError with the key of a value that is none; texts are cut."""
+        """Read what another process has written; long texts are cut. Raise ValueError with the key that is wrong."""
         if not isinstance(written, Mapping):
             raise ValueError(f"{written!r:.80} is no object")
         values = {}
@@ -191,24 +193,28 @@ def _nodes(value: Any) -> tuple[int, ...] | None:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """The failure that explains the others: the first of the strongest precedence. failures: as they were seen."""
+    """Return the failure that explains the others: the first of the strongest precedence. failures: in order of
+    arrival.
+    """
     return min(failures, key=lambda failure: failure.precedence)
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; SIGRTMIN+6 for 40, a real-time signal."""
+    """Return SIGKILL for 9; SIGRTMIN+6 for 40, a real-time signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
-        first = getattr(signal, "SIGRTMIN", number)  # macOS has none
+        first = getattr(signal, "SIGRTMIN", number)  # macOS has no real-time signals
         is_real_time = first < number < getattr(signal, "SIGRTMAX", number)
         return f"SIGRTMIN+{number - first}" if is_real_time else f"SIG{number}"
 
 
 def first_line(text: str) -> str:
-    """Of what an exception says, with the next where it ends in a colon; of one that quotes a traceback, what that ends
-    with. NCCL's error has its kind, by which a lost peer is known, in the second, and what it found in the one after
-    "Last error:"."""
+    """Return the first line of an exception, joined with the next if it ends in a colon.
+
+    If the text quotes a traceback, return the end of that. For NCCL's error add its kind, which shows a lost peer and
+    stands in the second line, and the detail after "Last error:".
+    """
     text = quoted(text) or text
     first, *more = text.strip().split("\n")
     first = shorter(first)
@@ -224,10 +230,11 @@ def first_line(text: str) -> str:
 
 
 def abridged(text: str, length: int) -> str:
-    """Return a text of at most `length` characters: the beginning and, if it is short, the last sentence of a longer
-    one, with an ellipsis between.
+    """Return at most `length` characters: the beginning and, if it is short, the last sentence, with an ellipsis
+    between.
 
-    The end begins with a sentence, so that no end of a secret can stand there without the name by which it is masked.
+    The end starts with a whole sentence, so that it cannot hold the end of a secret without the name by which it is
+    masked.
     """
     if len(text) <= length:
         return text
@@ -239,18 +246,18 @@ def abridged(text: str, length: int) -> str:
 
 
 def goes_on(line: str) -> bool:
-    """Whether the reason is in the next line: Error(s) in loading state_dict for Net:"""
+    """True if the reason is in the next line: Error(s) in loading state_dict for Net:"""
     return line.endswith(":")
 
 
 def with_next(line: str, following: str) -> str:
-    """A line that goes on, with the next that is not empty."""
+    """Join a line with the next non-empty one."""
     return f"{line} {following.strip()}".rstrip()
 
 
 def quoted(text: str) -> str:
-    """What the last traceback in the text of an exception ends with: torch puts that of a DataLoader's worker, or of a
-    process of spawn, there. "" where there is none.
+    """Return the end of the last traceback quoted in an exception; "" if there is none. torch quotes that of a
+    DataLoader worker or of a spawned process:
 
         Caught ValueError in DataLoader worker process 1.
         Original Traceback (most recent call last):
@@ -264,9 +271,9 @@ def quoted(text: str) -> str:
 
 
 def shorter(line: str) -> str:
-    """torch's line of a GPU that is full, without what a message has no room for: what each other process has, which
-    the total, the free memory and this process's tell as a sum, and the advice at its end. DDP's line of unused
-    parameters without its advice."""
+    """Shorten torch's line about a full GPU: drop what each other process uses (the totals show the sum) and the
+    advice. Drop the advice of DDP's line about unused parameters.
+    """
     if _UNFINISHED in line:
         return line.partition(_UNFINISHED)[0] + _UNFINISHED
     if "out of memory. Tried to allocate " not in line:
@@ -276,12 +283,12 @@ def shorter(line: str) -> str:
 
 
 def with_last_error(line: str, last: str) -> str:
-    """The line of NCCL's error, with what it found for what its kind means: ncclInvalidUsage: Duplicate GPU …"""
+    """Replace the meaning of NCCL's error kind by the detail: ncclInvalidUsage: Duplicate GPU …"""
     return _KIND_OF_NCCL.sub(lambda kind: f"{kind[1]} {last.strip()}", line) if last.strip() else line
 
 
 def where_of(trace: Iterable[str]) -> str:
-    """The last line of a traceback that is the user's own and no library's: train.py:41. "" where there is none."""
+    """Return the last line of a traceback in the user's own code, such as train.py:41; "" if there is none."""
     found = ""
     for line in trace:
         before, is_frame, rest = line.partition('File "')
@@ -294,8 +301,13 @@ def where_of(trace: Iterable[str]) -> str:
     return found
 
 
+_OWN = tuple(f"{os.path.dirname(os.path.dirname(__file__))}/{name}/" for name in ("ddpjob", "ddpjob_core", "ddprun"))
+
+
 def _is_library(path: str) -> bool:
-    """Installed, of Python itself, or of no file."""
+    """Installed, of Python itself, of no file, or of this library, where it is not installed."""
+    if path.startswith(_OWN):
+        return True
     return "-packages/" in path or "/lib/python" in path or path.startswith("<") or path.endswith("/bin/torchrun")
 
 

@@ -1,6 +1,7 @@
 """Findings: facts about a run that ended as its exit code says, and that make the success suspicious.
 
-An agent writes them under "findings" of the container's termination message; the operator and the local run read them.
+An agent writes them under "findings" of the container's termination message, and rank 0 reports with its last progress
+that it has trained alone; the operator and the local run read both.
 """
 
 from __future__ import annotations
@@ -38,3 +39,10 @@ class Finding(NamedTuple):
         if not isinstance(reason, str) or not reason.isidentifier() or not isinstance(message, str):
             raise ValueError(f"{dict(written)!r:.80} has no reason or no message")
         return cls(reason[:64], message[:BRIEF_MAX])
+
+
+def trained_alone(world_size: int) -> Finding:
+    """Return the finding of ranks that have all trained alone."""
+    text = f"{world_size} ranks ran and none has formed a process group with another: each has trained alone, with"
+    text += " a model of its own. Call init_process_group, or give the script the option with which it calls it"
+    return Finding(NO_PROCESS_GROUP, text)

@@ -1,17 +1,17 @@
-"""The memory in which the state of a training outlives its ranks: its layout, and which of what is there counts.
+"""The memory in which the state of a training outlives its ranks: layout, and which of its contents count.
 
-One file without a name for each agent (`ddprun/memory.py` owns it, `in_memory/memory.py` in the ranks writes it):
+One anonymous file per agent (`ddprun/memory.py` owns it, `in_memory/memory.py` in the ranks writes it):
 
     page 0                  cells of 8 bytes for the node, NODE_CELLS
     page 1 + local rank     cells of that rank, RANK_CELLS
-    SECTION_BYTES a slot    of each rank, what is small: at its last two boundaries, before the next step, at its last
-                            three copies
-    the area                the whole state, written after a failure by one of the surviving ranks
-    the other area          only where the state is copied (`copies.py`): the two are written in turns, after a failure
-                            too, so that what is cut short leaves the one before it
+    SECTION_BYTES a slot    of each rank, its small objects: at its last two boundaries, before the next step, at its
+                            last three copies
+    the area                the whole state, written after a failure by a surviving rank
+    the other area          only if the state is copied (`copies.py`): the two are written alternately, after a failure
+                            too, so that an interrupted write leaves the previous one
 
-A cell that says that something is whole is written last. Who was in the middle of writing has left a 0 there: what is
-not whole does not exist.
+The cell that marks something as complete is written last, and is 0 while the rest is written. So partial data are
+ignored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,17 +20,17 @@ from typing import Any, Literal, NamedTuple
 PAGE_BYTES = 4096
 SLOTS = 6
 EARLY = 2
-"""The third slot: random states and buffers as they are before the optimizer's step."""
+"""The third slot: random states and buffers before the optimizer's step."""
 COPY_SLOTS = range(3, SLOTS)
-"""Three, because a rank may be at the next copy before the writer has said that the last one is whole."""
+"""Three, because a rank may reach the next copy before the writer reports that the last one is complete."""
 AREAS = 2
 OTHER_AREA_OFFSET = 1 << 46
-"""From one area to the other: addresses in a file that takes memory only where it is written."""
+"""Distance of the areas. These are addresses: the file uses memory only where it is written."""
 SECTION_BYTES = 64 << 20
-"""Reserved addresses, not memory: a slot takes what is written into it."""
+"""Reserved addresses, not memory; a slot uses what is written into it."""
 
 EVERY_MAX = 1 << 20
-"""Steps between two copies: of those that a script names, nobody knows."""
+"""Steps between two copies if the script names them, because nobody knows their number."""
 (GENERATION, PROVEN, COPIES, MISCOUNTED, FURTHEST, WROTE, FIRST_AREA) = range(7)
 RESERVED, AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY, AREA_CELLS = range(9)
 NODE_CELLS = FIRST_AREA + AREAS * AREA_CELLS
@@ -60,39 +60,40 @@ PID, CLOCK, ANSWER, PROOF_GENERATION, PROOF_STEP, PROOF_SUM, FIRST_SLOT = range(
 SLOT_STEP, SLOT_GENERATION, SLOT_BYTES = range(3)
 MARK_GENERATION, MARK_STEP, MARK_BEFORE = range(FIRST_SLOT + 3 * SLOTS, FIRST_SLOT + 3 * SLOTS + 3)
 LOADED_STEP, LOADED_FROM, LOADED_BY, LOOSE, RANK_CELLS = range(MARK_BEFORE + 1, MARK_BEFORE + 6)
-"""Of a rank.
+"""Cells of a rank.
 
 PID             of the process that takes part; 0: none
-CLOCK           2 × step at a boundary, one more from the next optimizer.step() on; it only grows in a generation
+CLOCK           2 × step at a boundary, one more after the next optimizer.step(); it only grows in a generation
 ANSWER          after a failure, one of the answers below
 PROOF_GENERATION, PROOF_STEP, PROOF_SUM  the sum of the bits of parameters and optimizer state at that boundary
-SLOT_STEP, SLOT_GENERATION, SLOT_BYTES  of each slot; SLOT_STEP is written last, 0: nothing is there
-MARK_GENERATION, MARK_STEP, MARK_BEFORE  its last boundary and the one before, where it writes no slot at each
-LOADED_STEP, LOADED_FROM, LOADED_BY  of a step that was loaded: the generation whose state it was, and the last one that
-                has loaded it. A rank that died while it loaded has left the slots of the first one, of the same state
-LOOSE           the step of its last boundary if the rank draws random numbers after it that a folder would have; 0: not
+SLOT_STEP, SLOT_GENERATION, SLOT_BYTES  of each slot; SLOT_STEP is written last, 0: the slot is empty
+MARK_GENERATION, MARK_STEP, MARK_BEFORE  its last boundary and the one before, if it does not write a slot at each
+LOADED_STEP, LOADED_FROM, LOADED_BY  of a loaded step: the generation that wrote the state, and the last that loaded it.
+                A rank that died while loading has left the slots of the first one, of the same state
+LOOSE           step of its last boundary if the rank then draws random numbers that a folder would have; 0: it does not
 """
 NONE, SAVED, UNABLE = range(3)
 
 LOADS_MAX = 3
-"""A state that was loaded so often, and no step followed, is not loaded again: what it leads to may be in it."""
+"""A state that was loaded so often without a step afterwards is not loaded again: it may contain the fault."""
 LOADS_ASSUMED_MAX = 1
-"""The same for a state that is assumed: the script may need more than that, and then fails at once."""
+"""The same for an assumed state: the script may need more than it has, and then fails at once."""
 SECONDS_LEAST, BYTES_A_SECOND = 0.5, 500e6
 SECONDS_MORE = 10.0
-"""Besides, for ranks that write, or would, but get no processor or wait for a disk."""
+"""Added for ranks that write, or would, but get no processor or wait for a disk."""
 MARGIN = 1.1
 SLACK = 1.05
-"""Of an area: optimizers make the state of a parameter when it first has a gradient."""
+"""Of an area: optimizers create a parameter's state when it first has a gradient."""
 
 
 PROVE_EVERY, PROVE_BYTES = 128, 4 << 20
 """Steps between two proofs that nothing large changes between a boundary and the next step, for a state of so many
-bytes: a proof reads all of it twice. A larger state is proved more rarely, so that a step pays the same."""
+bytes. A proof reads the whole state twice, so larger states are proved more rarely.
+"""
 
 
 class Version(NamedTuple):
-    """Whose state it is; ordered: a later generation went on from what counted when it began."""
+    """Identifies a state. Ordered: a later generation continued from what counted at its start."""
 
     attempt: int
     generation: int
@@ -100,22 +101,22 @@ class Version(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A whole state in the memory of one rank's node."""
+    """A complete state in the memory of a rank's node."""
 
     version: Version
     loads: int
     size: int
-    """Bytes."""
+    """In bytes."""
     total: int
-    """The sum of its bits, the same on all holders."""
+    """Sum of its bits, equal on all holders."""
     assumed: bool = False
-    """It has what `load` named, because `save` had named nothing yet."""
+    """True if it contains what `load` was given, because `save` had named nothing yet."""
     every: int = 0
-    """It is a copy, and the next one was due so many steps later at most; 0: it was written after a failure."""
+    """For a copy: the maximum number of steps until the next one; 0 if it was written after a failure."""
 
 
 class Proof(NamedTuple):
-    """What the parameters of one rank summed to, at a step."""
+    """Sum of a rank's parameters at a step."""
 
     generation: int
     step: int
@@ -123,7 +124,7 @@ class Proof(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """The last boundary of one rank, and the one before it in the same generation."""
+    """The last boundary of a rank, and the one before in the same generation."""
 
     generation: int
     step: int
@@ -131,7 +132,7 @@ class Mark(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The newest whole state, and the ranks whose nodes have it."""
+    """The newest complete state, and the ranks whose nodes have it."""
 
     held: Held
     ranks: tuple[int, ...]
@@ -143,11 +144,11 @@ def newest(
     proofs: Sequence[Proof | None] = (),
     marks: Sequence[Mark | None] = (),
 ) -> Found | str:
-    """The newest whole state among what the ranks' nodes hold, by rank; else why there is none, "" where nothing is.
+    """Return the newest complete state held by the ranks' nodes; otherwise the reason, or "" if nothing is held.
 
-    present: of the generation that loads, with step 0. A state that is not older than it is none of this job's past.
-    marks: the last boundaries of each rank. Ranks step together, so they are at most one boundary apart; where they are
-    not, they count differently, and nobody knows which step it is.
+    present: version of the generation that loads, with step 0; states that are not older are not from this job's past.
+    marks: last boundaries of each rank. Ranks step together, so they are at most one boundary apart; otherwise they
+    count differently, and nobody knows which step it is.
     """
     known = _that_count(held, present)
     if not any(known):
@@ -168,30 +169,33 @@ def newest(
 
 
 def _that_count(held: Sequence[Held | None], present: Version) -> list[Held | None]:
-    """By rank. Where a rank has saved, what another one of its generation assumes may be less than what was saved."""
+    """Return the states that count, by rank. If a rank has saved, states that others of its generation assume do not
+    count: they may contain less.
+    """
     past = [one if one is not None and one.version < present else None for one in held]
     named = {one.version[:2] for one in past if one is not None and not one.assumed}
     return [None if one is not None and one.assumed and one.version[:2] in named else one for one in past]
 
 
 def _is_apart(mark: Mark, held: Held) -> bool:
-    """Whether a rank of that generation counts otherwise. After a copy it goes on to the next one, or the one after
-    that, where the next is cut short."""
+    """True if a rank of that generation counts differently. After a copy it continues to the next, or to the one after
+    if the next is interrupted.
+    """
     if mark.generation != held.version.generation:
         return False
     ahead, stride = mark.step - held.version.step, max(1, mark.step - mark.before)
     if held.every >= EVERY_MAX and ahead < 0:
-        return False  # its last save may be as far back as the script likes
+        return False  # its last save may be any number of steps ago
     return not -stride <= ahead <= stride + 2 * held.every
 
 
 def _follows(mark: Mark, version: Version) -> bool:
-    """Whether that rank has made a step after it."""
+    """True if that rank has made a step after this version."""
     return mark.generation >= version.generation and mark.step > version.step
 
 
 def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
-    """A rank that held something else than another one at the same step of the same generation."""
+    """Return a rank that differed from another at the same step of the same generation."""
     seen: dict[tuple[int, int], int] = {}
     for rank, proof in enumerate(proofs):
         if proof is not None and seen.setdefault((proof.generation, proof.step), proof.total) != proof.total:
@@ -200,21 +204,24 @@ def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:
 
 
 class Left(NamedTuple):
-    """What one rank has left of its last boundaries, in hashes."""
+    """Hashes of what a rank has left of its last boundaries."""
 
     own: bool
-    """It has its small state of the step that is loaded; else it takes what others have."""
+    """True if it has its own small state of the loaded step; otherwise it takes that of others."""
     boundaries: dict[int, dict[str, Any]]
     """By step: hashes of its small objects and of a sample of parameters, and what `Places` knows of that moment."""
 
 
 SAMPLE, OBJECTS, NAMED, MOVED, KNOWN = "sample", "objects", "named", "moved", "known"
-"""KNOWN: names of objects that are the same on all ranks by what they are."""
+"""KNOWN: names of objects that are equal on all ranks by their nature."""
 
 
 def mixed_up(rows: Sequence[Left], step: int) -> str:
-    """Why ranks cannot go on from what they have left, "" if they can: a rank whose own state is lost takes another
-    one's, which must be proved to be the same, and no two ranks may have left different moments of the step."""
+    """Return why ranks cannot continue from what they have left; "" if they can.
+
+    A rank whose own state is lost takes another's, which must be proved equal, and no two ranks may have left different
+    moments of the step.
+    """
     common = {number for row in rows for number in row.boundaries}
     for number in sorted(common):
         found = {rank: row.boundaries[number] for rank, row in enumerate(rows) if number in row.boundaries}
@@ -231,7 +238,7 @@ def mixed_up(rows: Sequence[Left], step: int) -> str:
 
 
 def _of_two_moments(present: Sequence[dict[str, Any]]) -> str:
-    """The first object that some ranks have left as should_stop found it, and others as save() did."""
+    """Return the first object that some ranks left as should_stop found it, and others as save() did."""
     if len({one[NAMED] for one in present}) < 2:
         return ""
     names = sorted({name for one in present for name in one[MOVED]})
@@ -243,7 +250,7 @@ def _differs(name: str, found: Sequence[dict[str, Any]]) -> bool:
 
 
 def _unproved(rank: int, rows: Sequence[Left]) -> str:
-    """The first object that is not known to be the same on this rank as on others; "" if there is none."""
+    """Return the first object that is not known to be equal on this rank and others; "" if there is none."""
     steps = {number for row in rows for number in row.boundaries}
     names: set[str] = {name for row in rows for one in row.boundaries.values() for name in one[OBJECTS]}
     known = {name for row in rows for one in row.boundaries.values() for name in one[KNOWN]}
@@ -264,16 +271,16 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def last_known(marks: Sequence[Mark | None], present: Version) -> int:
-    """The last step at which a rank of an earlier generation was, as far as one has noted it; 0: none."""
+    """Return the last step of earlier generations that a rank has recorded; 0 if none."""
     past = [mark[:2] for mark in marks if mark is not None and mark.generation < present.generation]
     return max(past, default=(0, 0))[1]
 
 
 def leads_to(early: Version | None, boundaries: Sequence[Version | None], version: Version) -> bool:
-    """Whether what a rank has written before its optimizer's step is of the step that made this state.
+    """True if what a rank wrote before its optimizer's step belongs to the step that made this version.
 
-    early: with the number after that of the rank's last boundary; how far the next one is from it, the script decides.
-    boundaries: those of which the rank has left something. Others are one further at most.
+    early: numbered after the rank's last boundary; the script decides how far the next boundary is. boundaries: those
+    of which the rank has left something. Others are at most one further.
     """
     if early is None or early[:2] != version[:2] or early.step > version.step:
         return False
@@ -281,9 +288,9 @@ def leads_to(early: Version | None, boundaries: Sequence[Version | None], versio
 
 
 def is_newer(folder: Version | None, held: Held) -> bool:
-    """Whether the folder's state counts, and not the memory's; None: it is of another job, or nobody knows of whom.
+    """True if the folder's state counts, and not the one in memory. folder: None if it is of another or an unknown job.
 
-    Where one rank has saved, what another one assumes is no longer needed, and may be less than what was saved.
+    If a rank has saved, what another one assumes is not needed, and may contain less.
     """
     if folder is None:
         return False
@@ -291,28 +298,30 @@ def is_newer(folder: Version | None, held: Held) -> bool:
 
 
 def proves_again(step: int, size: int) -> bool:
-    """Whether ranks prove at this boundary that nothing large changes before the next step: all at the same steps."""
+    """True if ranks prove at this boundary that nothing large changes before the next step: all at the same steps."""
     every = PROVE_EVERY << max(0, (size // PROVE_BYTES).bit_length())
     return step % every == 0
 
 
 def is_clean(clock: int) -> bool:
-    """Whether nothing has changed parameters and optimizer state since the boundary."""
+    """True if nothing has changed parameters and optimizer state after the boundary."""
     return clock > 0 and clock % 2 == 0
 
 
 def step_of(clock: int) -> int:
-    """Of the last boundary."""
+    """Return the step of the last boundary."""
     return clock // 2
 
 
 def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["write", "wait", "stay"]:
-    """Whether a clean rank writes its state, or waits for a newer one; stay: and does not begin its next step.
+    """Return whether a clean rank writes its state or waits for a newer one.
 
-    own, living: the clocks of the ranks of its node that have not answered. gone: of those that were killed, and
-    FURTHEST. One that has passed a boundary had what this rank needs to come there too: gradients that were summed over
-    all ranks. One that is within its optimizer's step shows nothing of the kind: a closure runs backward there, or the
-    script sums the loss over all ranks before it marks the boundary. One that lives may still come to it.
+    stay: not decided yet. The rank does not begin its next step, and calls this again.
+
+    own, living: clocks of the ranks of its node that have not answered. gone: clocks of killed ranks, and FURTHEST. If
+    another rank has passed a boundary, this rank has what it needs to reach it too: gradients summed over all ranks. A
+    rank within its optimizer's step proves nothing: a closure runs backward there, or the script sums the loss over all
+    ranks before it marks the boundary. A living one may still reach it.
     """
     if any(passed(other) > own for other in (*living, *gone)):
         return "wait"
@@ -320,74 +329,75 @@ def turn(own: int, living: Sequence[int], gone: Sequence[int] = ()) -> Literal["
 
 
 def passed(clock: int) -> int:
-    """The clock at the last boundary."""
+    """Return the clock at the last boundary."""
     return clock - clock % 2
 
 
 def next_boundary(clock: int) -> int:
-    """The step at whose end a rank has the next clean state, or has it now."""
+    """Return the step after which a rank has the next clean state, or has it now."""
     return (clock + 1) // 2
 
 
 def is_there(held: Held | None, version: Version, *, assumed: bool) -> bool:
-    """Whether a node already holds what a rank would write: as new, or what a rank of its generation has saved, which
-    counts before what another one assumes. assumed: whether the rank assumes it."""
+    """True if a node already holds what a rank would write: something as new, or what a rank of its generation has
+    saved, which outranks an assumed state. assumed: the rank's own state is assumed.
+    """
     if held is None or held.version[:2] != version[:2] or held.assumed == assumed:
         return held is not None and held.version >= version
     return assumed
 
 
 def limit_seconds(size: int) -> float:
-    """How long a rank may take to write a state of so many bytes, or a piece of it."""
+    """Return how long a rank may take to write a state of so many bytes, or a piece of it."""
     return SECONDS_LEAST + max(0, size) / BYTES_A_SECOND
 
 
 def longest_seconds(size: int) -> float:
-    """How long they may take where they come on, but slowly."""
+    """Return how long ranks may take if they make slow progress."""
     return 4 * limit_seconds(size) + SECONDS_MORE
 
 
 def is_waited_for(clock: int, whole: int, seconds: float, still: float, size: int, is_held_up: bool) -> bool:
-    """Whether the agent waits for a rank that has not answered, before it ends the ranks of its node.
+    """True if the agent waits for a rank that has not answered, before it ends the ranks of its node.
 
-    clock: of the rank, or at a boundary that another one has passed: so far this one may come. whole: the step of the
-    state that this generation has left whole; 0: none. seconds: since ranks were asked to write. still: seconds since a
-    piece was written last. size: of the state, in bytes. is_held_up: whether the rank has a thread that would run.
+    clock: of the rank, or of a boundary that another one has passed, which this one may reach. whole: step of the
+    complete state of this generation; 0 if none. seconds: since ranks were asked to write. still: since the last piece
+    was written. size: of the state, in bytes. is_held_up: the rank has a thread that is running, or is waiting for a
+    processor or a disk.
     """
     if whole and clock <= 2 * whole:
-        return False  # what it holds is there
+        return False  # its state is there already
     limit = limit_seconds(size)
     return seconds < longest_seconds(size) and (still < limit or is_held_up)
 
 
 def area_bytes(size: int) -> int:
-    """What an area for a state of so many bytes takes."""
+    """Return the bytes of an area for a state of so many bytes."""
     return int(size * SLACK)
 
 
 def missing(size: int, reserved: Sequence[int], areas: int) -> int:
-    """How many bytes so many areas of that size take beside what each has already: one where survivors write the state,
-    AREAS where it is copied."""
+    """Return the bytes that the areas need more: one area if survivors write the state, AREAS if it is copied."""
     return sum(max(0, size - has) for has in reserved[:areas])
 
 
 def needed(size: int) -> int:
-    """How many bytes must be free for so many."""
+    """Return the bytes that must be free for so many."""
     return int(size * MARGIN)
 
 
 def fits(size: int, limit: int | None, used: int, free: int | None) -> bool:
-    """Whether an area of that size has room; all in bytes. limit: of the container, free: of the machine; or None."""
+    """True if an area of that size fits; all in bytes. limit: of the container, free: of the machine; or None."""
     return (limit is None or used + needed(size) <= limit) and (free is None or needed(size) <= free)
 
 
 def area_cell(area: int, cell: int) -> int:
-    """Where RESERVED to AREA_EVERY of an area are among the cells of the node."""
+    """Index of RESERVED to AREA_EVERY of an area among the cells of the node."""
     return FIRST_AREA + area * AREA_CELLS + cell
 
 
 def slot_cell(slot: int, cell: int) -> int:
-    """Where SLOT_STEP, SLOT_GENERATION or SLOT_BYTES of a slot is among the cells of its rank."""
+    """Index of SLOT_STEP, SLOT_GENERATION or SLOT_BYTES of a slot among the cells of its rank."""
     return FIRST_SLOT + 3 * slot + cell
 
 

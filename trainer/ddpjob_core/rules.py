@@ -1,8 +1,8 @@
-"""The class of a failure, and when another restart is not worth it; what it costs is in `budget.py`.
+"""Classify failures, and decide whether a restart is worthwhile; its cost is in `budget.py`.
 
-One place for the operator and for what runs in the pods; how failures rank as causes is in failures.py. Standard
-library only, no I/O, no clock. `classify` names the class of a failure, `judge` charges it to a budget and decides
-whether, and when, the group starts again.
+Shared by the operator and the programs in pods; how failures rank as causes is in failures.py. Standard library only,
+no I/O, no clock. `classify` returns a failure's class; `judge` charges it to a budget and decides whether and when the
+group restarts.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE_EXIT_CODE
 
 Class = Literal["application", "outOfMemory", "infrastructure", "stall", "permanent"]
 
-# How often a job that has never trained is tried on other nodes when something on a node keeps it from starting; after
-# that, the job itself is the reason.
+# How often a job that has never trained is tried on other nodes; after that the job itself counts as the reason.
 STARTS_MAX = 10
-# Lost peers without a lost node, pod or connection: once that may be the network, the second time it is the script.
+# Lost peers without a lost node, pod or connection: the first time it may be the network, the second time the script.
 PEERS_LOST_FREE = 1
 
-# What a rank raises when its peer is gone, which is no root cause. Seen with torch 2.13 on gloo, and with torch 2.11 on
-# an H100 with NCCL 2.28.9 (docs/measured.md, on a GPU); what NCCL says of networks is from its documents. A node that
-# goes without a word closes no connection, and gloo says what the kernel finds (seen with a link that was taken down).
-# "wait timeout" is what torch 2.6 and later say for "Socket Timeout".
+# What a rank raises when its peer is gone; never a root cause. Seen with torch 2.13 on gloo, and with torch 2.11 on an
+# H100 with NCCL 2.28.9 (docs/measured.md, on a GPU); NCCL's network errors are from its documentation. A node that dies
+# closes no connection, and gloo reports the kernel's error (seen with a link taken down). "wait timeout" is "Socket
+# Timeout" from torch 2.6 on.
 SYMPTOMS = re.compile(
     r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Connection was likely closed"
     r"|remote process exited|DistStoreError|DistNetworkError|RendezvousConnectionError|RendezvousClosedError"
@@ -42,26 +41,26 @@ SYMPTOMS = re.compile(
     r"|NCCL communicator was aborted|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-# Of them, those of a rank that has waited: what it waited for may be alive, and hang.
+# Symptoms of a rank that has waited: what it waited for may exist, and hang.
 _TIMED_OUT = re.compile(
     r"Timed out (?:waiting \d+ms for|after \d+ seconds waiting)|wait timeout after \d+ms|Socket Timeout"
-    # What gloo says of the connections that the timeout has closed, to the other collectives of the same rank.
+    # gloo's errors of the rank's other collectives, whose connections the timeout has closed.
     r"|Application timeout caused pair closure|monitoredBarrier|Watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
-# Only torch's errors are about peers: a database that refuses a connection is a ConnectionRefusedError.
+# Only torch's errors are about peers: a database that refuses a connection raises ConnectionRefusedError.
 FROM_TORCH = re.compile(r"(?:\w+(?:\.|::))*(?:RuntimeError|Dist\w*Error|Rendezvous\w*Error)\b|gloo::|c10d?::")
-# torch's, CUDA's where torch allocates nothing itself (a GPU that others have filled), NCCL's (its buffers are not
-# torch's), Python's and numpy's, C++'s, and the agent's of a SIGKILL by the kernel (ddprun/oom_kills.py).
+# Errors of torch, of CUDA (a GPU filled by others), NCCL (its own buffers), Python, numpy and C++, and the agent's for
+# a SIGKILL by the kernel (ddprun/oom_kills.py).
 OUT_OF_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP) (?:driver )?error: out of memory|Cuda failure (?:2 )?'out of memory'"
     r"|^[\w.]*MemoryError\b|^std::bad_alloc\b"
     rf"|DefaultCPUAllocator: can't allocate memory|^{KILLED_BY_KERNEL}"
 )
-# What torch then raises its "exited unexpectedly" from; without shared memory the signal is SIGBUS.
+# The cause of torch's "exited unexpectedly"; without shared memory the signal is SIGBUS.
 WORKER_KILLED = re.compile(r"^RuntimeError: DataLoader worker \(pid \d+\) is killed by signal: ")
-# A GPU that has failed, and not the program on it; "not yet initialized" is a node whose fabric manager does not run.
-# From NVIDIA's and PyTorch's texts; no such GPU was here.
+# A GPU has failed, not the program; "not yet initialized" means that the node's fabric manager is not running. From
+# NVIDIA's and PyTorch's texts; not seen.
 DEVICE = re.compile(
     r"uncorrectable (?:ECC|NVLink) error|CUDA-capable device\(s\) is/are busy or unavailable"
     r"|no CUDA-capable device is detected|system not yet initialized|GPU is lost|fallen off the bus"
@@ -70,20 +69,20 @@ DEVICE = re.compile(
 )
 CANNOT_EVER_START = re.compile(
     r"^(?:ModuleNotFoundError|ImportError|SyntaxError|IndentationError|TabError)\b"
-    # The interpreter's own messages: `python nowhere.py`, `python -m nowhere`; runpy raises them as a SystemExit.
+    # The interpreter's own messages: `python nowhere.py`, `python -m nowhere`; runpy raises them as SystemExit.
     r"|^(?:SystemExit: )?\S*python[\w.]*: (?:can't open file '|can't find '__main__' module in '|No module named )"
     r"|^(?:SystemExit: )?\S*python[\w.]*: Error while finding module specification for '"
     rf"|^{NO_PROGRAM}"
-    # runc's and crun's, in the container's log: an image for another architecture, or an entry point that is none.
+    # runc's and crun's message in the container's log: an image for another architecture, or an invalid entry point.
     r"|^(?:exec \S{1,200}|[\w.: ]{0,60}exec user process caused): exec format error"
 )
-# The name of a backend that no PyTorch has, or not the one of the image: torch 2.4 to 2.13 and `init`.
+# A backend that no PyTorch has, or not the image's: messages of torch 2.4 to 2.13 and of `init`.
 NO_SUCH_BACKEND = re.compile(
     r"^[\w.]+: (?:Unknown (?:c10d )?backend|Invalid backend|Distributed package doesn't have \w+ built in"
     r"|.*is none of auto, nccl, gloo|.*no published wheel has it|.*is not in this PyTorch)"
 )
-# What Python raises for a mistake in the script: the same lines would raise it again. A network, a disk or a GPU raises
-# others (OSError, ConnectionError, TimeoutError), or a RuntimeError that names it.
+# Exceptions for mistakes in the script, which would be raised again. Networks, disks and GPUs raise others (OSError,
+# ConnectionError, TimeoutError), or a RuntimeError that names the cause.
 _MISTAKE = re.compile(
     r"^(?:AttributeError|TypeError|NameError|UnboundLocalError|KeyError|IndexError|ValueError|ZeroDivisionError"
     r"|NotImplementedError|RecursionError|FileNotFoundError|NotADirectoryError|IsADirectoryError"
@@ -92,62 +91,62 @@ _MISTAKE = re.compile(
 _MAY_PASS = re.compile(
     r"^RuntimeError\b.*(?:CUDA|cuDNN|cublas|\bHIP\b|\bNCCL\b.*(?:error|abort)|nvidia|connect"
     r"|time[d -]{0,2}out|unavailable|temporar|retry|download|socket|rendezvous|gloo|c10d|DataLoader worker"
-    # torch.save on a disk that is full, or a file that is cut off: "unexpected pos 704 vs 598".
+    # torch.save on a full disk, or a truncated file: "unexpected pos 704 vs 598".
     r"|inline_container\.cc|PytorchStream(?:Writer|Reader))",
     re.IGNORECASE,
 )
-# What torch.save raises when its file takes no more bytes: it does not name the reason.
+# Raised by torch.save when its file takes no more bytes; it does not name the reason.
 WRITE_CUT_SHORT = re.compile(r"inline_container\.cc:\d+\] \. unexpected pos|PytorchStreamWriter failed writing")
-# Mistakes whose text names a GPU. An AcceleratorError, which torch 2.9 and later raise for CUDA's errors, is none.
+# Mistakes whose text names a GPU. AcceleratorError, torch's class for CUDA errors from 2.9 on, is not one.
 _OF_DEVICES = re.compile(
     r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
-# The library's, of a folder that a new process finds as it was: EACCES, ENOSPC, EROFS, EDQUOT (checkpoint/reasons.py).
+# The library's error about a folder that a new process finds unchanged: EACCES, ENOSPC, EROFS, EDQUOT.
 CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:13|28|30|122)\)")
-# What argparse and click say, with exit code 2, of options that the script does not have.
+# Messages of argparse and click, with exit code 2, about options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")
-# The launcher's own options: the same command is refused on every node, and before a rank starts.
+# The launcher's options: the same command is refused on every node, before a rank starts.
 _LAUNCHER_REFUSED = re.compile(r"^(?:ddprun|torchrun): error: \S")
 ADDRESS_IN_USE = re.compile(r"EADDRINUSE|\[Errno 98\]|address already in use", re.IGNORECASE)
 _PORT = re.compile(r"\bport[: ]+(\d{1,5})\b|\('[^']*', (\d{1,5})\)|:(\d{1,5})\b(?= .*in use)", re.IGNORECASE)
-# The kubelet's and the node controller's reasons for a pod that was ended because of its node, or that the kubelet did
-# not admit to it (pkg/kubelet/lifecycle, cm/topologymanager, volumemanager). Those of a spec that no node admits
-# (SysctlForbidden, SMTAlignmentError, AppArmor) are not among them: such a job would be tried for ever.
+# Reasons of kubelet and node controller for a pod that was ended because of its node, or not admitted to it
+# (pkg/kubelet/lifecycle, cm/topologymanager, volumemanager). Without reasons of a spec that no node admits
+# (SysctlForbidden, SMTAlignmentError, AppArmor): such a job would be retried forever.
 NODE_REASONS = frozenset(
     "Evicted NodeLost NodeShutdown Shutdown Terminated Preempting SupervisorLost UnexpectedAdmissionError NodeAffinity "
     "NodeName NodePorts TaintToleration TopologyAffinityError InvalidNodeInfo VolumeAttachmentLimitExceeded "
     "UnknownReason UnexpectedPredicateFailureType".split()
 )
-# Of a pod whose activeDeadlineSeconds, from the template, are over: the next pod would end so as well.
+# The activeDeadlineSeconds of the pod's template are over: the next pod would end in the same way.
 POD_DEADLINE = "DeadlineExceeded"
-# The reasons of containerd and the kubelet for a container that they have lost: its node was rebooted.
+# Reasons of containerd and kubelet for a container that they have lost: its node was rebooted.
 LOST_CONTAINER = frozenset(("Unknown", "ContainerStatusUnknown"))
 START_REASONS = frozenset(("StartError", "ContainerCannotRun", "CreateContainerConfigError"))
 _CLASS_OF: dict[Action, Class] = {"FailJob": "permanent", "Ignore": "infrastructure", "Count": "application"}
-# A pod beyond its own limit of disk is evicted as well, and would be again on every node.
+# A pod beyond its own disk limit is evicted too, and would be on every node.
 OWN_LIMIT = re.compile(r"exceeds the (?:total )?limit|exceeded its local ephemeral storage limit")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What follows from a failure."""
+    """What follows a failure."""
 
     restart: bool
     history: RestartHistory
-    """restart: with this failure in it; else unchanged, because it counts restarts."""
+    """restart: includes this failure. Otherwise unchanged, because it counts restarts."""
     charged_to: ChargedTo | None
-    """None: no budget; it is permanent."""
+    """None if no budget is charged: the failure is permanent."""
     wait_seconds: int = 0
     """restart: before the next attempt starts."""
     stop: Stop = ""
-    """not restart: why."""
+    """no restart: the reason."""
 
 
 def classify(failure: Failure) -> Class:
-    """The class of a failure that is not the mere symptom of another one.
+    """Return the class of a failure that is not a symptom of another.
 
-    What Kubernetes and the kernel report comes first, because a process that is ended from outside may print anything.
+    Reports of Kubernetes and the kernel come first, because a process that is ended from outside may print anything.
     """
     f = failure
     if f.stalled:
@@ -170,44 +169,46 @@ def classify(failure: Failure) -> Class:
 
 
 def from_outside(f: Failure) -> bool:
-    """Whether something outside the pod ended it: its node, an eviction, a deletion."""
+    """True if something outside the pod ended it: its node, an eviction, a deletion."""
     if f.disruption or f.deletion_requested or f.vanished or f.container_reason in LOST_CONTAINER:
         return True
     return is_of_node(f.pod_reason) and not OWN_LIMIT.search(f.pod_message)
 
 
 def is_of_node(pod_reason: str) -> bool:
-    """Whether a pod's reason means that it was ended because of its node."""
+    """True if a pod with this reason was ended because of its node."""
     return pod_reason in NODE_REASONS or pod_reason.startswith(("OutOf", "Outof"))
 
 
 def is_symptom(exception: str) -> bool:
-    """Whether an exception's line only says that a peer is gone. An address in use is none: no peer's end explains it,
-    although torch raises the same class for both."""
+    """True if an exception only reports a lost peer. An address in use does not count: no peer's end explains it,
+    although torch raises the same class.
+    """
     if ADDRESS_IN_USE.search(exception):
         return False
     return FROM_TORCH.match(exception) is not None and SYMPTOMS.search(exception) is not None
 
 
 def is_unsaved(exception: str) -> bool:
-    """Whether a rank ended because its last state is not in its folder: what other ranks have stopped for is lost."""
+    """True if a rank ended because its last state is not in its folder: what other ranks stopped for is lost."""
     return exception.startswith("ddpjob.errors.SnapshotError: ")
 
 
 def cannot_start(f: Failure) -> bool:
-    """Whether none of the user's own code ran: the container, the program or a module is not there."""
+    """True if none of the user's code ran: the container, the program or a module is missing."""
     has_not_started = f.container_reason in START_REASONS or f.exit_code in CANNOT_RUN
     return has_not_started or CANNOT_EVER_START.search(f.exception) is not None
 
 
 def has_timed_out(exception: str) -> bool:
-    """Whether a symptom is that of a rank that has waited for another one until its timeout."""
+    """True if a symptom is that of a rank that waited for another until its timeout."""
     return _TIMED_OUT.search(exception) is not None
 
 
 def is_mistake(exception: str, exit_code: int | None) -> bool:
-    """Whether the same command ends so again, wherever it runs: by its exception, or its options were refused. Who
-    ends with another exit code has chosen it."""
+    """True if the same command would end in the same way anywhere: by its exception, or because its options were
+    refused. A program that ends with another exit code has chosen it.
+    """
     if exit_code == 2:
         return _OPTIONS_REFUSED.match(exception) is not None
     if exit_code != 1 or _MISTAKE.match(exception) is None:
@@ -216,12 +217,12 @@ def is_mistake(exception: str, exit_code: int | None) -> bool:
 
 
 def is_refused_by_launcher(exception: str, exit_code: int | None) -> bool:
-    """True if the launcher itself has refused its options: every node has the same command, so one node is enough."""
+    """True if the launcher refused its options: every node has the same command, so one node is enough."""
     return exit_code == 2 and _LAUNCHER_REFUSED.match(exception) is not None
 
 
 def port_in_use(exception: str) -> int | None:
-    """The port that an exception says is in use; 0 where it does not say which, None where it says no such thing."""
+    """Return the port that an exception reports as in use; 0 if it is not named, None if none is reported."""
     if not ADDRESS_IN_USE.search(exception):
         return None
     match = _PORT.search(exception)
@@ -229,9 +230,10 @@ def port_in_use(exception: str) -> int | None:
 
 
 def ended_early(step: int | None, peer: str, peers_step: int | None) -> str:
-    """ended with exit code 0 after step 20 while rank 1 was in step 21: the ranks make different numbers of steps
+    """Describe an early end: ended with exit code 0 after step 20 while rank 1 was in step 21: the ranks make different
+    numbers of steps.
 
-    peer: that complained then. peers_step: the last that it had made, where that is known.
+    peer: the rank that complained. peers_step: its last step, if known.
     """
     after = f" after step {step}" if step else ""
     known = peers_step is not None and peers_step >= (step or 1)
@@ -242,8 +244,9 @@ def ended_early(step: int | None, peer: str, peers_step: int | None) -> str:
 def with_policy(
     failure_class: Class, exit_code: int | None, rules: Sequence[PolicyRule], *, from_outside: bool = False
 ) -> Class:
-    """The class after the user's failurePolicy; the first rule that matches decides. Rules are about exit codes, hence
-    about what a process did by itself, also where that costs nothing without them; an eviction and a stall stay so."""
+    """Return the class after the user's failurePolicy; the first matching rule decides. Rules are about exit codes, so
+    about what a process did itself, even if that is free without them. They do not apply to evictions and stalls.
+    """
     if from_outside or failure_class == "stall":
         return failure_class
     rule = next((r for r in rules if r.matches(exit_code)), None)
@@ -251,9 +254,10 @@ def with_policy(
 
 
 def of_complaints(failure_class: Class, history: RestartHistory, attempt: Attempt) -> Class:
-    """The class of an attempt by what came before: complaints about lost peers alone are free once, until the job has
-    made a new step, because the commonest mistakes (uneven data, a collective that only some ranks call) end so every
-    time."""
+    """Return the class of an attempt after earlier ones. Complaints about lost peers alone are free once, until the job
+    makes a new step: the most frequent mistakes (uneven data, a collective that only some ranks call) end so every
+    time.
+    """
     before = 0 if attempt.made_a_new_step else history.peers_lost
     if failure_class == "infrastructure" and attempt.only_complaints and before >= PEERS_LOST_FREE:
         return "application"
@@ -261,7 +265,7 @@ def of_complaints(failure_class: Class, history: RestartHistory, attempt: Attemp
 
 
 def judge(failure_class: Class, history: RestartHistory, attempt: Attempt, limits: Limits, now: dt.datetime) -> Verdict:
-    """Charge a failure, and decide whether the group starts again."""
+    """Charge a failure, and decide whether the group restarts."""
     if failure_class == "permanent":
         return Verdict(False, history, None, stop="PermanentFailure")
     to: ChargedTo = "application" if failure_class == "outOfMemory" else failure_class

@@ -33,19 +33,18 @@ if TYPE_CHECKING:
     from ddprun.core.stall_rules import Position
     from ddprun.heartbeats import Heartbeats
 
-# They end a process that does not handle them.
+# Signals that end a process without a handler.
 _FATAL = "SIGHUP SIGINT SIGTERM SIGUSR1 SIGUSR2 SIGALRM SIGVTALRM SIGPROF SIGIO SIGPWR SIGXCPU".split()
-WAIT_SECONDS_MAX = 3600.0  # poll takes no more than 24 days
+WAIT_SECONDS_MAX = 3600.0  # poll accepts at most 24 days
 MESSAGE_BEGINS = b'{"ddpjob"'
 
 
 class Group(Protocol):
-    """The agent's part in the group: it leads, or follows the leader. Its methods are called for what happens on this
-    node: a rank has failed, none runs any more, all have ended with 0; its end is requested, or it is given up."""
+    """The agent's role in the group: leader or follower. The methods are called for events of this node."""
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do."""
+        """Time at which `tick` has something to do."""
 
     def begin(self, now: float, /) -> None: ...
     def tick(self, now: float, /) -> None: ...
@@ -60,11 +59,11 @@ class Group(Protocol):
 
 
 class Watchdog(Protocol):
-    """Finds out whether the ranks of this node are stalled."""
+    """Detects that the ranks of this node are stalled."""
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do."""
+        """Time at which `tick` has something to do."""
 
     def begin(self, beats: Heartbeats, /) -> None: ...
     def tick(self, now: float, /) -> None: ...
@@ -85,10 +84,10 @@ class Agent:
     ) -> None:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
-        self.termination_signal = 0  # 0: no termination is requested
+        self.termination_signal = 0  # 0: no termination was requested
         self._numbers = [getattr(signal, name) for name in options.signals if not _is_nohup(name)]
         self._fatal = _fatal() - set(self._numbers)
-        # Whoever asks for stacks needs a signal that ends nothing, also where the user lets SIGQUIT end the job.
+        # A request for stacks needs a signal that ends nothing, also if the user lets SIGQUIT end the job.
         self._for_stacks = {signal.SIGQUIT, STACKS_SIGNAL} - set(self._numbers)
         leads = options.place == options.members.leader
         self._for_reruns = {RERUN_SIGNAL} if options.dev and leads else set()
@@ -100,8 +99,8 @@ class Agent:
         self.node = LocalRanks(options, environ, folder, server)
         self.members = options.members  # of the last generation
         self._failure_reported = False
-        self.settled = True  # whether nothing of the last generation is left here
-        self._has_backlog = False  # whether ranks have written more than a turn copies
+        self.settled = True  # whether no process of the last generation is left on this node
+        self._has_backlog = False  # whether ranks have written more than one turn copies
 
     # ---- the loop ------------------------------------------------------------------------------------------
 
@@ -120,7 +119,7 @@ class Agent:
         return self.code
 
     def watch(self, descriptor: int, heard: Callable[[], None], *, write: bool = False) -> None:
-        """Call when there is something to read, or room to write."""
+        """Call `heard` when there is something to read, or room to write."""
         self._poller.register(descriptor, select.POLLOUT if write else select.POLLIN)
         self._callbacks[descriptor] = heard
 
@@ -135,7 +134,7 @@ class Agent:
         self.node.advance()
         self.node.tick(now)
         if self.node.outlives_sigkill(now):
-            # Whoever waits for it waits for ever, and silently. Without us the job goes on, with another pod.
+            # Waiting for it would take forever, and silently. Without this agent the job goes on with another pod.
             say("a rank does not end, although it was killed: the kernel holds it; this node is given up")
             return self.group.abandon()
         if self.folder.tails:
@@ -145,7 +144,7 @@ class Agent:
         return self.group.tick(now)
 
     def _report(self, now: float) -> None:
-        """Say how the ranks end: the first failure at once, and that all are gone."""
+        """Report how the ranks end: the first failure at once, and the end of all."""
         if self.settled:
             return
         if self.node.failures and not self._failure_reported:
@@ -158,7 +157,7 @@ class Agent:
         failures = self.node.settle()
         if self.termination_signal and self.options.place != self.members.leader:
             if not failures and not self.node.stopped:
-                self.group.finished(now)  # perhaps the last that the job waited for
+                self.group.finished(now)  # this may have been the last node that the job waited for
             self.end(self.termination_code(), None)
         elif self.node.stopped or failures:
             self.group.stopped(failures, now)
@@ -171,7 +170,7 @@ class Agent:
         deadlines = [now + WAIT_SECONDS_MAX, *(at for at in times if at)]
         if self.folder.tails:
             deadlines.append(now if self._has_backlog else now + TAIL_SECONDS)
-        if not self.settled and not self.node.running:  # none could be started
+        if not self.settled and not self.node.running:  # no rank could be started
             deadlines.append(now)
         return max(0.0, min(deadlines) - now) * 1000 + 1
 
@@ -184,13 +183,13 @@ class Agent:
             elif number in self._for_reruns:
                 self.group.rerun(time.monotonic())
             elif number in self._fatal:
-                # As it ends torchrun, but the kernel would leave our folder.
+                # torchrun ends by it too, but the kernel alone would leave our folder behind.
                 handled = ",".join(self.options.signals)
                 say(f"ended by {signal.Signals(number).name}, which is not among --signals-to-handle: {handled}")
                 self.code = 128 + number
 
     def _terminate(self, number: int) -> None:
-        """A signal from outside, for instance the kubelet's: the ranks get it too, and the time that is left."""
+        """Take a signal from outside, for instance the kubelet's: the ranks get it too, and the remaining time."""
         first, self.termination_signal = not self.termination_signal, self.termination_signal or number
         now = time.monotonic()
         if not first:
@@ -206,7 +205,7 @@ class Agent:
 
     def _receive_from_server(self) -> None:
         assert self._server is not None, "only a server is heard"
-        given_up = bool(self._server.refused)  # and said so
+        given_up = bool(self._server.refused)  # already logged
         self._server.hear()
         if self._server.refused:
             self.unwatch(self._server.fileno())
@@ -218,7 +217,7 @@ class Agent:
         self._server.failed = {}
 
     def _receive_learned(self) -> None:
-        """A child of the fork server takes its place, or could not."""
+        """Replace the fork server by its child, if the child can serve."""
         assert self._server is not None, "only a server is heard"
         before, later = self._server.fileno(), self._server.later.fileno()
         self.unwatch(later)
@@ -237,11 +236,13 @@ class Agent:
             say(learned)
         if not life.preflight and self.node.beats is not None:
             self.watching.begin(self.node.beats)
-        # Only now: the ranks have not waited for what a failure will need, and a failure shall not wait for it either.
+        # Imported after the ranks started, so that they need not wait for it, and before a failure needs it.
         from ddpjob.reporting import termination  # noqa: F401
 
     def stop(self, now: float, *, patient: bool, furthest: int = 0) -> None:
-        """End the ranks; `group.stopped` follows, at once where none runs. furthest: the clock of a rank elsewhere."""
+        """End the ranks; `group.stopped` follows, at once if none is running. furthest: clock of a rank on another
+        node.
+        """
         self.watching.end()
         if self.node.running:
             options = self.options
@@ -249,7 +250,7 @@ class Agent:
             self.node.stop(signal.SIGTERM, grace, now, rescue=not patient, furthest=furthest)
         elif self.settled:
             if self.node.exit_code == 0:
-                self.node.forget()  # that all have ended well is undone: they start again with the others
+                self.node.forget()  # even ranks that ended with 0 start again with the others
             self.group.stopped([], now)
 
     def end(
@@ -261,10 +262,10 @@ class Agent:
         account: dict[str, Any] | None = None,
         findings: Sequence[Finding] = (),
     ) -> None:
-        """It is over: the termination message is left, and `run` returns.
+        """End this agent: leave the termination message, and make `run` return.
 
-        ended: whether the whole group is at its end, by its leader's order; who goes alone is replaced alone.
-        account: of the restarts that node 0 has led. findings: what makes an exit code of 0 suspicious.
+        ended: True if the leader ends the whole group; False if only this agent ends and is replaced. account: restarts
+        that node 0 has led. findings: reasons to doubt an exit code of 0.
         """
         known = self.node.termination_message() if code != 0 else None
         if code != 0 and failure is not None and failure.rank is not None and self.is_mine(failure):
@@ -274,7 +275,7 @@ class Agent:
             group["findings"] = [finding.as_dict() for finding in findings]
         message = group if code != 0 or account or findings else {}
         if known is not None or (code != 0 and not self.termination_signal):
-            # A shell around us may end with 0 nevertheless: `ddprun train.py | tee log`.
+            # A shell around us may still end with 0: `ddprun train.py | tee log`.
             own = {"exitCode": code} if known is None else known.as_dict()
             message = own | group | {"failed": not self.termination_signal}
         if message:
@@ -282,11 +283,11 @@ class Agent:
         self.code = code
 
     def termination_code(self) -> int:
-        """What the ranks ended with; that of the signal where none had begun."""
+        """Return the exit code of the ranks; that of the signal if none had started."""
         return 128 + self.termination_signal if self.node.exit_code is None else self.node.exit_code
 
     def own_code(self, order: EndOrder) -> int:
-        """What this agent ends with: the culprit rank's code with its node, else that it can be resumed."""
+        """Return this agent's exit code: on the culprit's node that of the rank, elsewhere 75."""
         if order.code == 0:
             return 0
         if self.termination_signal:
@@ -294,25 +295,25 @@ class Agent:
         return order.code if self.is_mine(order.failure) else RESUMABLE
 
     def is_mine(self, failure: Failure | None) -> bool:
-        """Whether one of this node's ranks failed so."""
+        """True if a rank of this node has this failure."""
         if failure is None or failure.rank is None:
             return False
         return self.members.place_of_rank(failure.rank, self.options.nproc) == self.options.place
 
 
 def _fatal() -> set[int]:
-    """The signals that would end this process, without those that whoever started it has ignored."""
+    """Return the signals that would end this process, without those that were ignored when it started."""
     numbers = (getattr(signal, name) for name in _FATAL)
     return {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
 
 
 def _is_nohup(name: str) -> bool:
-    """Whether it is the signal of a closed terminal in a program under `nohup`, which is to outlive that."""
+    """True for the signal of a closed terminal if the program runs under `nohup`."""
     return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def leave_message(path: str | None, message: dict[str, Any]) -> None:
-    """The termination message of the pod."""
+    """Write the pod's termination message."""
     if not path:
         return
     from ddpjob.reporting.termination import write_over
@@ -326,7 +327,7 @@ def leave_message(path: str | None, message: dict[str, Any]) -> None:
 
 
 def forget_message(path: str | None) -> None:
-    """Remove what a launcher before this one has left in the same container: `ddprun a.py || ddprun b.py`."""
+    """Remove the message of an earlier launcher in the container: `ddprun a.py || ddprun b.py`."""
     with contextlib.suppress(OSError):
         if path and os.path.getsize(path):
             with open(path, "r+b", opener=own_files.opener) as file:

@@ -14,38 +14,38 @@ PREFLIGHT = "ddpjob.preflight"
 
 
 class Life(NamedTuple):
-    """One generation: one life of all ranks."""
+    """One generation of all ranks."""
 
     generation: int
-    """0, 1, …: how often the ranks have been started again."""
+    """Number of restarts before it."""
     members: Members
     port: int
-    """Where rank 0 serves the store; another one in each generation, so that nothing old can join."""
+    """Port of rank 0's store; each generation has another, so that nothing old can join."""
     preflight: bool = False
-    """Whether the nodes only measure each other: no generation, and it has the number of the one before."""
+    """True if the nodes only measure each other, under the number of the previous generation."""
 
     @property
     def name(self) -> str:
-        """Of its folder; a pre-flight may come again under the same number, with a port of its own."""
+        """Name of its folder. Pre-flights may repeat under one number, but with different ports."""
         return f"preflight_{self.port}" if self.preflight else str(self.generation)
 
 
 def prepare(options: Options, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of everything that is started here, as torchrun changes it for all ranks alike."""
-    # torchrun's default has SIGQUIT as well, which ends nothing here but shows stacks.
+    """Return the environment of all processes started here, changed as torchrun does for all ranks."""
+    # torchrun's default includes SIGQUIT, which only shows stacks here.
     signals = options.signals if options.signals != SIGNALS else (*SIGNALS, "SIGQUIT")
     changed = {**environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(signals)}
     if options.nproc > 1:
-        # torchrun's own default: n ranks with all cores each are slower than n ranks with one.
+        # torchrun's default: n ranks that use all cores are slower than n ranks with one core each.
         changed.setdefault("OMP_NUM_THREADS", "1")
     return changed
 
 
 def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that only this rank gets.
+    """Return the variables that only this rank gets.
 
-    TORCHELASTIC_USE_AGENT_STORE is False: rank 0 itself serves the store at MASTER_PORT, and so also where a script
-    meets by tcp:// (docs/ddprun.md).
+    TORCHELASTIC_USE_AGENT_STORE is False: rank 0 itself serves the store at MASTER_PORT, also for scripts that meet by
+    tcp:// (docs/ddprun.md).
     """
     members = life.members
     rank, world_size = members.ranks(options.place, options.nproc)[local_rank], members.world_size(options.nproc)
@@ -80,7 +80,7 @@ def give_terminal(own: dict[str, str], environ: Mapping[str, str]) -> str:
 
 
 def argv_of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str, str]) -> list[str]:
-    """The command line of a rank that is a process of its own."""
+    """Return the command line of a rank that is a new process."""
     if life.preflight:
         return [python(environ), "-u", "-m", PREFLIGHT]
     words = [options.script, *(substituted(word, local_rank) for word in options.script_args)]
@@ -90,12 +90,12 @@ def argv_of_rank(options: Options, life: Life, local_rank: int, environ: Mapping
 
 
 def python(environ: Mapping[str, str]) -> str:
-    """The interpreter of the ranks."""
+    """Return the interpreter of the ranks."""
     return environ.get("PYTHON_EXEC") or sys.executable
 
 
 def substituted(word: str, local_rank: int) -> str:
-    """torchrun's one macro, ${local_rank}."""
+    """Replace torchrun's only macro, ${local_rank}."""
     if "$" not in word:
         return word
     import string
@@ -110,7 +110,7 @@ def _one_gpu(local_rank: int, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_folder(options: Options) -> str:
-    """What Python puts in front of sys.path."""
+    """Return the folder that Python puts first in sys.path."""
     if options.kind == "module":
         return os.getcwd()
     return os.path.dirname(os.path.realpath(options.script))

@@ -1,4 +1,4 @@
-"""Every other node's side of the group: keeps a connection to node 0, and carries out its orders."""
+"""The side of every other node in the group: keeps a connection to node 0, and carries out its orders."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from ddprun.core.stall_rules import Position
 
 POSITIONS_MAX = 64
-WAITS_BYTES_MAX = 1 << 15  # half a line; without what ranks wait in, no deadlock is certain
+WAITS_BYTES_MAX = 1 << 15  # half a line; without the waits of ranks no deadlock is certain
 FAILURES_MAX = 24
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.05, 1.0
 CONNECT_SECONDS = 10.0
-LOG_WAIT_AFTER_SECONDS = 30.0  # pods start within seconds of each other, which is not worth a line
+LOG_WAIT_AFTER_SECONDS = 30.0  # pods start within seconds of each other, which needs no line
 
 
 class Follower:
@@ -40,11 +40,11 @@ class Follower:
         self._agent, self._options = agent, agent.options
         self._link: Link | None = None
         self._welcome = False
-        self._connecting: socket.socket | None = None  # a connection that is being made
-        self._lookup = -1  # the pipe of the child that resolves the leader's name
+        self._connecting: socket.socket | None = None  # a connection in progress
+        self._lookup = -1  # pipe of the child that resolves the leader's name
         self._addresses: list[tuple[int, Any]] = []
         self._generation = -1
-        self._checking = False  # whether what runs, or ran last, is a pre-flight
+        self._checking = False  # whether the last generation is a pre-flight
         self._disconnected_since = time.monotonic()
         self._retry_at, self._pause = 0.0, RETRY_SECONDS
         self._connect_until = 0.0
@@ -85,7 +85,7 @@ class Follower:
         self._send({**self._event("stood"), "word": report})
 
     def answered(self, report: StallReport, positions: Sequence[Position], _now: float) -> None:
-        """Where our ranks are: those that are furthest behind, as many as a line holds."""
+        """Send the positions of the ranks that are furthest behind, as many as a line can hold."""
         behind = sorted(positions, key=lambda p: (p.sequence, p.step))[:POSITIONS_MAX]
         lines = [line_of(position) for position in behind]
         if len(json.dumps(lines)) > WAITS_BYTES_MAX:
@@ -93,7 +93,7 @@ class Follower:
         self._send({**self._event("answered"), "word": report, "positions": lines})
 
     def termination_requested(self, _now: float) -> None:
-        """The termination of this node is requested: it ends when its ranks have, or at once."""
+        """Take a requested termination: this node ends after its ranks."""
         self._send({"terminating": self._agent.termination_signal})
         if self._agent.settled:
             self._agent.end(self._agent.termination_code(), None)
@@ -130,7 +130,7 @@ class Follower:
     def _handle(self, message: dict[str, Any], now: float) -> None:
         if "welcome" in message:
             self._welcome, self._wait_logged, self._pause = True, False, RETRY_SECONDS
-            # A new pod has to tell it to the next leader if this one is lost before it starts anything here.
+            # A new pod must tell the next leader, if this one is lost before it starts anything here.
             self._generation = max(self._generation, int(message["generation"]))
             if self._agent.termination_signal:
                 self._send({"terminating": self._agent.termination_signal})
@@ -174,14 +174,14 @@ class Follower:
         return {"event": name, "generation": self._generation, "step": self._agent.node.furthest_step}
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._link is not None and self._welcome:  # before that the other end has not authenticated
+        if self._link is not None and self._welcome:  # until then the leader has not authenticated
             try:
                 self._link.send(message)
             except Refused as error:
                 self._disconnect(str(error), time.monotonic())
 
     def _disconnect(self, why: str, now: float) -> None:
-        """A node without its leader runs nothing, because the others may have started again."""
+        """Stop everything: without its leader a node runs nothing, because the others may have restarted."""
         if self._link is None:
             return
         known = self._welcome
@@ -201,7 +201,7 @@ class Follower:
             where = f"{self._options.host}:{self._options.port}"
             say(f"node 0 was not reached at {where} for {self._options.join_seconds:g} s")
             self._agent.node.end()
-            # `ended`: the others give up as well, and new pods for each, one by one, would find no peers.
+            # `ended`, because the others give up too; pods replaced one by one would find no peers.
             return self._agent.end(0 if self._done else RESUMABLE, None, ended=True)
         if not self._wait_logged and now >= self._disconnected_since + LOG_WAIT_AFTER_SECONDS:
             self._wait_logged = True
@@ -214,7 +214,7 @@ class Follower:
         return None
 
     def _look_up(self, now: float) -> None:
-        """In a child: a name that does not resolve yet may take half a minute, and SIGTERM must not wait for it."""
+        """Resolve the name in a child: that may take half a minute, and SIGTERM must not wait."""
         host, port = self._options.host, self._options.port
 
         def addresses() -> bytes:
@@ -223,7 +223,7 @@ class Follower:
 
         try:
             _, self._lookup = processes.call_in_child(addresses)
-        except OSError:  # no process is left for it now
+        except OSError:  # no process is available now
             return self._retry(now)
         self._connect_until = now + 6 * CONNECT_SECONDS
         return self._agent.watch(self._lookup, self._resolved)
@@ -244,13 +244,13 @@ class Follower:
         return self._connect(now)
 
     def _connect(self, now: float) -> None:
-        """Connect to the next of its addresses."""
+        """Connect to the next address."""
         if not self._addresses:
             return self._retry(now)
         family, address = self._addresses.pop(0)
         try:
             self._connecting = socket.socket(family, socket.SOCK_STREAM)
-        except OSError:  # an IPv6 address, and no IPv6 here
+        except OSError:  # an IPv6 address, but no IPv6 here
             return self._connect(now)
         self._connecting.setblocking(False)
         self._connect_until = now + CONNECT_SECONDS
@@ -296,5 +296,5 @@ class Follower:
 
 
 def _encoded(failures: Sequence[Failure]) -> list[dict[str, Any]]:
-    """The first ones, because what more would fail for itself fails with them."""
+    """Encode the first failures; the others usually have the same cause."""
     return [failure.brief().as_dict() for failure in failures[:FAILURES_MAX]]

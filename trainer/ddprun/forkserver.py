@@ -1,8 +1,8 @@
-"""The fork server: imports torch once, and every rank begins where the imports have ended.
+"""The fork server: imports torch once, and forks each rank from there.
 
-`preload.py` runs this file as a program, `python -u forkserver.py FD FD2`, with the environment of the ranks; it
-imports little, and from the standard library alone, because each rank has all that it imports. FD is a socket to the
-agent, a JSON object a line:
+`preload.py` runs this file as a program, `python -u forkserver.py FD FD2`, with the environment of the ranks. It
+imports little, and only the standard library, because its imports are also in each rank. FD is a socket to the agent,
+with one JSON object per line:
 
     agent:  {"modules": ["torch"], "path0": "/app", "hidden": {"PYTORCH_NVML_BASED_CUDA_CHECK": null}}
     server: {"ready": true, "failed": {"numpyy": "ModuleNotFoundError: …"}}  or  {"refused": "why"}
@@ -14,15 +14,15 @@ agent, a JSON object a line:
     server: {"changed": ["/app/model.py"]}
     agent:  {"learn": "/tmp/…/imports_0.json"}
 
-After the last one a child imports what the ranks have imported (`learned.py`), and answers at a second socket:
+After the last one, a child imports what the ranks have imported (`learned.py`) and answers on FD2:
 
     child:  {"ready": true, "pid": 4713, "imports": ["sklearn"], "left": {"x.y": "starts a thread"}, "bytes": 61000000}
 
-Then the agent closes the first socket, which ends the server, and the child serves at the second one.
+Then the agent closes the first socket, which ends the server, and the child serves on FD2.
 
-A rank is forked twice: its parent ends at once, so that it becomes a child of the agent, which reaps it as any other
-child. `become` gives it all that `python -u train.py` would find. A spare is forked in the same way before it is
-needed, and waits; what is run next is given to it.
+A rank is forked twice: its parent exits at once, so that the rank becomes a child of the agent, which reaps it.
+`become` gives it what `python -u train.py` would find. A spare is forked in the same way before it is needed, and
+becomes the next rank.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ import types
 import zipimport
 
 TYPE_CHECKING = False
-if TYPE_CHECKING:  # at run time each rank would have typing imported
+if TYPE_CHECKING:  # typing is not imported at run time, because it would be in each rank
     from collections.abc import Callable, Iterator
     from typing import Any
 
 PR_SET_PDEATHSIG = 1
-CRASH_DESCRIPTOR = 512  # or the next that is free; `ulimit -n` is 1024 or more
-PIPE_BYTES = 4096  # at most, are written to a pipe in one piece
+CRASH_DESCRIPTOR = 512  # or the next free one; `ulimit -n` is 1024 or more
+PIPE_BYTES = 4096  # PIPE_BUF: so many bytes are written to a pipe in one piece
 CALLSTACK_CHARACTERS_MAX = 8192  # a termination message has 4096 bytes
 
 
 def main() -> Callable[[], None] | None:
-    """Import, report whether forks are safe from here, and fork until the agent is gone."""
+    """Import, report whether forks are safe, and fork until the agent has ended."""
     agent, later = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
     agent.set_inheritable(False)
     later.set_inheritable(False)
@@ -82,7 +82,9 @@ def served(
     prepared: Prepared,
     later: socket.socket | None,
 ) -> Callable[[], None] | None:
-    """Fork until the agent is gone; in a rank what runs it. later: where a child serves that has learned imports."""
+    """Fork until the agent has ended. In a rank, return what runs it. later: socket of a child that has learned
+    imports.
+    """
     spares = Spares(prepared.wait)
     for line in lines:
         asked = json.loads(line)
@@ -110,7 +112,7 @@ def served(
 
 
 def learns(path: str, agent_pid: int, prepared: Prepared, later: socket.socket) -> bool:
-    """Fork a child that imports what a note of a rank names: False at once; in the child True, when it can serve."""
+    """Fork a child that imports what a rank noted. Return False here at once, True in the child when it can serve."""
     from ddprun import learned
 
     with not_collected():
@@ -127,10 +129,10 @@ def learns(path: str, agent_pid: int, prepared: Prepared, later: socket.socket) 
 
 
 def preload(order: dict[str, Any]) -> dict[str, str]:
-    """Import the modules, with the search path and the environment of the ranks; what went wrong, by name."""
+    """Import the modules with the search path and environment of the ranks. Return errors by name."""
     if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = order["path0"]  # torch imports numpy: a file numpy.py beside the script counts here as in a rank
-    # Looking for a GPU through CUDA itself would make this process, and each fork of it, unable to use one.
+        sys.path[0] = order["path0"]  # torch imports numpy: a numpy.py next to the script takes effect as in a rank
+    # Detecting GPUs through CUDA would make this process and its forks unable to use them.
     for name in order["hidden"]:
         os.environ[name] = "1"
     failed = {}
@@ -150,14 +152,13 @@ def preload(order: dict[str, Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def not_collected() -> Iterator[None]:
-    """What is made within is no matter for the garbage collector, also later.
+    """Exempt the objects made within from garbage collection, for good.
 
-    It would look at all that is imported again and again, which is a quarter of the time of the imports, and once more
-    in each rank, where it writes to what it looks at, so that the fork copies those pages. What it would have freed is
-    6 MB of torch's that all ranks share.
+    Otherwise the collector would traverse all imports repeatedly, which takes a quarter of the import time, and again
+    in each rank, where its writes copy the pages. The price is 6 MB of torch's garbage, shared by all ranks.
     """
     before = gc.get_threshold()
-    gc.set_threshold(0)  # gc.disable() could not be told from that of a module
+    gc.set_threshold(0)  # not gc.disable(): modules may call that too
     try:
         yield
     finally:
@@ -168,7 +169,7 @@ def not_collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def reads_recorded() -> Iterator[set[str]]:
-    """The variables that Python code reads while it is imported: a script that sets them afterwards is too late."""
+    """Record the variables that Python code reads during imports: a script that sets them later is too late."""
     names: set[str] = set()
     kind: Any = type(os.environ)
     read = kind.__getitem__
@@ -185,7 +186,7 @@ def reads_recorded() -> Iterator[set[str]]:
 
 
 def unsafe() -> str:
-    """Why a fork from here would not be as a new process; empty: it would be."""
+    """Return why a fork would differ from a new process; "" if it would not."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "a preloaded module has initialised CUDA, and a forked process cannot use it"
@@ -199,7 +200,7 @@ def unsafe() -> str:
 
 
 def openblas_threads() -> int:
-    """The threads of OpenBLAS, which ends them before a fork and starts them after it by itself."""
+    """Threads of OpenBLAS, which ends them before a fork and starts them again."""
     from ddprun.late_environment import of_openblas
 
     return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
@@ -212,11 +213,10 @@ def thread_name(task: str) -> str:
 
 
 class Prepared:
-    """What all ranks have in common is done here, once: in a rank it copies each page that it changes, 6 ms for torch's
-    modules alone."""
+    """Work that all ranks need, done once: in a rank each changed page is copied, 6 ms for torch's modules alone."""
 
     def __init__(self, read: set[str]) -> None:
-        """read: the variables that were read while torch was imported."""
+        """read: variables that were read while torch was imported."""
         self.torch: Any = sys.modules.get("torch")
         self.hidden: Any = None
         self._read: set[str] = set()
@@ -224,11 +224,11 @@ class Prepared:
         write_whole_lines()
         self.imported: Any = None  # in a session of `ddpjob dev`
         self.hide_torch(read)
-        # The kernel forgets children that have ended: to wait for one takes as long as to fork it.
+        # The kernel reaps ended children: waiting for one takes as long as forking it.
         self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     def hide_torch(self, read: set[str]) -> None:
-        """read: variables that were read by imports since this was called last."""
+        """Hide torch's modules. read: variables that imports have read since the last call."""
         self._read |= read
         if "DDPJOB_DEV" in os.environ:
             from ddprun.changed import ImportedFiles
@@ -245,19 +245,19 @@ class Prepared:
         """Undo `hide_torch`."""
         if self.hidden is not None:
             self.hidden.begin()
-            import torch  # noqa: F401 - its finder puts back all of torch
+            import torch  # noqa: F401 - its finder restores all of torch
 
     def wait(self) -> None:
-        """In a rank that waits: pages that its script's `import torch` will write to are copied meanwhile."""
+        """Called in a waiting spare: copy the pages that its script's `import torch` will write to."""
         if self.hidden is not None:
             self.hidden.touch()
 
     def of_torch(self) -> set[str]:
-        """The names of torch's modules that are hidden."""
+        """Names of torch's hidden modules."""
         return set() if self.hidden is None else self.hidden.names
 
     def begin(self) -> None:
-        """In a rank, which has its environment."""
+        """Called in a rank that has its environment."""
         signal.signal(signal.SIGCHLD, self._ended)
         reseed(self.torch)
         if self.hidden is not None:
@@ -265,16 +265,17 @@ class Prepared:
 
 
 class Spares:
-    """Ranks that are forked before they are needed: two forks of what torch's imports leave take 12 to 30 ms of two
-    CPUs, for each rank, and a restart would wait for them."""
+    """Ranks that are forked in advance. After torch's imports two forks take 12 to 30 ms on two CPUs per rank, and a
+    restart would wait for them.
+    """
 
     def __init__(self, begin: Callable[[], None]) -> None:
-        """begin: what one does before it waits."""
+        """begin: called in a spare before it waits."""
         self._begin = begin
-        self._waiting: list[tuple[int, int]] = []  # the pid of each, and the pipe to which its run is written
+        self._waiting: list[tuple[int, int]] = []  # pid of each, and the pipe to which its run is written
 
     def add(self, agent_pid: int) -> tuple[int, Callable[[], dict[str, Any]] | None]:
-        """Fork one: its pid; in the spare 0, and what waits for its run. Raises OSError."""
+        """Fork a spare. Return its pid; in it, return 0 and a function that waits for its run. Raise OSError."""
         read_end, write_end = os.pipe()
         try:
             pid = fork_rank(agent_pid, (read_end, write_end))
@@ -292,7 +293,7 @@ class Spares:
         return pid, None
 
     def take(self, run: dict[str, Any]) -> int:
-        """Give the run to one that waits: its pid; 0: none is left."""
+        """Give the run to a spare and return its pid; 0 if none is left."""
         while self._waiting:
             pid, pipe = self._waiting.pop(0)
             with contextlib.suppress(OSError), open(pipe, "w", encoding="utf-8") as file:  # it was killed
@@ -302,14 +303,14 @@ class Spares:
         return 0
 
     def close(self) -> None:
-        """In a rank: what it kept open would keep the others waiting when the server has ended."""
+        """Called in a rank: open pipes would keep the spares waiting after the server has ended."""
         for _, pipe in self._waiting:
             os.close(pipe)
         self._waiting.clear()
 
 
 def awaited(pipe: int) -> dict[str, Any]:
-    """What a spare is given to run. It ends where nothing will come."""
+    """Wait for the run of a spare. Exit if none will come."""
     with open(pipe, encoding="utf-8") as file:
         line = file.readline()
     if not line.endswith("\n"):
@@ -321,7 +322,7 @@ def awaited(pipe: int) -> dict[str, Any]:
 def serve(
     agent: socket.socket, agent_pid: int, asked: dict[str, Any], spares: Spares
 ) -> Callable[[], dict[str, Any]] | None:
-    """Fork a rank, or let a spare be one. Returns what tells what to run in the rank, and None in the server."""
+    """Fork a rank, or let a spare be one. Return None in the server; in the rank, a function that returns its run."""
     told, server = None, os.getpid()
     try:
         if "spare" in asked:
@@ -329,7 +330,7 @@ def serve(
         else:
             pid = spares.take(asked) or fork_rank(agent_pid)
     except OSError as error:
-        if os.getpid() != server:  # a fork that goes on here would be a second server, at the same socket
+        if os.getpid() != server:  # a fork that continues here would be a second server on the same socket
             os._exit(1)
         say(agent, {"error": str(error)})
         return None
@@ -357,7 +358,7 @@ def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
         fork_again(agent_pid, write_end, of_rank)
         return 0
     os.close(write_end)
-    answer = os.read(read_end, PIPE_BYTES).decode()  # written at once, before it ends
+    answer = os.read(read_end, PIPE_BYTES).decode()  # written in one piece before it exits
     os.close(read_end)
     if not answer.isdecimal():
         raise OSError(answer or "it was killed while it forked")
@@ -365,16 +366,16 @@ def fork_rank(agent_pid: int, of_rank: tuple[int, ...] = ()) -> int:
 
 
 def fork_again(agent_pid: int, answer: int, of_rank: tuple[int, ...]) -> None:
-    """Returns in the rank only, once the agent is its parent: from then on the end of either reaches the other."""
+    """Return only in the rank, when the agent is its parent: from then on each notices the other's end."""
     between = os.getpid()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a rank that is killed before then is left for the agent to reap
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a rank that is killed before then stays for the agent to reap
     try:
         pid = fork()
     except OSError as error:
         os.write(answer, f"{type(error).__name__}: {error}".encode()[:PIPE_BYTES])
         os._exit(1)
     if pid:
-        for descriptor in of_rank:  # before it is known: a pipe that is open here looks as if the rank could be told
+        for descriptor in of_rank:  # first: an open pipe would look as if the rank could still get its run
             os.close(descriptor)
         os.write(answer, str(pid).encode())
         os._exit(0)
@@ -390,14 +391,14 @@ def fork() -> int:
     import warnings
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: "is multi-threaded"; `unsafe` has looked at them
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which `unsafe` has checked
         return os.fork()
 
 
 def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Callable[[], None]:
-    """Become what `python -u SCRIPT` is before the first line of the script. Returns what runs it, to be called last.
+    """Become what `python -u SCRIPT` is before the script's first line. Return what runs it, to be called last.
 
-    Python's stream objects stay: they keep nothing but the line that is being written, whatever file they write to.
+    Python's stream objects stay: they hold at most the present line, whatever file they write to.
     """
     os.setsid()
     for path, descriptor in ((run["stdout"], 1), (run["stderr"], 2)):
@@ -427,25 +428,26 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
         Imports.environ = {name: value for name, value in os.environ.items() if name not in run["environ"]}
     prepared.begin()
     if "triton" in sys.modules:
-        # Its nanobind prints hundreds of lines of "leaked" at the end for objects that are frozen.
+        # Otherwise triton's nanobind prints hundreds of lines of "leaked" for frozen objects at exit.
         atexit.register(gc.unfreeze)
     sys.modules["__main__"] = main_module()
     return run_module if module else run_script
 
 
 def write_whole_lines() -> None:
-    """As a new Python's stderr. Under -u a print is two writes, so that lines of ranks mix where they print at once, as
-    all do after a collective: `rank 0rank 1`."""
+    """Write whole lines, as stderr does in a new Python. Under -u a print makes two writes, so that ranks that print at
+    once, as after a collective, mix their lines: `rank 0rank 1`.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a module that was preloaded may have put another one in its place
+        if isinstance(stream, io.TextIOWrapper):  # a preloaded module may have replaced it
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def write_down_crashes(path: str) -> None:
-    """Where this process is when a signal of its own kills it, for the agent; without it only the signal is known.
+    """Record the stack when a signal kills this process; otherwise only the signal is known.
 
-    Not where somebody has chosen where to write it (PYTHONFAULTHANDLER). The number of the descriptor is a high one: a
-    script that closes all of them opens its files as the lowest ones that are free, and is not to find this in them.
+    Not if the user has set PYTHONFAULTHANDLER. The descriptor has a high number: a script that closes all descriptors
+    opens its files with the lowest free ones, and must not get these lines in them.
     """
     if faulthandler.is_enabled():
         return
@@ -458,17 +460,18 @@ def write_down_crashes(path: str) -> None:
 
 
 def reseed(torch: Any) -> None:
-    """Otherwise all ranks draw the same numbers, after each restart too. Python's own generator reseeds itself."""
+    """Seed numpy and torch again: otherwise all ranks draw the same numbers, after each restart too."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
     if torch is not None:
-        torch.default_generator.seed()  # the CPU's; those of GPUs are made with CUDA, in the rank
+        torch.default_generator.seed()  # of the CPU; those of GPUs are created with CUDA, in the rank
 
 
 def prepare_groups() -> None:
-    """For the groups of a script that does not use the library: rank 0 is waited for (meet.py), those of gloo are kept
-    (gloo_teardown.py says why), and the watchdog begins with the first."""
+    """Prepare groups of scripts that do not use the library: torch waits for rank 0 (meet.py), gloo groups are kept
+    (gloo_teardown.py), and the watchdog starts with the first group.
+    """
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     gloo, meet = (sys.modules.get(f"ddpjob.group.{name}") for name in ("gloo_teardown", "meet"))
     if meet is not None:
@@ -482,8 +485,7 @@ def prepare_groups() -> None:
 
 
 def watch_group(c10d: Any) -> None:
-    """ddprun's watchdog begins with the first process group, and not before: it has a thread, and until then a script
-    may fork as it likes.
+    """Start ddprun's watchdog with the first process group. It is a thread, and until then a script may fork freely.
 
     torch has no public hook for a new group, so this replaces `_update_default_pg`
     (torch/distributed/distributed_c10d.py:1445 in torch 2.13.0). If a torch version renames it, only scripts that call
@@ -516,23 +518,23 @@ def watch_group(c10d: Any) -> None:
 
 
 def show_torch() -> None:
-    """It is hidden from a script whose own imports were learned, and that imports torch by them alone."""
+    """Restore torch for a script whose learned imports were the only ones to import it."""
     import torch  # noqa: F401
 
 
 class Imports:
-    """Of a rank, which notes them when it forms its first group."""
+    """The imports of a rank, which notes them when it forms its first group."""
 
     path = ""
-    """Where; "" if nobody wants to know."""
+    """The file; "" if the imports are not needed."""
     known: set[str] = set()  # noqa: RUF012 - replaced as a whole
-    """What the fork server had imported."""
+    """Modules that the fork server had imported."""
     environ: dict[str, str] = {}  # noqa: RUF012
-    """Variables at the beginning, without those that each rank gets for itself."""
+    """Variables at the start, without those that only this rank has."""
 
     @classmethod
     def note(cls) -> None:
-        """Once, and never in a process that the rank has started."""
+        """Note the imports once, and never in a child of the rank."""
         path, cls.path = cls.path, ""
         if path and os.environ.get("DDPJOB_BEATS"):
             from ddprun import learned
@@ -550,7 +552,7 @@ def main_module() -> Any:
 
 
 def run_script() -> None:
-    """`python SCRIPT`."""
+    """Run as `python SCRIPT`."""
     path = sys.argv[0]
     if is_zip(path):
         sys.path[0] = path
@@ -575,7 +577,7 @@ def run_source(path: str, source: bytes) -> None:
     module.__file__ = os.path.join(os.getcwd(), path)
     module.__cached__ = None
     module.__loader__ = SourceFileLoader("__main__", module.__file__)
-    exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - it is the script
+    exec(compile(source, module.__file__, "exec", dont_inherit=True), module.__dict__)  # noqa: S102 - runs the script
 
 
 def is_zip(path: str) -> bool:
@@ -585,7 +587,7 @@ def is_zip(path: str) -> bool:
 
 
 def run_module() -> None:
-    """`python -m MODULE`."""
+    """Run as `python -m MODULE`."""
     sys.argv[0], name = "-m", sys.argv[0]
     run_main(name)
 
@@ -597,7 +599,7 @@ def run_main(name: str = "__main__", *, alter_argv: bool = True) -> None:
 
 
 def say(agent: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # it has ended, and PDEATHSIG ends this process as well
+    with contextlib.suppress(OSError):  # the agent has ended, and PDEATHSIG ends this process too
         agent.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -606,7 +608,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def print_without_our_frames() -> None:
-    """An exception's trace begins in the script, as if nothing had called it, and is recorded for the agent."""
+    """Start tracebacks at the script, as without us, and record the exception for the agent."""
     users, rank = sys.excepthook, os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -614,8 +616,8 @@ def print_without_our_frames() -> None:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         error.__traceback__ = sys.last_traceback = trace
-        # A child that was forked by this rank is not the rank. And a KeyboardInterrupt ends Python by SIGINT, but
-        # no longer once the hook has executed source text, as an import of dataclasses does.
+        # Not in a child that the rank has forked. Not for a KeyboardInterrupt: Python ends by SIGINT then, but not if
+        # the hook has executed source text, as importing dataclasses does.
         if os.getpid() == rank and isinstance(error, Exception):
             with contextlib.suppress(Exception):
                 import traceback
@@ -629,7 +631,7 @@ def print_without_our_frames() -> None:
 
 
 def record_exit(error: SystemExit) -> None:
-    """`sys.exit("no data")`, and what argparse says before it ends the process: no excepthook is called for them."""
+    """Record a SystemExit with a text, such as `sys.exit("no data")` or argparse's: no excepthook is called for it."""
     with contextlib.suppress(Exception):
         from ddpjob.reporting.termination import exit_words
 
@@ -639,7 +641,7 @@ def record_exit(error: SystemExit) -> None:
 
 
 def record(line: str, printed: str) -> None:
-    """What torch's `@record` writes of a failure, also for a script without it: an exit code names no cause."""
+    """Write what torch's `@record` writes, also for scripts without it: an exit code names no cause."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return

@@ -36,15 +36,15 @@ from ddpjob_core.stall_limits import Phase
 from ddprun.core.stall_monitor import Heartbeat
 from ddprun.memory import create
 
-READ_BYTES = 4096  # whole notices, which are written in one piece each
+READ_BYTES = 4096  # whole notices; each is written in one piece
 REFUSED = (errno.EACCES, errno.EPERM, errno.ENOSYS)
 
 
 class Heartbeats:
-    """The pages of this node's ranks."""
+    """The heartbeat pages of this node's ranks."""
 
     def __init__(self, ranks: int) -> None:
-        """Raises OSError, with nothing left open: it is tried again."""
+        """Raise OSError and leave nothing open; the caller retries."""
         self._descriptor = _file()
         try:
             os.ftruncate(self._descriptor, ranks * PAGE_BYTES)
@@ -60,11 +60,11 @@ class Heartbeats:
         self._announced: set[int] = set()
 
     def where(self, local_rank: int) -> str:
-        """What DDPJOB_BEATS is for this rank."""
+        """Value of DDPJOB_BEATS for this rank."""
         return f"{os.getpid()}:{self._descriptor}:{self._notify_write}:{local_rank}"
 
     def of(self, local_rank: int) -> Heartbeat:
-        """This rank's heartbeat now."""
+        """Return this rank's heartbeat."""
         cells = self._cells[local_rank]
         pid, phase, step, collectives = cells[:4]  # PID, PHASE, STEP, COLLECTIVES
         known: Phase | Literal[""] = PHASES[phase] if 0 <= phase < len(PHASES) else ""
@@ -72,29 +72,29 @@ class Heartbeats:
 
     @property
     def furthest_step(self) -> int:
-        """That a rank has made; one that was only loaded is not made here."""
+        """Highest step that a rank has made, without loaded steps."""
         beats = map(self.of, range(len(self._cells)))
         return max((beat.step for beat in beats if beat.phase != "start"), default=0)
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint that a rank has saved or loaded; 0: none, or none is known."""
+        """Step of the newest checkpoint that a rank has saved or loaded; 0 if unknown."""
         return max((cells[SAVED] for cells in self._cells), default=0)
 
     @property
     def announced(self) -> set[int]:
-        """The processes that have told that they train."""
+        """Processes that have announced that they train."""
         with contextlib.suppress(BlockingIOError):
             while read := os.read(self.notify_read, READ_BYTES):
                 self._announced.update(number for (number,) in struct.iter_unpack(NOTICE, read))
         return self._announced
 
     def waited_in(self, local_rank: int) -> int:
-        """The collective in which a rank that has ended waited until its timeout; 0: none, or it is not known."""
+        """Return the collective in which an ended rank waited until its timeout; 0 if unknown."""
         return max(0, self._cells[local_rank][WAITED_IN])
 
     def ask(self, *, kind: int = LOUD) -> int:
-        """Ask every rank where it is; it answers within half a second. The number of the question."""
+        """Ask every rank where it is. Return the number of the question; answers come within half a second."""
         self._asked += 1
         for cells in self._cells:
             cells[KIND] = kind
@@ -103,16 +103,16 @@ class Heartbeats:
 
     @property
     def asked(self) -> int:
-        """The number of the last question."""
+        """Number of the last question."""
         return self._asked
 
     def begun_by(self, local_rank: int) -> int:
-        """The operations of the default group that a rank had begun when it left it; -1: it has not left it."""
+        """Return the operations that a rank had begun in the default group when it left; -1 if it has not left."""
         cells = self._cells[local_rank]
         return cells[COLLECTIVES] if cells[OVER] == 1 else -1
 
     def answer(self, local_rank: int) -> dict[str, Any] | None:
-        """To the last question; None: it has not answered."""
+        """Return the answer to the last question; None if there is none."""
         cells = self._cells[local_rank]
         length = cells[LENGTH]
         if cells[ANSWERED] != self._asked or not 0 < length <= PAGE_BYTES - CELLS_BYTES or not cells[PID]:
@@ -124,23 +124,23 @@ class Heartbeats:
         return read if isinstance(read, dict) else None
 
     def close(self) -> None:
-        """No rank of this generation runs any more."""
-        self._cells, self._pages = [], []  # nothing else refers to the memory
+        """Free the pages; no rank of this generation is running."""
+        self._cells, self._pages = [], []  # drops the last references to the memory
         for descriptor in (self._descriptor, self.notify_read, self._notify_write):
             os.close(descriptor)
 
 
 def _file() -> int:
-    """In memory; where the kernel refuses that always, on a disk: without heartbeats no rank would start.
+    """Create the file in memory, or on disk if the kernel always refuses: without heartbeats no rank would start.
 
-    Raises OSError where it has none just now: ranks are started later.
+    Raise OSError for a temporary failure; ranks are then started later.
     """
     try:
         return create("ddprun-beats")
     except OSError as error:
         if error.errno not in REFUSED:
             raise
-    import tempfile  # here, because it is seldom needed, and each start would wait for it
+    import tempfile  # imported late, because it is seldom needed and would delay each start
 
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

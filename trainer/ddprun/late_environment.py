@@ -1,9 +1,9 @@
-"""Variables that a script sets before its `import torch`, where the fork server has imported torch by then.
+"""Apply variables that a script sets before its `import torch`, although the fork server has imported torch already.
 
-A rank hides torch from `sys.modules` until the script imports it. At that moment the changes of the script to
-`os.environ` are compared with what torch has read. Some are applied late (threads, logs, the level of debugging, the
-temporary folder); for the others one line on stderr names the variables that have no effect. What torch reads later
-(CUDA_VISIBLE_DEVICES, NCCL_DEBUG) has its effect by itself.
+A rank hides torch from `sys.modules` until the script imports it. Then the script's changes to `os.environ` are
+compared with what torch has read. Some are applied late (threads, logs, debug level, temporary folder). For the others,
+one line on stderr names the variables without effect. Variables that torch reads later (CUDA_VISIBLE_DEVICES,
+NCCL_DEBUG) work by themselves.
 """
 
 from __future__ import annotations
@@ -19,33 +19,29 @@ from typing import Any
 
 PACKAGE = "torch"
 NAMES_MAX = 5
-# Read by C and C++ when their libraries are loaded, which Python does not see.
+# Read by C and C++ when the libraries are loaded, which Python cannot observe.
 LIBRARIES = ("OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_", "GOTO_")
 IN_C = frozenset(
     "TORCH_CPP_LOG_LEVEL ATEN_CPU_CAPABILITY PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF PYTORCH_HIP_ALLOC_CONF".split()
 )
-# What torch, numpy and sympy read in Python while they are imported (torch 2.13), by how the names begin.
+# Prefixes of variables that torch, numpy and sympy read in Python during import (torch 2.13).
 READ_IN_PYTHON = (
     "TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCHEXPORT_", "TORCH_COMPILE", "TORCH_DYNAMO_", "TORCH_TRACE", "TORCH_DTRACE",
     "TORCH_FAKE_TENSOR_", "TORCH_CUDA_SANITIZER", "TORCH_USE_RTLD_GLOBAL", "TORCH_DEVICE_BACKEND_AUTOLOAD",
     "AOT_", "AOTINDUCTOR_", "INDUCTOR_", "PYTORCH_JIT", "NPY_", "NUMPY_", "SYMPY_", "MPMATH_",
 )  # fmt: skip
-# Read at the import and read again before they are used; or read for no purpose of torch's.
+# Read again before use, or without effect on torch.
 HARMLESS = frozenset("HOME USER LOGNAME LNAME USERNAME CI CXX PYTHONUSERBASE TORCHINDUCTOR_CACHE_DIR".split())
 
 
 def is_read_at_import(name: str) -> bool:
-    """True if a script that sets this variable before its `import torch` is too late in a fork of the fork server, as
-    far as the name tells it."""
+    """True if the name shows that a script in a forked rank sets this variable too late, before its `import torch`."""
     is_read = name in IN_C or name.startswith((*LIBRARIES, *READ_IN_PYTHON))
     return is_read and name not in HARMLESS and not any(name in names for names, _ in APPLIED)
 
 
 def hide_torch(read: set[str]) -> Hidden:
-    """From here on torch, which is imported, looks not imported to this process and those that are forked from it.
-
-    read: the variables that were read while it was imported.
-    """
+    """Make the imported torch look not imported, here and in forks. read: variables read during its import."""
     modules = {n: m for n, m in sys.modules.items() if n == PACKAGE or n.startswith(f"{PACKAGE}.")}
     for name in modules:
         del sys.modules[name]
@@ -55,7 +51,7 @@ def hide_torch(read: set[str]) -> Hidden:
 
 
 class Hidden:
-    """The finder of torch, until it is imported; and then its loader, which has nothing to load."""
+    """The finder of torch until the script imports it, and then its loader, which loads nothing."""
 
     def __init__(self, modules: dict[str, ModuleType], read: set[str]) -> None:
         self._modules, self._read, self._before = modules, read, dict(os.environ)
@@ -63,19 +59,19 @@ class Hidden:
 
     @property
     def names(self) -> set[str]:
-        """Of the hidden modules."""
+        """Names of the hidden modules."""
         return set(self._modules)
 
     def touch(self) -> None:
-        """Count a reference to each module, as their import will, so that the pages they lie on are copied now."""
+        """Take a reference to each module, as an import will: their memory pages are copied now, not later."""
         self._touched = dict(self._modules)
 
     def begin(self) -> None:
-        """The script begins, with the environment that this process has now."""
+        """Record the environment at the start of the script."""
         self._before = dict(os.environ)
 
     def find_spec(self, name: str, _path: Sequence[str] | None = None, _target: Any = None) -> ModuleSpec | None:
-        """Also for who only asks whether torch is there, as transformers and datasets do before they import it."""
+        """Find torch, also for libraries that only check whether it exists, as transformers and datasets do."""
         if name != PACKAGE:
             return None
         spec = ModuleSpec(PACKAGE, self)  # type: ignore[arg-type]
@@ -87,23 +83,23 @@ class Hidden:
         return self._modules[PACKAGE]
 
     def exec_module(self, module: ModuleType) -> None:
-        """The import system has put torch in `sys.modules` by now; its submodules follow, or they would load again."""
-        with contextlib.suppress(ValueError):  # who asked for the loader before may load again
+        """Restore torch's submodules, which would otherwise be loaded again."""
+        with contextlib.suppress(ValueError):  # who got this loader earlier may load again
             sys.meta_path.remove(self)
         module.__spec__ = self._spec
         sys.modules.update(self._modules)
-        with contextlib.suppress(Exception):  # in a torch with other internals the line is missing, and the rank runs
+        with contextlib.suppress(Exception):  # with other internals of torch only the line is missing
             apply_late(changes(self._before), self._read)
 
 
 def changes(before: dict[str, str]) -> set[str]:
-    """The variables that have changed since."""
+    """Variables that have changed."""
     now = os.environ
     return {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
 
 
 def apply_late(changed: set[str], read: set[str]) -> None:
-    """Apply what can be applied, and name what has no effect: rank 0 alone, because all ranks have the same."""
+    """Apply what can be applied late, and name the rest, on rank 0 only because all ranks are equal."""
     lost = {n for n in changed if n in read or n in IN_C or n.startswith(LIBRARIES)} - HARMLESS
     for names, apply in APPLIED:
         if names & changed:
@@ -124,7 +120,7 @@ def sentence(names: list[str]) -> str:
 
 
 def _threads(*names: str) -> int:
-    """By the first of these variables that is set, else one for each CPU."""
+    """Return the number in the first variable that is set, else the number of CPUs."""
     asked = next((os.environ[name] for name in names if os.environ.get(name)), "")
     return int(asked.split(",")[0]) if asked else len(os.sched_getaffinity(0))
 
@@ -141,7 +137,7 @@ def _set_threads_of_numpy() -> None:
 
 
 def of_openblas(verb: str) -> Iterator[Any]:
-    """openblas_get_num_threads, or set, of each OpenBLAS library that is loaded."""
+    """Yield openblas_get_num_threads (or set) of each loaded OpenBLAS library."""
     with open("/proc/self/maps") as maps:
         paths = {line.split(None, 5)[5].strip() for line in maps if "openblas" in line}
     names = [f"{p}openblas_{verb}_num_threads{s}" for p in ("scipy_", "") for s in ("64_", "")]

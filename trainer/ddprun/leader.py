@@ -1,4 +1,4 @@
-"""Node 0's side of the group: passes the events of all nodes to `LeaderState`, and its orders to all nodes."""
+"""Node 0's side of the group: passes events of all nodes to `LeaderState`, and its orders to all nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ddprun.wire import Link
 
 HEARTBEAT_SECONDS = 5.0
-SILENT_SECONDS = 30.0  # an agent only answers: one that misses six heartbeats is gone, or its node is
+SILENT_SECONDS = 30.0  # agents only answer: one that misses six heartbeats is lost, or its node is
 GREETING_SECONDS = 5.0
 UNAUTHENTICATED_MAX = 64
 DRAIN_SECONDS = 2.0
@@ -53,20 +53,20 @@ class Leader:
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None
         self._links: dict[int, Link] = {}  # by node
-        self._unauthenticated: dict[Link, float] = {}  # connections that have not authenticated yet, and since when
-        self._refused: set[str] = set()  # refusals that are logged already: a refused agent tries again every second
+        self._unauthenticated: dict[Link, float] = {}  # connections that have not authenticated yet, and their times
+        self._refused: set[str] = set()  # refusals already logged: a refused agent tries again every second
         self._heard_at: dict[int, float] = {}
         self._heartbeat_at = 0.0
         self._held: socket.socket | None = None  # the port of this generation
-        self._late_start: Life | None = None  # what the other nodes are not told yet
-        self._step_in_memory = 0  # that a node has whole, written by the ranks that were stopped last; 0: none
-        self._furthest = 0  # the clock of a rank on a node where one has failed, in this generation
-        self._started_from = 0  # of those, what the last generation was started with
-        self._left: dict[int, NodeEnd] = {}  # by node: what the ranks of this generation have left that all ended well
+        self._late_start: Life | None = None  # not yet sent to the other nodes
+        self._step_in_memory = 0  # of the complete state that the stopped ranks left on a node; 0: none
+        self._furthest = 0  # highest clock of a node with a failed rank, in this generation
+        self._started_from = 0  # step in memory that the last generation was started with
+        self._left: dict[int, NodeEnd] = {}  # by node: results of nodes whose ranks have all ended with 0
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do."""
+        """Time at which `tick` has something to do."""
         heartbeat_at = self._heartbeat_at if self._links or self._unauthenticated else None
         times = [at for at in (self._lead.deadline, self._posting.deadline, heartbeat_at) if at]
         return min(times) if times else None
@@ -78,7 +78,7 @@ class Leader:
                 self._listener = ports.listen(self._options.port)
             except OSError as error:
                 say(f"port {self._options.port}, where the other nodes connect to this one: {error.strerror}")
-                return self._agent.end(RESUMABLE, None, ended=True)  # another attempt has another port
+                return self._agent.end(RESUMABLE, None, ended=True)  # a new attempt gets another port
             self._agent.watch(self._listener.fileno(), self._accept)
         self._lead.joined(self._options.place, now, replacement=self._options.replacement)
         return self.tick(now)
@@ -111,7 +111,7 @@ class Leader:
         self._lead.rerun(now)
 
     def tick(self, now: float) -> None:
-        """Do what the lead orders, and what time asks for."""
+        """Carry out the leader's orders, and what is due."""
         self._lead.tick(now)
         if self._links or self._unauthenticated:
             self._send_heartbeats(now)
@@ -160,17 +160,18 @@ class Leader:
         return self._agent.start(life)
 
     def _start_others(self) -> None:
-        """As soon as the ranks of this node can begin, or something else is ordered.
+        """Send the start order once this node's ranks can begin, or when there is another order.
 
-        While a new pod of node 0 imports torch nobody serves rank 0's store. Ranks elsewhere would look for it, and
-        torch looks again up to a second after it has not found it: node 0 was ready after 3.2 s, and all met after 4.2.
+        While a new pod of node 0 imports torch, nobody serves rank 0's store. Ranks elsewhere would not find it, and
+        torch waits up to a second before it tries again: node 0 was ready after 3.2 s, but all ranks met only after 4.2
+        s.
         """
         if (life := self._late_start) is not None and (self._lead.orders or self._agent.node.can_start):
             self._late_start = None
             self._send(life.members, {"start": {**life._asdict(), "members": life.members.text}})
 
     def _from_where(self) -> str:
-        """What the ranks will find, as far as the nodes know. The ranks choose later, and report what they resumed."""
+        """Say where the ranks will resume, as far as the nodes know. The ranks choose later, and report that."""
         step, self._step_in_memory = self._step_in_memory, 0
         self._started_from = step
         saved = self._agent.node.saved_step
@@ -225,7 +226,7 @@ class Leader:
         self._posting.finish(self._post())
 
     def _account(self) -> dict[str, Any]:
-        """What this agent has charged in its life."""
+        """Restarts that this agent has charged."""
         step = self._step_in_memory or self._started_from
         return {
             "replacement": self._options.replacement,
@@ -235,7 +236,7 @@ class Leader:
         }
 
     def _post(self) -> dict[str, Any] | None:
-        """The same for the status receiver, with the failures behind it; None where nothing was charged."""
+        """The account for the status receiver, with the failures; None if nothing was charged."""
         if not self._lead.charged:
             return None
         self._lead.reached(self._agent.node.furthest_step)
@@ -243,11 +244,11 @@ class Leader:
         return {"step": self._lead.furthest_step, "agent": {**self._account(), "failures": failures}}
 
     def _new_port(self, generation: int) -> int:
-        # A job of one node has nobody to meet: its ranks first get the port that was asked for, as from torchrun.
+        # A job of one node has no other nodes to meet: its first ranks get the requested port, as with torchrun.
         asked = self._options.port if self._options.nodes == 1 and generation == 0 else None
         if asked is not None:
             return asked
-        before, self._held = self._held, ports.hold()  # beside the last one: else the kernel may give the same again
+        before, self._held = self._held, ports.hold()  # hold both: the kernel may otherwise give the same port again
         if before is not None:
             before.close()
         return ports.number(self._held)
@@ -259,7 +260,7 @@ class Leader:
                 self._guard(link, lambda link=link: link.send(message))  # type: ignore[misc]
 
     def _drain(self) -> None:
-        """Wait until every agent has read the end: closing a socket with unread lines in it discards what was sent."""
+        """Wait until every agent has read the end: closing a socket with unread input discards what was sent."""
         deadline = time.monotonic() + DRAIN_SECONDS
         for link in self._links.values():
             link.shut()
@@ -276,10 +277,10 @@ class Leader:
         assert self._listener is not None, "only a listener accepts"
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # gone again
+        except OSError:  # the client has closed the connection
             return
         if len(self._unauthenticated) >= UNAUTHENTICATED_MAX:
-            # A random one is dropped, so that a client that takes all places cannot keep an agent of the job out.
+            # Drop a random one, so that a client that takes all places cannot keep an agent of the job out.
             self._drop(list(self._unauthenticated)[os.urandom(1)[0] % UNAUTHENTICATED_MAX])
         try:
             link = Link(connection, job_key(self._options.run_id, self._agent.environ), node=None)
@@ -316,7 +317,7 @@ class Leader:
         del self._unauthenticated[link]
         if node in self._links:
             self._drop(self._links[node])
-        self._start_others()  # what has ended, perhaps with its last connection, is not for the node that comes now
+        self._start_others()  # orders that are still pending are not for the node that joins now
         self._links[node], self._heard_at[node] = link, now
         link.send({"welcome": node, "generation": self._lead.generation})
         self._lead.joined(node, now, generation, replacement, preflight=message.get("preflight") is True, grant=grant)
@@ -348,7 +349,7 @@ class Leader:
             self._lead.answered(node, stall_report_of(message["word"]), positions, now)
 
     def _ended(self, node: int, message: dict[str, Any]) -> Ended | None:
-        """Raises TypeError, ValueError."""
+        """Read a rank that ended with 0, and its step. Raise TypeError or ValueError."""
         if message.get("ended") is None:
             return None
         rank, step = map(int, message["ended"])
@@ -370,12 +371,12 @@ class Leader:
         self._send(list(self._links), {"heartbeat": 1})
 
     def _guard(self, link: Link, work: Callable[[], Any]) -> Any:
-        """Whatever goes wrong with a connection ends it, and nothing else."""
+        """Run `work`. Any error closes this connection and affects nothing else."""
         from ddprun.wire import Refused
 
         try:
             return work()
-        except (Refused, KeyError, TypeError, ValueError, ArithmeticError) as error:  # 1e999 is no number of steps
+        except (Refused, KeyError, TypeError, ValueError, ArithmeticError) as error:  # 1e999 overflows int()
             if link in self._unauthenticated and link.node is not None and str(error) not in self._refused:
                 self._refused.add(str(error))
                 say(f"a connection was refused: {error}")
@@ -394,20 +395,21 @@ class Leader:
 
 
 def reported(failure: Failure, nproc: int) -> dict[str, Any]:
-    """As a report has it; rank -1 is a node whose connection was lost."""
+    """Convert a failure for a report; rank -1 is a node whose connection was lost."""
     node_rank = failure.node_rank if failure.rank is None else failure.rank // nproc
     return {"rank": -1, **failure.brief().as_dict(), "nodeRank": node_rank}
 
 
 def clock_of(message: dict[str, Any]) -> int:
-    """At the furthest boundary that was passed on the node that tells of a failure. One that is none is left out: the
-    failure counts, and a script may count its steps from where it likes."""
+    """Return the sender's clock (the last boundary that a rank has passed), or 0 if it is invalid: the failure counts
+    anyway, and scripts may number their steps as they like.
+    """
     clock = message.get("clock")
     return clock if type(clock) is int and 0 <= clock < 1 << 53 else 0
 
 
 def of_rank(written: Any) -> Failure:
-    """A rank's failure as another node reports it. Raises ValueError."""
+    """Read the failure of a rank on another node. Raise ValueError."""
     failure = Failure.from_dict(written)
     if failure.rank is None or failure.exit_code is None or failure.exit_code <= 0:
         raise ValueError("a failure has a rank and an exitCode")
@@ -415,13 +417,13 @@ def of_rank(written: Any) -> Failure:
 
 
 def stall_report_of(written: Any) -> StallReport:
-    """How another node's ranks get on, as it tells it. Raises TypeError, ValueError."""
+    """Read the stall report of another node. Raise TypeError or ValueError."""
     level, stalled, seconds, phase, still = written
     return StallReport(int(level), stalled is True, float(seconds), str(phase)[:16], still is True)  # type: ignore[arg-type]  # shown, no more
 
 
 def position_of(said: Any) -> Position:
-    """Where another node's rank stands. Raises KeyError, TypeError, ValueError."""
+    """Read the position of a rank on another node. Raise KeyError, TypeError or ValueError."""
     rank, step, sequence, op, done, where, answers, idle, apart, shape, waits, ended_after = said
     flags = (answers is True, idle is True, apart is True)
     waits_in = deadlock.waits_of(waits), int(ended_after)
@@ -431,5 +433,5 @@ def position_of(said: Any) -> Position:
 
 
 def line_of(position: Position) -> list[Any]:
-    """The inverse, as JSON has it."""
+    """Convert a position to JSON, the inverse of `position_of`."""
     return [*position._replace(waits=None)[:-2], deadlock.written(position.waits), position.ended_after]

@@ -1,9 +1,9 @@
-"""A fork server that has imported what the ranks import, so that the next generation imports nothing again.
+"""Let the fork server learn the ranks' imports, so that the next generation imports nothing again.
 
-When the first rank of a node forms its group, it writes down what it has imported (`note`). A child of the fork server
-imports that in the background, with a pause after each import that is as long as its CPU time, and takes the place of
-the fork server (`forkserver.py`). A fork is like a new process only if an import leaves nothing of one process behind.
-So each import is watched; if it does what `_Watch` names, it is left out, and another child begins without it.
+The first rank of a node that forms its group writes down its imports (`note`). A child of the fork server then imports
+them in the background, pausing after each for as long as its CPU time, and replaces the fork server (`forkserver.py`).
+This is safe only if an import leaves nothing that belongs to one process. So each import is watched (`_Watch`); one
+with such effects is left out, and another child starts without it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from ddpjob import own_files
 from ddpjob.checkpoint.in_memory import room
 
 ROUNDS_MAX = 6
-COARSE_AFTER = 3  # from this round on a package is left out as a whole
+COARSE_AFTER = 3  # from this round on whole packages are left out
 MODULES_MAX = 20_000
 MIB = 1 << 20
-BYTES_MAX = 512 * MIB  # more than the fork server had
-BYTES_EXPECTED = 128 * MIB  # for which there must be room at the beginning
+BYTES_MAX = 512 * MIB  # more than the fork server had before
+BYTES_EXPECTED = 128 * MIB  # room that must be there at the beginning
 _OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# They draw random numbers while they are imported, and a fork is none the worse: the first two are seeded again in each
-# rank, tempfile's names differ by process, the next draws the numbers of links in a terminal, and the last makes
-# generators for calls that name none.
+# These draw random numbers on import, which does not harm a fork: numpy's generators are seeded again in each rank,
+# tempfile names differ by process, link numbers in a terminal may repeat, and scipy's generators are only defaults.
 _MAY_DRAW = (
     "numpy.random numpy.random._pickle joblib._multiprocessing_helpers rich.style scipy.stats._new_distributions"
 ).split()
@@ -46,8 +45,7 @@ _OURS = ("ddpjob", "ddpjob_core", "ddprun")
 
 
 def note(path: str, known: set[str], variables: dict[str, str | None]) -> None:
-    """Write down what this rank has imported besides `known`, and the variables that it has to itself or has
-    changed."""
+    """Write down what this rank has imported besides `known`, and the variables that only it has or that it changed."""
     folders = _installed()
     modules = [
         name
@@ -60,7 +58,7 @@ def note(path: str, known: set[str], variables: dict[str, str | None]) -> None:
 
 
 def _installed() -> tuple[str, ...]:
-    """The folders of what does not change while a job runs: the standard library, and packages that were installed."""
+    """Folders that do not change while a job runs: the standard library and installed packages."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     paths = {sysconfig.get_path(name) for name in names} | {*site.getsitepackages(), site.getusersitepackages()}
     return tuple(os.path.realpath(path) + os.sep for path in paths if path)
@@ -77,20 +75,21 @@ def _is_installed(name: str, module: Any, folders: tuple[str, ...]) -> bool:
 
 
 class Learned(NamedTuple):
-    """What a child has imported."""
+    """The imports of a child."""
 
     modules: list[str]
     left: dict[str, str]
-    """Names that are left out, and why."""
+    """Names that are left out, and the reasons."""
     read: set[str]
-    """Variables that were read meanwhile."""
+    """Variables that the imports read."""
     size: int
-    """Bytes that it has more than the fork server."""
+    """Bytes that the child has more than the fork server."""
 
 
 def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], None]) -> Learned | None:
-    """Fork what imports the modules of a note. Returns None in the caller; in the process that takes its place, whose
-    parent is the agent, what it has imported."""
+    """Fork a process that imports the modules of a note. Return None in the caller, and the imports in the process that
+    replaces it, whose parent is the agent.
+    """
     if os.fork():
         return None
     _end_with_parent()
@@ -105,7 +104,7 @@ def fork(path: str, agent_pid: int, later: socket.socket, unhide: Callable[[], N
 
 
 def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> Learned:
-    """Returns in the child whose imports left nothing behind; the others end."""
+    """Fork until a child's imports had no effects. Return in that child; the others exit."""
     with open(path, encoding="utf-8") as file:
         order = json.load(file)
     if shortage := room.shortage(BYTES_EXPECTED):
@@ -123,7 +122,7 @@ def _rounds(path: str, agent_pid: int, unhide: Callable[[], None]) -> Learned:
             answer = pipe.read()
         found = json.loads(answer) if answer else {wanted[-1] if wanted else "": "ends the process"}
         if not found:
-            os._exit(0)  # the child goes on, as a child of the agent
+            os._exit(0)  # the child is adopted by the agent
         os.waitpid(pid, 0)
         for name, why in found.items():
             left[name if number < COARSE_AFTER else name.partition(".")[0]] = why
@@ -177,17 +176,17 @@ def _resident() -> int:
 
 
 def _openblas_threads() -> int:
-    """Those end before a fork, and start after it by themselves."""
+    """Threads of OpenBLAS, which ends them before a fork and starts them again."""
     from ddprun.late_environment import of_openblas
 
     return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
 
 
 class _Watch:
-    """Watches imports one by one: why a fork would differ from a process that has imported the module itself."""
+    """Watch imports one by one for effects that a fork would not share with a process that imports the module."""
 
     def __init__(self, variables: dict[str, str | None]) -> None:
-        """variables: those of a rank, which the fork server has not."""
+        """variables: those that the rank has and the fork server has not."""
         self._read_now: set[str] = set()
         self.read: set[str] = set()
         self.resident = _resident()
@@ -251,7 +250,7 @@ class _Watch:
         os.close(self._out)
 
     def imports(self, name: str) -> str:
-        """Import a module; why it must be left out, or ""."""
+        """Import a module. Return why it must be left out, or ""."""
         before, began = self._state(), time.process_time()
         self._why = ""
         self._read_now.clear()
@@ -261,10 +260,10 @@ class _Watch:
             __import__(name)
         except BaseException as error:
             return f"cannot be imported: {type(error).__name__}"
-        # What the module has set as in the rank, before or after it was read, is no difference.
+        # A variable that now has the same value as in the rank makes no difference.
         own = (n for n in sorted(self._read_now & self._variables.keys()) if os.environ.get(n) != self._variables[n])
         why = next((f"reads {name}" for name in own), "") or self._why or self._changed(before, self._state())
-        time.sleep(time.process_time() - began)  # the ranks train meanwhile
+        time.sleep(time.process_time() - began)  # leave CPU time to the ranks, which are training
         return why
 
     def _changed(self, before: dict[str, Any], after: dict[str, Any]) -> str:

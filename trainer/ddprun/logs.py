@@ -22,28 +22,28 @@ from ddpjob import own_files
 from ddprun.options import Options
 
 TAIL_SECONDS = 0.1
-LAST_LINES_SECONDS = 5.0  # for a console that takes nothing
-LAST_LINES_SECONDS_MAX = 20.0  # node 0 gives up an agent that is silent for 30 s, and this one is meanwhile
+LAST_LINES_SECONDS = 5.0  # for a console that accepts nothing
+LAST_LINES_SECONDS_MAX = 20.0  # less than the 30 s after which node 0 gives up this agent, which is blocked meanwhile
 CHUNK = 1 << 16
-CHUNKS_MAX = 16  # of a file in one turn of the loop, because signals and peers wait meanwhile
-RUN_BYTES_MAX = 200  # of the run id in the folder's name, which file systems limit to 255 bytes
-WRITE_MAX = select.PIPE_BUF  # a pipe that is ready takes as much without blocking
+CHUNKS_MAX = 16  # of a file per turn of the loop: signals and peers wait meanwhile
+RUN_BYTES_MAX = 200  # of the run id in the folder's name; file systems allow 255 bytes
+WRITE_MAX = select.PIPE_BUF  # a pipe that is ready accepts so much without blocking
 STREAMS = (("stdout", 1), ("stderr", 2))
-OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # files of each rank that only this agent reads
+OWN = ("crash_{}.txt", "end_{}.json", "imports_{}.json")  # files of each rank for this agent only
 
 
 class Files(NamedTuple):
-    """Of one rank; "" is the console."""
+    """Files of one rank; "" is the console."""
 
     stdout: str
     stderr: str
     error: str
     crash: str
-    """What faulthandler writes where a signal kills the rank."""
+    """Stack written by faulthandler if a signal kills the rank."""
     end: str
-    """What the rank writes when it ends."""
+    """Written by the rank at its end."""
     imports: str = ""
-    """What it writes of its imports when it forms its group."""
+    """Imports that the rank notes when it forms its group."""
 
 
 class LogFolder:
@@ -59,20 +59,20 @@ class LogFolder:
         run = os.fsencode(options.run_id.replace("/", "_"))[:RUN_BYTES_MAX].decode(errors="ignore")
         name = f"{run}_{os.urandom(4).hex()}"
         self.has_unseen = not options.log_dir and _has_unseen(options)
-        # A local run of a DDPJob removes what begins with ddprun_ and its id.
+        # A local run of a DDPJob removes folders that begin with ddprun_ and its id.
         kind = "" if self._kept else "ddprun-output_" if self.has_unseen else "ddprun_"
         self.path = os.path.join(base, f"{kind}{name}")
         os.mkdir(self.path, 0o700)
-        self.tails: list[_Tail] = []  # the files that are copied to the console
+        self.tails: list[_Tail] = []  # files that are copied to the console
 
     def termination(self, life: str) -> str:
-        """The file for the termination message of this node's ranks."""
+        """File for the termination message of this node's ranks."""
         return os.path.join(self._attempt(life), "termination.json")
 
     def prepare(self, life: str, ranks: Sequence[int]) -> list[Files]:
-        """The files of these ranks, by local rank; their folders are made."""
+        """Create the folders of these ranks, and return their files by local rank."""
         options, attempt = self._options, self._attempt(life)
-        own_files.make_folder(self.path)  # somebody may have emptied /tmp, and taken the name there
+        own_files.make_folder(self.path)  # somebody may have emptied /tmp and taken the name
         os.mkdir(attempt, 0o700)  # generations only grow, also under a new leader
         files = []
         for rank in range(len(ranks)):
@@ -83,17 +83,18 @@ class LogFolder:
             out, err = (os.path.join(folder, f"{name}.log") if to_file & bit else hidden for name, bit in STREAMS)
             own = [os.path.join(attempt, name.format(rank)) for name in OWN]
             files.append(Files(out, err, os.path.join(folder, "error.json"), *own))
-        self.tails.extend(self._make_tails(attempt, files, ranks))  # those before one that fails are closed with them
+        # One by one: if one fails, the earlier ones are closed with these.
+        self.tails.extend(self._make_tails(attempt, files, ranks))
         return files
 
     def copy(self) -> bool:
-        """Copy what ranks have written since, up to 1 MiB of each; whether no rank has written more."""
+        """Copy new output of the ranks, up to 1 MiB each. True if no rank has more."""
         return None not in [tail.copy(chunks=CHUNKS_MAX) for tail in self.tails]
 
     def copy_last(self) -> bool:
-        """Copy the rest of a generation, also a last line without its end; whether the console has taken all of it.
+        """Copy the rest of a generation, also an incomplete last line. True if the console took everything.
 
-        A slow one is waited for as long as it takes something, but no longer than `LAST_LINES_SECONDS_MAX`.
+        A slow console gets time while it takes something, at most `LAST_LINES_SECONDS_MAX`.
         """
         left, taken, began = self.tails, 0, time.monotonic()
         give_up = began + LAST_LINES_SECONDS
@@ -112,7 +113,7 @@ class LogFolder:
 
     @property
     def rest(self) -> str:
-        """Where the end of the output is that the console has not taken."""
+        """Say where the output is that the console has not taken."""
         return f"only in {self.path}" if self._kept or self.has_unseen else f"lost, because --log-dir is {os.devnull}"
 
     def remove(self) -> None:
@@ -121,7 +122,7 @@ class LogFolder:
 
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # a file that stays is no reason for another exit code
+            with contextlib.suppress(OSError):  # a leftover file must not change the exit code
                 for attempt in os.scandir(self.path):
                     _unlink_own(attempt.path, self._options.nproc)
 
@@ -141,21 +142,21 @@ class LogFolder:
 
 
 def takes(console: int, seconds: float = 0.0) -> bool:
-    """Whether the console takes something, within that time."""
+    """True if the console takes something within that time."""
     poller = select.poll()
     poller.register(console, select.POLLOUT)
     return bool(poller.poll(seconds * 1000))
 
 
 def is_read(console: int) -> bool:
-    """Whether anybody can still read what is written there; of a file or a device always."""
+    """True if the console has a reader; always for files and devices."""
     poller = select.poll()
     poller.register(console, 0)
     return not any(found & (select.POLLERR | select.POLLHUP) for _, found in poller.poll(0))
 
 
 def _has_unseen(options: Options) -> bool:
-    """Whether a stream of a rank goes into a file and not to the console too."""
+    """True if a rank's stream goes to a file only."""
     shown = [options.shown is None or rank in options.shown for rank in range(options.nproc)]
     return any(
         (options.redirects[rank] | options.tee[rank]) & ~(options.tee[rank] if shown[rank] else 0)
@@ -172,14 +173,14 @@ def _header(template: str | None, role: str, rank: int, local_rank: int) -> str:
 
 
 def _unlink_own(attempt: str, nproc: int) -> None:
-    """What is in no folder of torchrun's: only this agent reads it."""
+    """Remove the files that torchrun does not have."""
     for name in ("termination.json", *(name.format(rank) for name in OWN for rank in range(nproc))):
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(attempt, name))
 
 
 class _Tail:
-    """One file that grows, and where its lines go."""
+    """A growing file, and where its lines go."""
 
     def __init__(self, path: str, header: bytes, console: int, filtered: str, words: list[bytes]) -> None:
         self._header, self.console, self._words = header, console, words
@@ -190,12 +191,12 @@ class _Tail:
             os.close(self._file)
             raise
         self._part = b""  # of a line
-        self._goes_on = False  # whether a line was shown in part, because it is long
-        self._waiting = b""  # for the console
+        self._goes_on = False  # whether part of a long line was shown
+        self._waiting = b""  # data for the console
         self.taken = 0  # bytes that the console has taken
 
     def copy(self, *, last: bool = False, chunks: int | None = None) -> bool | None:
-        """Copy what there is while the console takes it; whether that was all, None where so many chunks were not."""
+        """Copy as long as the console takes data. True if that was all; None after `chunks` chunks."""
         while self._write():
             if chunks == 0:
                 return None
@@ -207,7 +208,7 @@ class _Tail:
                     self._part = b""
                     return self._write()
                 return True
-            lines = (self._part + data).splitlines(keepends=True)  # a progress bar ends its lines with \r
+            lines = (self._part + data).splitlines(keepends=True)  # progress bars end their lines with \r
             self._part = b"" if lines[-1].endswith(b"\n") or len(lines[-1]) > CHUNK else lines.pop()
             self._take(lines)
         return False
@@ -223,12 +224,12 @@ class _Tail:
         self._waiting += b"".join(header + line for header, line in pairs)
         chosen = b"".join(header + line for header, line in pairs if any(word in line for word in self._words))
         if chosen:
-            # On a full disk the rank's own file is complete or shows it, and training goes on.
+            # On a full disk the rank's own file is complete or shows the error, and training goes on.
             with contextlib.suppress(OSError):
                 os.write(self._filtered, chosen)
 
     def _going_on(self, lines: list[bytes]) -> Iterable[bool]:
-        """Whether each of them goes on with the one before."""
+        """Yield for each line whether it continues the one before."""
         for line in lines:
             yield self._goes_on
             self._goes_on = not line.endswith((b"\n", b"\r"))
@@ -237,11 +238,11 @@ class _Tail:
         while self._waiting:
             if not takes(self.console):
                 return False
-            # Up to the end of a line: the console is shared, and the next to write may be another rank.
+            # Up to the end of a line: other ranks write to this console too.
             end = self._waiting.rfind(b"\n", 0, WRITE_MAX) + 1 or WRITE_MAX
             try:
                 written = os.write(self.console, self._waiting[:end])
-            except OSError:  # nobody reads any more, and the file is complete
+            except OSError:  # the reader has closed it; the file is complete
                 written = len(self._waiting)
             self._waiting = self._waiting[written:]
             self.taken += written

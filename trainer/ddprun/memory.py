@@ -19,16 +19,16 @@ from collections.abc import Mapping
 from ddpjob import threads
 from ddpjob_core import memory
 
-MFD_NOEXEC_SEAL = 0x0008  # not in the os module; a kernel with vm.memfd_noexec=2 refuses files without it
+MFD_NOEXEC_SEAL = 0x0008  # missing in the os module; needed by kernels with vm.memfd_noexec=2
 LOOK_SECONDS = 0.001
-LATE_LOOK_SECONDS = 0.02  # the state of each thread of each rank is read then
+LATE_LOOK_SECONDS = 0.02  # each check then reads the state of all threads of all ranks
 
 
 class Memory:
-    """Of all generations of this node's ranks."""
+    """The memory of this node's ranks, in all generations."""
 
     def __init__(self, ranks: int) -> None:
-        """Raises OSError where the kernel gives none."""
+        """Raise OSError if the kernel refuses."""
         self._ranks = ranks
         self._descriptor = create("ddprun-state")
         os.ftruncate(self._descriptor, memory.layout(ranks)[1])
@@ -37,10 +37,10 @@ class Memory:
         self._node = cells[: memory.NODE_CELLS]
         self._cells = [cells[(1 + rank) * page :][: memory.RANK_CELLS] for rank in range(ranks)]
         self._read = self._write = -1
-        self._wrote = 0, 0.0  # WROTE as it was seen last, and when it had become so
+        self._wrote = 0, 0.0  # last value of WROTE, and when it changed
 
     def begin(self, generation: int) -> None:
-        """A generation starts: none of the last one runs any more. Raises OSError where no descriptor is left."""
+        """Start a generation; the last one has ended. Raise OSError if no descriptor is left."""
         self.order()
         self._close_read()
         for cells in self._cells:
@@ -50,32 +50,32 @@ class Memory:
         self._read, self._write = os.pipe()
 
     def where(self, local_rank: int) -> str:
-        """What DDPJOB_MEMORY is for this rank."""
+        """Value of DDPJOB_MEMORY for this rank."""
         return f"{os.getpid()}:{self._descriptor}:{self._read}:{self._ranks}:{local_rank}"
 
     @property
     def clock(self) -> int:
-        """At the furthest boundary that a rank has passed."""
+        """Clock of the last boundary that a rank has passed."""
         return max(memory.passed(cells[memory.CLOCK]) for cells in self._cells)
 
     def order(self, furthest: int = 0) -> None:
-        """Have the ranks of this generation write the state. furthest: the clock that another node's agent has told."""
+        """Make the ranks of this generation write the state. furthest: clock that another node's agent reported."""
         self._node[memory.FURTHEST] = max(self._node[memory.FURTHEST], furthest)
         if self._write >= 0:
             os.close(self._write)
             self._write = -1
 
     def waits_for(self, pids: Mapping[int, int], seconds: float) -> bool:
-        """Whether one of these ranks, which run, may still write the state.
+        """True if one of these running ranks may still write the state.
 
         pids: by local rank. seconds: since they were asked.
         """
         whole = self.whole
         step = whole.step if whole is not None and whole.generation == self._node[memory.GENERATION] else 0
         if self._node[memory.area_cell(self._newest_area, memory.AREA_ASSUMED)]:
-            step = 0  # who has saved writes over it
+            step = 0  # a rank that has saved overwrites it
         size, still = self._size, self._still(seconds)
-        late = still >= memory.limit_seconds(size)  # before that it does not matter, and costs time
+        late = still >= memory.limit_seconds(size)  # checking is expensive, and useless before
         furthest = max(self.clock, self._node[memory.FURTHEST])
         return any(
             cells[memory.PID]
@@ -87,24 +87,24 @@ class Memory:
         )
 
     def _still(self, seconds: float) -> float:
-        """Seconds since a rank has written a piece."""
+        """Seconds without a written piece."""
         wrote = self._node[memory.WROTE]
         if wrote != self._wrote[0] or seconds < self._wrote[1]:
             self._wrote = wrote, seconds
         return seconds - self._wrote[1]
 
     def look_again(self, seconds: float) -> float:
-        """When to ask that again, in seconds. seconds: since they were asked."""
+        """Seconds until the next check. seconds: since the ranks were asked."""
         return LOOK_SECONDS if seconds < memory.limit_seconds(self._size) else LATE_LOOK_SECONDS
 
     @property
     def _size(self) -> int:
-        """Bytes that are reserved for the state."""
+        """Bytes reserved for the state."""
         return self._node[memory.area_cell(0, memory.RESERVED)]
 
     @property
     def whole(self) -> memory.Version | None:
-        """The state that is whole here, but for its attempt; None: none."""
+        """The complete state in this memory, of any attempt; None if there is none."""
         return self._in_area(self._newest_area)
 
     @property
@@ -122,17 +122,17 @@ class Memory:
 
 
 def create(name: str) -> int:
-    """A file without a name, in memory. Raises OSError."""
+    """Create an anonymous file in memory. Raise OSError."""
     try:
         return os.memfd_create(name, os.MFD_CLOEXEC | MFD_NOEXEC_SEAL)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel before 6.3 does not know the flag
+        if error.errno != errno.EINVAL:  # kernels before 6.3 do not know the flag
             raise
     return os.memfd_create(name)
 
 
 def created(ranks: int) -> Memory | None:
-    """None where the kernel gives none: a restart then goes on from the folder, as it would without this."""
+    """Create the memory; None if the kernel refuses: a restart then continues from the folder."""
     with contextlib.suppress(OSError):
         return Memory(ranks)
     return None

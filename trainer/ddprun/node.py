@@ -1,4 +1,4 @@
-"""The ranks of this node: start them, know how they end, end them with all that they have started."""
+"""The ranks of this node: start them, see how they end, and end them with all their descendants."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ if TYPE_CHECKING:
     from ddprun.core.rank_ends import NodeEnd
 
 LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel holds the process
-HELD_SECONDS = 60.0  # a driver that gives back the memory of a GPU, or of a large dataset, takes some of them
+HELD_SECONDS = 60.0  # freeing GPU memory or a large dataset takes a driver some of them
 KILL_AGAIN_SECONDS = 0.05
-NOTE_SECONDS = 0.5  # between looks for what a rank notes of its imports
-SPARES_AFTER_SECONDS = 5.0  # not while the ranks begin, which need the processors themselves
+NOTE_SECONDS = 0.5  # between checks whether a rank has noted its imports
+SPARES_AFTER_SECONDS = 5.0  # not earlier: starting ranks need the processors
 FILE_BYTES_MAX = 1 << 16
 END_BYTES_MAX = 1 << 22  # 20,000 parameters
 STDERR = 2
 _OF_PIPE = "BrokenPipeError"
-_UNFLUSHED = 120  # Python's, where it cannot write the rest of its output at its end
+_UNFLUSHED = 120  # Python's exit code if it cannot flush stdout at its end
 
 
 class LocalRanks:
@@ -58,77 +58,79 @@ class LocalRanks:
     ) -> None:
         self._options, self._environ, self._folder, self._server = options, environ, folder, server
         self._life: Life | None = None
-        self._ranks: Sequence[int] = ()  # of this generation, by local rank
+        self._ranks: Sequence[int] = ()  # by local rank, in this generation
         self._waiting = False  # for the fork server
-        self._spares_at: float | None = None  # when the ranks of the next generation are forked
-        self._learn_at: float | None = None  # when it is time to look for what a rank has noted
-        self._has_told = False  # what the fork server has learned
-        self._pids: dict[int, int] = {}  # by local rank, of those that run
-        self._codes: dict[int, int] = {}  # by local rank, of those that have ended; negative: a signal
+        self._spares_at: float | None = None  # when spare processes for the next generation are forked
+        self._learn_at: float | None = None  # when to check whether a rank has noted its imports
+        self._has_told = False  # whether the learned imports were announced
+        self._pids: dict[int, int] = {}  # by local rank, of running ranks
+        self._codes: dict[int, int] = {}  # by local rank, of ended ranks; negative: a signal
         self._files: list[Files] = []
         self._kills = Kills()
         self.beats: Heartbeats | None = None  # of this generation
-        self._saved_before = 0  # by the generations before
+        self._saved_before = 0  # of earlier generations
         self.memory = None if options.dev else created(options.nproc)  # the next ranks may run other code
-        self._asked_at: float | None = None  # ranks write the state before they get the signal
-        self._then: tuple[int, float] = (0, 0.0)  # that signal, and its grace
-        self.failures: list[Failure] = []  # of this generation, in their order; not of ranks that were stopped
-        self.stopped = False  # whether its ranks were ended for the group's sake
-        self._stopped_at = 0.0  # and when, by the clock of termination messages
+        self._asked_at: float | None = None  # when ranks were asked to write their state, which precedes the signal
+        self._then: tuple[int, float] = (0, 0.0)  # that signal and its grace
+        self.failures: list[Failure] = []  # of this generation, in order; without ranks that were stopped
+        self.stopped = False  # whether the ranks were ended because of another rank
+        self._stopped_at = 0.0  # when, by the clock of termination messages
         self.kill_at: float | None = None
-        self._killed_at: float | None = None  # first
-        self.helpers: set[int] = set()  # children of the agent that are no rank's, and outlive a generation
+        self._killed_at: float | None = None  # when SIGKILL was first sent
+        self.helpers: set[int] = set()  # children of the agent that belong to no rank and outlive a generation
         self._signalled = Signalled()
-        self.ended_well: Ended | None = None  # the first rank of this generation that has, by itself
+        self.ended_well: Ended | None = None  # first rank of this generation that ended with 0 by itself
 
     @property
     def running(self) -> bool:
-        """Whether a rank of this generation runs, or is about to; or what it had started, after a signal."""
+        """True if a rank of this generation, or a signalled descendant, is running or about to start."""
         return self._waiting or bool(self._pids) or bool(self._signalled.left)
 
     @property
     def can_start(self) -> bool:
-        """Whether ranks would start at once: the fork server has its imports, or there is none."""
+        """True if ranks would start at once: the fork server has its imports, or there is none."""
         return self._server is None or self._server.settled
 
     @property
     def running_ranks(self) -> set[int]:
-        """The local ranks that run."""
+        """Local ranks that are running."""
         return set(self._pids)
 
     def pid(self, local_rank: int) -> int:
-        """The process of a local rank that runs; 0 if it has ended."""
+        """Process of a local rank; 0 if it has ended."""
         return self._pids.get(local_rank, 0)
 
     def rank(self, local_rank: int) -> int:
-        """The rank of a local rank, in this generation."""
+        """Global rank of a local rank in this generation."""
         return self._ranks[local_rank]
 
     @property
     def furthest_step(self) -> int:
-        """That a rank of this generation has made, as far as one says it."""
+        """Highest step that a rank of this generation has reported."""
         return 0 if self.beats is None else self.beats.furthest_step
 
     @property
     def saved_step(self) -> int:
-        """Of the newest checkpoint that its ranks have saved or loaded; 0: none, or none is known."""
+        """Step of the newest checkpoint that the ranks have saved or loaded; 0 if none is known."""
         return (0 if self.beats is None else self.beats.saved_step) or self._saved_before
 
     @property
     def step_in_memory(self) -> int:
-        """Of the state that this generation has left whole in this node's memory; 0: none."""
+        """Step of the complete state that this generation left in this node's memory; 0 if there is none."""
         whole = None if self.memory is None else self.memory.whole
         return whole.step if whole and self._life and whole.generation == self._life.generation else 0
 
     @property
     def clock(self) -> int:
-        """The furthest boundary that a rank has passed, as `ddpjob_core/memory.py` counts; 0: none, or not known."""
+        """Last boundary that a rank has passed, as `ddpjob_core/memory.py` counts them; 0 if unknown."""
         return 0 if self.memory is None else self.memory.clock
 
     @property
     def exit_code(self) -> int | None:
-        """What its ranks together ended with: 0 only if all did; 75 if one has stopped, unless another one says that
-        nothing was saved; None where none has trained."""
+        """Exit code of all ranks together; None if none has trained.
+
+        0 if all ended with 0; 75 if one has stopped, unless another reports that nothing was saved.
+        """
         if not self._codes or (self._life is not None and self._life.preflight):
             return None
         codes = [as_exit_code(code) for code in self._codes.values()]
@@ -143,7 +145,7 @@ class LocalRanks:
         return any(rules.is_unsaved(failure.exception) for failure in self.failures)
 
     def start(self, life: Life) -> None:
-        """Start all ranks; at once, or as soon as the fork server has its imports."""
+        """Start all ranks, at once or when the fork server has its imports."""
         assert not self.running, "one generation at a time"
         self._life, self._codes, self.failures = life, {}, []
         self._ranks = life.members.ranks(self._options.place, self._options.nproc)
@@ -159,7 +161,7 @@ class LocalRanks:
             self._files = self._folder.prepare(life.name, self._ranks)
             if self.memory is not None and not life.preflight:
                 self.memory.begin(life.generation)
-        except OSError as error:  # no descriptor, a full disk, or somebody has emptied /tmp
+        except OSError as error:  # no descriptors left, a full disk, or somebody has emptied /tmp
             self._files = [Files("", "", "", "", "")] * self._options.nproc
             self._has_not_started(0, error)
             return
@@ -169,7 +171,7 @@ class LocalRanks:
         self.advance()
 
     def advance(self) -> None:
-        """Start what waits for the fork server, if that has settled."""
+        """Start the ranks if they wait for the fork server and it is ready."""
         if self._waiting and self.can_start:
             self._waiting = False
             for local_rank in range(self._options.nproc):
@@ -180,7 +182,7 @@ class LocalRanks:
                 self._learn_at = time.monotonic() + NOTE_SECONDS if self._can_learn else None
 
     def ended(self, pid: int, code: int) -> None:
-        """One of our children has ended."""
+        """Record that a child has ended."""
         local_rank = next((rank for rank, its in self._pids.items() if its == pid), None)
         if local_rank is None:
             if self._server is not None:
@@ -197,10 +199,11 @@ class LocalRanks:
             self._signalled.look(has_ranks=False, others=self._not_of_ranks)
 
     def stop(self, number: int, grace_seconds: float, now: float, *, rescue: bool = False, furthest: int = 0) -> None:
-        """For the group's sake: a signal to every rank, then to what it has started, and SIGKILL in time.
+        """Stop all ranks because of another rank: a signal to them, then to their descendants, and SIGKILL after the
+        grace.
 
-        rescue: those that can write the state into this node's memory have a moment for it before.
-        furthest: the clock of a rank of another node that is further, as its agent tells it.
+        rescue: ranks that can write their state into this node's memory get a moment for it first. furthest: clock of a
+        rank on another node that is ahead.
         """
         if not self.stopped:
             self.stopped, self._stopped_at = True, time.time()
@@ -211,7 +214,7 @@ class LocalRanks:
             self._asked_at, self._then = now, (number, grace_seconds)
 
     def _writes_state(self, now: float, furthest: int) -> bool:
-        """Whether ranks write the state into the memory of this node, after they are asked to."""
+        """Ask the ranks to write their state into this node's memory. True if they do."""
         is_preflight = self._life is not None and self._life.preflight
         if self.memory is None or self._waiting or self._signalled.numbers or is_preflight:
             return False
@@ -223,19 +226,20 @@ class LocalRanks:
         return self.memory is not None and self.memory.waits_for(self._pids, since)
 
     def tell(self, number: int, grace_seconds: float, now: float) -> None:
-        """As `stop`, for ranks that may have something to save: what they end with is theirs."""
-        if self._waiting:  # none has begun, and none will
+        """As `stop`, but the ranks may have something to save, so their exit codes count."""
+        if self._waiting:  # no rank has started
             self.failures.append(self._failure(0, -number))
         self._signal(number, grace_seconds, now)
 
     def kill_now(self, now: float) -> None:
-        """Their time is over."""
+        """End the grace now."""
         if self.running:
             self.kill_at = now
 
     def _signal(self, number: int, grace_seconds: float, now: float) -> None:
-        """A later call can only shorten the time: a rank that got the signal, saved, and is on its way out has given up
-        its handlers, and a second SIGTERM would make its 75 a 143."""
+        """Send the signal once. Later calls can only shorten the grace: a rank that has saved and is exiting has
+        removed its handlers, so a second SIGTERM would turn its 75 into 143.
+        """
         self._waiting, self._asked_at = False, None
         self._fork_no_spares()
         if number not in self._signalled.numbers:
@@ -244,7 +248,7 @@ class LocalRanks:
         self.kill_at = kill_at if self.kill_at is None else min(self.kill_at, kill_at)
 
     def deadline(self, now: float) -> float | None:
-        """When `tick` has something to do."""
+        """Time at which `tick` has something to do."""
         if self._asked_at is not None and self.running:
             assert self.memory is not None, "ranks write into it"
             return now + self.memory.look_again(now - self._asked_at)
@@ -253,16 +257,16 @@ class LocalRanks:
         return min(self.kill_at, now + LOOK_SECONDS) if now < self.kill_at else now + KILL_AGAIN_SECONDS
 
     def outlives_sigkill(self, now: float) -> bool:
-        """Whether the kernel holds a rank: it waits for a disk or a driver that does not answer."""
+        """True if the kernel holds a rank after SIGKILL: it waits for a disk or driver that does not answer."""
         return self._killed_at is not None and bool(self._pids) and now > self._killed_at + HELD_SECONDS
 
     def forget(self) -> None:
-        """How the last generation ended is no longer true: it was overcome, or undone."""
+        """Forget how the last generation ended, because it was restarted."""
         assert not self.running, "what runs has not ended"
         self._life, self._codes = None, {}
 
     def tick(self, now: float) -> None:
-        """SIGKILL to those whose time is over; before that, the signal to those that have written the state."""
+        """Send SIGKILL when the grace is over, and before that the signal to ranks that have written their state."""
         if self._asked_at is not None and not self._is_writing(now):
             self._signal(*self._then, now)
         if self._spares_at is not None and now >= self._spares_at:
@@ -277,18 +281,18 @@ class LocalRanks:
                 say(remark)
         elif self._pids:
             processes.kill(self._pids.values())
-            self._killed_at = self._killed_at or now  # not `kill_at`: we may have been suspended with them
+            self._killed_at = self._killed_at or now  # not `kill_at`: this agent may have been suspended too
         else:
             self._signalled.left = set()  # `settle` kills it
 
     @property
     def _can_learn(self) -> bool:
-        """Whether what the ranks import is to be imported for the next generation."""
+        """True if the fork server can learn the ranks' imports for the next generation."""
         server = self._server
         return server is not None and server.ready and not server.learning and not self._options.preload_asked
 
     def _learn(self, now: float) -> None:
-        """Have the fork server learn, if a rank has formed its group."""
+        """Make the fork server learn if a rank has noted its imports, which it does when it forms its group."""
         self._learn_at = None
         note = self._files[0].imports
         if not self._can_learn or self._server is None:
@@ -299,7 +303,7 @@ class LocalRanks:
             self._server.learn(note)
 
     def tell_learned(self) -> str:
-        """What the generation that starts has imported before, a sentence for its first time; "" if nothing."""
+        """Describe the learned imports once, when they are first used; "" if there are none."""
         server = self._server
         if server is None or self._has_told or not (server.imports or server.left):
             return ""
@@ -313,9 +317,9 @@ class LocalRanks:
         return begins + (f"; left out: {left}" if left else "")
 
     def _fork_spares(self, now: float) -> None:
-        from ddprun import spares  # only now: ranks do not wait for it
+        from ddprun import spares  # imported late: ranks must not wait for it
 
-        if self._server is not None and self._server.learning == "now":  # spares come from what takes its place
+        if self._server is not None and self._server.learning == "now":  # spares are forked by its successor
             self._spares_at = now + NOTE_SECONDS
             return
         self._spares_at = None
@@ -323,13 +327,13 @@ class LocalRanks:
             self._server.fork_spares(self._options.nproc)
 
     def _fork_no_spares(self) -> None:
-        """From here on the ranks that end, or write the state, need the processors."""
+        """Stop forking: ranks that end or write their state need the processors."""
         self._spares_at = self._learn_at = None
         if self._server is not None:
             self._server.fork_spares(0)
 
     def settle(self) -> list[Failure]:
-        """End what the ranks have left behind, when all have ended; the failures of this generation."""
+        """Kill what the ended ranks have left running. Return the failures of this generation."""
         assert not self.running, "only what has ended is settled"
         self._end_tree(self._not_of_ranks())
         if not self._folder.copy_last() and takes(STDERR):
@@ -347,40 +351,42 @@ class LocalRanks:
         return serves | self.helpers
 
     def end(self) -> None:
-        """End everything that is below us, the fork server too."""
+        """Kill all descendants, the fork server included."""
         self._waiting = False
         self._end_tree(set())
         self._pids.clear()
 
     @property
     def lacks_program(self) -> bool:
-        """Whether the script is not there; of interest only before ranks have ever begun."""
+        """True if the script is missing; checked only before the first generation has trained."""
         life = self._life
         if life is None or life.preflight or life.generation > 0:
             return False
         return missing_script.missing(self._options, self._environ) != ""
 
     def termination_message(self) -> Failure | None:
-        """What the library has written for this node's ranks. A script may write into its file too, and anything."""
+        """Read what the library has written for this node's ranks; None if invalid, because scripts may write there
+        too.
+        """
         written = None if self._life is None else _document(self._folder.termination(self._life.name))
         with contextlib.suppress(ValueError):
             return None if written is None else Failure.from_dict(written)
         return None
 
     def end_of_ranks(self) -> NodeEnd:
-        """What its ranks have left behind that have all ended with 0."""
+        """Results of the ranks, which have all ended with 0."""
         from ddprun.core import rank_ends
 
         files = zip(self._ranks, self._files, strict=True)
         return rank_ends.node_end({rank: _document(of_rank.end, END_BYTES_MAX) for rank, of_rank in files})
 
     def traceback_of(self, rank: int) -> str:
-        """Of a rank of this node, as far as it was recorded."""
+        """Traceback of a rank of this node; "" if none was recorded."""
         known = [*self.failures, *([message] if (message := self.termination_message()) is not None else [])]
         return next((failure.traceback for failure in known if failure.rank == rank and failure.traceback), "")
 
     def _start_or_fail(self, local_rank: int) -> None:
-        """A rank that could not be started is not tried again in this generation: it may run, and we not know it."""
+        """Start a rank. After an error it is not retried in this generation: it may be running without our knowing."""
         try:
             self._pids[local_rank] = self._start_rank(local_rank)
         except OSError as error:
@@ -390,7 +396,7 @@ class LocalRanks:
             self._has_not_started(local_rank, error)
 
     def _has_not_started(self, local_rank: int, error: OSError) -> None:
-        # Not the application's, and no complaint about a peer.
+        # Neither the application's failure nor a complaint about a peer.
         failure = self._failure(local_rank, RESUMABLE)
         text = f"not started: {error}"
         self.failures.append(failure._replace(exception=text, resumable=False, symptom=True, unstarted=True))
@@ -401,15 +407,15 @@ class LocalRanks:
         files = self._files[local_rank]
         own = environment.of_rank(self._options, self._life, local_rank, self._environ) | {
             "TORCHELASTIC_ERROR_FILE": files.error if self._options.log_dir != os.devnull else "",
-            # Not the pod's own file: what a rank said in a generation that has been overcome is no longer true.
+            # Not the pod's own file: messages of an earlier generation are obsolete.
             "DDPJOB_TERMINATION_LOG": self._folder.termination(self._life.name),
             "DDPJOB_BEATS": self.beats.where(local_rank),
-            # Of the job: torchrun's TORCHELASTIC_RESTART_COUNT is each node's own.
+            # Counts the restarts of the job; torchrun's TORCHELASTIC_RESTART_COUNT is per node.
             "DDPJOB_GENERATION": str(self._life.generation),
             "DDPJOB_MEMORY": "" if self.memory is None else self.memory.where(local_rank),
         }
         if self._life.preflight:
-            own["DDPJOB_STATUS_URL"] = own["DDPJOB_MEMORY"] = ""  # it is not the training that begins
+            own["DDPJOB_STATUS_URL"] = own["DDPJOB_MEMORY"] = ""  # a pre-flight reports no progress, writes no state
         if self._server is not None and self._server.ready:
             words = [environment.substituted(word, local_rank) for word in self._options.script_args]
             run = {
@@ -455,7 +461,7 @@ class LocalRanks:
         )
 
     def _crash(self, local_rank: int, number: int) -> str:
-        """The calls of a rank that a signal of its own has killed; shown as well, where the rank has written."""
+        """Return the calls of a rank that crashed by a signal, and print them where the rank wrote its stderr."""
         if number not in crash.SIGNALS:
             return ""
         files = self._files[local_rank]
@@ -472,20 +478,23 @@ class LocalRanks:
         return text
 
     def _found_no_reader(self, local_rank: int, code: int, exception: str) -> bool:
-        """Whether it has failed because it writes to the console, which is closed. A pod that was lost with what reads
-        its output is the operator's to replace."""
+        """True if the rank failed because the console that it writes to is closed. With an operator it is the operator
+        that replaces a pod whose output is not read any more.
+        """
         if self._options.has_operator or code not in (1, _UNFLUSHED, -signal.SIGPIPE):
             return False
         files = self._files[local_rank]
         consoles = [console for path, console in ((files.stdout, 1), (files.stderr, STDERR)) if not path]
-        of_pipe = not exception or exception.startswith(_OF_PIPE)  # a process of its own may record none
+        of_pipe = not exception or exception.startswith(_OF_PIPE)  # a process started by the rank may record nothing
         return of_pipe and not all(is_read(console) for console in consoles)
 
     def _step(self, local_rank: int) -> int:
         return 0 if self.beats is None else self.beats.of(local_rank).step
 
     def _blame_for_ports(self) -> None:
-        """The port that this generation was given is rank 0's alone; any other that is in use is the script's."""
+        """Correct failures by "port in use": rank 0's port was taken by another process, or another rank acts as rank
+        0.
+        """
         from ddpjob_core import rules
 
         port = 0 if self._life is None else self._life.port
@@ -493,7 +502,7 @@ class LocalRanks:
             if not port or rules.port_in_use(failure.exception) != port:
                 continue
             if failure.rank == 0:
-                self.failures[i] = failure._replace(symptom=True)  # somebody was faster
+                self.failures[i] = failure._replace(symptom=True)  # another process was faster
             else:
                 text = (
                     f"port {port} is in use: it is rank 0's, and rank {failure.rank} took itself for rank 0 "
@@ -502,29 +511,29 @@ class LocalRanks:
                 self.failures[i] = failure._replace(exception=abridged(text, EXCEPTION_MAX))
 
     def _add_termination_message(self) -> None:
-        """A rank knows better why it failed: also one that was stopped while it wrote so.
+        """Add what a rank wrote about its own failure, also of a rank that was stopped meanwhile.
 
-        What one wrote after that is what our signal has done to it: a DataLoader's worker that is gone, an exception
-        of the script's own handler.
+        Messages written after the stop are ignored: they are effects of our signal, such as a dead DataLoader worker or
+        an exception in the script's handler.
         """
         message = self.termination_message()
         if message is None or message.rank is None or message.exit_code is None:
             return
         if not self.failures and not self.stopped:
-            return  # all have ended with 0: what one of them wrote was overcome
+            return  # all ended with 0: the rank recovered from what it wrote
         known = next((i for i, failure in enumerate(self.failures) if failure.rank == message.rank), None)
         if known is not None:
             self.failures[known] = _with_message(self.failures[known], message)
             return
         from ddpjob_core import rules
 
-        # That the state of a stop is not saved is no mere effect of the signal: the others end with 75.
+        # Not an effect of the signal: the state was not saved, while the other ranks end with 75.
         is_late = self.stopped and message.time > self._stopped_at and not rules.is_unsaved(message.exception)
         if message.preflight or not (message.symptom or message.resumable or is_late):
             self.failures.append(message)
 
     def _end_tree(self, spared: set[int]) -> None:
-        """Kill until nothing of the ranks is left; orphans become our children, so none can hide."""
+        """Kill until no descendant is left. Orphans become our children, so none can hide."""
         deadline = time.monotonic() + LINGERING_SECONDS
         pause = 0.0005
         while True:
@@ -541,18 +550,18 @@ class LocalRanks:
 
 
 def as_exit_code(code: int) -> int:
-    """128 + n for signal n, as a shell says it."""
+    """Return the exit code as shells do: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
 
 
 def say(sentence: str) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # closed when we began, it is None
+    with contextlib.suppress(OSError, AttributeError):  # stderr is None if it was closed at the start
         sys.stderr.write(f"ddprun: {sentence}\n")
         sys.stderr.flush()
 
 
 def _recorded(path: str) -> tuple[str, str]:
-    """The exception's line, and its trace, as torch's `@record` or our fork server writes them."""
+    """Return the exception's line and traceback that torch's `@record` or the fork server wrote."""
     message = (_document(path) or {}).get("message")
     if not isinstance(message, dict) or not isinstance(message.get("message"), str):
         return "", ""
@@ -562,7 +571,7 @@ def _recorded(path: str) -> tuple[str, str]:
 
 
 def _with_message(failure: Failure, message: Failure) -> Failure:
-    """How the process ended is seen here; what it wrote says why. It cannot know whose the pipe was."""
+    """Combine how the process ended (seen here) and why (written by the rank, which cannot know whose pipe broke)."""
     is_known = failure.exception == OUTPUT_UNREAD and message.exception.startswith(_OF_PIPE)
     return message._replace(
         exit_code=failure.exit_code,
@@ -575,7 +584,7 @@ def _with_message(failure: Failure, message: Failure) -> Failure:
 
 
 def _text(path: str) -> str:
-    """What an unwatched process has written; the end of it, where it is long."""
+    """Read the text of a process; only the end if it is long."""
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - FILE_BYTES_MAX))
         return file.read(FILE_BYTES_MAX).decode(errors="replace")

@@ -1,8 +1,8 @@
-"""Whether the kernel has killed a process of this container for its memory: a SIGKILL alone does not say by whom.
+"""Detect kills by the kernel for lack of memory in this container: SIGKILL alone does not show its sender.
 
 The kernel counts before it kills (mm/oom_kill.c: "Raise event before sending signal"), so the count has grown when the
-process is reaped. A kubelet on cgroup v2 lets the kernel kill all processes of the container together, the agent too,
-unless singleProcessOOMKill is set: then the container's own reason is OOMKilled, and nothing here is used.
+process is reaped. With cgroup v2 a kubelet lets the kernel kill all processes of a container together, the agent too,
+unless singleProcessOOMKill is set: the container's own reason is then OOMKilled, and this is not used.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Iterable
 
 
 class Kills:
-    """How often the kernel has killed for memory, in the cgroup of this process and those below it."""
+    """Number of kills for lack of memory in this process's cgroup and below."""
 
     def __init__(self, path: str = "") -> None:
-        """path: the file with the count; where there is none, no SIGKILL is taken for an OOM kill."""
+        """path: file with the count; without it no SIGKILL counts as such a kill."""
         self._path = path or counting_file()
         self._accounted = self._count()
 
     def look(self) -> None:
-        """Leave out the kills until now: they were none of the ranks that start now."""
+        """Ignore the kills until now: they did not hit the ranks that start now."""
         self._accounted = self._count()
 
     def another(self) -> bool:
-        """Whether there is a kill that no rank accounts for yet; to be called for each rank that ended by SIGKILL."""
+        """True if there is a kill not yet attributed to a rank. Call it once for each rank that ended by SIGKILL."""
         if self._count() <= self._accounted:
             return False
         self._accounted += 1
@@ -38,10 +38,10 @@ class Kills:
 
 
 def counting_file(root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> str:
-    """memory.events of cgroup v2, memory.oom_control of v1; "" where neither is there.
+    """Return memory.events of cgroup v2 or memory.oom_control of v1; "" if there is neither.
 
-    Most containers have a cgroup namespace of their own, in which their cgroup is the root. Otherwise /proc has its
-    path, which may or may not be mounted.
+    Most containers have their own cgroup namespace, in which their cgroup is the root. Otherwise the path is in /proc,
+    and may not be mounted.
     """
     return next((file for file in _candidates(root, own) if os.path.exists(file)), "")
 

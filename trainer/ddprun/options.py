@@ -22,35 +22,35 @@ T = TypeVar("T")
 
 PORT = 29500
 SHUTDOWN_SECONDS = 30.0
-# The group is broken, so nothing can be saved together; it is time for a last line of output.
+# A broken group cannot save together; this is enough for a last line of output.
 BROKEN_GRACE_SECONDS = 0.1
-JOIN_SECONDS = 600.0  # torchrun's own, for static rendezvous
-# What the first DistributedDataParallel of a process imports beside torch (docs/dev/ddprun-internals.md).
+JOIN_SECONDS = 600.0  # torchrun's default for static rendezvous
+# Imports of the first DistributedDataParallel besides torch (docs/dev/ddprun-internals.md).
 PRELOAD = ("torch", "torch._dynamo")
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP")
-_SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # not to be handled; SIGCHLD reports a rank's end
+_SIGNALS_NOT_TAKEN = ("SIGKILL", "SIGSTOP", "SIGCHLD", "SIGCLD")  # cannot be handled; SIGCHLD reports the end of a rank
 STREAMS_MAX = 3  # 1: stdout, 2: stderr, 3: both
 
 
 class Options(NamedTuple):
-    """What one agent does."""
+    """Settings of one agent."""
 
     nodes: int
     place: int
     nproc: int
     host: str
-    port: int | None  # None: any free one; only where the job has one node
+    port: int | None  # None: any free one; only for a single node
     run_id: str
     role: str
     budget: Budget
-    furthest_step: int  # that the job has made before
+    furthest_step: int  # made by earlier attempts of the job
     policy: tuple[PolicyRule, ...]
-    has_operator: bool  # an operator makes a new pod for a lost one
-    dev: bool  # a session of `ddpjob dev`: who saves a file starts the ranks again, and no failure does
-    preflight: bool  # the nodes measure each other before their first ranks start
-    replacement: int  # the number of this pod among those of this node in this attempt, from 0
-    stall_seconds: float | None  # until a group without steps is stalled; None: learned from its steps, 0: never
-    broken_grace_seconds: float  # what ranks get to stop after one has failed
+    has_operator: bool  # whether an operator replaces lost pods
+    dev: bool  # whether a save starts the ranks again, and no failure does: `ddpjob dev`
+    preflight: bool  # whether the nodes measure each other before their first ranks start
+    replacement: int  # number of this pod at its node in this attempt, from 0
+    stall_seconds: float | None  # a group without steps for longer is stalled; None: learned from its steps, 0: never
+    broken_grace_seconds: float  # time for ranks to stop after one has failed
     script: str
     script_args: tuple[str, ...]
     kind: str  # "script", "module", or "program" (--no-python)
@@ -65,16 +65,16 @@ class Options(NamedTuple):
     join_seconds: float
     virtual_local_rank: bool
     preload: tuple[str, ...]
-    preload_asked: bool  # whether the user has named the modules
+    preload_asked: bool  # whether the user named the modules
 
     @property
     def members(self) -> Members:
-        """The places of the job's nodes, which all take part in every generation."""
+        """The places of the job's nodes; all take part in every generation."""
         return Members(range(self.nodes))
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str]) -> Options:
-    """The options of a command line; ends the process with 2 and a sentence where they make no sense."""
+    """Parse a command line; exit with 2 and a sentence if it is invalid."""
     parser = _parser(environ)
     read = parser.parse_args(words)
     try:
@@ -92,13 +92,13 @@ examples:
 
 class _Parser(argparse.ArgumentParser):
     ambiguous: dict[str, str]
-    """Words that abbreviate several options, and those options."""
+    """Abbreviations of several options, and these options."""
 
     def _get_option_tuples(self, option_string: str) -> Any:
-        """Two spellings of one option do not make its abbreviation ambiguous, unlike in argparse before 3.12.3.
+        """Do not treat two spellings of one option as ambiguous, as argparse before 3.12.3 does.
 
-        argparse calls it for the script's arguments too, and before 3.12.8 it ends there with an error for an ambiguous
-        one. For an abbreviation of several options it is therefore unknown; before the script `error` says why.
+        argparse also calls this for the script's arguments, and before 3.12.8 it exits if one is ambiguous. So an
+        abbreviation of several options is returned as unknown, and `error` explains it if it stands before the script.
         """
         found = super()._get_option_tuples(option_string)
         options = list({match[0].dest: match for match in reversed(found)}.values())[::-1]
@@ -108,7 +108,7 @@ class _Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Without the usage: its 17 lines of options push the one that counts off the screen."""
+        """Print the error without the usage, whose 17 lines would push it off the screen."""
         unknown = message.removeprefix("unrecognized arguments: ").split(" ")[0]
         if message != unknown and unknown in self.ambiguous:
             message = f"ambiguous option: {unknown} could match {self.ambiguous[unknown]}"
@@ -118,7 +118,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Reads the version only when it is asked for: importlib.metadata takes longer to import than argparse."""
+    """Reads the version only if requested: importlib.metadata takes longer to import than argparse."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         from importlib import metadata
@@ -128,21 +128,21 @@ class _Version(argparse.Action):
 
 
 class _Group:
-    """Options under one heading, each in both spellings, with its PET_ variable as the default."""
+    """Options under one heading, each in both spellings, with its PET_ variable as default."""
 
     def __init__(self, parser: argparse.ArgumentParser, title: str, environ: Mapping[str, str]) -> None:
         self._parser, self._group, self._environ = parser, parser.add_argument_group(title), environ
 
     def value(self, name: str, shown: str, about: str, default: str | None = None, *short: str) -> None:
-        """An option with a value; `shown` stands for the value in the help."""
+        """Add an option with a value; `shown` represents the value in the help."""
         fallback = self._environ.get(_variable(name), default)
         self._group.add_argument(*short, f"--{name}", default=fallback, help=about, metavar=shown)
         self._second_spelling(name, "store", fallback)
 
     def flag(self, name: str, about: str, *short: str) -> None:
-        """An option without a value."""
+        """Add an option without a value."""
         text = self._environ.get(_variable(name)) or "0"
-        if text not in ("0", "1"):  # as torchrun; "false" is no less true than any text
+        if text not in ("0", "1"):  # as in torchrun; "false" would be true as any text
             self._parser.error(f"{_variable(name)}: {text[:100]!r} is neither 0 nor 1.")
         fallback = text == "1"
         self._group.add_argument(*short, f"--{name}", action="store_true", default=fallback, help=about)
@@ -171,7 +171,7 @@ def _parser(environ: Mapping[str, str]) -> argparse.ArgumentParser:
     _add_nodes(_Group(parser, "nodes and ranks", environ))
     _add_script(_Group(parser, "the script", environ))
     _add_restarts(_Group(parser, "restarts and signals", environ))
-    parser.set_defaults(max_restarts=None)  # PET_MAX_RESTARTS comes after DDPJOB_RESTARTS_LEFT, not before
+    parser.set_defaults(max_restarts=None)  # PET_MAX_RESTARTS ranks below DDPJOB_RESTARTS_LEFT
     _add_logs(_Group(parser, "output", environ))
     _add_others(_Group(parser, "accepted without effect, or refused", environ))
     what = parser.add_argument_group("what to run")
@@ -323,13 +323,13 @@ def _nproc(text: str, environ: Mapping[str, str]) -> int:
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that a rank can use: /dev/nvidia0 …, without those that CUDA_VISIBLE_DEVICES leaves out."""
+    """Count GPUs that a rank can use: /dev/nvidia0 …, as far as CUDA_VISIBLE_DEVICES allows."""
     present = sum(name[6:].isdecimal() for name in os.listdir("/dev") if name.startswith("nvidia"))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
     named = [part.strip() for part in visible.split(",")]
-    end = next((i for i, part in enumerate(named) if part in ("", "-1")), len(named))  # CUDA reads no further
+    end = next((i for i, part in enumerate(named) if part in ("", "-1")), len(named))  # CUDA stops reading there
     return min(present, end)
 
 
@@ -340,7 +340,7 @@ def _endpoint(read: argparse.Namespace, nodes: int) -> tuple[str, int | None]:
     else:
         host = read.master_addr
         port = None if read.master_port is None else _port("master-port", read.master_port)
-    host = host.strip("[]")  # torch's store takes ::1 and not [::1]
+    host = host.strip("[]")  # torch's store accepts ::1 and not [::1]
     if nodes == 1:
         return host, port or None
     if port == 0:
@@ -349,7 +349,7 @@ def _endpoint(read: argparse.Namespace, nodes: int) -> tuple[str, int | None]:
 
 
 def _host_and_port(endpoint: str) -> tuple[str, str]:
-    """host:29400, host, [::1]:29400, [::1], ::1"""
+    """Split host:29400, host, [::1]:29400, [::1], ::1."""
     host, colon, text = endpoint.rpartition(":")
     if not colon or endpoint.endswith("]") or (":" in host and not host.endswith("]")):
         return endpoint, str(PORT)
@@ -359,7 +359,7 @@ def _host_and_port(endpoint: str) -> tuple[str, str]:
 
 
 def _run_id(read: argparse.Namespace, port: int | None) -> str:
-    """As torchrun: without a fixed port the run gets a name of its own."""
+    """As torchrun: a run without a fixed port gets its own name."""
     if port is not None or (read.rdzv_id != "none" and not read.standalone):
         return str(read.rdzv_id)
     digits = os.urandom(16).hex()
@@ -367,13 +367,13 @@ def _run_id(read: argparse.Namespace, port: int | None) -> str:
 
 
 def granted(environ: Mapping[str, str]) -> Grant | None:
-    """What the operator grants; None where there is none. Raises ValueError."""
+    """Return the operator's grant; None without an operator. Raise ValueError."""
     text = environ.get("DDPJOB_RESTARTS_LEFT")
     return Grant.read(text) if text else None
 
 
 def budget(asked: str | None, grant: Grant | None, environ: Mapping[str, str]) -> Budget:
-    """What the operator grants and --max-restarts on the command line, both; else PET_MAX_RESTARTS, else 3."""
+    """Combine the operator's grant and --max-restarts; without both use PET_MAX_RESTARTS, else 3."""
     if grant is not None and asked is None:
         return Budget.of(grant, None)
     if asked is None:
@@ -406,7 +406,7 @@ def _replacement(text: str | None) -> int:
 
 
 def _streams(name: str, text: str, nproc: int) -> dict[int, int]:
-    """3, or 0:1,1:3: the streams of each local rank."""
+    """Parse `3`, or `0:1,1:3`: streams of each local rank."""
     if text.isdecimal() and int(text) <= STREAMS_MAX:
         return dict.fromkeys(range(nproc), int(text))
     streams_of: dict[int, int] = {}
@@ -423,12 +423,12 @@ def _ranks(text: str) -> frozenset[int] | None:
 
 
 def _words(text: str) -> tuple[str, ...]:
-    """Separated by commas; two commas stand for one."""
+    """Split at commas; two commas are a literal one."""
     return tuple(word.replace("\0", ",") for word in text.replace(",,", "\0").split(",")) if text else ()
 
 
 def _signals(text: str) -> tuple[str, ...]:
-    """Refused where no handler is possible, because the signal would end the node at once, with all its ranks."""
+    """Refuse signals that cannot be handled: they would end the node and all its ranks at once."""
     for name in (names := _names(text)):
         if name not in signal.Signals.__members__ or name in _SIGNALS_NOT_TAKEN:
             raise ValueError(f"--signals-to-handle: {name[:100]!r} is no signal that can be handled, such as SIGUSR1.")
@@ -440,7 +440,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """As torchrun, which takes no key without a value."""
+    """As torchrun: a key needs a value."""
     pairs = {}
     for part in filter(str.strip, text.split(",")):
         key, value = (side.strip() for side in part.partition("=")[::2])

@@ -1,4 +1,4 @@
-"""Ports: one where the agents meet; for the ranks a new one in each generation, and in each attempt of a local run."""
+"""Ports: one where agents meet, and for ranks another one in each generation, and in each attempt of a local run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import socket
 
 
 def listen(port: int) -> socket.socket:
-    """Where node 0 waits for the other agents, on all its addresses. Raises OSError where the port is taken."""
+    """Listen for the other agents on all addresses of node 0. Raise OSError if the port is in use."""
     server = _bound(port)
     server.listen(128)
     server.setblocking(False)
@@ -14,10 +14,10 @@ def listen(port: int) -> socket.socket:
 
 
 def hold() -> socket.socket:
-    """A port for rank 0's store that nobody else is given meanwhile: bound, not listening. Closing it gives it back.
+    """Reserve a port for rank 0's store: bound, not listening. Close the socket to release it.
 
-    Between choosing a free port and torch's binding it lie seconds of imports. A bound socket keeps it from outgoing
-    connections and from who asks for any port; torch, which sets SO_REUSEADDR as well, may still bind it and listen.
+    Seconds of imports pass between choosing a free port and torch's bind. The bound socket keeps it from outgoing
+    connections and from other searches for a free port; torch sets SO_REUSEADDR too, and may still bind it and listen.
     """
     return _bound(0)
 

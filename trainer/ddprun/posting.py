@@ -1,8 +1,7 @@
-"""Node 0's agent reports to the job's status receiver what it has charged, so that `status.restarts` is true meanwhile.
+"""Report node 0's charged restarts to the job's status receiver, so that `status.restarts` is up to date.
 
-The counts are those of its whole life, and sent again every minute: a post that is lost costs nothing, and one that
-comes twice changes nothing. While nothing was charged nothing is sent. A post may block for seconds, so a child makes
-it.
+The counts are totals, sent again every minute, so lost or repeated posts do no harm. Nothing is sent before the first
+charge. A post may block for seconds, so a child process makes it.
 """
 
 from __future__ import annotations
@@ -19,34 +18,34 @@ from ddprun.node import say
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-BODY_BYTES_MAX = 8192  # a receiver reads no more
-REPEAT_SECONDS = 60.0  # who has taken over the job meanwhile has heard nothing yet
+BODY_BYTES_MAX = 8192  # limit of the receiver
+REPEAT_SECONDS = 60.0  # another operator may have taken over and knows nothing
 BACK_OFF_SECONDS, BACK_OFF_SECONDS_MAX = 1.0, 60.0
-CHILD_SECONDS_MAX = 30.0  # for a name that does not resolve; all that follows has time-outs in progress.py
+CHILD_SECONDS_MAX = 30.0  # for name resolution; the rest has time-outs in progress.py
 LAST_POST_SECONDS = 2.0
 _CONFIRMED = b"ok"
 
 
 class Posting:
-    """At most one post at a time."""
+    """Sends the account, one post at a time."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._url = agent.environ.get("DDPJOB_STATUS_URL", "")
-        self._child, self._pipe = 0, -1  # the post that is being made
-        self._until = 0.0  # when it has had its time
+        self._child, self._pipe = 0, -1  # the post in flight
+        self._until = 0.0  # its deadline
         self._posted: Any = None  # the account in it
-        self._confirmed: Any = None  # what the receiver has last confirmed
-        self._at, self._back_off = 0.0, 0.0  # when the next one goes; 0: nothing was said yet
+        self._confirmed: Any = None  # the account that the receiver last confirmed
+        self._at, self._back_off = 0.0, 0.0  # time of the next post; 0: nothing was sent yet
         self._has_warned = False
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do."""
+        """Time at which `tick` has something to do."""
         return (self._until if self._pipe >= 0 else self._at) or None
 
     def tick(self, now: float, document: Mapping[str, Any] | None) -> None:
-        """Post it, where it is new or its time has come. document: the counts in "agent"; None: nothing was charged."""
+        """Post the document if it is new or due. document: the counts under "agent"; None: nothing was charged."""
         if document is None or not self._url:
             return
         if self._pipe >= 0:
@@ -57,7 +56,7 @@ class Posting:
             self._post(document, now)
 
     def finish(self, document: Mapping[str, Any] | None) -> None:
-        """One last try, where the last word was not confirmed; nobody waits for it longer than 2 s."""
+        """Try once more if the last account was not confirmed; wait for at most 2 s."""
         if document is None or not self._url:
             return
         if self._pipe >= 0 and self._posted != document["agent"]:
@@ -100,7 +99,7 @@ class Posting:
             say(f"restarts in place are not reported to DDPJOB_STATUS_URL: {why}; tried again, said once")
 
     def _abandon(self) -> None:
-        processes.kill([self._child])  # it has not answered, so the number is still its own
+        processes.kill([self._child])  # no answer yet, so the pid is still its own
         self._close()
 
     def _close(self) -> None:
@@ -111,7 +110,7 @@ class Posting:
 
 
 def encode(document: Mapping[str, Any]) -> bytes:
-    """The document as JSON of at most 8 KiB; the oldest failures are left out until it fits."""
+    """Encode the document as JSON of at most 8 KiB, without the oldest failures if needed."""
     failures = document["agent"]["failures"]
     while True:
         agent = {**document["agent"], "failures": failures}
@@ -122,7 +121,7 @@ def encode(document: Mapping[str, Any]) -> bytes:
 
 
 def _post_in_child(url: str, body: bytes, environ: Mapping[str, str]) -> bytes:
-    """In the child: whether it was heard, else what was wrong. An error's own text may quote the token's header."""
+    """In the child: return the confirmation, or the problem. Texts of exceptions could quote the token's header."""
     try:
         from ddpjob.reporting.sender import ReportSender
 

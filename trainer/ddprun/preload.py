@@ -1,4 +1,4 @@
-"""The agent's end of the fork server: start it, wait for its imports, let it fork ranks, do without it."""
+"""The agent's side of the fork server: start it, wait for its imports, request ranks, and do without it if it fails."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ddprun import environment, processes
 from ddprun.options import Options
 
 PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "forkserver.py")
-# With it `torch.cuda.is_available()` asks NVML and not CUDA, so that the process can still fork.
+# Makes `torch.cuda.is_available()` ask NVML instead of CUDA, so that the process can still fork.
 HIDDEN = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
 FORK_SECONDS = 30.0  # two forks take milliseconds; a machine that swaps may need longer
 
 
 class ForkServer:
-    """One server process, until it refuses or ends: then ranks are started without it."""
+    """One server process. After it refuses or ends, ranks are started without it."""
 
     def __init__(self, options: Options, environ: Mapping[str, str]) -> None:
         self.ready = False
-        self.refused = ""  # why it cannot be used
+        self.refused = ""  # reason why it cannot be used
         self.failed: dict[str, str] = {}  # modules that the user named, and why they cannot be imported
-        self.spares: set[int] = set()  # children of ours that wait for what they are to run
-        self._spares_left = 0  # to be forked
-        self._forks_spare = False  # whether its answer is still to come
+        self.spares: set[int] = set()  # our children that wait for a run
+        self._spares_left = 0  # spares that are still to be forked
+        self._forks_spare = False  # whether a requested spare was not answered yet
         self._asked = options.preload_asked
         self._socket, its = socket.socketpair()
-        self.later, its_later = socket.socketpair()  # at which what has learned serves
-        self.learning = ""  # "": not yet; "now"; "done"
-        self.imports: list[str] = []  # packages that it has learned
-        self.left: dict[str, str] = {}  # modules that it did not import, and why
+        self.later, its_later = socket.socketpair()  # used by the child that has learned
+        self.learning = ""  # "" before, then "now", then "done"
+        self.imports: list[str] = []  # packages that were learned
+        self.left: dict[str, str] = {}  # modules that were left out, and why
         self.bytes_learned = 0
-        # Not buffered: `poll` does not see what has been read already.
+        # Not buffered: `poll` does not see buffered data.
         self._lines = self._socket.makefile("rb", buffering=0)
         ends = [its.fileno(), its_later.fileno()]
         argv = [environment.python(environ), "-u", PROGRAM, *map(str, ends)]
@@ -47,22 +47,22 @@ class ForkServer:
 
     @property
     def settled(self) -> bool:
-        """Whether it is decided: it serves, or it does not."""
+        """True if it serves or has refused."""
         return self.ready or bool(self.refused)
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def hear(self) -> None:
-        """Read its message at the end of its imports, that of a spare, or its end."""
-        if not processes.readable(self.fileno(), 0):  # `start` has read it, in the same turn
+        """Read its message after the imports, the pid of a spare, or its end."""
+        if not processes.readable(self.fileno(), 0):  # `start` has already read it in this turn
             return
         message = self._read()
         if message is None:
             self.refused = self.refused or ("it has ended" if self.ready else "it ended while it imported")
             self.ready = False
         elif self.refused:
-            pass  # it was given up, and this is too late
+            pass  # it was given up before
         elif self._forks_spare:
             self._add_spare(message)
             self._fork_spare()
@@ -72,13 +72,13 @@ class ForkServer:
             self.failed = {name: why for name, why in message.get("failed", {}).items() if self._asked}
 
     def learn(self, note: str) -> None:
-        """Have a child import what a rank has noted; it is `heard_later`."""
+        """Request that a child imports what a rank noted; `hear_later` reads the answer."""
         self.learning = "now"
-        with contextlib.suppress(OSError):  # it has ended, and `hear` hears of it
+        with contextlib.suppress(OSError):  # it has ended, which `hear` will notice
             self._send({"learn": note})
 
     def hear_later(self) -> bool:
-        """Read whether the child can serve; True if it does from now on, and the descriptor has changed."""
+        """Read the child's answer. True if the child serves from now on; the descriptor has then changed."""
         self.learning = "done"
         message: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError), self.later.makefile("rb", buffering=0) as lines:
@@ -96,7 +96,7 @@ class ForkServer:
         return True
 
     def start(self, run: Mapping[str, Any]) -> int:
-        """Fork a rank, or let a spare be it; its pid. Raises OSError where that fails; `give_up` follows then."""
+        """Fork a rank or use a spare. Return its pid. Raise OSError; the caller then calls `give_up`."""
         self._spares_left = 0
         self._send(run)
         if self._forks_spare:
@@ -125,17 +125,16 @@ class ForkServer:
         return why
 
     def fork_spares(self, number: int) -> None:
-        """Have so many ranks wait for the next generation; 0: fork no more. They are forked one after the other, and
-        `hear` hears of them."""
+        """Fork so many spares for the next generation, one by one; 0: fork no more. `hear` reads their pids."""
         self._spares_left = number - len(self.spares)
         self._fork_spare()
 
     def _fork_spare(self) -> None:
-        # Counted, not compared with those that live: whoever kills them would have others forked without end.
+        # By number, not by the spares that are alive: if something kills them, forking would never end.
         if self.ready and not self._forks_spare and self._spares_left > 0:
             self._spares_left -= 1
             self._forks_spare = True
-            with contextlib.suppress(OSError):  # it has ended, and `hear` hears of it
+            with contextlib.suppress(OSError):  # it has ended, which `hear` will notice
                 self._send({"spare": True})
 
     def _add_spare(self, message: Mapping[str, Any]) -> None:
@@ -143,8 +142,8 @@ class ForkServer:
         try:
             pid = int(message["pid"])
             os.kill(pid, 0)
-        except (KeyError, OSError):  # not forked, or killed with what ranks have left behind, and reaped
-            self._spares_left = 0  # a restart does without
+        except (KeyError, OSError):  # not forked, or killed and reaped with other leftovers
+            self._spares_left = 0  # a restart works without spares
         else:
             self.spares.add(pid)
 
@@ -154,7 +153,7 @@ class ForkServer:
         return self._read() or {"error": "it has ended"}
 
     def give_up(self, why: str) -> None:
-        """No more ranks are forked, and the server ends; `hear` is still called, once."""
+        """Stop forking ranks and end the server; `hear` is still called once."""
         self.ready, self.refused = False, why
         self.spares.clear()
         with contextlib.suppress(OSError):

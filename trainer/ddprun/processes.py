@@ -20,12 +20,12 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def become_subreaper() -> None:
-    """Adopt the orphans among our descendants, also where we are not PID 1. Raises OSError where that is impossible."""
+    """Adopt orphaned descendants, even if we are not PID 1. Raise OSError if that is impossible."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def prctl(option: int, value: int) -> None:
-    """prctl(2) with one argument; raises OSError as the os module would."""
+    """Call prctl(2) with one argument. Raise OSError as the os module does."""
     if not sys.platform.startswith("linux"):
         raise OSError(
             errno.ENOSYS,
@@ -41,45 +41,46 @@ def prctl(option: int, value: int) -> None:
 
 
 def end_with(parent: int) -> None:
-    """From now on the end of that parent kills this process."""
+    """Make the end of this parent kill this process."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the line above, so that signal will never come
+    if os.getppid() != parent:  # it ended before the line above, so the signal will never come
         os._exit(128 + signal.SIGKILL)
 
 
 def listen_to_signals(numbers: Iterable[int]) -> int:
-    """The read end of a pipe that gets a byte, its number, for each SIGCHLD and each signal of `numbers`."""
+    """Return the read end of a pipe that gets a byte, its number, for SIGCHLD and each signal of `numbers`."""
     read_end, write_end = os.pipe()
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in {signal.SIGCHLD, *numbers}:
         signal.signal(number, lambda *_: None)  # without a handler no byte is written
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # because a parent may block SIGCHLD, and the mask is inherited
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # a parent may block SIGCHLD, and the mask is inherited
     return read_end
 
 
 def open_streams() -> None:
-    """A standard stream that is closed, as in some daemons, leads nowhere: a socket would take its number."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest number that is free
+    """Open closed standard streams, as in some daemons, on /dev/null: otherwise a socket would get their numbers."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # gets the lowest free number
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
 
 
 def close_to_children() -> None:
-    """Mark every descriptor but the standard streams to be closed by an exec: a rank is given nothing else."""
+    """Mark every descriptor except the standard streams as close-on-exec."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2:
-            with contextlib.suppress(OSError):  # the one that listed the folder is closed by now
+            with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed
                 os.set_inheritable(int(name), False)
 
 
 def start(
     argv: Sequence[str], environ: Mapping[str, str], *, stdout: str = "", stderr: str = "", keep: Iterable[int] = ()
 ) -> int:
-    """Start a program in a session of its own, its streams in these files where named; its pid.
+    """Start a program in its own session, and return its pid. It dies with us.
 
-    It ends with us. Where it cannot be started it ends as in a shell: with 127 or 126, and a sentence on stderr.
+    stdout, stderr: files for its streams. If the program cannot be started, the child exits as in a shell: with 127 or
+    126 and a sentence on stderr.
     """
 
     def become() -> None:
@@ -97,7 +98,7 @@ def start(
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run `work` in a child, in a session of its own with default signals; its pid. The child dies with us."""
+    """Run `work` in a child, in its own session and with default signals. Return its pid. The child dies with us."""
     parent = os.getpid()
 
     def child() -> None:
@@ -108,8 +109,8 @@ def fork(work: Callable[[], None]) -> int:
         os.setsid()
         work()
 
-    # Blocked across the fork: until the child has given up our handlers, a signal meant for it would be written into
-    # our pipe and taken for ours.
+    # Signals stay blocked until the child has removed our handlers: otherwise a signal for the child would be written
+    # into our pipe.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
@@ -121,18 +122,21 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def execute(argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """Become this program, in a child of `fork`. Raises OSError with the program's name where that fails."""
+    """Replace this process by a program. Raise OSError with the program's name if that fails."""
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     try:
         os.execvpe(argv[0], list(argv), environ)  # noqa: S606 - no shell is meant
     except OSError as error:
-        error.filename = argv[0]  # the last folder of PATH that was tried says nothing to the user
+        error.filename = argv[0]  # the last folder of PATH that was tried tells the user nothing
         raise
 
 
 def call_in_child(work: Callable[[], bytes]) -> tuple[int, int]:
-    """Do something that may block for long (a name that does not resolve) in a child: its pid, and the end of a pipe
-    with what it returns. A thread would do, if a fork beside it were safe. Raises OSError where no process is left."""
+    """Run work that may block for long, such as name resolution, in a child.
+
+    Return its pid, and a pipe with the result. Not a thread, because a fork with threads is unsafe. Raise OSError if no
+    process can be created.
+    """
     read_end, write_end = os.pipe()
 
     def answer() -> None:
@@ -153,15 +157,15 @@ def call_in_child(work: Callable[[], bytes]) -> tuple[int, int]:
 
 
 def _close_all_but(kept: int) -> None:
-    """Otherwise the child would hold our connections and ports open after we have closed them."""
+    """Close inherited connections and ports: otherwise they would stay open after we have closed them."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) != kept:
-            with contextlib.suppress(OSError):  # the one that listed the folder is closed by now
+            with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed
                 os.close(int(name))
 
 
 def _in_child(work: Callable[[], None]) -> None:
-    """Never returns, because a child that came back into its parent's loop would be a second parent."""
+    """Run `work` and exit. Never return, because the child would then run its parent's loop."""
     try:
         work()
     except BaseException as error:
@@ -174,26 +178,26 @@ def _in_child(work: Callable[[], None]) -> None:
 
 
 def reaped() -> Iterable[tuple[int, int]]:
-    """Every child that has ended: its pid, and its exit code or the negative of its signal."""
+    """Yield the pid of each ended child, and its exit code or the negative of its signal."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 def send(pids: Iterable[int], number: int) -> None:
-    """Send a signal to each; one that has ended or belongs to another user is passed over."""
+    """Send a signal to each process, except those that have ended or belong to another user."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
 
 
 def kill(pids: Iterable[int]) -> None:
-    """SIGKILL to each; one that has ended or belongs to another user is passed over."""
+    """Send SIGKILL to each process, except those that have ended or belong to another user."""
     send(pids, signal.SIGKILL)
 
 
 def descendants(root: int, parent_of: Mapping[int, int] | None = None) -> set[int]:
-    """Every process below `root`, whatever session or group it is in, zombies included."""
+    """Return all processes below `root`, in any session or group, zombies included."""
     children: dict[int, list[int]] = {}
     for pid, parent in (parents() if parent_of is None else parent_of).items():
         children.setdefault(parent, []).append(pid)
@@ -207,17 +211,17 @@ def descendants(root: int, parent_of: Mapping[int, int] | None = None) -> set[in
 
 
 def parents() -> dict[int, int]:
-    """The parent of every process that we may see, zombies included."""
+    """Return the parent of every visible process, zombies included."""
     parent_of = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it may have ended since
-            after_name = _read(f"/proc/{name}/stat").rpartition(b")")[2]  # which may hold spaces
+        with contextlib.suppress(OSError):  # it may have ended
+            after_name = _read(f"/proc/{name}/stat").rpartition(b")")[2]  # names may hold spaces
             parent_of[int(name)] = int(after_name.split()[1])
     return parent_of
 
 
 def catches(pid: int, number: int) -> bool:
-    """True if this process has a handler for the signal: one without it would perhaps be ended by it."""
+    """True if this process has a handler for the signal; otherwise the signal may end it."""
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = _read(f"/proc/{pid}/status").decode(errors="replace").splitlines()
         caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
@@ -226,21 +230,21 @@ def catches(pid: int, number: int) -> bool:
 
 
 def is_python(pid: int) -> bool:
-    """True if this process runs a Python interpreter."""
+    """True if this process is a Python interpreter."""
     with contextlib.suppress(OSError):  # another user's, or it has ended
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith(("python", "pypy"))
     return False
 
 
 def is_running(pid: int) -> bool:
-    """Whether this process has not ended; one that is a zombie has."""
+    """True if this process has not ended; zombies have."""
     with contextlib.suppress(OSError):
         return _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     return False
 
 
 def _read(path: str) -> bytes:
-    """A short file of /proc. `open` makes eight calls of the system for each, and a restart reads them all."""
+    """Read a short file of /proc. A restart reads many, and `open` makes eight system calls for each."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, 4096)
@@ -249,7 +253,7 @@ def _read(path: str) -> bytes:
 
 
 def readable(descriptor: int, seconds: float) -> bool:
-    """Whether there is something to read, or the other end is closed, within that time."""
+    """True if there is something to read, or the other end is closed, within that time."""
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(seconds * 1000))

@@ -1,4 +1,4 @@
-"""Puts an agent together from its parts, and runs it."""
+"""Build an agent from its parts, and run it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ddprun.options import Options
 from ddprun.preload import ForkServer
 from ddprun.watch_ranks import Watching
 
-USAGE = 2  # as argparse ends
+USAGE = 2  # exit code of argparse
 
 
 def run(options: Options, environ: Mapping[str, str]) -> int:
-    """Do all that the options ask; the exit code."""
+    """Run what the options request. Return the exit code."""
     forget_message(environ.get("DDPJOB_TERMINATION_LOG"))
-    # Agents of other nodes would wait for one that has ended: there it is told of the ranks (node.py).
+    # With several nodes the other agents would wait for one that has ended; node.py then reports the missing script.
     if options.nodes == 1 and (missing := missing_script.missing(options, environ)):
         say(missing)
         found = Failure(exit_code=USAGE, exception=missing_script.told(missing))
@@ -56,10 +56,10 @@ def _group(agent: Agent) -> Group:
 
 
 def _fork_server(options: Options, environ: Mapping[str, str]) -> ForkServer | None:
-    """Where there is something to import, and a script that can be run in it."""
+    """Create the fork server, if there is something to import and the script can run in it."""
     if not options.preload or options.kind == "program":
         return None
-    if options.kind == "script" and not os.path.isfile(options.script):  # a folder, a zip, a mistake
+    if options.kind == "script" and not os.path.isfile(options.script):  # a folder, a zip file, a mistake
         return None
     try:
         return ForkServer(options, environ)

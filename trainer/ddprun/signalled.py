@@ -1,8 +1,8 @@
-"""Which processes of a rank get a signal at once: those that train. Its helpers are left to it until it has ended.
+"""Decide which processes of a rank get a signal at once: those that train. Helpers get it after the rank has ended.
 
-A DataLoader raises in the rank when one of its workers ends, so a signal to the workers as well would lose the save
-that the rank makes on that signal. Nothing is asked of a process here: its executable, its parent, what it has told
-the agent (`reporting/watchdog.py`) and its sockets tell what it is.
+A DataLoader raises an exception in the rank when a worker ends, so a signal to the workers would spoil the save that
+the rank makes on the signal. Processes are classified from outside: by executable, parent, sockets, and what they have
+announced to the agent (`reporting/watchdog.py`).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ WAITED_SECONDS = (
     2.0  # once training processes below a rank have ended: a rank may wait for them, a pipe hold their output
 )
 NAMES_MAX = 4
-_DATA_LOADER = "pt_data_worker"  # the name that torch 2.6 and later give the process of a worker
-_LISTENS = "0A"  # the state of a socket in /proc/net/tcp
+_DATA_LOADER = "pt_data_worker"  # process name of a worker in torch 2.6 and later
+_LISTENS = "0A"  # state of a listening socket in /proc/net/tcp
 _MAPS_BYTES_MAX = 1 << 22
 
 
 class Signalled:
-    """The signals that the ranks of one generation have had, and the order in which what they have started ends."""
+    """Signals sent to the ranks of one generation, and the order in which their descendants end."""
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
         self.left: set[int] = set()
-        """What the ranks have started and still runs, once they have ended themselves."""
-        self._trainers: set[int] = set()  # below ranks; they have had the signals too
+        """Descendants that are still running after the ranks have ended."""
+        self._trainers: set[int] = set()  # descendants that train; they have had the signals too
         self._held: dict[int, int] = {}  # ranks that get their signal after the processes that they wait for
-        self._trainers_until: float | None = None  # how long others are left alone, once all of them have ended
-        self._helpers_since: float | None = None  # when they got their signal
+        self._trainers_until: float | None = None  # until when others are left alone, after all of these have ended
+        self._helpers_since: float | None = None  # when helpers got their signal
         self._has_remarked = False
 
     def send(self, ranks: Collection[int], number: int, announced: Collection[int]) -> None:
-        """Signal the ranks and what trains below them. announced: processes that have told that they train."""
+        """Signal the ranks and the processes below that train. announced: processes that reported that they train."""
         self.numbers.add(number)
         if not ranks:
             return
@@ -55,7 +55,7 @@ class Signalled:
             processes.send(below, number)
 
     def look(self, *, has_ranks: bool, others: Callable[[], set[int]]) -> None:
-        """Go on with what comes after the signal. has_ranks: whether ranks run; others: processes of the agent."""
+        """Continue after the signal. has_ranks: ranks are running. others: returns the agent's own processes."""
         now = time.monotonic()
         if any(processes.is_running(pid) for pid in self._trainers):
             is_over = False
@@ -74,7 +74,7 @@ class Signalled:
             processes.send(self.left, signal.SIGTERM)
 
     def remark(self, seconds_left: float) -> str:
-        """Return a sentence, once, if what the ranks have started does not end; else an empty text."""
+        """Return a sentence, once, if descendants of the ranks do not end; otherwise ""."""
         is_late = self._helpers_since is not None and time.monotonic() > self._helpers_since + REMARK_SECONDS
         if self._has_remarked or not is_late or not self.left:
             return ""
@@ -86,12 +86,12 @@ class Signalled:
 
 
 def trainers(rank: int, announced: Collection[int], parent_of: Mapping[int, int]) -> set[int]:
-    """Return the processes below a rank that train: they get each signal when the rank gets it.
+    """Return the processes below a rank that train: they get each signal together with the rank.
 
-    announced: processes that have told the agent that they train. parent_of: of all processes.
+    announced: processes that reported that they train. parent_of: of all processes.
 
-    Below a program that is not Python (a shell, a profiler) the first Python processes train, and what is between gets
-    the signal as well; everything does where no Python is below it.
+    Below a program that is not Python (a shell, a profiler), the topmost Python processes train, and those in between
+    get the signal too; without Python below it, all do.
     """
     below = processes.descendants(rank, parent_of)
     found = below.intersection(announced)
@@ -108,8 +108,9 @@ def trainers(rank: int, announced: Collection[int], parent_of: Mapping[int, int]
 
 
 def _would_end(rank: int, number: int) -> bool:
-    """Whether the signal would end this process at once, as the parent of torch.multiprocessing.spawn: the kernel then
-    sends SIGINT to the training processes, which save nothing."""
+    """True if the signal would end this process at once, such as the parent of torch.multiprocessing.spawn: the kernel
+    then sends SIGINT to the training processes, which save nothing.
+    """
     with contextlib.suppress(KeyError, ValueError):
         lines = _text(f"/proc/{rank}/status").splitlines()
         masks = dict(line.split(":\t", 1) for line in lines if line.startswith("Sig"))
@@ -118,7 +119,7 @@ def _would_end(rank: int, number: int) -> bool:
 
 
 def _first_pythons(rank: int, below: set[int], parent_of: Mapping[int, int]) -> Iterator[int]:
-    """The Python processes above which, up to the rank, is no other."""
+    """Yield the topmost Python processes below the rank."""
     pythons = {pid for pid in below if processes.is_python(pid)}
     for pid in pythons:
         if pythons.isdisjoint(_above(pid, rank, parent_of)):
@@ -126,7 +127,7 @@ def _first_pythons(rank: int, below: set[int], parent_of: Mapping[int, int]) -> 
 
 
 def _between(rank: int, pids: set[int], parent_of: Mapping[int, int]) -> set[int]:
-    """These processes and those between them and the rank."""
+    """Return these processes and all between them and the rank."""
     return pids.union(*(_above(pid, rank, parent_of) for pid in pids))
 
 
@@ -138,21 +139,22 @@ def _above(pid: int, rank: int, parent_of: Mapping[int, int]) -> list[int]:
 
 
 def _has_own_group(pid: int, parent: int, listening: set[str]) -> bool:
-    """Whether a process that has told nothing has formed a process group, as a spawned one may that does not import
-    the library: gloo and NCCL listen on TCP. A fork has its parent's sockets, which tell nothing of it."""
+    """True if a process that has announced nothing has formed a process group, such as a spawned one without the
+    library: gloo and NCCL listen on TCP. Sockets inherited by a fork do not count.
+    """
     own = listening & _sockets(pid)
     return bool(own) and bool(own - _sockets(parent)) and "libtorch" in _text(f"/proc/{pid}/maps")
 
 
 def _listening(pid: int) -> set[str]:
-    """The inodes of the TCP sockets that are listened on in the network of this process."""
+    """Return inodes of the listening TCP sockets in the process's network."""
     lines = [*_text(f"/proc/{pid}/net/tcp").splitlines()[1:], *_text(f"/proc/{pid}/net/tcp6").splitlines()[1:]]
     fields = (line.split() for line in lines)
     return {words[9] for words in fields if len(words) > 9 and words[3] == _LISTENS}
 
 
 def _sockets(pid: int) -> set[str]:
-    """The inodes of its sockets."""
+    """Return inodes of the process's sockets."""
     found = set()
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):

@@ -1,4 +1,4 @@
-"""Whether this node has room for ranks that wait for the next generation: they must not take what ranks need."""
+"""Check that a node has room for spare ranks of the next generation, which must not take what ranks need."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import contextlib
 
 from ddpjob.checkpoint.in_memory import room
 
-# A rank has some threads of torch, gloo or NCCL, and workers of its DataLoader with theirs; all count.
+# Threads of torch, gloo or NCCL and DataLoader workers with theirs all count.
 PROCESSES_FOR_EACH_RANK = 50
 BYTES_OF_EACH = 16 << 20  # 6 to 10 MiB with torch for CPUs
 
 
 def has_room(ranks: int, root: str = "/sys/fs/cgroup", own: str = "/proc/self/cgroup") -> bool:
-    """Whether as many processes as there are ranks are far from the limits of this container."""
+    """True if the container's limits leave room for as many spares as ranks."""
     for folder, _ in room.cgroups("pids", root, own):
-        with contextlib.suppress(OSError, ValueError):  # there is no limit: "max"
+        with contextlib.suppress(OSError, ValueError):  # "max": no limit
             limit, used = (int((folder / name).read_text()) for name in ("pids.max", "pids.current"))
             if limit - used < PROCESSES_FOR_EACH_RANK * ranks:
                 return False

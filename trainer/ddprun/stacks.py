@@ -1,4 +1,4 @@
-"""SIGQUIT to the agent: every rank is asked for its stack, and one folded text is printed. It ends nothing."""
+"""Answer SIGQUIT: every rank is asked for its stack, and one folded text is printed. It ends nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UNWATCHED = "cannot be asked: it has formed no process group and reported no ste
 
 
 class StacksQuestion:
-    """At most one at a time; a signal while it is open asks nothing more."""
+    """One question at a time; signals meanwhile are ignored."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -47,7 +47,7 @@ class StacksQuestion:
         self.deadline: float | None = None
 
     def ask(self, beats: Heartbeats | None, now: float) -> None:
-        """Print the stacks soon."""
+        """Start a question; the stacks are printed soon."""
         if self._is_open:
             return
         if beats is None or not self._agent.node.running_ranks:
@@ -56,14 +56,14 @@ class StacksQuestion:
         self._is_open, self._beats, self._number, self.deadline = True, beats, 0, now
 
     def end(self) -> None:
-        """The ranks end."""
+        """Drop the question, because the ranks are ending."""
         if self._is_open:
             self._close_pipe()
             self._is_open, self._beats, self.deadline = False, None, None
             say(f"{folded_stacks.NONE}the ranks are ending")
 
     def tick(self, now: float, *, is_free: bool) -> None:
-        """Go on. is_free: whether the ranks have no other question to answer."""
+        """Continue. is_free: the ranks have no other question to answer."""
         if self.deadline is None or now < self.deadline or self._beats is None:
             return
         if self._pipe >= 0:
@@ -135,7 +135,7 @@ class StacksQuestion:
 
 
 def _py_spy(program: str, pids: list[int]) -> bytes:
-    """In a child: a part for each process, which begins with its number."""
+    """Run in a child: return one part per process, each beginning with its pid."""
     parts = []
     for pid in pids:
         command = [program, "dump", "--nonblocking", "--pid", str(pid)]
@@ -152,7 +152,7 @@ def _py_spy(program: str, pids: list[int]) -> bytes:
 
 
 def state_of(pid: int) -> str:
-    """The letter of its state in /proc; "" if it has ended."""
+    """Return the letter of its state in /proc; "" if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0].decode()
@@ -161,8 +161,9 @@ def state_of(pid: int) -> str:
 
 
 def write_stacks(pid: int) -> bool:
-    """faulthandler writes them, in the process itself. True if it was asked; to a process without it the signal is
-    fatal."""
+    """Let faulthandler print the stacks in the process itself. True if it was signalled: without faulthandler the
+    signal would kill it.
+    """
     if pid > 0 and processes.catches(pid, STACKS_SIGNAL):
         processes.send([pid], STACKS_SIGNAL)
         return True

@@ -1,7 +1,7 @@
-"""The watchdog of one node: reads the heartbeats of its ranks, reports their progress, and asks their positions.
+"""The watchdog of one node: reads the heartbeats of its ranks, reports their progress, and requests their positions.
 
-It looks once a second, and not at all before a rank has a heartbeat. `core/stall_monitor.py` says what they prove, and
-node 0 decides for all nodes (`core/stall_rules.py`).
+It reads once a second, from the first heartbeat on. `core/stall_monitor.py` evaluates this node, and node 0 decides for
+all nodes (`core/stall_rules.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ddprun.stacks import StacksQuestion, write_stacks
 if TYPE_CHECKING:
     from ddprun.agent import Agent
 
-SIGNAL_SECONDS = 0.6  # a rank that has not answered by then is asked by a signal, which no interpreter can hold up
+SIGNAL_SECONDS = 0.6  # a rank without an answer by then gets a signal: it works in a blocked interpreter too
 ANSWER_SECONDS = 1.0
 QUIET_SECONDS = 1.5  # a full recorder takes up to 0.5 s of it
 IDLE_MAX = 0.01  # of a CPU: the watchdog's own thread uses a tenth of that
@@ -32,7 +32,7 @@ SIGNAL_PAUSE_SECONDS = 0.02  # between two ranks, whose stacks go to one console
 
 
 class Watching:
-    """Of one generation at a time."""
+    """Watches one generation at a time."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -40,13 +40,13 @@ class Watching:
         self._beats: Heartbeats | None = None
         self._paces: dict[int, HeartbeatTracker] = {}
         self._reported: StallReport | None = None
-        self._over = False  # whether all ranks of another node have ended well
-        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: since when it is stalled, and its CPU seconds by then
-        self._still: dict[int, tuple[str, float]] = {}  # by rank: how often it was run, and since when
-        self._quiet = False  # the last question
+        self._over = False  # whether all ranks of another node have ended with 0
+        self._cpu: dict[int, tuple[float, float]] = {}  # by rank: start of its stall, and its CPU seconds then
+        self._still: dict[int, tuple[str, float]] = {}  # by rank: times scheduled, and since when unchanged
+        self._quiet = False  # whether the last question was quiet
         self._looked_at = 0.0
-        self._look_at: float | None = None  # None: nobody beats
-        self._signals: list[int] = []  # ranks that are asked by a signal unless they answer
+        self._look_at: float | None = None  # None: there is no heartbeat yet
+        self._signals: list[int] = []  # ranks that get a signal unless they answer
         self._signal_at: float | None = None
         self._answer_at: float | None = None
         self._stacks = StacksQuestion(agent)
@@ -55,12 +55,12 @@ class Watching:
 
     @property
     def deadline(self) -> float | None:
-        """When `tick` has something to do."""
+        """Time at which `tick` has something to do."""
         times = (self._look_at, self._signal_at, self._answer_at, self._idle_at, self._stacks.deadline)
         return min((at for at in times if at is not None), default=None)
 
     def begin(self, beats: Heartbeats) -> None:
-        """A generation starts."""
+        """Start with a new generation."""
         self._beats = beats
         self._paces, self._reported, self._over, self._cpu, self._still = {}, None, False, {}, {}
         self._idle = idle.IdleClock()
@@ -68,7 +68,7 @@ class Watching:
         self._agent.watch(beats.notify_read, self._read_notification)
 
     def end(self) -> None:
-        """No rank runs any more, or all shall end."""
+        """Stop: the ranks have ended, or shall end."""
         if self._beats is not None:
             self._agent.unwatch(self._beats.notify_read)
         self._stacks.end()
@@ -86,7 +86,7 @@ class Watching:
         self._stacks.tick(now, is_free=self._answer_at is None)
 
     def ask_stacks(self, now: float) -> None:
-        """Print the stacks of the ranks of this node, folded."""
+        """Print the folded stacks of this node's ranks."""
         self._stacks.ask(self._beats, now)
 
     def _look_for_idle(self, now: float) -> None:
@@ -105,7 +105,9 @@ class Watching:
             say(idle.sentence(found, self._idle.seconds, whose, how))
 
     def _mark(self, beats: Mapping[int, Heartbeat]) -> tuple[tuple[int, int], ...] | None:
-        """How far the ranks are, if they train and have been seen to get on several times; else a step may be long."""
+        """Return the ranks' progress once all train and have moved several times; None before, because steps may be
+        long.
+        """
         paces = self._paces.values()
         enough = all(pace.phase == "train" and pace.moves >= stall_monitor.LOOKS_UNTIL_TRAINING for pace in paces)
         if not paces or not enough or any(beat.over for beat in beats.values()):
@@ -113,12 +115,14 @@ class Watching:
         return tuple((beat.step, beat.collectives) for _, beat in sorted(beats.items()))
 
     def others_have_ended(self) -> None:
-        """All ranks of a node have ended well: those of this one wait for nobody any more."""
+        """Note that all ranks of a node have ended with 0: the ranks here wait for no other."""
         self._over = True
 
     def ask(self, now: float, *, quiet: bool = False) -> None:
-        """Every rank writes its stacks and its last collectives to its log; what they answer goes to node 0. quiet: it
-        writes nothing, and says what it waits in."""
+        """Request stacks and last collectives from every rank, which writes them to its log; the answers go to node 0.
+
+        quiet: ranks write nothing, and only answer what they wait in.
+        """
         if self._beats is None:
             return
         self._beats.ask(kind=QUIET if quiet else LOUD)
@@ -140,7 +144,7 @@ class Watching:
         found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
         beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
         seen = {rank: beat for rank, beat in beats.items() if _lives(beat.pid)}
-        # Also where a rank has ended: it got on, and what the others wait for may be another thing now.
+        # Also after a rank has ended: it made progress, and the others may now wait for something else.
         if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
             self._paces = stall_monitor.restart_clocks(self._paces, now)
             self._still = {}
@@ -165,7 +169,7 @@ class Watching:
         return stall_monitor.stall_report(self._paces, self.timeout, now)._replace(still=still)
 
     def _note_cpu(self, beats: Mapping[int, Heartbeat]) -> None:
-        """What ranks had used when they began to stand, where it will be asked for."""
+        """Record the CPU seconds of ranks at the start of a stall, if they will be needed."""
         self._cpu = {
             rank: known
             if (known := self._cpu.get(rank)) is not None and known[0] == pace.advanced_at
@@ -193,14 +197,14 @@ class Watching:
     def _answer(self, now: float) -> None:
         assert self._beats is not None, "only ranks that may beat are asked"
         self._answer_at = self._signal_at = None
-        self._look(now)  # they may have got on since they were asked
+        self._look(now)  # they may have made progress meanwhile
         if self._beats is None:
-            return None  # node 0 was lost when it was told so
+            return None  # node 0 was lost meanwhile
         running = sorted(self._agent.node.running_ranks)
         if self._quiet:
             assert self._reported is not None, "it was looked at just now"
             return self._agent.group.answered(self._reported, [*map(self._waiting, running), *self._ended()], now)
-        # One that never beats cannot answer, and is not to blame for that where others do.
+        # Ranks without heartbeats cannot answer; they are not to blame if others have some.
         beating = [rank for rank in running if self._beats.of(rank).pid]
         positions = [self._position(rank)._replace(idle=self._is_idle(rank, now)) for rank in beating or running]
         report = stall_monitor.stall_report(self._paces, self.timeout, now)
@@ -208,7 +212,7 @@ class Watching:
         return self._agent.group.answered(report, positions, now)
 
     def _waiting(self, local_rank: int) -> Position:
-        """What a rank waits in; nothing is certain if it has run since it was asked, or has not answered."""
+        """Return what a rank waits in; unknown if it has run since it was asked, or has not answered."""
         assert self._beats is not None, "a rank that runs has a page"
         rank, step, answer = self._agent.node.rank(local_rank), self._beats.of(local_rank).step, None
         if self._reported is not None and self._reported.still:
@@ -216,7 +220,7 @@ class Watching:
         return waiting(rank, step, answer)
 
     def _ended(self) -> list[Position]:
-        """The ranks that have ended with 0; one that has ended otherwise ends the group."""
+        """Return the ranks that have ended with 0. (Any other end ends the group.)"""
         assert self._beats is not None, "their pages are read"
         node, options = self._agent.node, self._agent.options
         ended = sorted(set(range(options.nproc)) - node.running_ranks)
@@ -234,7 +238,7 @@ def _news(report: StallReport) -> tuple[int, bool, bool]:
 
 
 def waiting(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
-    """A rank that was asked what it waits in, by its answer; nonsense is none."""
+    """Read a rank's answer about what it waits in; invalid answers count as none."""
     try:
         waits = None if answer is None else deadlock.waits_of(answer.get("waits"))
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -243,7 +247,7 @@ def waiting(rank: int, step: int, answer: Mapping[str, Any] | None) -> Position:
 
 
 def cpu_seconds(pid: int, parent_of: Mapping[int, int] | None = None) -> float:
-    """Of a process and of all below it, those that have ended too; 0 where it has. parent_of: of all processes."""
+    """Return the CPU seconds of a process and its descendants, ended ones included. parent_of: of all processes."""
     return sum(_own_cpu_seconds(one) for one in {pid, *processes.descendants(pid, parent_of)})
 
 
@@ -257,7 +261,7 @@ def _own_cpu_seconds(pid: int) -> float:
 
 
 def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bool = False) -> Position:
-    """A rank's position, by its answer. over: its heartbeat. Raises TypeError, ValueError for nonsense."""
+    """Read a rank's position from its answer. over: from its heartbeat. Raise TypeError or ValueError."""
     if answer is None:
         return Position(rank, step, answers=False, apart=over)
     sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))
@@ -266,5 +270,5 @@ def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bo
 
 
 def _lives(pid: int) -> bool:
-    """A rank that is a shell script outlives the training in it."""
+    """True if the process exists: a rank that is a shell script outlives the training in it."""
     return pid > 0 and os.path.exists(f"/proc/{pid}")

@@ -1,13 +1,13 @@
-"""The line between two agents: JSON, one object a line, each with a proof that it comes from an agent of this job.
+"""The line between two agents: one JSON object per line, with proof that an agent of this job sent it.
 
     leader:  {"ddprun": 1, "nonce": "…"}
-    node:    <mac> {"node": 3, "nonce": "…"}      and from here on both:      <mac> {…}
+    node:    <mac> {"node": 3, "nonce": "…"}      and then both:      <mac> {…}
 
-A mac is HMAC-SHA256 over direction, number of the line and its text, with a key of this connection, made from the job's
-key, both nonces and the node: a line from another job, another connection or another place is refused, and so is one
-that comes twice. The job's key is what its pods know: DDPJOB_AGENT_KEY, else the run id, which has the job's uid. That
-keeps out other machines on the network and agents of other jobs. It does not keep out who may read the job's pods
-through the API, and nothing is encrypted. Whoever gets in can start and stop ranks; no line has a command or a path.
+A mac is HMAC-SHA256 over direction, line number and text. Its key is derived from the job's key, both nonces and the
+node, so lines from another job, connection or position, and repeated ones, are refused. The job's key is known to its
+pods: DDPJOB_AGENT_KEY, else the run id, which contains the job's uid. It keeps out other machines and agents of other
+jobs, but not those who may read the job's pods through the API, and nothing is encrypted. An intruder can start and
+stop ranks; no line contains a command or a path.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from collections.abc import Mapping
 from typing import Any
 
 LINE_BYTES_MAX = 1 << 16
-GREETING_BYTES_MAX = 1024  # before we know who speaks
+GREETING_BYTES_MAX = 1024  # before the sender is authenticated
 VERSION = 1
 
 
-class Refused(Exception):  # noqa: N818 - it is no error that the other end goes
-    """The other end is gone, or not an agent of this job."""
+class Refused(Exception):  # noqa: N818 - the end of the other agent is no error
+    """The other end has closed, or is no agent of this job."""
 
 
 def job_key(run_id: str, environ: Mapping[str, str]) -> bytes:
-    """What the agents of this job have in common."""
+    """Return the key that the agents of this job share."""
     secret = environ.get("DDPJOB_AGENT_KEY") or f"{environ.get('DDPJOB_UID', '')}/{run_id}"
     return hashlib.sha256(b"ddprun/" + secret.encode()).digest()
 
 
 class Link:
-    """One end of a connection; `receive` whenever it is readable."""
+    """One end of a connection. Call `receive` when it is readable."""
 
     def __init__(
         self, connection: socket.socket, key: bytes, *, node: int | None, about: Mapping[str, Any] | None = None
     ) -> None:
-        """node: of this end, where it is not the leader; about: what it sends of itself with its greeting."""
+        """node: of this end, unless it is the leader. about: sent with its greeting."""
         connection.setblocking(False)
         with contextlib.suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,14 +58,14 @@ class Link:
 
     @property
     def known(self) -> bool:
-        """Whether the other end has shown that it belongs to the job."""
+        """True if the other end has proved that it belongs to the job."""
         return self._heard > 0
 
     def fileno(self) -> int:
         return self._connection.fileno()
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Say something, now or when the other end reads. Raises Refused where it never does."""
+        """Send a message now, or when the other end reads. Raise Refused if it never does."""
         text = json.dumps(message).encode()
         assert self._session is not None, "no message is sent before the greeting"
         assert len(text) < LINE_BYTES_MAX, "a line is short"
@@ -73,7 +73,7 @@ class Link:
         self._sent += 1
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages since. Raises Refused at the end, and for anything that no agent of this job sends."""
+        """Return new messages. Raise Refused at the end, and for anything that no agent of this job sends."""
         try:
             data = self._connection.recv(LINE_BYTES_MAX)
         except BlockingIOError:
@@ -89,7 +89,7 @@ class Link:
         return messages
 
     def _queue(self, line: bytes) -> None:
-        """Send what waits, as far as it goes. Raises Refused where the other end is gone."""
+        """Send as much as possible of what waits. Raise Refused if the other end has closed."""
         self._unsent += line + b"\n"
         try:
             while self._unsent:
@@ -104,7 +104,7 @@ class Link:
         self._connection.close()
 
     def shut(self) -> None:
-        """Send nothing more; what was sent still arrives."""
+        """Stop sending; what was sent still arrives."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 

@@ -1,9 +1,9 @@
-"""Text of programs and clients on its way into a status, an Event or a terminal: cleaned, and without credentials.
+"""Clean texts of programs and clients before they reach a status, an Event or a terminal, and mask credentials.
 
-`shown` is what everything for people goes through (plan/redacted.py, the local run's screen), after whatever
-has decoded it: JSON makes an escape sequence of `\\u001b` long after a log was cleaned. A status is read by more people
-than a log. Names and sentences stay readable, numbers too: `password=***`, `max_tokens: 512`. Every repetition in the
-patterns is bounded or runs over what it consumes, so the time is linear in the text (a test has the times).
+`shown` handles every text for people (plan/redacted.py, the local run's screen), after all decoding: JSON turns
+`\\u001b` into an escape character long after a log was cleaned. More people can read a status than a log. Names,
+sentences and numbers stay readable: `password=***`, `max_tokens: 512`. All repetitions in the patterns are bounded or
+consume their input, so the time is linear in the text (measured in a test).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from ddpjob_core.failures import abridged
 MASK = "***"
 
 _KEPT_LENGTH_MAX = 256
-# What a terminal would obey: titles, links and clipboard (OSC and the like), colours and the cursor (CSI), the rest.
-# A sequence without its end loses its beginning alone, so that nobody can hide the lines behind it.
+# Sequences that a terminal obeys: titles, links and clipboard (OSC and similar), colours and cursor (CSI), and others.
+# An incomplete sequence loses only its beginning, so that nobody can hide the lines behind it.
 _ESCAPES = re.compile(
     r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x9c\n]{0,4096}(?:\x07|\x1b\\|\x9c)"
     r"|(?:\x1b\[|\x9b)[0-?]{0,64}[ -/]{0,16}[@-~]"
     r"|\x1b[ -/]{1,4}[0-~]|\x1b[0-~]?"
 )
 _LINE_ENDS = re.compile(r"\r\n?|[\u2028\u2029]")
-# Control characters; marks that reorder or hide text (Unicode's bidirectional and invisible formats, and tags).
+# Control characters, and marks that reorder or hide text (Unicode's bidirectional and invisible formats, and tags).
 _CONTROL = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     r"\U000e0000-\U000e007f]"
 )
 
-# A name that goes on so is not that of a secret itself: secretName, token_file, token_count.
+# With these endings a name is not that of a secret: secretName, token_file, token_count.
 _NOT = (
     r"(?![_-]?(?:names?|refs?|key_?refs?|types?|counts?|ids?|files?|paths?|dirs?|ur[li]|len(?:gth)?|limits?|size"
     r"|embeddings?|classification)"
@@ -41,7 +41,7 @@ _KEYS = (
     r"|client|wandb)"
 )
 _STRONG = rf"(?:secret|credentials?|{_KEYS}[_-]?key){_NOT}"
-# Logs of training are full of tokens, and `eos_token: end` is no secret: what is masked there is long or has a digit.
+# Training logs are full of tokens, and `eos_token: end` is no secret: such values are masked if long or with a digit.
 _WEAK = rf"(?:token(?![a-z])|signature|(?<![a-z])sig|(?<=[_-])pass(?![a-z])){_NOT}"
 _NAMED = rf"(?:{_STRONG}|{_WEAK})"
 _PASSWORD = rf"(?:passw(?:or)?d|passphrase|passcode|(?<=[_;-])pwd){_NOT}[\w-]{{0,20}}"
@@ -49,26 +49,26 @@ _REST_OF_NAME = r"[\w-]{0,40}[\"']?\s{0,3}"
 _ANY = r"[^\s\"',;&()<>\[\]{}]{8,}"
 _VALUE = rf"(?:(?=[^\s\"',;&]{{0,200}}[0-9]){_ANY}|[\w+/=.~-]{{16,}})"
 _NUMBER = r"(?!torch\.|[-+]?[0-9][0-9.,:e+-]{0,30}(?![\w+/=~]))"
-# Between an option and its value: on a command line, or in a list, as subprocess.CalledProcessError has it.
+# Separators between an option and its value, on a command line or in a list such as CalledProcessError's.
 _OPTION, _THEN = r"(?<![^\s\"'])--[\w-]{0,40}", r"(?:[\"'],)?\s{1,3}(?![\"']?--)"
 _SCHEMES = r"(?:basic|bearer|oauth|digest|token|api-?key|key|negotiate|ntlm|splunk|aws4-hmac-sha256)"
 
-# The words of each, of which a text holds one or is none for the pattern: most hold none, and each pattern costs 0.1 us
-# a character. The one without words goes by the case of letters as well.
+# Each pattern has words that a matching text contains. Most texts contain none, and each pattern costs 0.1 us per
+# character. The pattern without words is also case-sensitive.
 _PATTERNS = (
-    # A private key, also where its head or its end is cut off.
+    # A private key, also without its head or end.
     ("private key", r"-----BEGIN [A-Z ]{0,40}PRIVATE KEY(?: BLOCK)?-----(.*?)(?:-----END [A-Z ]{0,40}PRIVATE KEY|\Z)"),
     ("private key", r"\A((?:[A-Za-z0-9+/=]{1,100}[\n ])+)-----END [A-Z ]{0,40}PRIVATE KEY"),
-    # https://user:password@host up to the last @ (a password may hold one), https://token@host
+    # https://user:password@host, up to the last @ because a password may contain one; https://token@host
     ("://", r"://[^\s/:@\"']{0,200}:(?!\d{1,5}/)((?:(?!://)[^\s\"'<>]){1,200})@"),
-    # but for abfss://container@account, where data are.
+    # not abfss://container@account, which is a path of data
     ("://", r"(?<!abfs)(?<!abfss)(?<!wasb)(?<!wasbs)://([^\s/:@]{20,})@"),
     ("authorization", rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?{_SCHEMES}\s{{1,3}}([^\s\"',;]+)"),
     ("authorization", rf"\bauthorization[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?({_VALUE})"),
     ("bearer", rf"\bbearer\s{{1,3}}({_VALUE})"),
     ("cookie", r"\b(?:set-)?cookie[\"']?\s{0,3}[:=]\s{0,3}[\"']?([^\s\"'=;]{1,100}=[^\n\"']+)"),
     ("sess", r"(?:jsessionid|phpsessid|(?<![a-z])sessionid)\s{0,3}=\s{0,3}([^\s\"',;&]{8,})"),
-    # password=x, "password": "x", --password x, login u password x: whatever it is
+    # password=x, "password": "x", --password x, login u password x: any value
     (
         "passw|passphrase|passcode|pwd",
         rf"{_PASSWORD}[\"']?\s{{0,3}}[:=]\s{{0,3}}(?:\"([^\"\n]+)\"|'([^'\n]+)'"
@@ -87,21 +87,21 @@ _PATTERNS = (
     ("secret|credential|key", rf"{_STRONG}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?({_NUMBER}{_ANY})"),
     ("token|sig|pass", rf"{_WEAK}{_REST_OF_NAME}=\s{{0,3}}[\"']?({_NUMBER}{_ANY})"),
     ("token|sig|pass", rf"{_WEAK}{_REST_OF_NAME}[:=]\s{{0,3}}[\"']?({_NUMBER}{_VALUE})"),
-    # kaggle.json, KAGGLE_KEY: a key of hexadecimal digits; .npmrc and .docker/config.json: a login in base64
+    # kaggle.json, KAGGLE_KEY: a hexadecimal key; .npmrc, .docker/config.json: a login in base64
     ("key", r"(?<![a-z])key[\"']?\s{0,3}[:=]\s{0,3}[\"']?([0-9a-f]{32,64})(?![\w-])"),
     ("auth", rf"(?<![a-z])auth[\"']?\s{{0,3}}[:=]\s{{0,3}}[\"']?({_NUMBER}{_VALUE})"),
     ("--", rf"{_OPTION}{_NAMED}[\w-]{{0,20}}{_THEN}[\"']?({_NUMBER}{_VALUE})"),
     ("secret_access_key", rf"secret_access_key{_THEN}[\"']?({_VALUE})"),
-    # Addresses that are a credential as a whole: who knows them may post.
+    # Addresses that are credentials themselves: knowing them is enough to post.
     (
         "slack.com/|webhook|telegram.org/",
         r"(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks"
         r"|webhook\.office\.com/webhookb2|api\.telegram\.org)/([^\s\"'<>]+)",
     ),
-    # Tokens known by their looks. Clouds: AWS, Google, Azure, Alibaba, Tencent; code: GitHub, GitLab, npm, PyPI,
-    # Docker; models and runs: Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack,
-    # Stripe, SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT. Jobs and folders
-    # are called global-pretrain-large and sk-finetune-bert-large, so what follows such a beginning counts too.
+    # Tokens with a known form. Clouds: AWS, Google, Azure, Alibaba, Tencent; code: GitHub, GitLab, npm, PyPI, Docker;
+    # models and runs: Hugging Face, OpenAI, Anthropic, W&B, NVIDIA, Replicate, Groq, Databricks; others: Slack, Stripe,
+    # SendGrid, Vault, Grafana, Shopify, DigitalOcean, Atlassian, Sentry, Telegram, age, JWT. What follows the prefix is
+    # checked too, because jobs are named global-pretrain-large or sk-finetune-bert-large.
     (
         "",
         r"(?<![A-Za-z0-9])((?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16,}|LTAI[A-Za-z0-9]{12,}|AKID[A-Za-z0-9]{13,}|AIza[\w-]{35,}|ya29\.[\w-]{20,}|GOCSPX-[\w-]{20,}"
@@ -121,30 +121,30 @@ _COMPILED = tuple(
 )
 
 
-# The name of a metric in words: apiToken, api.token and "API token" are api_token.
+# Splits the name of a metric into words: apiToken, api.token and "API token" become api_token.
 _BETWEEN_WORDS = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|[^A-Za-z0-9]+")
-# A metric that is named so is masked whatever it is; one that is named like the second, unless it is a number.
+# Metrics with the first kind of name are always masked; with the second kind, unless the value is a number.
 _SECRET = re.compile(rf"{_PASSWORD}|(?:{_STRONG}|{_KEYS}[_-]?token|authorization|cookie)_?$", re.IGNORECASE)
 _PERHAPS_SECRET = re.compile(rf"{_STRONG}|{_WEAK}_?$", re.IGNORECASE)
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9.,]{0,30}(?:e[-+]?[0-9]{1,4})?|nan|inf)\s?%?", re.IGNORECASE)
 
 
-# What is masked may be what kept something before it from being known: https://https://://a:b@
+# Masking may reveal another credential before it: https://https://://a:b@
 _PASSES_MAX = 20
 
 
 def clean(text: str) -> str:
-    """The text without what a terminal would obey, what reorders or hides it, and what is no Unicode."""
+    """Remove what a terminal would obey, what reorders or hides text, and what is not Unicode."""
     text = _LINE_ENDS.sub("\n", _ESCAPES.sub("", text))
     return _CONTROL.sub("", text).encode("utf-8", "replace").decode()
 
 
 def mask(text: str) -> str:
-    """The text with *** in the place of what looks like a credential. mask(mask(x)) == mask(x)."""
+    """Replace what looks like a credential by ***. mask(mask(x)) == mask(x)."""
     for _ in range(_PASSES_MAX):
         before, text = text, _masked_once(text)
         if text == before:
-            break  # mostly at once, because most texts hold none
+            break  # usually at once: most texts hold none
     return text
 
 
@@ -157,14 +157,15 @@ def _masked_once(text: str) -> str:
 
 
 def shown(text: str, length: int) -> str:
-    """A text in one line, because a second could pass for the operator's own. shown(shown(x)) == shown(x)."""
-    # Kept, because each message goes into a status, its conditions, an event and the log, and most are alike.
+    """Return a text in one line: a second line could look like the operator's own. shown(shown(x)) == shown(x)."""
+    # Cached: each message goes into a status, its conditions, an event and the log, and most are equal.
     return _kept(text, length) if len(text) <= _KEPT_LENGTH_MAX else _shown(text, length)
 
 
 def shown_pair(name: str, value: str, length: int) -> tuple[str, str]:
-    """The name and value of a metric, each as `shown`, and the value masked if the name says that it is a credential,
-    or if both together look like one. shown_pair(*shown_pair(x, y)) == shown_pair(x, y)."""
+    """Return name and value of a metric, each as `shown`. The value is masked if the name is that of a credential, or
+    if both together look like one. shown_pair(*shown_pair(x, y)) == shown_pair(x, y).
+    """
     name, value = shown(name, length), shown(value, length)
     words = "_" + _BETWEEN_WORDS.sub("_", name)
     both = f"{name}={value}"
@@ -180,7 +181,7 @@ def _shown(text: str, length: int) -> str:
     lines = (line.strip() for line in clean(text).replace("\t", " ").split("\n"))
     whole = mask(" ".join(line for line in lines if line))
     text = abridged(whole, length)
-    # What the ellipsis brings together must not look like a secret: that would be masked when the text is shown again.
+    # Text joined by the ellipsis must not look like a secret: it would be masked when it is shown again.
     return text if len(whole) <= length or mask(text) == text else whole[:length].rstrip()
 
 

@@ -1,8 +1,8 @@
-"""Which failure of an attempt explains the others, and its class.
+"""Find the failure of an attempt that explains the others, and its class.
 
-What the kernel, the kubelet and the node controller report counts first, because a process that is ended from outside
-may print anything; then what a process did by itself; then time. Time alone proves little, because the kubelet has
-whole seconds, by clocks that differ from node to node.
+Reports of kernel, kubelet and node controller come first, because a process that is ended from outside may print
+anything; then what a process did itself; then time. Time alone proves little: the kubelet reports whole seconds, and
+clocks of nodes differ.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ EXCEPTION_MAX, WORD_MAX = 300, 128
 LOG_TAIL_MAX = 2048
 """Bytes of the log's end in the status."""
 CLOCKS_DIFFER = dt.timedelta(seconds=2)
-# Clocks of nodes differ by up to ten seconds. For where no observation shows which came first.
+# Clocks of nodes differ by up to ten seconds. Used if observations do not show the order.
 NODE_CLOCKS_DIFFER = dt.timedelta(seconds=12)
-# How long before its container a rank may have failed: torchrun waits for the others, and a rank for its debugger.
+# A rank may fail so long before its container ends: torchrun waits for the others, or a rank for its debugger.
 REPORTED_BEFORE_MAX = dt.timedelta(hours=1)
 
 PEER_LOST, RESUMABLE, STOPPED, GONE, STALLED = "PeerLost", "Resumable", "StoppedFromOutside", "PodGone", "Stalled"
 NODE_LOST, DEADLINE = "NodeLost", "JobDeadlineExceeded"
-# Nothing of its process shows why it did not end by itself, but its log may.
+# The process does not show why it did not end, but its log may.
 KEEPS_ITS_LOG = (STALLED, DEADLINE)
 ENDED_EARLY = "EndedEarly"
 CONNECTION_LOST = "ConnectionLost"
 UNFIT = "PreflightFailed"
 MEMORY = "resources.limits.memory: "
 CONFIG_ERROR = "CreateContainerConfigError"
-# Reasons of the condition DisruptionTarget, and how they read in a sentence.
+# Reasons of the condition DisruptionTarget, as parts of a sentence.
 DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "EvictionByEvictionAPI": "was evicted: its node is drained, or its place is wanted",
@@ -48,8 +48,8 @@ DISRUPTIONS = {
     "DeletionByPodGC": "was deleted because its node is gone",
     "TerminationByKubelet": "was ended by the kubelet, which is short of a resource or shuts its node down",
 }
-# Only the kubelet does these, or the node controller in its place, and they are reported when they are over: they may
-# have begun before the operator stopped the pod.
+# Done by the kubelet, or by the node controller in its place, and reported only afterwards: it may have begun before
+# the operator stopped the pod.
 _BY_KUBELET = frozenset(("TerminationByKubelet", "DeletionByPodGC"))
 _BY_REASON: dict[str, api.Evidence] = {
     **dict.fromkeys((NODE_LOST, GONE), api.Evidence(precedence="NODE", vanished=True)),
@@ -65,62 +65,62 @@ _BY_REASON: dict[str, api.Evidence] = {
     DEADLINE: api.Evidence(precedence="STOPPED"),
     RESUMABLE: api.Evidence(precedence="RESUMABLE", raised=True),
     PEER_LOST: api.Evidence(precedence="SYMPTOM", raised=True),
-    # It follows from complaints of peers, which a lost node may still explain.
+    # It follows from complaints of peers, which a lost node may explain too.
     ENDED_EARLY: api.Evidence(precedence="SYMPTOM"),
 }
 _NODES_OWN = rules.LOST_CONTAINER | frozenset(
     (NODE_LOST, "DeletionByPodGC", "UnexpectedAdmissionError", "TopologyAffinityError", "InvalidNodeInfo")
 )
-# Kubernetes' own reasons of a container. A runtime has others (CRI-O: "seccomp killed"); those only name an exit code.
+# Reasons that Kubernetes itself sets. Those of runtimes (CRI-O: "seccomp killed") only describe an exit code.
 _CONTAINERS_OWN = frozenset(("", "Error", "Completed", "OOMKilled")) | rules.START_REASONS | rules.LOST_CONTAINER
 _KILLED, _ABORTED, _TERMINATED, _INTERRUPTED = 137, 134, 143, 130
-# Of a pod that was deleted, or lost with its node, before or after the first failure.
+# Pods that were deleted, or lost with their node, before or after the first failure.
 _ENDED_WITHOUT_ITSELF = (Precedence.NODE, Precedence.DELETED, Precedence.NODE_LATE, Precedence.LATE, Precedence.STOPPED)
-# Peers complain within a second; the node controller needs a minute to mark the node as not ready.
+# Peers complain within a second; the node controller takes a minute to mark the node not ready.
 _MAY_FOLLOW_A_LOST_NODE = (Precedence.UNKNOWN, Precedence.RESUMABLE, Precedence.SYMPTOM, Precedence.STOPPED)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What is known of an attempt beside its pods."""
+    """What is known of an attempt besides its pods."""
 
     attempt: int
     members: Members
     rank_of: Callable[[int], int | None]
-    """The rank of a place's only process; None where that is not known."""
+    """Returns the rank of a place with a single process; None if unknown."""
     now: dt.datetime
     keep_log_tail: bool = True
     port: int | None = None
-    """That rank 0 was given."""
+    """Port that rank 0 was given."""
     torchrun: bool = False
-    """True if torchrun, or another launcher that is not ddprun, has started all ranks."""
+    """True if a launcher other than ddprun, such as torchrun, has started all ranks."""
 
 
 @dataclass(frozen=True)
 class PodEnd:
-    """How one pod ended, beside the others."""
+    """The end of one pod, for comparison with others."""
 
     failure: api.JobFailure
     deleted_at: dt.datetime | None = None
-    """When its deletion was requested; None also for what ends without that: a lost node, an eviction."""
+    """When its deletion was requested; None for a lost node or an eviction."""
     everywhere: bool = False
-    """True if it holds for all nodes."""
+    """True if it is true of all nodes."""
     raised: frozenset[str] = frozenset()
-    """All exceptions in its log, also those of a rank that was stopped after it; and what argparse said."""
+    """All exceptions in its log, also those of a rank that was stopped later, and argparse's message."""
     done: bool = False
-    """True if the ranks in it had all ended with 0 before it was stopped."""
+    """True if its ranks had all ended with 0 before it was stopped."""
     seen: int = 0
-    """In which observation its end was first seen; 0: when its pod was."""
+    """The observation in which its end was first seen; 0: the first of the pod."""
     deletion_seen: int = 0
-    """Likewise that its deletion was requested."""
+    """The same for the request of its deletion."""
 
     @property
     def precedence(self) -> Precedence:
-        """As kept with the failure."""
+        """Rank of this failure as a cause."""
         return precedence_of(self.failure)
 
     def was_deleted_after(self, other: PodEnd) -> bool:
-        """True if its deletion was requested after the other had ended: by what was seen first, else by clocks."""
+        """True if its deletion was requested after the other had ended, by observation if possible, else by clocks."""
         if self.deleted_at is None:
             return False
         if other.seen != self.deletion_seen:
@@ -129,14 +129,14 @@ class PodEnd:
 
 
 def root_cause(context: Context, failed: Sequence[Pod]) -> api.JobFailure:
-    """The cause as far as it is known before the operator has stopped anything.
+    """Return the cause as known before the operator stops anything.
 
-    failed: at least one pod of the attempt that has failed, and those that somebody else has deleted. Ties go to the
-    lower rank, so that the answer does not depend on the order of the pods.
+    failed: at least one failed pod of the attempt, and those that others have deleted. Ties go to the lower rank, so
+    that the order of pods does not matter.
     """
     ends = [_end(context, pod, outside=True) for pod in failed]
     own = [e for e in ends if e.precedence in (Precedence.OWN, Precedence.UNKNOWN)]
-    # A pod that was deleted after another had failed by itself is not what made that one fail.
+    # A pod deleted after another had failed by itself did not cause that failure.
     earlier = [e for e in ends if not any(e.was_deleted_after(o) for o in own)]
     return _first(earlier or ends).failure
 
@@ -154,15 +154,12 @@ def settle(
     early: api.JobFailure | None = None,
     steps: Mapping[int, int] | None = None,
 ) -> tuple[api.JobFailure, rules.Class]:
-    """The root cause and its class (before failurePolicy), now that the last pod of the attempt has ended.
+    """Return the root cause and its class (before failurePolicy), after the attempt's last pod has ended.
 
-    first: as root_cause() gave it when nothing was stopped yet; its pod may be gone.
-    failed: the attempt's pods that did not complete. If one of them was deleted, then by the operator, or too late to
-    matter, unless it is `first`.
-    stepped: whether the attempt made a step; trained: whether an earlier one did; untried: whether the script has shown
-    nowhere that it can train.
-    nodes: of the job; None: as many as `failed`. lost: pods that are given up with their nodes. early: a node that has
-    completed. steps: by rank, as reported.
+    first: the result of root_cause(); its pod may be deleted. failed: the attempt's pods that did not complete; apart
+    from `first`, only the operator has deleted any in time to matter. stepped: the attempt made a step. trained: an
+    earlier one did. untried: the script has trained nowhere. nodes: of the job; None: as many as `failed`. lost: pods
+    given up with their nodes. early: a node that has completed. steps: by rank, as reported.
     """
     if first.reason == STALLED:
         return first, "stall"
@@ -189,12 +186,12 @@ def settle(
 
 
 def lacks_configuration(pod: Pod) -> bool:
-    """True if a container of it waits for a ConfigMap or a Secret that is not there."""
+    """True if a container waits for a missing ConfigMap or Secret."""
     return pod.trainer.state == "waiting" and pod.trainer.reason == CONFIG_ERROR
 
 
 def cannot_start(failure: api.JobFailure) -> bool:
-    """True if it ended before any of its own code ran: because of the job, its node or a passing fault."""
+    """True if it ended before any of its own code ran: because of the job, its node or a temporary error."""
     if failure.reason not in ("", "Error", *rules.START_REASONS):
         return False
     own = Failure(exit_code=failure.exit_code, exception=failure.exception, container_reason=failure.reason)
@@ -202,12 +199,12 @@ def cannot_start(failure: api.JobFailure) -> bool:
 
 
 def from_outside(failure: api.JobFailure) -> bool:
-    """True if something outside the pod ended it; failurePolicy does not apply to that."""
+    """True if something outside the pod ended it; failurePolicy does not apply then."""
     return rules.from_outside(_with_evidence(failure))
 
 
 def blames_node(failure: api.JobFailure) -> bool:
-    """True if the node itself may be at fault, so that a job may stay away from it."""
+    """True if the node may be at fault, so that a job may avoid it."""
     if failure.failure_class != "infrastructure":
         return False
     if failure.reason != CONFIG_ERROR and cannot_start(failure):
@@ -216,8 +213,9 @@ def blames_node(failure: api.JobFailure) -> bool:
 
 
 def evidence_of(failure: api.JobFailure) -> api.Evidence:
-    """The evidence of a failure. Where none is recorded (only a reason is known, or an older operator wrote it), what
-    the reason proves: an unknown reason proves nothing, so that the application is charged for it."""
+    """Return the evidence of a failure, or what its reason proves if none is recorded (by an older operator). An
+    unknown reason proves nothing, so the application is charged.
+    """
     if failure.evidence is not None and failure.evidence.precedence in Precedence.__members__:
         return failure.evidence
     if (known := _BY_REASON.get(failure.reason)) is not None:
@@ -235,12 +233,12 @@ def evidence_of(failure: api.JobFailure) -> api.Evidence:
 
 
 def precedence_of(failure: api.JobFailure) -> Precedence:
-    """How a failure ranks as the cause of others."""
+    """Return how a failure ranks as the cause of others."""
     return Precedence[evidence_of(failure).precedence]
 
 
 def _with_evidence(failure: api.JobFailure) -> Failure:
-    """What its class follows from, as the rules take it."""
+    """Convert a failure to what the rules classify."""
     fields = msgspec.structs.asdict(evidence_of(failure))
     del fields["precedence"], fields["silent_node"], fields["hidden"]
     exception = failure.exception if fields.pop("raised") else ""
@@ -248,34 +246,35 @@ def _with_evidence(failure: api.JobFailure) -> Failure:
 
 
 def is_a_cause(first: api.JobFailure) -> bool:
-    """True if the first failure shows why: by an exception, a kill, a lost node. A lost peer, a pod that is gone and a
-    bare exit code show only that something has happened."""
+    """True if the failure shows a cause: an exception, a kill, a lost node. A lost peer, a vanished pod and a bare exit
+    code do not.
+    """
     precedence = precedence_of(first)
     is_explained = bool(first.exception or first.signal) or precedence not in (Precedence.OWN, Precedence.LATE)
     return is_explained and precedence not in _MAY_FOLLOW_A_LOST_NODE and first.reason != GONE
 
 
 def is_own(failure: api.JobFailure) -> bool:
-    """True if a process of the pod has ended by itself: not by the kernel, for the loss of a peer or from outside."""
+    """True if a process of the pod ended by itself: not by the kernel, a lost peer or from outside."""
     return precedence_of(failure) in (Precedence.OWN, Precedence.UNKNOWN, Precedence.LATE)
 
 
 def who(failure: api.JobFailure) -> str:
-    """rank 37; node 4 where nobody knows which of its ranks; init container "copy" of bert-1-4."""
+    """Return `rank 37`; `node 4` if the rank is unknown; `init container "copy" of bert-1-4`."""
     if failure.init_container:
         return f'init container "{failure.init_container}" of {failure.pod}'
     return f"rank {failure.rank}" if failure.rank is not None else f"node {failure.node_rank}"
 
 
 def own_lines(log: str) -> list[str]:
-    """The lines that the training printed itself: what torchrun adds when a worker has failed is cut off."""
+    """Return the training's own lines, without torchrun's report."""
     lines = log.splitlines()
     return [line for line in lines[: log_lines.report_begins(lines)] if line.strip()]
 
 
 def log_tail(log: str) -> str:
-    """The last 2 kB of a log, masked. A first line that was cut is left out: it may be the rest of a credential."""
-    # Masked before it is cut: without its name a password is not known. A kubelet cuts characters, too.
+    """Return the last 2 kB of a log, masked, without an incomplete first line: it may be part of a credential."""
+    # Masked before it is cut: without its name a password is not recognized. The kubelet may cut within a character.
     raw = mask(log).strip("\n").encode()
     if len(raw) <= LOG_TAIL_MAX and len(log.encode()) < LOG_TAIL_MAX - 3:
         return raw.decode()
@@ -284,15 +283,16 @@ def log_tail(log: str) -> str:
 
 
 def tail_of(pod: Pod) -> str:
-    """The end of the log of a pod that has ended, whatever ended it."""
+    """Return the end of the log of a pod that has ended."""
     return log_tail(_read(pod).log)
 
 
 def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywhere: bool) -> rules.Class:
-    """Permanent only where neither a node nor the moment can be the reason: the job has never trained, and it fails so
-    on every node. A missing ConfigMap is missing for all of them."""
+    """Return permanent only if neither the node nor the moment can be the reason: the job has never trained, and fails
+    in this way on every node. A ConfigMap is missing for all of them.
+    """
     if cause.reason not in rules.START_REASONS and stepped:
-        return "application"  # the program was there when this attempt began
+        return "application"  # the program existed when this attempt began
     if rules.classify(_with_evidence(cause)) == "infrastructure":
         return "infrastructure"
     forever = everywhere or cause.reason == CONFIG_ERROR
@@ -300,9 +300,9 @@ def _of_no_start(cause: api.JobFailure, *, stepped: bool, trained: bool, everywh
 
 
 def _ended_early(early: api.JobFailure | None, complaint: api.JobFailure, steps: Mapping[int, int]) -> api.JobFailure:
-    """What only peers complained of, beside a node that has completed: that one called fewer collectives."""
+    """Return the cause of peers' complaints if a node has completed: it called fewer collectives."""
     if early is None or complaint.reason == ENDED_EARLY:
-        return complaint  # as it was recorded
+        return complaint  # already recorded
     known = complaint.step if complaint.rank is None else steps.get(complaint.rank, complaint.step)
     step = early.step if early.rank is None else steps.get(early.rank, early.step)
     return msgspec.structs.replace(
@@ -324,7 +324,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     code = 0 if own.early else code
     precedence = _precedence(pod, own, code, outside=outside)
     if precedence == Precedence.STOPPED and report.agreed:
-        precedence = Precedence.LATE  # also of a SIGKILL, which is otherwise the kubelet's
+        precedence = Precedence.LATE  # also of a SIGKILL, which would otherwise be the kubelet's
     reason = _reason(pod, own, precedence)
     failure = api.JobFailure(
         attempt=context.attempt,
@@ -361,9 +361,9 @@ def _said(log: str) -> Iterator[str]:
 
 
 def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
-    """The exception, or what the kubelet reports of a container that it could not start, or of a pod that it ended.
+    """Return the exception, or the kubelet's text about a container that it could not start or a pod that it ended.
 
-    code: None where nothing of the log is to be shown.
+    code: None if nothing of the log may be shown.
     """
     last = pod.trainer.message.strip().rpartition("\n")[2]
     if pod.trainer.reason in rules.START_REASONS:
@@ -374,7 +374,7 @@ def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
 
 
 def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> api.Evidence:
-    """What counts beside the failure's own fields. Nothing outside a pod explains what the kernel has done in it."""
+    """Return the evidence besides the failure's own fields. What the kernel did in the pod has no cause outside."""
     starts = pod.trainer.reason in rules.START_REASONS
     evidence = api.Evidence(
         precedence=precedence.name,
@@ -395,28 +395,30 @@ def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> ap
 
 
 def _had_ended(report: ContainerReport, code: int | None) -> bool:
-    """True if only the launcher was left to be stopped. When its ranks have all ended with 0, torchrun waits for the
-    other nodes in C++ code for up to five minutes, and SIGTERM does not reach it; at any other time it answers at once,
-    with a line of its own and 1. It ends with 0 where its store, in node 0's torchrun, is gone meanwhile: it only logs
-    that, and Python's logging keeps a SIGTERM to itself."""
+    """True if only the launcher was left to be stopped.
+
+    After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, where SIGTERM
+    does not reach it. At any other time it answers at once, with a line and 1. If its store, in node 0's torchrun, is
+    gone meanwhile, it logs that and ends with 0, because Python's logging swallows a SIGTERM.
+    """
     return report.done or code == 0 or (code == _KILLED and "death signal" not in report.log)
 
 
 def _rank(pod: Pod, own: Failure, context: Context) -> int | None:
     if own.bad_nodes:
-        return None  # one pod reports for all, and no rank of it is the culprit
+        return None  # one pod reports for all, and none of its ranks is the culprit
     return context.rank_of(pod.place) if own.rank is None else own.rank
 
 
 def _read(pod: Pod, port: int | None = None) -> ContainerReport:
-    """The pod's report, corrected by how its container ended. port: of the rendezvous, where this pod holds it."""
+    """Return the pod's report, corrected by how its container ended. port: of the rendezvous, if this pod serves it."""
     report = termination_message.read(pod.trainer.message)
     own = report.failure
     if not own.rank and port and rules.port_in_use(own.exception) == port:
-        # Another process took the port that the operator had chosen; the next attempt gets another one.
+        # Another process took the port that the operator chose; the next attempt gets another one.
         own = own._replace(symptom=True)
     if own.symptom and _was_killed(pod.trainer.exit_code):
-        # A rank complained, and then the container itself was killed.
+        # A rank complained, and then the container was killed.
         own = own._replace(symptom=False, exit_code=pod.trainer.exit_code, rank=None, exception="")
     return report._replace(failure=own)
 
@@ -425,8 +427,8 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
     if pod.trainer.reason == "OOMKilled":
         return Precedence.KERNEL
     if pod.deleted_first and not outside:
-        # A drain or a preemption after the operator's deletion changes nothing, and the kubelet knows nothing of a
-        # container that is gone by then (ContainerStatusUnknown).
+        # A drain or preemption after the operator's deletion changes nothing; the kubelet then may not find the
+        # container (ContainerStatusUnknown).
         if pod.reason or pod.disruption in _BY_KUBELET or pod.trainer.reason == "Unknown":
             return Precedence.NODE_LATE
         return Precedence.LATE if _failed_before_its_deletion(own, code) else Precedence.STOPPED
@@ -440,14 +442,16 @@ def _precedence(pod: Pod, own: Failure, code: int | None, *, outside: bool) -> P
 
 
 def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
-    """A pod whose rank has failed may live on for half a minute, while torchrun waits for its other ranks."""
+    """True if a rank failed before the deletion: the pod may live for half a minute while torchrun waits for other
+    ranks.
+    """
     if own.stalled or own.early:
-        return True  # the agents have agreed on it; node 0's may be the last to end, and none says so of a SIGTERM
+        return True  # agreed by the agents; node 0's may end last, and none writes this after a SIGTERM
     if own.symptom or own.resumable or own.exception.startswith(("KeyboardInterrupt", "SystemExit")):
         return False
     if code in (0, rules.RESUMABLE_EXIT_CODE, _INTERRUPTED, _KILLED, _TERMINATED):
         return False
-    # No launcher and no interpreter answers SIGTERM with another code than these two.
+    # Launchers and interpreters answer SIGTERM with one of these two codes.
     return bool(own.exception) or own.exit_code is not None or code not in (None, 1, _ABORTED)
 
 
@@ -457,21 +461,22 @@ def _was_killed(code: int | None) -> bool:
 
 
 def _ended_from_outside(first: api.JobFailure) -> bool:
-    """True if it is recorded as a pod that somebody else had deleted, or that ended with its node."""
+    """True if it is recorded as deleted by others, or lost with its node."""
     return precedence_of(first) in (Precedence.NODE, Precedence.DELETED)
 
 
 def _as_recorded(pod: Pod, first: api.JobFailure) -> Pod:
-    """The pod, with the order of events that the record proves: a pod that was recorded with its exit code had ended
-    before the operator deleted it, also where an operator observes both at once."""
-    # Of one that ended early its ranks are recorded, and not what its launcher ended with.
+    """Return the pod with the order of events that the record proves: a pod recorded with its exit code had ended
+    before the operator deleted it, even if an operator sees both at once.
+    """
+    # For ENDED_EARLY its ranks are recorded, not the launcher's exit code.
     recorded = first.exit_code is not None and first.reason != ENDED_EARLY
     ended = pod.name == first.pod and recorded and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
     return msgspec.structs.replace(pod, ended_first=True) if ended else pod
 
 
 def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:
-    """The end that explains the others. recorded: the pod whose end was seen, and recorded, before all others."""
+    """Return the end that explains the others. recorded: the pod whose end was recorded before all others."""
 
     def order(end: PodEnd) -> tuple[Precedence, bool, int, dt.datetime, int]:
         failure = end.failure
@@ -481,12 +486,12 @@ def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:
 
 
 def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
-    """The first failure as an end of its own, where its pod is gone or no longer shows as much as was recorded."""
+    """Return the first failure as an end of its own, if its pod is gone or shows less than was recorded."""
     now = next((e for e in ends if e.failure.pod == first.pod), None)
     if now is None:
         return [PodEnd(first)]
     if not _ended_from_outside(first):
-        # A pod that the operator has deleted since may show less: a container that was never made "exits" with 137.
+        # A pod that the operator has deleted may show less: a container that was never created "exits" with 137.
         return [PodEnd(first)] if now.precedence > precedence_of(first) else []
     merged = msgspec.structs.replace(
         first,
@@ -501,8 +506,9 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
 
 
 def _on_all_nodes(ends: Sequence[PodEnd], nodes: int | None) -> bool:
-    """True if no node could start it; if only one could not, that node may be the reason. Agents that have ended by
-    agreement have compared their nodes."""
+    """True if no node could start it; otherwise the node may be the reason. Agents that end by agreement have compared
+    their nodes.
+    """
     if any(end.everywhere for end in ends):
         return True
     unable = {end.failure.node_rank for end in ends if rules.cannot_start(_with_evidence(end.failure))}
@@ -510,10 +516,10 @@ def _on_all_nodes(ends: Sequence[PodEnd], nodes: int | None) -> bool:
 
 
 def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int | None) -> bool:
-    """True if another try would end as this one did: a mistake of the script that was made on all nodes."""
+    """True if a retry would end in the same way: a mistake of the script, made on all nodes."""
     exception = cause.failure.exception
     code = cause.failure.exit_code
-    # argparse raises nothing: it prints its sentence, and ends with 2.
+    # argparse raises nothing: it prints its sentence and exits with 2.
     is_own = evidence_of(cause.failure).raised or code == 2
     if not is_own or not rules.is_mistake(exception, code):
         return False
@@ -539,13 +545,13 @@ def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:
 
 
 def _runtime_reason(pod: Pod) -> str:
-    """The reason that a container runtime has made up for an exit code."""
+    """Return the reason that a container runtime invented for an exit code."""
     known = pod.trainer.exit_code is None or pod.trainer.reason in _CONTAINERS_OWN
     return "" if known else pod.trainer.reason
 
 
 def _time(pod: Pod, own: Failure, now: dt.datetime) -> dt.datetime:
-    """Of the rank that failed, because the container may end long after it; a time that is out of bounds is ignored."""
+    """Return the time of the failed rank: the container may end long after it. Times out of bounds are ignored."""
     ended = pod.trainer.ended_at
     if ended is None:
         return pod.deletion_requested_at or now

@@ -1,4 +1,4 @@
-"""A failure in a sentence, and in a few words."""
+"""Describe a failure in a sentence, or in a few words."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _SPACES = re.compile(r" {2,}")
 
 
 def sentence(failure: api.JobFailure) -> str:
-    """rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840; in a local run: rank 37 (node 4) …"""
+    """Return for example `rank 37 (pod bert-1-4, node gpu-07) was killed by SIGSEGV at step 12840`; in a local run
+    `rank 37 (node 4) …`.
+    """
     if failure.init_container:
         logs = f"kubectl logs {failure.pod} -c {failure.init_container}"
         return f'init container "{failure.init_container}" of pod {failure.pod} {_what(failure)}, see {logs}'
@@ -29,7 +31,7 @@ def sentence(failure: api.JobFailure) -> str:
 
 
 def short(failure: api.JobFailure) -> str:
-    """A few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
+    """Return a few words, as in "attempt 3 after …": SIGSEGV on rank 37."""
     where = f"node {failure.node or failure.node_rank}"
     by_reason = {
         root_cause.NODE_LOST: f"{where} lost",
@@ -63,19 +65,19 @@ def short(failure: api.JobFailure) -> str:
 
 
 def shortened(text: str) -> str:
-    """Without paths of gloo's sources and emojis, which `lastFailure` keeps."""
+    """Remove paths of gloo's sources and emojis, which `lastFailure` keeps."""
     return _SPACES.sub(" ", _PICTURES.sub("", _BUILD_PATH.sub("", text))).strip()
 
 
 def avoided(node: api.AvoidedNode) -> str:
-    """node gpu-07 is avoided until 08:04:28 UTC (2 failures of this job)"""
+    """Return for example `node gpu-07 is avoided until 08:04:28 UTC (2 failures of this job)`."""
     if node.lifted:
         return f"node {node.node} is used although it was to be avoided ({node.message}): pods fit on no other node"
     return f"node {node.node} is avoided until {wording.clock(node.until)} ({node.message})"
 
 
 def _what(failure: api.JobFailure) -> str:
-    """What happened to it, by its reason where that says more than the exit code."""
+    """Describe what happened, by the reason if that says more than the exit code."""
     at, why = _at(failure), _why(failure)
     if failure.reason == root_cause.ENDED_EARLY:
         return failure.exception
@@ -94,7 +96,7 @@ def _what(failure: api.JobFailure) -> str:
 
 
 def _complaint(failure: api.JobFailure) -> str:
-    """What a rank says that a peer is gone, or does not come."""
+    """Describe a rank's complaint about a lost or missing peer."""
     at, why = _at(failure), _why(failure)
     if rules.port_in_use(failure.exception) is not None:
         return f"could not listen at the address that it was given{why}"

@@ -1,7 +1,7 @@
-"""Reads a container's termination message: the trainer library's, torchrun's table, a traceback, or nothing.
+"""Read a container's termination message: the trainer library's, torchrun's table, a traceback, or nothing.
 
-The text is what the kubelet keeps: the termination message, or the last 2 kB of the log. It may be cut anywhere, hold
-the lines of several ranks, or be garbage: all of it is a log then.
+The kubelet keeps the termination message, or the last 2 kB of the log. The text may be cut anywhere, mix lines of
+several ranks, or be garbage; it then counts as a log.
 """
 
 from __future__ import annotations
@@ -33,25 +33,24 @@ from ddpjob_operator.job.bounds import NOT_READABLE
 from ddpjob_operator.observed.hidden_failure import is_recorded
 from ddpjob_operator.observed.reports import AgentReport
 
-# The local run keeps 16 kB of log, the kubelet 2 to 4.
+# A local run keeps 16 kB of log, the kubelet 2 to 4.
 READ_MAX = 65_536
 
 _RANK = re.compile(r"\[rank(\d{1,9})\]")
 _GUTTER = re.compile(r"^ {1,80}\| ")
 _CHAINED = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
-# "ValueError: no such shard": what an exception looks like where its traceback is not seen.
+# "ValueError: no such shard": an exception without its traceback.
 _EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)(?::.*)?$")
 _TRACEBACK_END = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::.*)?$")
-# What multiprocessing prints above the traceback of a child: Process SpawnProcess-1:
+# Printed by multiprocessing above the traceback of a child: Process SpawnProcess-1:
 _PROCESS = re.compile(r"^Process \S+:$")
-# How torchrun reports a failure.
+# Part of torchrun's report of a failure.
 REPORTS_FAILURE = "ChildFailedError"
-# With which a program ends that was told to.
+# Exceptions of a program that was asked to end.
 _NO_FAILURE = ("KeyboardInterrupt", "SystemExit", "BrokenPipeError")
-# Printed of an error that ends no program: in a `__del__` (a DataLoader's at the end of any), or in a line of the log.
+# Text before an exception that ends no program: in a `__del__` (such as a DataLoader's at exit), or in a log line.
 _ENDS_NOTHING = re.compile(r"^(?:Exception ignored |--- Logging error ---)")
-# `accelerate launch` on one GPU, a wrapper of the user's, or spawn, of the Python that it has started and that has said
-# more.
+# Errors about a child that has reported more itself: of `accelerate launch` on one GPU, wrappers, or spawn.
 _OF_A_CHILD = re.compile(
     r"^subprocess\.CalledProcessError: Command '\[?'?[^ ']*(?:python[\d.]*|torchrun|ddprun)[' ]"
     r"|^torch\.multiprocessing\.spawn\.ProcessExitedException: process \d+ terminated with exit code 1$"
@@ -59,59 +58,59 @@ _OF_A_CHILD = re.compile(
 _GROUP = re.compile(r"\(\d+ sub-exceptions?\)$")
 _TERMINATE = re.compile(r"^terminate called after throwing an instance of '(.+)'")
 _WHAT = re.compile(r"^\s+what\(\):\s+(.*)$")
-# torch.multiprocessing.spawn reports how the process ended because of which it stops.
+# torch.multiprocessing.spawn reports how the process ended that made it stop.
 _SPAWNED = re.compile(r"ProcessExitedException: process \d+ terminated with (?:exit code (\d{1,3})|signal (\w+))")
 _INTERPRETER = re.compile(r"python|^exec |exec user process")
-# The second line of torch's error: ncclSystemError: System call … But nccl_train.py FAILED is torchrun's, of a script.
+# The second line of NCCL's error: ncclSystemError: System call … But `nccl_train.py FAILED` is torchrun's.
 _OF_NCCL = re.compile(r"nccl[A-Z]\w*\b")
 _TORCHS_OWN = re.compile(r"gloo|c10d|nccl|Dist\w*Error|Rendezvous", re.IGNORECASE)
-# Where torchrun waits for the other nodes when all its own ranks have ended with 0 (elastic/agent/server/api.py).
+# The place where torchrun waits for other nodes after its own ranks have ended with 0 (elastic/agent/server/api.py).
 _TORCHRUN_WAITED = "in _exit_barrier\n"
-# It stops those of its ranks that still run: Sending process 2000 closing signal SIGTERM.
+# Printed when it stops its other ranks: Sending process 2000 closing signal SIGTERM.
 _STOPS = " closing signal SIG"
 _ABORTED, _TERMINATED = 134, 143
 _TORCHRUN_SIGNALLED = re.compile(r"SignalException: Process \d+ got signal: (\d{1,2})$")
 
-# torchrun's own summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 1.9 to 2.13).
+# torchrun's summary at the end of its output (torch/distributed/elastic/multiprocessing/errors, 1.9 to 2.13).
 _SECTION = re.compile(r"^(?:Failures|Other Failures|Root Cause[^:]{0,60}):\s*$")
 _ENTRY = re.compile(r"^\[\d+\]:\s*$")
 _FIELD = re.compile(r"^  (rank|exitcode|traceback|msg|time|host|error_file)\s{0,9}:(?: (.*))?$")
 
 
 class ContainerReport(NamedTuple):
-    """What a termination message or the end of a log shows."""
+    """Contents of a termination message or of the end of a log."""
 
     failure: Failure = Failure()
-    """Of the rank that failed first in the container."""
+    """Failure of the rank that failed first in the container."""
     log: str = ""
-    """What it printed."""
+    """The container's output."""
     done: bool = False
-    """True if all its ranks had ended with 0, and only the launcher was still there to be stopped."""
+    """True if all its ranks had ended with 0, and only the launcher was stopped."""
     permanent: bool = False
-    """True if agents have agreed that no other try helps, on any node."""
+    """True if the agents agree that a retry cannot help on any node."""
     agreed: bool = False
-    """True if agents have agreed on this failure before anyone was told to stop."""
+    """True if the agents agreed on this failure before any was asked to stop."""
 
 
 class Message(NamedTuple):
-    """What the trainer library, or an agent, writes as the container's termination message."""
+    """A termination message of the trainer library or of an agent."""
 
     failure: Failure
     ended: bool = False
-    """True if an agent ended because the agents of the group had agreed on it; an agent that is lost writes none."""
+    """True if the agent ended by agreement of the group's agents. A lost agent writes no message."""
     agent: AgentReport | None = None
-    """From node 0's agent: what it had restarted in place."""
+    """Node 0's restarts in place."""
     findings: tuple[Finding, ...] = ()
-    """What makes a success suspicious."""
+    """Reasons to doubt a success."""
 
 
 def read_message(text: str) -> Message | None:
-    """The library's or agent's message alone, where there is one; the log below it is not read."""
+    """Return the message of library or agent; None if there is none. The log below it is ignored."""
     return _message(text)[0]
 
 
 def read(text: str) -> ContainerReport:
-    """What a termination message or a log's end shows. The library's exception counts before what the log shows."""
+    """Read a termination message or the end of a log. The library's exception outranks the log."""
     message, log = _message(text)
     report = _read_log(log)
     if message is None:
@@ -134,10 +133,10 @@ def read(text: str) -> ContainerReport:
 
 
 def findings(text: str, *, trusted: bool) -> Iterator[Finding]:
-    """What makes the success of a container suspicious that has ended with 0.
+    """Yield reasons to doubt the success of a container that ended with 0.
 
-    trusted: whether its exit code is that of its last launcher. Then a failure of a rank in the log, or in the message,
-    has been overcome. A traceback behind which nothing follows counts in any case: the script has printed it and ended.
+    trusted: the exit code is that of its last launcher. A rank's failure in the log or the message was then overcome. A
+    traceback with nothing after it always counts: the script printed it and ended.
     """
     message, log = _message(text)
     if message is not None:
@@ -158,9 +157,9 @@ def _although(failure: Failure) -> str:
 
 
 def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
-    """The failure of a rank that the log of a success shows.
+    """Return the failure of a rank in the log of a success.
 
-    Without torch's or torchrun's word only the last traceback counts, because a script that goes on has handled it.
+    Without torch's prefix or torchrun's report, only the last traceback counts: a script that goes on has handled it.
     """
     exceptions = raised(log)
     if not trusted and (REPORTS_FAILURE in log or any(f.rank is not None for f in exceptions)):
@@ -169,7 +168,7 @@ def _failure_in_log(log: str, *, trusted: bool) -> Failure | None:
 
 
 def _ends_with_traceback(log: str) -> bool:
-    """True if nothing but what launchers and libraries print at any end follows on the last traceback."""
+    """True if after the last traceback only lines follow that launchers and libraries print at any end."""
     before, begins, rest = log.rpartition("Traceback (most recent call last):")
     above = before.rstrip().rpartition("\n")[2]
     if not begins or PREFIX.match(before.rpartition("\n")[2]) or _ENDS_NOTHING.match(above):
@@ -181,9 +180,9 @@ def _ends_with_traceback(log: str) -> bool:
 
 
 def raised(log: str) -> list[Failure]:
-    """The exceptions in a log, in the order in which they end; those that belong together (a chain) as one.
+    """Return the exceptions in a log in order of their ends; a chain counts as one.
 
-    The rank is that of the line's prefix. A symptom says, or was raised for what says, that a peer is gone.
+    The rank is that of the line's prefix. A symptom reports a lost peer, or was raised because of such a report.
     """
     chains: list[list[Failure]] = []
     streams: dict[str, _Stream] = {}
@@ -197,9 +196,9 @@ def raised(log: str) -> list[Failure]:
 
 
 def table(log: str) -> list[Failure]:
-    """The rows of the last failure table of torchrun in a log; what stands before the rows may be cut off.
+    """Return the rows of torchrun's last failure table in a log, whose head may be cut off.
 
-    What torchrun calls the root cause comes first. The exception is that of a script with @record.
+    torchrun's root cause comes first. The exception is that of a script with @record.
     """
     rows: list[tuple[bool, dict[str, str]]] = [(True, {})]
     root, field = True, ""
@@ -220,14 +219,15 @@ def table(log: str) -> list[Failure]:
 
 
 def signal_name(exit_code: int | None) -> str:
-    """SIGKILL for 137; empty where no signal ended it. A program that ends with 168 has chosen that code rather than
-    been killed by a real-time signal."""
+    """Return SIGKILL for 137; "" if no signal ended it. 168 counts as a code that the program chose, not as a real-time
+    signal.
+    """
     number = (exit_code or 0) - 128
     return failures.signal_name(number) if number in set(signals.Signals) else ""
 
 
 class _Stream:
-    """The lines of one rank, because tracebacks of several ranks of a pod are interleaved."""
+    """Lines of one rank: tracebacks of the ranks of a pod are interleaved."""
 
     def __init__(self, rank: int | None) -> None:
         self.rank = rank
@@ -261,7 +261,7 @@ class _Stream:
             self._unindented(line.rstrip(), chains)
 
     def _of_nccl(self, line: str) -> None:
-        """A further line of its error."""
+        """Add another line of NCCL's error."""
         before, found = self.chain[-1], self.found
         self.found = line.strip() == LAST_ERROR
         if not self.found:
@@ -271,7 +271,7 @@ class _Stream:
     def _unindented(self, line: str, chains: list[list[Failure]]) -> None:
         ends = _EXCEPTION.match(line) or (self.inside and _TRACEBACK_END.match(line))
         self.inside = False
-        # torchrun's own error is not what happened, and a group is known by those in it.
+        # torchrun's own error is not the cause, and a group stands for its members.
         if ends and "ChildFailedError" not in line and not _GROUP.search(line):
             self._add(line, chains)
         self.passed_over = False
@@ -289,19 +289,19 @@ class _Stream:
 
 
 def _of_chain(chain: list[Failure]) -> Failure:
-    """What began with the loss of a peer is a symptom, whatever was raised for it; what came before it is not."""
+    """Return the failure of a chain: if it began with the loss of a peer it is a symptom, but not what came before."""
     if chain[0].symptom:
         return chain[0]
     own = [r for r in reversed(chain) if not r.symptom]
     killed = next((r for r in own if rules.WORKER_KILLED.match(r.exception)), own[0])
-    return killed._replace(where=killed.where or own[0].where)  # its own traceback is all torch's
+    return killed._replace(where=killed.where or own[0].where)  # its own traceback is only torch's
 
 
 def _read_log(log: str) -> ContainerReport:
     rows, exceptions = table(log), raised(log)
     signalled = _last_match(_TORCHRUN_SIGNALLED, exceptions)
     if signalled is not None and not rows:
-        # torchrun ends with 1 when a signal stops it.
+        # torchrun exits with 1 after a signal.
         return ContainerReport(Failure(exit_code=128 + int(signalled[1])), log, done=_TORCHRUN_WAITED in log)
     spawned = _last_match(_SPAWNED, exceptions)
     code = _code(int(spawned[1] or 0), spawned[2] or "") if spawned else None
@@ -321,16 +321,16 @@ def _read_log(log: str) -> ContainerReport:
 
 
 def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool) -> Iterator[Failure]:
-    """What may have ended the culprit, the most certain first. An exception of another rank does not explain it.
+    """Yield candidates for what ended the culprit, most certain first. Exceptions of other ranks do not explain it.
 
-    cut: whether no row of a table is left.
+    cut: True if no row of a table is left.
     """
     yield culprit
     yield _cause([r for r in exceptions if r.rank is not None and r.rank == culprit.rank])
     yield _cause([r for r in exceptions if culprit.rank is None or r.rank is None])
     if cut:
         yield _cause(raised(_cut_table(log)))
-    # A peer's complaint whose head is cut off: gloo's line and torchrun's table are just longer than 2 kB.
+    # A peer's complaint without its head: gloo's line plus torchrun's table is just longer than 2 kB.
     line = log.partition("\n")[0]
     is_complaint = rules.SYMPTOMS.search(line) and _TORCHS_OWN.search(line)
     yield Failure(exception=f"…{line}", symptom=True) if is_complaint else Failure()
@@ -338,15 +338,18 @@ def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool)
 
 
 def _cause(exceptions: list[Failure]) -> Failure:
-    """The last that is no symptom; where all are, the last."""
+    """Return the last exception that is no symptom; if all are, the last."""
     own = [r for r in exceptions if not _OF_A_CHILD.match(r.exception)] or exceptions
     return next((r for r in reversed(own) if not r.symptom), own[-1] if own else Failure())
 
 
 def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
-    """The rows, where a rank that torchrun has stopped had raised before: Python's end takes a second with torch, in
-    which a peer that has lost it may end. Then it is as if it had ended by that, with 1, and all that ended without a
-    word after it come behind it. Only torch's own prefix proves that nobody has caught an exception."""
+    """Return the rows, corrected for a rank that torchrun stopped after it had raised.
+
+    Python with torch needs a second to exit, in which a peer that has lost it may end first. The rank then counts as
+    ended by its exception, with 1, and before the silent ones. Only torch's prefix proves that the exception was not
+    caught.
+    """
     before, stops, _ = log.partition(_STOPS)
     ended = {f.rank for f in raised(before) if f.rank is not None and not f.symptom} if stops else set()
     late = [row._replace(exit_code=1) for row in rows if row.exit_code == _TERMINATED and row.rank in ended]
@@ -358,8 +361,8 @@ def _before_they_were_stopped(log: str, rows: list[Failure]) -> list[Failure]:
 
 
 def _has_followed(row: Failure, exceptions: list[Failure]) -> bool:
-    """True if it may have failed because of another one. torchrun stops the others with SIGTERM, and checks ten times a
-    second: it orders two that failed in between by their number, so that what it calls the root cause may be a symptom.
+    """True if this failure may follow from another. torchrun checks ten times per second, stops the others with
+    SIGTERM, and orders failures between two checks by rank: its root cause may be a symptom.
     """
     own = row if row.exception else _cause([r for r in exceptions if r.rank is not None and r.rank == row.rank])
     return own.symptom or row.exit_code in (_TERMINATED, rules.RESUMABLE_EXIT_CODE)
@@ -371,7 +374,7 @@ def _row(fields: dict[str, str]) -> Failure | None:
         return None
     rank = _integer(fields.get("rank", ""))
     cause = _cause(raised(fields.get("traceback", fields.get("msg", ""))))
-    # A log may hold any text; there is no rank -1.
+    # Rank -1 does not exist, but logs may hold anything.
     return cause._replace(rank=None if rank is None or rank < 0 else rank, exit_code=code)
 
 
@@ -380,7 +383,7 @@ def _last_match(pattern: re.Pattern[str], exceptions: list[Failure]) -> re.Match
 
 
 def _cut_table(log: str) -> str:
-    """The end of a traceback in a table whose head is cut off: a deep one is longer than what the kubelet keeps."""
+    """Return the end of a traceback in a table whose head is cut off."""
     lines = log.rstrip().splitlines()
     if not lines or not BORDER.match(lines[-1]):
         return ""
@@ -388,7 +391,7 @@ def _cut_table(log: str) -> str:
 
 
 def _interpreter_error(log: str) -> Failure:
-    """`python nowhere.py` prints a line of its own and raises nothing; so does the container runtime."""
+    """Return the line of an interpreter or container runtime that raises nothing: `python nowhere.py`."""
     lines = (PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
     errors = (line for line in lines if _INTERPRETER.search(line) and rules.CANNOT_EVER_START.match(line))
     return Failure(exception=next(errors, "").strip())
@@ -405,7 +408,7 @@ def _message(text: str) -> tuple[Message | None, str]:
         return None, text
     if type(written.get("ddpjob")) is not int or written["ddpjob"] != 1:
         return None, text
-    # Again, because JSON has decoded \u001b, which was harmless when the text was cleaned, into an escape character.
+    # Clean again: JSON has decoded \u001b into an escape character.
     failure = failure._replace(exception=clean(failure.exception), traceback=clean(failure.traceback))
     found = _findings(written.get("findings"))
     return Message(failure, ended=written.get("ended") is True, agent=agent, findings=found), rest

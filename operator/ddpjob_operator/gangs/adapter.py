@@ -1,7 +1,7 @@
-"""What an adapter is: a table that says how one scheduler or queue takes all pods of a job, or none. Pure.
+"""Adapters: tables that describe how a scheduler or queue admits all pods of a job, or none. Pure.
 
-The rules in plan/gang.py drive every adapter alike; the shell makes, watches and deletes what the table names. How to
-write another one: docs/dev/gang-adapters.md.
+The rules in plan/gang.py drive all adapters alike; the shell creates, watches and deletes the objects that the table
+names. How to write an adapter: docs/dev/gang-adapters.md.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ UID_DIGITS = 5
 
 @dataclass(frozen=True)
 class Adapter:
-    """One for each value of spec.gang but auto and none."""
+    """An adapter for one value of spec.gang (not auto or none)."""
 
     name: str
     """As in spec.gang, in the chart's values, and in DDPJOB_GANGS."""
     group: str
     """The API group, such as scheduling.k8s.io."""
     versions: tuple[str, ...]
-    """Of the API group, the first that is served is taken."""
+    """Versions of the API group, best first; the first one that is served is used."""
     plural: str
     kind: str
     per_attempt: bool
-    """True if each attempt has a group of its own, which goes with it; else one group is for the life of the job."""
+    """True: one group per attempt. False: one group for all attempts of the job."""
     body: Callable[[api.DDPJob, int, str], Body]
-    """The object to create, by job, attempt and apiVersion."""
+    """Returns the object to create, for a job, attempt and apiVersion."""
     pod: Callable[[Body, api.DDPJob, int], None]
-    """Puts a pod of an attempt into its group: labels, annotations, fields."""
+    """Puts a pod into the group of its attempt: labels, annotations, fields."""
     read: Callable[[Raw], Admission]
-    """What the object says."""
+    """Reads the admission from the object."""
     admits_first: bool = False
-    """True if it is a queue (kueue.py): no pod is made before the group is admitted, and the group is told how the job
-    is. Else the scheduler sees the pods, and binds all or none."""
+    """True for a queue (kueue.py): pods are created after the admission, and the queue is told the state of the job.
+    False: the scheduler sees the pods, and binds all or none.
+    """
 
     @property
     def resource(self) -> str:

@@ -1,4 +1,4 @@
-"""Which scheduler or queue admits the pods of a job: by its spec and labels, and by what the API server serves."""
+"""Choose the scheduler or queue that admits the pods of a job, by its spec, its labels and the served APIs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_SCHEDULER = "default-scheduler"
 
 
 def choose(job: api.DDPJob, apis: Mapping[str, GangApi]) -> tuple[Kind, str]:
-    """The name of an adapter or none, and why. apis: those that are switched on, by adapter."""
+    """Return an adapter's name or "none", and the reason. apis: the enabled ones, by adapter."""
     spec = job.spec
     if spec.gang == "none":
         return "none", "spec.gang is none"
@@ -35,7 +35,7 @@ def choose(job: api.DDPJob, apis: Mapping[str, GangApi]) -> tuple[Kind, str]:
 
 
 def unserved_queue(job: api.DDPJob, apis: Mapping[str, GangApi]) -> str:
-    """Say that the job names a queue which nobody here asks; "" if it names none, or its spec leaves the queue."""
+    """Warn that the job names a queue that is not used; "" if it names none, or its spec opts out."""
     queue = job.metadata.labels.get(kueue.QUEUE_LABEL)
     if queue is None or "kueue" in apis or job.spec.gang in ("none", "kueue"):
         return ""
@@ -43,7 +43,7 @@ def unserved_queue(job: api.DDPJob, apis: Mapping[str, GangApi]) -> str:
 
 
 def unavailable(name: str, apis: Mapping[str, GangApi]) -> str:
-    """Why an adapter cannot be used; empty: it can."""
+    """Return why an adapter cannot be used; "" if it can."""
     if name not in apis:
         return f"gang {name} is not switched on in this operator (the chart's value gang.{name}.enabled)"
     return "" if apis[name].api_version else apis[name].why_not

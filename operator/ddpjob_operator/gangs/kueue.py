@@ -1,11 +1,10 @@
-"""The queues of Kueue: one Workload of kueue.x-k8s.io for the life of the job, which the operator writes itself.
+"""Queues of Kueue: one kueue.x-k8s.io Workload for all attempts of a job, which the operator writes itself.
 
-Kueue needs no code for it, only `DDPJob.v1alpha1.training.ddpjob.io` under `integrations.externalFrameworks`. What it
-does for its own kinds is done here: it leaves the quota of a Workload that it evicts with it until the pods have ended
-and the owner takes the admission out of the status. No `reclaimablePods`: they never shrink while quota is held, and a
-restart would lack what was given back.
+Kueue only needs `DDPJob.v1alpha1.training.ddpjob.io` under `integrations.externalFrameworks`. What it does for its own
+kinds is done here: an evicted Workload keeps its quota until the pods have ended and its owner removes the admission
+from the status. `reclaimablePods` is not used: it cannot shrink while quota is held, so a restart would lack quota.
 
-0.14 serves v1beta1; v1beta2, from 0.15 on, differs in how a priority class is named.
+0.14 serves v1beta1; v1beta2, from 0.15 on, names a priority class differently.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from ddpjob_operator.observed.groups import Admission, ObservedGroup, Placement,
 from ddpjob_operator.pods import build, naming
 
 GROUP = "kueue.x-k8s.io"
-# The API by which it tells the places of those that wait; the first version that is served is taken.
+# The API that shows positions in queues; the first served version is used.
 PLACES_GROUP, PLACES_VERSIONS = "visibility.kueue.x-k8s.io", ("v1beta1", "v1beta2")
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 PRIORITY_LABEL = "kueue.x-k8s.io/priority-class"
@@ -30,17 +29,17 @@ DEFAULT_QUEUE = "default"
 PODSET = "node"
 _TOPOLOGY = "kueue.x-k8s.io/podset-{}-topology"
 _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
-# The lowest level of a Topology where it is one at all.
+# The lowest level of a Topology, if it has one.
 _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
-# Of evictions whose reason begins so (DeactivatedDueToRequeuingLimitExceeded) Kueue itself says when the Workload may
-# queue again: after a back-off, or when it is active again.
+# For evictions whose reason begins so (DeactivatedDueToRequeuingLimitExceeded), Kueue itself decides when the Workload
+# may queue again: after a back-off, or when it is active again.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 
 
 def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
-    """The Workload of a job: as many pods as it has nodes. An elastic job may be admitted with as few as minNodes."""
+    """Return the Workload of a job with one pod per node. An elastic job may be admitted with minNodes."""
     template = job.spec.template
     podset: Body = {"name": PODSET, "count": job.spec.nodes, "template": {"spec": _what_pods_ask_for(template)}}
     least = launcher.facts(job.spec).min_nodes
@@ -48,7 +47,7 @@ def body(job: api.DDPJob, _attempt: int, api_version: str) -> Body:
         podset["minCount"] = least
     if topology := _topology_request(job):
         podset["topologyRequest"] = topology
-    # As Kueue's own kinds without a class have it; its visibility API (0.14.8) fails on a Workload that has none.
+    # As for Kueue's own kinds without a class. Kueue's visibility API (0.14.8) fails on a Workload without priority.
     spec: Body = {"queueName": _queue(job), "podSets": [podset], "priority": 0}
     group, kind, name = _priority(job)
     if name and api_version.endswith("/v1beta1"):
@@ -65,7 +64,7 @@ def _queue(job: api.DDPJob) -> str:
 
 
 def _what_pods_ask_for(template: Mapping[str, Any]) -> Body:
-    """The template as far as quota and nodes depend on it: commands and variables are nobody's in the queue."""
+    """Return the parts of the template that quota and nodes depend on, without commands and variables."""
     spec = build.as_given(podspec.mapping(template, "spec"))
     for kind in ("containers", "initContainers"):
         if kind in spec:
@@ -75,8 +74,9 @@ def _what_pods_ask_for(template: Mapping[str, Any]) -> Body:
 
 
 def _topology_request(job: api.DDPJob) -> Body:
-    """By spec.topologyKey, or by the annotations of the template that Kueue reads of other kinds. Ranks that are near
-    each other get nodes that are."""
+    """Return the topology request of spec.topologyKey, or of the annotations that Kueue defines for other kinds.
+    Neighbouring ranks get neighbouring nodes.
+    """
     annotations = podspec.mapping(podspec.mapping(job.spec.template, "metadata"), "annotations")
     request: Body = {}
     for name in ("required", "preferred"):
@@ -90,7 +90,7 @@ def _topology_request(job: api.DDPJob) -> Body:
 
 
 def _priority(job: api.DDPJob) -> tuple[str, str, str]:
-    """The API group, kind and name of the priority class; no name: none is named."""
+    """Return API group, kind and name of the priority class; the name is "" if there is none."""
     if name := job.metadata.labels.get(PRIORITY_LABEL):
         return GROUP, "WorkloadPriorityClass", name
     name = podspec.mapping(job.spec.template, "spec").get("priorityClassName") or ""
@@ -98,7 +98,7 @@ def _priority(job: api.DDPJob) -> tuple[str, str, str]:
 
 
 def reads_for_group(job: api.DDPJob, api_version: str) -> tuple[str, ...]:
-    """The priority class: Kueue refuses its name without its value."""
+    """Path of the priority class: Kueue requires its value next to its name."""
     group, _, name = _priority(job)
     version = api_version if group == GROUP else f"{group}/v1"
     plural = "workloadpriorityclasses" if group == GROUP else "priorityclasses"
@@ -106,13 +106,13 @@ def reads_for_group(job: api.DDPJob, api_version: str) -> tuple[str, ...]:
 
 
 def complete(workload: Body, found: Sequence[Raw]) -> None:
-    """Puts the value of the priority class into the Workload."""
+    """Put the value of the priority class into the Workload."""
     for priority in found:
         workload["spec"]["priority"] = priority.get("value", 0)
 
 
 def read(raw: Raw) -> Admission:
-    """Admitted, evicted, or why it waits, in Kueue's own words."""
+    """Read the admission: admitted, evicted, or Kueue's reason for waiting."""
     status = raw.get("status") or {}
     reserved, evicted = _condition(raw, "QuotaReserved"), _condition(raw, "Evicted")
     holds_quota = reserved.get("status") == "True"
@@ -133,7 +133,7 @@ def read(raw: Raw) -> Admission:
 
 
 def placement(raw: Raw) -> Placement:
-    """How many pods, and on which nodes: by the flavors of the quota, and by what admission checks add."""
+    """Read how many pods are admitted, and on which nodes: from flavors and admission checks."""
     status = raw.get("status") or {}
     assigned = [a for a in (status.get("admission") or {}).get("podSetAssignments") or () if a.get("name") == PODSET]
     if not assigned:
@@ -161,7 +161,7 @@ def placement(raw: Raw) -> Placement:
 
 
 def observed(raw: Raw) -> dict[str, Any]:
-    """What only a queue says of a group: its pods, its queue, and what it was told."""
+    """Read what only a queue has: number of pods, queue, and conditions that the operator wrote."""
     podsets, queue = (raw.get("spec") or {}).get("podSets") or (), text((raw.get("spec") or {}).get("queueName"))
     return {
         "placement": placement(raw),
@@ -174,13 +174,14 @@ def observed(raw: Raw) -> dict[str, Any]:
 
 
 def asks(job: api.DDPJob) -> tuple[str, ...]:
-    """The LocalQueue, the priority class and the topology: labels and spec.topologyKey change at any time, a template
-    only while its job is suspended."""
+    """Return what the job now requests: LocalQueue, priority class and topology. These may change at any time; the
+    template only while the job is suspended.
+    """
     return _queue(job), _priority(job)[2], str(_topology_request(job).get("required") or "")
 
 
 def _asked(raw: Raw) -> tuple[str, str]:
-    """The priority class and the topology of a Workload."""
+    """Return the priority class and topology of a Workload."""
     spec = raw.get("spec") or {}
     priority = spec.get("priorityClassName") or (spec.get("priorityClassRef") or {}).get("name")
     podsets = spec.get("podSets") or [{}]
@@ -188,12 +189,12 @@ def _asked(raw: Raw) -> tuple[str, str]:
 
 
 def pending_path(api_version: str, namespace: str, queue: str) -> str:
-    """Those that wait in a LocalQueue, in its order; the first thousand of them."""
+    """Path of the first thousand jobs that wait in a LocalQueue."""
     return f"/apis/{api_version}/namespaces/{namespace}/localqueues/{quote(queue, safe='')}/pendingworkloads"
 
 
 def read_places(raw: Raw) -> dict[str, int]:
-    """Of the ClusterQueue, which others wait for as well: who is before a job there is admitted before it."""
+    """Read positions in the ClusterQueue, which other LocalQueues share: jobs are admitted in this order."""
     found = {}
     for item in raw.get("items") or ():
         before = bounds.integer(item.get("positionInClusterQueue"), 0, bounds.TURNS_MAX)
@@ -203,17 +204,18 @@ def read_places(raw: Raw) -> dict[str, int]:
 
 
 def reads_for_pods(placed: Placement, api_version: str) -> tuple[str, ...]:
-    """The flavors: an admission names them, and they have the labels of the nodes."""
+    """Paths of the flavors that an admission names; they hold the node labels."""
     return tuple(f"/apis/{api_version}/resourceflavors/{name}" for name in placed.flavors)
 
 
 def pod(_body: Body, _job: api.DDPJob, _attempt: int) -> None:
-    """Without an admission a pod has nothing of Kueue: as the pod of an external framework it is left alone."""
+    """Change nothing: Kueue ignores pods of an external framework."""
 
 
 def place(pod_body: Body, group: ObservedGroup, flavors: Sequence[Raw]) -> None:
-    """The pod runs where its quota is. What flavors and checks ask for outranks the template: elsewhere the pod would
-    use what the queue has promised to others."""
+    """Bind the pod to the nodes of its quota. Flavors and checks outrank the template: on other nodes the pod would use
+    quota that was promised to others.
+    """
     placed, spec, metadata = group.placement, pod_body["spec"], pod_body["metadata"]
     specs = [podspec.mapping(flavor, "spec") for flavor in flavors]
     selector = {name: value for one in specs for name, value in podspec.mapping(one, "nodeLabels").items()}
@@ -227,15 +229,18 @@ def place(pod_body: Body, group: ObservedGroup, flavors: Sequence[Raw]) -> None:
     metadata["labels"] = {**(metadata.get("labels") or {}), **placed.labels}
     metadata["annotations"] = {**(metadata.get("annotations") or {}), **placed.annotations}
     if placed.by_topology:
-        # Kueue puts the nodes of each pod into its selector, and then takes the gate away.
+        # Kueue adds the nodes to each pod's selector, and then removes the gate.
         metadata["labels"] |= {"kueue.x-k8s.io/tas": "true", "kueue.x-k8s.io/podset": PODSET}
         metadata["annotations"]["kueue.x-k8s.io/workload"] = group.name
         spec["schedulingGates"] = [*(spec.get("schedulingGates") or []), {"name": _TOPOLOGY_GATE}]
 
 
 def queued_alone(pod_body: Raw) -> str:
-    """Why Kueue holds a single pod back; empty: it does not. Of a job with the label of a queue it leaves all pods
-    alone; without that its integration of pods, and a LocalQueue `default`, put each pod into the queue by itself."""
+    """Return why Kueue holds a single pod back; "" if it does not.
+
+    Kueue leaves pods of a job with a queue label alone. Without one, its pod integration and a LocalQueue named
+    `default` queue each pod by itself.
+    """
     gates = podspec.mappings(podspec.mapping(pod_body, "spec"), "schedulingGates")
     if not any(gate.get("name") == _POD_GATE for gate in gates):
         return ""
@@ -243,7 +248,7 @@ def queued_alone(pod_body: Raw) -> str:
 
 
 def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:
-    """The status of the Workload, with what Kueue is to know."""
+    """Return the new status of the Workload; None if nothing changes."""
     status, conditions = dict(raw.get("status") or {}), _Conditions(raw, now)
     if what == "quota returned":
         evicted = _condition(raw, "Evicted")
@@ -271,7 +276,7 @@ def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:
 
 
 class _Conditions:
-    """The conditions of a Workload, to be changed."""
+    """The conditions of a Workload, for changes."""
 
     def __init__(self, raw: Raw, now: dt.datetime) -> None:
         self.listed = [dict(c) for c in (raw.get("status") or {}).get("conditions") or ()]

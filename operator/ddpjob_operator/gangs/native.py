@@ -1,12 +1,12 @@
-"""The scheduler of Kubernetes: a PodGroup of scheduling.k8s.io, and `schedulingGroup` in each of its pods.
+"""The Kubernetes scheduler: a scheduling.k8s.io PodGroup, and `schedulingGroup` in each of its pods.
 
-1.36 serves v1alpha2 (gates GenericWorkload and GangScheduling; a topology needs TopologyAwareWorkloadScheduling), 1.37
-v1beta1 and v1alpha3 (gate GenericWorkload). What is written here is the same in all of them. They differ in the
-condition: PodGroupScheduled in 1.36, PodGroupInitiallyScheduled from 1.37 on, which stays True once it was. minCount
-never changes in 1.36, so that each attempt has a group of its own. No Workload is needed.
+1.36 serves v1alpha2 (gates GenericWorkload and GangScheduling; topologies need TopologyAwareWorkloadScheduling), 1.37
+serves v1beta1 and v1alpha3 (gate GenericWorkload). The fields used here are equal in all. The condition differs:
+PodGroupScheduled in 1.36; PodGroupInitiallyScheduled from 1.37 on, which then stays True. minCount is immutable in
+1.36, so each attempt has its own group. No Workload is needed.
 
-A pod whose PodGroup is missing waits, one that replaces another joins, and those that are placed count. In 1.37 a
-PodGroup that is deleted stays until its last pod has ended.
+A pod waits if its PodGroup is missing, a replacement joins it, and pods already placed count. In 1.37 a deleted
+PodGroup stays until its last pod has ended.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _SCHEDULED = ("PodGroupInitiallyScheduled", "PodGroupScheduled")
 
 
 def body(job: api.DDPJob, attempt: int, api_version: str) -> Body:
-    """The PodGroup of an attempt. An elastic job is placed as soon as minNodes of its pods can be."""
+    """Return the PodGroup of an attempt. An elastic job is placed as soon as minNodes of its pods fit."""
     spec: Body = {"schedulingPolicy": {"gang": {"minCount": launcher.facts(job.spec).min_nodes or job.spec.nodes}}}
     if job.spec.topology_key:
         spec["schedulingConstraints"] = {"topology": [{"key": job.spec.topology_key}]}
     if priority := podspec.mapping(job.spec.template, "spec").get("priorityClassName"):
-        spec["priorityClassName"] = priority  # groups are ordered by their own priority, not by that of their pods
+        spec["priorityClassName"] = priority  # groups are ordered by their own priority, not by their pods'
     labels = {**naming.labels(job), naming.LABEL_ATTEMPT: str(attempt)}
     metadata = build.owned_metadata(job, ADAPTER.group_name(job, attempt), labels)
     return {"apiVersion": api_version, "kind": ADAPTER.kind, "metadata": metadata, "spec": spec}
 
 
 def pod(body: Body, job: api.DDPJob, attempt: int) -> None:
-    """A pod joins the group of its attempt."""
+    """Put a pod into the group of its attempt."""
     body["spec"]["schedulingGroup"] = {"podGroupName": ADAPTER.group_name(job, attempt)}
 
 
 def read(raw: Raw) -> Admission:
-    """Placed or not. What the scheduler takes back it takes back pod by pod, and the pods say so."""
+    """Read whether the group is placed. Later preemptions show in the pods."""
     conditions = {c.get("type"): c for c in (raw.get("status") or {}).get("conditions") or ()}
     found: Raw = next((conditions[kind] for kind in _SCHEDULED if kind in conditions), {})
     if found.get("status") == "True":

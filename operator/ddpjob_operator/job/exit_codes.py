@@ -8,6 +8,7 @@ followed gives no answer, so that nothing is said of it: a file that is sourced,
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,9 @@ FAILED = "failed"
 """The text of an exit code that is some number but 0."""
 _TEXT_MAX = 40
 _TESTS = frozenset("[ [[ (( test grep egrep fgrep zgrep cmp diff pgrep mountpoint expr let read".split())
+_LOOKS_AT_FILES = frozenset("ls stat file readlink realpath".split())
 _FILTERS = frozenset("grep egrep fgrep zgrep".split())
+_NEVER_FAIL = frozenset("true : echo printf date sleep sync cd pwd touch mkdir shift export unset".split())
 _AWKS = frozenset("awk gawk mawk".split())
 _DECLARES = frozenset("local export declare readonly typeset".split())
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|(\?)|\{(\?)\}|(!)|\{(!)\})")
@@ -133,6 +136,18 @@ def fates(words: list[str]) -> tuple[Fate, ...]:
     return _fates(tuple(words)) if sum(map(len, words)) <= launcher.SCRIPT_READ_MAX else ()
 
 
+@functools.lru_cache(maxsize=256)
+def launchers(words: tuple[str, ...]) -> Mapping[shell.ShellNode, str]:
+    """The commands that start a launcher, below a command, with its name; none where the command cannot be followed."""
+    top = shell.Simple(words=tuple(shell.Word(word) for word in words))
+    run = _Run(frozenset(), _Work())
+    try:
+        run.ends(top)
+    except (shell.ShellSyntaxError, _TooMuchError, RecursionError):
+        return {}
+    return {node: started.launcher for node, started in run.started.items() if started.launcher != "python"}
+
+
 def may_be_replaced(words: list[str]) -> bool:
     """True if a launcher that leaves no trace of its success may run after one that has failed:
     `ddprun train.py || torchrun train.py`."""
@@ -204,6 +219,8 @@ class _Run:
         self.followed: set[tuple[shell.ShellNode, shell.ShellNode]] = set()
         """Launchers, and those that have run after them on the same path."""
         self.shell_of: dict[shell.ShellNode, str] = {}
+        self._pipes = 0
+        """How many pipes of several commands are around the present one."""
         self._by_type: dict[type, Callable[..., _Ends]] = {
             shell.ShellScript: self._script, shell.AndOr: self._and_or, shell.Pipeline: self._pipeline,
             shell.Background: self._background, shell.GroupNode: self._group, shell.If: self._if,
@@ -212,7 +229,7 @@ class _Run:
         self._builtins: dict[str, Callable[[list[str], shell.Simple, _State, bool], _Ends]] = {
             "exit": self._exit, "return": self._exit, "break": self._leave, "continue": self._leave,
             "set": self._set, "trap": self._trap, "wait": self._wait, "eval": self._eval, "kill": self._kill,
-            "script": self._script_program, "su": self._script_program,
+            "setsid": self._setsid, **dict.fromkeys(("script", "su", "runuser", "flock"), self._script_program),
         }  # fmt: skip
 
     def ends(self, top: shell.Simple) -> list[_State]:
@@ -272,8 +289,10 @@ class _Run:
             return [self._inverted(end) for end in self.run(node.parts[0], state, True)]
         now: list[tuple[_State, tuple[str, ...]]] = [(state, ())]
         tested = tested or node.negated
+        self._pipes += 1
         for part in node.parts:
             now = [(end, (*codes, end.status)) for before, codes in now for end in self._apart(part, before, tested)]
+        self._pipes -= 1
         ends: _Ends = []
         for end, codes in now:
             codes = (*codes[:-1], "0") if _is_filter(node.parts[-1]) else codes
@@ -312,7 +331,7 @@ class _Run:
         if not text:
             return [state]
         ends = []
-        for end, flow in self.run(self._work.parse(text), replace(state, traps={}, trapped=state.status), True):
+        for end, flow in self.run(self._work.parse(text), replace(state, traps={}, trapped=state.status), False):
             status = end.status if flow == "exit" else state.status
             if state.status == FAILED and status == "0":
                 end = replace(end, how=("trap", _short(f"trap '{text}' EXIT")))
@@ -486,20 +505,29 @@ class _Run:
             return self._called(state.functions[name], words[1:], state, tested)
         if name in self._builtins:
             return self._builtins[name](words, node, state, tested)
-        return self._other_program(name, words, node, state)
+        return self._other_program(name, words, node, state, tested)
 
-    def _other_program(self, name: str, words: list[str], node: shell.Simple, state: _State) -> _Ends:
+    def _other_program(self, name: str, words: list[str], node: shell.Simple, state: _State, tested: bool) -> _Ends:
         place = next((i for i in programs.places(words) if programs.name(words[i]) in launcher.SHELLS), None)
         if place is not None:
             return self._shell(words[place:], node, state)
+        if (text := state.variables.get(_file(words[0]))) is not None:
+            return self._shell(["sh", "-c", text, *words], node, state)
+        if name in ("cat", "tee") and node.document:
+            written = {_file(word.value): node.document[-1] for word in (*node.targets, *node.words[1:])}
+            return [(replace(state, status="0", variables={**state.variables, **written}), "")]
         begin = 0 if name != "xargs" else next((i for i in range(len(words)) if _starts(words[i:])), 0)
         if (started := _starts(words[begin:])) is not None:
             return [(self._launched(node, started, state), "")]
         if name in _DECLARES:
             return [(_assigned_by_words(words[1:], state), "")]
-        status = {"true": "0", ":": "0", "false": FAILED}.get(name, "0")
-        is_test = name in _TESTS or (name in _AWKS and any("exit" in word for word in words))
-        return [(replace(state, status=_tested(words, state) if is_test else status), "")]
+        if name == "false" or name in _NEVER_FAIL:
+            return [(replace(state, status=FAILED if name == "false" else "0"), "")]
+        # `ls model.pt || exit 1`: the file is there only if the training has written it.
+        looks = name in _LOOKS_AT_FILES and any(not word.startswith("-") for word in words[1:])
+        exits = name in _AWKS and any("exit" in word for word in words)
+        is_test = name in _TESTS or looks or exits or (tested and not self._pipes)
+        return [(replace(state, status=_tested(words, state) if is_test else "0"), "")]
 
     def _launched(self, node: shell.Simple, started: command.Command, state: _State) -> _State:
         self.started[node] = started
@@ -517,7 +545,9 @@ class _Run:
     def _shell(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
         """Another shell with its own options."""
         options, text, arguments = shell_call(words)
-        text = text if text is not None else node.document[-1] if node.document else None
+        file = next((word for word in words[1:] if not word.startswith("-")), "")
+        if text is None:
+            text = node.document[-1] if node.document else state.variables.get(_file(file))
         if text is None:
             return [(replace(state, status="0"), "")]  # a file, of which nothing is known
         inside = replace(
@@ -587,12 +617,22 @@ class _Run:
         ends_all = [(replace(state, status=FAILED), "exit")] if {"$$", "0", "-$$"} & {*words[1:]} else []
         return [*ends_all, (replace(state, status="0"), "")]
 
+    def _setsid(self, words: list[str], node: shell.Simple, state: _State, tested: bool) -> _Ends:
+        """setsid(1) forks if it leads a process group, as the first process of a container does, and ends with 0."""
+        rest = [*itertools.dropwhile(lambda word: word.startswith("-"), words[1:])]
+        options = words[1 : len(words) - len(rest)]
+        forks = not state.program or node.words[0].value == "exec" or any("f" in option for option in options)
+        ends = self._program(rest, node, state, tested) if rest else [(state, "")]
+        if not forks or any("w" in option for option in options):
+            return ends
+        return [(replace(end.lost("setsid", "setsid"), status="0"), flow) for end, flow in ends]
+
     def _script_program(self, words: list[str], node: shell.Simple, state: _State, _tested: bool) -> _Ends:
         """script -c "command", su -c "command": a shell of its own."""
         at = next((i for i, word in enumerate(words) if re.fullmatch(r"-[a-z]*c|--command", word)), None)
         if at is None or at + 1 >= len(words):
-            return [(replace(state, status="0"), "")]
-        hands_over = words[0] == "su" or any(re.fullmatch(r"-[a-z]*e[a-z]*|--return", word) for word in words)
+            return self._other_program(words[0], words, node, state, False)
+        hands_over = words[0] != "script" or any(re.fullmatch(r"-[a-z]*e[a-z]*|--return", word) for word in words)
         ends = self._shell(["sh", "-c", words[at + 1]], node, state)
         if hands_over:
             return ends
@@ -627,6 +667,11 @@ def shell_call(words: list[str]) -> tuple[set[str], str | None, list[str]]:
         if word.endswith("o"):
             options |= {next(rest, "")}
     return options, others[0] if "c" in options and others else None, others[2:]
+
+
+def _file(name: str) -> str:
+    """The variable for the text of a file that the script writes."""
+    return f"file {name.removeprefix('./')}"
 
 
 def _starts(words: list[str]) -> command.Command | None:
@@ -668,6 +713,8 @@ def _value(text: str, state: _State) -> str | None:
         return (state.pipe[number] or None) if number < len(state.pipe) else None
     if inner := re.fullmatch(r"\$\(\(\s*(\w+)\s*\)\)", text):
         text = f"${inner[1]}"
+    elif (inner := re.fullmatch(r"\$\(\((.*)\)\)", text)) and (found := _ARITHMETIC.match(inner[1])):
+        return {"0": "1", FAILED: "0"}.get(_tested(["((", inner[1]], state)) if found[1] or found[3] else None
     found = _VARIABLE.fullmatch(text)
     if found is None:
         return None if "$" in text or "`" in text else text

@@ -24,7 +24,7 @@ _EXPANSION = re.compile(r"\$(?:[A-Za-z_]|\{|\(\()")
 _RESERVED = frozenset(
     "if then elif else fi while until for select do done case esac in function { } ! [[ time coproc".split()
 )
-_OPENS = frozenset("if while until for select case { [[ function".split())
+_OPENS = frozenset("if while until for case { [[ function".split())
 
 
 class ShellSyntaxError(ValueError):
@@ -243,9 +243,10 @@ class _Reader:
         return AndOr(first, tuple(rest), text=self._from(begin)) if rest else first
 
     def _pipeline(self) -> ShellNode:
-        begin, negated = self._skip(), False
+        begin, negated, timed = self._skip(), False, False
         while (word := self._reserved()) in ("!", "time"):
             negated ^= word == "!"
+            timed |= word == "time"
             self._take(word)
             if word == "time" and self.text.startswith("-p ", self.at):
                 self.at += 3
@@ -255,7 +256,7 @@ class _Reader:
             self._skip_lines()
             parts.append(self._command())
         if len(parts) == 1 and not negated:
-            return parts[0]
+            return GroupNode(parts[0], text=self._from(begin)) if timed else parts[0]
         return Pipeline(tuple(parts), negated, text=self._from(begin))
 
     # ---- commands ------------------------------------------------------------------------------------------
@@ -271,8 +272,8 @@ class _Reader:
             return GroupNode(body, True, self._targets(), text=self._from(begin))
         if word in _OPENS:
             compound: dict[str, Callable[[int], ShellNode]] = {
-                "if": self._if, "while": self._while, "until": self._while, "for": self._for, "select": self._for,
-                "case": self._case, "{": self._group, "[[": self._test, "function": self._function,
+                "if": self._if, "while": self._while, "until": self._while, "for": self._for, "case": self._case,
+                "{": self._group, "[[": self._test, "function": self._function,
             }  # fmt: skip
             return compound[word](begin)
         if word in _RESERVED - {"in", "time", "!"} and word != "coproc":

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
-from ddpjob_operator.job import command, exit_codes, launcher, programs, shell
+from ddpjob_operator.job import exit_codes, launcher, programs, shell
 from ddpjob_operator.job.exit_codes import Fate
 
 _WITHOUT_PIPEFAIL = ("sh", "dash")
 _TRAPPED = frozenset("TERM SIGTERM 15 EXIT 0".split())
 # Wrappers that become what they start, or hand a signal over to it alone.
 _IN_FRONT = frozenset("env exec gosu nice ionice numactl setsid stdbuf su-exec tini taskset".split())
+# What starts its command as a child, and does not hand SIGTERM over to it.
+_STAY_IN_FRONT = frozenset("find flock parallel runuser script strace su time watch xargs".split())
+_KILLS = re.compile(r"kill")
+_KILLS_ALL = re.compile(r"\bkill\b.*(?:\s0\b|\s-\d*\$)|pkill|killall")
+_BY_SIGKILL = re.compile(r"\bkill\s+(?:-s\s*)?-?(?:9|KILL|SIGKILL)\b")
 _HOW = {
     "pipe": ("the shell takes that of the end of the pipe, `{at}`", "{pipefail}"),
     "or": ("`{at}` takes its place", "leave that out, or end it with `exit 1`"),
@@ -26,6 +33,7 @@ _HOW = {
     "words": ("it runs within the words of another command, `{at}`", "give it a line of its own"),
     "exit": ("the shell ends with 0 in any case{at}", "end with `exit $rc`, where `rc=$?` stands right behind it"),
     "trap": ("`{at}` sets another one", "leave the `exit` out of the trap"),
+    "setsid": ("`{at}` starts it apart, and ends at once", "use `setsid --wait`"),
     "program": ("`{at}` ends with 0 in any case", "give it -e"),
 }
 _FIX_OF_PIPE = {
@@ -74,19 +82,20 @@ def keeps_signals(words: list[str]) -> str:
     none, or nobody can know it.
 
     A shell may become the last simple command of its script (bash does, dash of Debian 12 does not): nothing is said
-    of that. It never becomes what stands in a pipe, a function, a compound command, or before another command.
+    of that. It never becomes what stands in a pipe, a function, a compound command, or before another command; bash
+    (execute_cmd.c) neither one with a redirection, nor any once a trap is set.
     """
     top = next((i for i in programs.places(words) if programs.name(words[i]) in launcher.SHELLS), None)
     if top is None or any(programs.name(word) not in _IN_FRONT for word in words[:top] if not word.startswith("-")):
         return ""
     _, text, _ = exit_codes.shell_call(words[top:])
+    if text is None:
+        return ""
+    started, is_bash = exit_codes.launchers(tuple(words)), programs.name(words[top]) == "bash"
     try:
-        script = shell.parse(text) if text is not None else None
+        return _Signals(shell.parse(text), started, is_bash=is_bash).kept()
     except shell.ShellSyntaxError:
         return ""
-    if script is None or _hands_signals_over(script):
-        return ""
-    return _kept_from(script, is_last=True)
 
 
 def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.ShellScript]]:
@@ -112,50 +121,94 @@ def _sets_pipefail(node: shell.Simple) -> bool:
     return values[:1] == ["set"] and "pipefail" in values
 
 
-def _hands_signals_over(script: shell.ShellScript) -> bool:
-    """trap 'kill $!' TERM; …; wait: a shell runs its trap at once only while it waits by `wait`."""
-    nodes = [*shell.walk(script)]
-    simple = [[word.value for word in node.words] for node in nodes if isinstance(node, shell.Simple)]
-    functions = {node.name: node.text for node in nodes if isinstance(node, shell.Function)}
-    done = [values[1] for values in simple if values[:1] == ["trap"] and _TRAPPED.intersection(values[2:])]
-    kills = any("kill" in text or "kill" in functions.get(text.split(None, 1)[0], "") for text in done if text.strip())
-    return kills and any(values[:1] == ["wait"] for values in simple)
+class _Signals:
+    """Where the SIGTERM that a shell gets goes to.
 
+    started: the commands of its script that start a launcher, with its name.
+    """
 
-def _kept_from(node: shell.ShellNode, *, is_last: bool) -> str:
-    """The launcher below this command that the shell stays in front of."""
-    if isinstance(node, shell.ShellScript):
-        last = len(node.parts) - 1
-        found = (_kept_from(part, is_last=is_last and i == last) for i, part in enumerate(node.parts))
+    def __init__(self, script: shell.ShellScript, started: Mapping[shell.ShellNode, str], *, is_bash: bool) -> None:
+        self._script, self._started, self._is_bash = script, started, is_bash
+        self._nodes = [*shell.walk(script)]
+        self._functions = {node.name: node for node in self._nodes if isinstance(node, shell.Function)}
+        simple = [[word.value for word in node.words] for node in self._nodes if isinstance(node, shell.Simple)]
+        self._traps = [values for values in simple if values[:1] == ["trap"] and values[1:2] != ["-"]]
+        self._waits = any(values[:1] == ["wait"] for values in simple) or any(
+            isinstance(node, shell.Loop) for node in self._nodes
+        )
+
+    def kept(self) -> str:
+        """The launcher that does not get it."""
+        done = [values[1] for values in self._traps if _TRAPPED.intersection(values[2:]) and values[1].strip()]
+        done = [self._functions[text.split()[0]].text if text.split()[0] in self._functions else text for text in done]
+        # bash runs a trap for EXIT at once, another one while it waits by `wait`, or between the commands of a loop.
+        at_once = self._waits or any({"EXIT", "0"}.intersection(values[2:]) for values in self._traps)
+        if at_once and any(_KILLS_ALL.search(text) for text in done):
+            return ""
+        if at_once and any(_KILLS.search(text) and not _BY_SIGKILL.search(text) for text in done):
+            jobs = [node.body for node in self._nodes if isinstance(node, shell.Background)]
+            return self._first(self._kept_from_job(job) for job in jobs)
+        return self._kept_from(self._script, is_last=True)
+
+    def _kept_from_job(self, node: shell.ShellNode) -> str:
+        """The launcher that does not get a signal for a job: the job may be a shell around it."""
+        values = [word.value for word in node.words] if isinstance(node, shell.Simple) else []
+        if values[:1] and values[0] in self._functions:
+            return self._kept_from(self._functions[values[0]].body, is_last=False)
+        if isinstance(node, shell.GroupNode) and node.subshell:
+            body = shell.ShellScript((node.body,))  # a subshell has no traps
+            return _Signals(body, self._started, is_bash=self._is_bash)._kept_from(body, is_last=True)
+        return self._in_place(values, self._below(node)) if values else self._kept_from(node, is_last=False)
+
+    def _kept_from(self, node: shell.ShellNode, *, is_last: bool) -> str:
+        """The launcher below this command that the shell stays in front of."""
+        if isinstance(node, shell.ShellScript):
+            last = node.parts[-1] if node.parts else None
+            return self._first(self._kept_from(part, is_last=is_last and part is last) for part in node.parts)
+        if isinstance(node, shell.AndOr):
+            items = [node.first, *(other for _, other in node.rest)]
+            return self._first(self._kept_from(item, is_last=is_last and item is items[-1]) for item in items)
+        if isinstance(node, shell.Simple):
+            return self._kept_from_simple(node, is_last=is_last)
+        is_apart = isinstance(node, (shell.Pipeline, shell.Background)) or (
+            isinstance(node, shell.GroupNode) and node.subshell
+        )
+        if is_apart:
+            return self._first(self._below(child) for child in shell.children(node))
+        return self._first(self._kept_from(child, is_last=False) for child in shell.children(node))
+
+    def _kept_from_simple(self, node: shell.Simple, *, is_last: bool) -> str:
+        values = [word.value for word in node.words]
+        while values[:1] in (["command"], ["builtin"]):
+            values = values[1:]
+        becomes = values[:1] == ["exec"]
+        inside = self._first(self._below(child) for child in shell.children(node))
+        if inside:
+            return inside
+        if values[:1] == ["eval"]:
+            return self._kept_from(shell.parse(" ".join(values[1:])), is_last=False)
+        is_redirected = self._is_bash and bool(node.targets or node.document)
+        is_plain = not (self._traps or is_redirected or any(w.beside for w in shell.words_of(node)))
+        if becomes or (is_last and is_plain):
+            return self._in_place(values[becomes:], self._below(node))
+        return self._below(node)
+
+    def _in_place(self, values: list[str], below: str) -> str:
+        """The launcher that does not get a signal for the program that these words start. below: the one it starts."""
+        names = [programs.name(values[i]) for i in programs.places(values)]
+        front = [*itertools.takewhile(lambda name: name in programs.WRAPPERS or name.startswith("-"), names)]
+        stays = _STAY_IN_FRONT.intersection((*front, *names[:1])) or {"setsid", "-w"} <= {*front}
+        return below if stays else keeps_signals(values)
+
+    def _below(self, node: shell.ShellNode) -> str:
+        """The launcher that a command, or one below it, starts."""
+        return self._first(self._started.get(one) or _started_by(one) for one in shell.walk(node))
+
+    @staticmethod
+    def _first(found: Iterable[str]) -> str:
         return next(filter(None, found), "")
-    if isinstance(node, shell.AndOr):
-        items = [node.first, *(other for _, other in node.rest)]
-        found = (_kept_from(item, is_last=is_last and item is items[-1]) for item in items)
-        return next(filter(None, found), "")
-    if isinstance(node, shell.Simple):
-        return _kept_from_simple(node, is_last=is_last)
-    is_apart = isinstance(node, (shell.Pipeline, shell.Background)) or (
-        isinstance(node, shell.GroupNode) and node.subshell
-    )
-    if is_apart:
-        return next(filter(None, (_below(child) for child in shell.children(node))), "")
-    return next(filter(None, (_kept_from(child, is_last=False) for child in shell.children(node))), "")
 
 
-def _kept_from_simple(node: shell.Simple, *, is_last: bool) -> str:
-    values = [word.value for word in node.words]
-    becomes = values[:1] == ["exec"]
-    inside = next(filter(None, (_below(child) for child in shell.children(node))), "")
-    if inside or becomes or (is_last and not any(word.beside for word in shell.words_of(node))):
-        return inside or keeps_signals(values[becomes:])
-    return _below(node)
-
-
-def _below(node: shell.ShellNode) -> str:
-    """The launcher that a command, or one below it, starts."""
-    for one in shell.walk(node):
-        values = [word.value for word in one.words] if isinstance(one, shell.Simple) else []
-        started = command.read(values[1:] if values[:1] == ["exec"] else values) if values else command.Command()
-        if started.launcher not in ("", "python"):
-            return started.launcher
-    return ""
+def _started_by(node: shell.ShellNode) -> str:
+    values = [word.value for word in node.words] if isinstance(node, shell.Simple) else []
+    return next(iter(exit_codes.launchers(tuple(values)).values()), "") if values else ""

@@ -5,6 +5,9 @@ whole while it is small and there is room; else `cut` leaves what decides whethe
 reconcile reads it again (kube/work/reconcile.py) unless `rests_until` says that there is nothing to do, and gives it
 back at its end. A job that would begin needs a place in the Room of those that have begun, else it waits
 (plan/lifecycle.py). What has begun goes on also without a place: then each of its reconciles reads it.
+
+The remainders of cut jobs have rooms, too, because a namespace may hold any number of jobs. A job without a place there
+is not kept at all. A change of it, and each list (every 10 minutes), brings it again.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ Raw = Mapping[str, Any]
 
 CUT = "cut"
 """The field of a job that was cut, which no API server has: the size of the whole."""
-# What a job needs beside its own fields: its status, what is remembered of it.
+# What a job needs besides its own fields: its status, what is remembered of it. It is all that a cut job needs.
 OF_A_JOB = 4_096
 # In Python, of JSON: a character, an object or a list, and a value beside others. Measured: 0.7 to 1.1 of what it is,
 # and up to three times as much where it is of empty lists.
@@ -117,6 +120,12 @@ def rests_until(raw: Raw, now: dt.datetime, *, has_objects: bool) -> dt.datetime
     return over if over > now else None
 
 
+def rests(raw: Raw) -> bool:
+    """True if nothing is done for a job unless it changes, or there is room for it to begin."""
+    until = rests_until(raw, bounds.TIME_FIRST, has_objects=False)
+    return until == bounds.TIME_LAST or waits_for_room(raw)
+
+
 def waits_for_room(raw: Raw) -> bool:
     """True if the status of a job that was cut says that it waits for room, and nothing has changed since."""
     metadata, status = _mapping(raw.get("metadata")), _mapping(raw.get("status"))
@@ -137,11 +146,14 @@ class StoredLimits:
     resting: int
     """Of all that have not, and are kept whole so that they need not be read again."""
     resting_in_namespace: int
+    cut: int = 1 << 25
+    """Of the remainders of jobs that rest; as much again of those for which something is to be done."""
+    cut_in_namespace: int = 1 << 24
 
     @staticmethod
     def of(memory: int) -> StoredLimits:
         """Of an operator that may use so much."""
-        return StoredLimits(memory, memory // 4, memory // 8, memory // 8, memory // 16)
+        return StoredLimits(memory, memory // 4, memory // 8, memory // 8, memory // 16, memory // 16, memory // 32)
 
 
 DEFAULT = StoredLimits.of(512 << 20)

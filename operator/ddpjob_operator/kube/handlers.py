@@ -54,7 +54,7 @@ def handlers(operator: Operator) -> kopf.OperatorRegistry:
 
     @kopf.on.event(api.GROUP, api.VERSION, api.PLURAL, registry=registry)
     async def job_changed(event: Mapping[str, Any], **_: Any) -> None:
-        operator.job_told(event["type"], event["object"]["metadata"])
+        operator.job_told(event["object"]["change"], event["object"]["metadata"])
 
     return registry
 

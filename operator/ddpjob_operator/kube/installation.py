@@ -1,7 +1,7 @@
-"""What `helm test` runs in a pod with the operator's image: whether a release is installed and works.
+"""Check that a release is installed and works: `helm test` runs this in a pod with the operator's image.
 
-It asks for what a first job needs: the CRD, operators whose probes are answered, one of them that leads, and an address
-that takes reports. It writes nothing, and needs the right to read one Deployment and one Lease.
+It checks what a first job needs: the CRD, operators that pass their probes, a leader, and an address that takes
+reports. It writes nothing, and needs the right to read one Deployment and one Lease.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ WAIT_SECONDS = 3.0
 
 
 class BrokenError(Exception):
-    """What does not work, and what to do."""
+    """Says what does not work and what to do."""
 
 
 async def crd(client: Client) -> str:
-    """Whether the API server knows the kind, version and fields that this operator was made for. Raises BrokenError."""
+    """Check that the API server serves our kind, version and fields. Raise BrokenError if not."""
     path = f"/apis/{api.GROUP}/{api.VERSION}"
     try:
         served = {resource["name"] for resource in (await client.get(path)).get("resources") or ()}
@@ -44,7 +44,7 @@ async def crd(client: Client) -> str:
 
 
 async def health(client: Client, namespace: str, name: str) -> str:
-    """Whether an operator answers the kubelet's probes of /healthz. Raises BrokenError."""
+    """Check that an operator passes the kubelet's probes of /healthz. Raise BrokenError if none does."""
     status = (await client.get(f"/apis/apps/v1/namespaces/{namespace}/deployments/{name}")).get("status") or {}
     ready, wanted = status.get("readyReplicas") or 0, status.get("replicas") or 0
     if not ready:
@@ -53,21 +53,21 @@ async def health(client: Client, namespace: str, name: str) -> str:
 
 
 async def leadership(client: Client, namespace: str, name: str, now: dt.datetime) -> str:
-    """Whether one of them leads. Raises BrokenError."""
+    """Check that an operator leads. Raise BrokenError if none does."""
     spec = (await client.get(f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{name}")).get("spec") or {}
     holder, renewed = spec.get("holderIdentity"), spec.get("renewTime")
     look = f"kubectl -n {namespace} logs deployment/{name}"
     if not holder or not renewed:
         raise BrokenError(f"no operator holds the Lease {namespace}/{name}: {look}")
     age = (now - dt.datetime.fromisoformat(renewed.replace("Z", "+00:00"))).total_seconds()
-    # Twice its time: the clock of this node may be off.
+    # Twice the duration, because clocks of nodes differ.
     if age > 2 * (spec.get("leaseDurationSeconds") or 15):
         raise BrokenError(f"the Lease {namespace}/{name} was renewed {age:.0f} s ago by {holder}: {look}")
     return f"{holder} leads"
 
 
 async def reports(url: str) -> str:
-    """Whether the address that trainers report to answers. Raises BrokenError."""
+    """Check that the address for trainers' reports answers. Raise BrokenError if not."""
     try:
         async with (
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session,
@@ -88,7 +88,7 @@ async def check(
     tries: int = TRIES,
     utc: Callable[[], dt.datetime] = SYSTEM.utc,
 ) -> int:
-    """Print a line for each check. The exit code: 1 if one still fails after so many tries."""
+    """Print a line for each check. Return the exit code: 1 if a check still fails after `tries` tries."""
     namespace, name = environment["DDPJOB_LEASE_NAMESPACE"], environment["DDPJOB_LEASE_NAME"]
     checks: list[Callable[[], Awaitable[str]]] = [
         lambda: crd(client),
@@ -101,7 +101,7 @@ async def check(
 
 
 async def _tried(one: Callable[[], Awaitable[str]], tries: int) -> int:
-    """An operator that was started a moment ago may not lead yet."""
+    """Try again, because an operator that has just started may not lead yet."""
     for left in reversed(range(tries)):
         try:
             print(f"ok    {await one()}")

@@ -1,4 +1,4 @@
-"""The operator's log on stderr: lines for people, or an object a line for a log store. Called by main.py."""
+"""The operator's log on stderr: text for people, or one JSON object per line for a log store."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ABOUT = ("job", "attempt", "pod")
 
 
 def set_up_log(level: str, log_format: str) -> None:
-    """For the whole process. level: a name of logging's. log_format: text or json."""
+    """Set up logging for the whole process. level: a level name of `logging`. log_format: text or json."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else Lines("%(asctime)s %(levelname)-7s %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
@@ -23,19 +23,20 @@ def set_up_log(level: str, log_format: str) -> None:
 
 
 class Lines(logging.Formatter):
-    """The log quotes what users and servers have written, and is read on terminals."""
+    """Text lines, safe to show in a terminal: messages quote texts of users and servers."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record without control characters and credentials."""
+        """Format a record without control characters and credentials."""
         return mask(clean(super().format(record)))
 
 
 class JsonLines(logging.Formatter):
-    """{"ts", "level", "logger", "msg"}; of a decision also "job" (namespace/name), "attempt" and "pod"; of an error
-    that has one also "stack"."""
+    """Lines of {"ts", "level", "logger", "msg"}; decisions add "job" (namespace/name), "attempt" and "pod", exceptions
+    "stack".
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """One record in one line, without control characters and credentials."""
+        """Format a record as one line without control characters and credentials."""
         at = dt.datetime.fromtimestamp(record.created, dt.timezone.utc)
         line: dict[str, object] = {
             "ts": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),

@@ -1,7 +1,7 @@
-"""The operator: its copy of the cluster, and the queue of jobs to reconcile. Every change only enqueues its job.
+"""Wire the operator: copies of the cluster's objects, and a queue of jobs to reconcile. A change only enqueues its job.
 
-All objects come through our own reflectors; kopf is told of DDPJobs that begin or end (handlers.py). Of several
-operators the one that holds the Lease runs the queue, and the others keep their copies up to date.
+Our own reflectors watch all objects. kopf only sees DDPJobs that appear or disappear (handlers.py). Every operator
+keeps its copies up to date; only the one that holds the Lease runs the queue.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.pods import build, naming
 
 UNSYNCED_SECONDS = 0.2
-# Longer than any bounded request, with its retries, could take.
+# Longer than any bounded request can take, its retries included.
 STUCK_SECONDS = 600.0
-# Longer than a watch waits for its next try.
+# Longer than a watch waits before its next try.
 IDLE_SECONDS = 60.0
-# Within which the process has ended, whatever a part of it does: told to end, and after a failure.
+# The process is killed this many seconds after it was told to end, or after a failure, whatever is still running.
 END_SECONDS, BROKEN_END_SECONDS = 8.0, 4.0
 
 
 class Operator:
-    """All parts, wired. It runs from `start` to `stop`; `job_seen` takes every change of a DDPJob."""
+    """All parts, wired. It runs from `start` to `stop`."""
 
     def __init__(
         self,
@@ -71,9 +71,11 @@ class Operator:
         meter: Meter | None = None,
         end_within: Callable[[float], object] = lambda _seconds: None,
     ) -> None:
-        """`client` writes only while `leader` holds its Lease; without one this operator is the only one. others: whose
-        namespaces are left alone. meter: what `client` counts its requests with; None: a new one. end_within: ends the
-        process after so many seconds if it has not ended by itself."""
+        """`client` writes only while `leader` holds its Lease; without a leader, this operator is the only one.
+
+        others: finds the namespaces that another release manages. meter: counts the requests of `client`; None: a new
+        one. end_within: kill the process if it has not ended by itself after this many seconds.
+        """
         self.settings = settings
         self._ending = False
         self._broken_by = ""
@@ -102,7 +104,7 @@ class Operator:
             for namespace in settings.watched
             for plural, sink in (("pods", self.caches.pods), ("services", self.caches.services))
         ]
-        # Only a ClusterRole can allow it; without it the pods themselves show that their node is lost.
+        # Only a ClusterRole can grant access to nodes. Without it, lost nodes show in the pods only.
         of_nodes = Reflector(client, "nodes", "", "", self.caches.nodes, **told)
         self._all_reflectors = [*self.reflectors, *([] if settings.namespaces else [of_nodes])]
         self.feeds = {collection(api.PLURAL, namespace): Feed(self.caches.jobs) for namespace in settings.watched}
@@ -125,7 +127,7 @@ class Operator:
         return Gang(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
 
     def _set_up_work(self) -> None:
-        """The queue, and all that works on its jobs."""
+        """Create the queue, and the parts that work on its jobs."""
         settings, runtime = self.settings, self._runtime
         self.states = states = JobStates(self.caches.jobs)
         lookup = Lookup(self._client, self.caches, runtime)
@@ -165,11 +167,11 @@ class Operator:
 
     @property
     def exit_code(self) -> int:
-        """Of the process, once it has been told to end."""
+        """Exit code of the process after `end`."""
         return 1 if self._broken_by else 0
 
     async def start(self) -> None:
-        """Returns once the DDPJobs can be watched; waits for the CRD and the rights to do so."""
+        """Start everything. Return when the DDPJobs can be watched: it waits for the CRD and for the rights."""
         for port, server in self._ports():
             if port:
                 await server.start(None, port)
@@ -184,7 +186,7 @@ class Operator:
         await access.report_missing_rights(self._client, self.settings.watched, self._runtime.log, self.settings.gangs)
         await served_crd.report_old_crd(self._client, self._runtime.log)
         if self._leader is not None:
-            # Not earlier: an operator that may not even see the jobs must not keep the Lease from one that may.
+            # Not earlier: an operator that may not see the jobs would keep the Lease from one that may.
             if self._others is not None:
                 self.run("other releases", self._others.run(self._others_changed))
             self.run("lease", self._leader.run())
@@ -199,13 +201,13 @@ class Operator:
         ]
 
     def watch_jobs(self) -> None:
-        """Follow the DDPJobs, and tell kopf of them."""
+        """Start the watches of DDPJobs, which also feed kopf."""
         self._all_reflectors += self._of_jobs
         for reflector in self._of_jobs:
             self.run(reflector.what, reflector.run())
 
     def end(self, why: str = "", error: BaseException | None = None) -> None:
-        """The process ends: it was told to, or cannot work for the reason `why`. Called again, it does nothing."""
+        """End the process, normally or because of the failure `why`. A second call does nothing."""
         if self._ending:
             return
         self._ending, self._broken_by = True, why
@@ -215,7 +217,7 @@ class Operator:
         self.stop_flag.set()
 
     async def stop(self) -> None:
-        """Nothing is written after this."""
+        """Cancel all tasks and release the Lease. Nothing is written afterwards."""
         tasks = [*self._tasks, *([self._first_lists] if self._first_lists else [])]
         for task in tasks:
             task.remove_done_callback(self._task_ended)
@@ -230,7 +232,7 @@ class Operator:
         await self._client.close()
 
     def job_seen(self, kind: str | None, raw: dict[str, Any]) -> None:
-        """A watch event of a DDPJob; kind None: it comes from a list."""
+        """Take a watch event of a DDPJob; `kind` is None for an object of a list."""
         metadata = raw["metadata"]
         if kind == "DELETED":
             self.caches.jobs.remove(metadata["namespace"], metadata["name"], metadata["uid"])
@@ -238,7 +240,7 @@ class Operator:
             self.caches.jobs.put(raw)
 
     def job_told(self, kind: str | None, metadata: Mapping[str, Any]) -> None:
-        """kopf has been told that a DDPJob is gone, or that our copy has got a new one."""
+        """Take kopf's notice that a DDPJob was deleted, or that our copy has a new one."""
         key = (metadata["namespace"], metadata["name"])
         if kind == "DELETED":
             self.caches.jobs.remove(*key, metadata["uid"])
@@ -246,7 +248,7 @@ class Operator:
             self._enqueue(key)
 
     def locate(self, bound: BoundPod) -> Sender | None:
-        """Which node of which job a pod is."""
+        """Return the job and node rank of a pod; None if it does not belong to a known job."""
         entry = self.caches.pods.entry(bound.namespace, bound.name)
         if entry is None or entry.uid != bound.uid:
             return None
@@ -255,20 +257,20 @@ class Operator:
             return None
         spec, place = self.states.spec(entry.key), entry.value.place
         if spec is None:
-            return Sender(*entry.key, node_rank=0)  # no report of a job that cannot be read is kept
+            return Sender(*entry.key, node_rank=0)  # reports of unreadable jobs are dropped
         members = topology.members(spec)
         if place not in members:
             return None
         return Sender(*entry.key, members.node_rank(place), entry.value.attempt, entry.value.replacement)
 
     def report(self, sender: Sender, report: Report) -> None:
-        """A trainer's report."""
+        """Take a report of a trainer."""
         key = (sender.namespace, sender.job)
         if (in_seconds := self.reports.take(key, report)) is not None:
             self._enqueue(key, in_seconds, Priority.NEWS)
 
     def unhealthy(self) -> str:
-        """Why a restart would help, or nothing. An API server that is away is no such reason."""
+        """Reason why a restart would help, or "". An unreachable API server is not one."""
         if self._broken_by:
             return self._broken_by
         if (stuck := self.queue.stuck_seconds()) > STUCK_SECONDS:
@@ -281,15 +283,15 @@ class Operator:
         return ""
 
     def watches(self) -> list[Reflector]:
-        """All that it watches now."""
+        """Return all running watches."""
         return [*self._all_reflectors, *(r for gang in self.caches.gangs.values() for r in gang.reflectors)]
 
     def standing_by(self) -> str:
-        """Which jobs another release has; that is no reason for a restart."""
+        """Name the namespaces that other releases manage; "" if none. Not a reason to restart."""
         return "; ".join(self._others.sentences()) if self._others is not None else ""
 
     def snapshot(self) -> exposition.Snapshot:
-        """What /metrics shows now. Of the jobs that this release acts for, while this operator leads."""
+        """What /metrics shows: the jobs that this release manages, and only while this operator leads."""
         there = [(self._left_to(key[0]), raw) for key in self.caches.jobs if (raw := self.caches.jobs.get(key))]
         jobs = [raw for other, raw in there if not other]
         caches = self.caches
@@ -311,7 +313,7 @@ class Operator:
         return exposition.Snapshot(moment, jobs if self.leads else None)
 
     def lead(self) -> None:
-        """Reconcile all jobs from now on."""
+        """Start to reconcile all jobs."""
         self.leads = True
         self.meter.leads(self._runtime.now())
         parts = {"events": self._events.run(), "queue": self.queue.run(), "silence": self.reports.run()}
@@ -321,18 +323,18 @@ class Operator:
         self._enqueue_all()
 
     def run(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """A task without which the operator cannot work."""
+        """Run a task that the operator cannot work without."""
         task = asyncio.create_task(work, name=name)
         self._tasks.append(task)
         self.needs(task)
         return task
 
     def needs(self, task: asyncio.Task[Any]) -> None:
-        """The operator ends with this task: without it, it would neglect jobs silently; a process is restarted."""
+        """End the operator when this task ends: it would neglect jobs silently, and Kubernetes restarts the process."""
         task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[Any]) -> None:
-        name = task.get_name().partition(" of <")[0]  # kopf names some of its tasks by an address
+        name = task.get_name().partition(" of <")[0]  # kopf puts object addresses into some task names
         self.end(f"{name} has ended", None if task.cancelled() else task.exception())
 
     async def _lead_until_lost(self, leader: Leader) -> None:
@@ -343,7 +345,7 @@ class Operator:
         label.take_from(former.partition("_")[0])
         await leader.lost()
         self.leads = False
-        self.end()  # told to, so the exit code is 0: Kubernetes starts it again, and it is no crash
+        self.end()  # exit code 0, so that the restart does not count as a crash
         await asyncio.Event().wait()
 
     async def _after_first_lists(self) -> None:
@@ -354,11 +356,11 @@ class Operator:
         self._runtime.freeze_heap()
 
     def _enqueue(self, key: Key, in_seconds: float = 0.0, priority: Priority = Priority.EVENT) -> None:
-        # While another operator leads a queue would only grow, by the names of all jobs that ever were.
+        # A follower's queue would only grow: nothing takes jobs out of it.
         if self.leads:
             self.queue.add(key, in_seconds, priority)
         elif (raw := self.caches.jobs.get(key)) is None or storage.is_cut(raw):
-            self.states.forget([key])  # of whose pods it has passed reports on
+            self.states.forget([key])  # followers also keep reports, to pass them on
 
     def _count_job(self, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> None:
         raw = new or old
@@ -382,32 +384,34 @@ class Operator:
             self._enqueue(key)
 
     def _ready_in(self, key: Key) -> float | None:
-        """Seconds until the job may be reconciled, 0: now; None: another release has it."""
+        """Seconds until the job may be reconciled, 0 for now; None if another release manages it."""
         if self._left_to(key[0]):
             return None
         if self._others is not None and not self._others.are_known:
             return UNSYNCED_SECONDS
-        # Before both lists are there, a pod that is not in our copy would look as if it had vanished.
+        # Before the first lists are complete, a pod that is missing from our copy would look deleted.
         lists = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", key[0]))
         return 0.0 if all(lists) and not self._waits_for_gang(key) else UNSYNCED_SECONDS
 
     def _waits_for_gang(self, key: Key) -> bool:
-        """One API that does not answer must not stop the jobs that need nothing of it."""
+        """True if the job needs a gang API whose first list is missing. Jobs that do not use that API go ahead."""
         gangs, raw = self.caches.gangs, self.caches.jobs.get(key)
         if raw is None or storage.is_cut(raw) or all(gang.is_ready(key[0]) for gang in gangs.values()):
             return False
         try:
             return waits_for(self.states.parse(key, raw)[0], gangs)
         except validation.UnreadableJobError:
-            return False  # the reconcile reports it
+            return False  # the reconcile reports the error
 
     def _left_to(self, namespace: str) -> str:
         return self._others.of(namespace) if self._others is not None else ""
 
-    def _others_changed(self) -> None:
-        # What was reported until then would look like a stall once this release has the job again.
+    def _others_changed(self, namespaces: Set[str]) -> None:
+        # Old reports would look like a stall when this release gets the job back.
         self.states.forget([key for key, _ in self.states if self._left_to(key[0])])
-        self._enqueue_all()
+        for key in self.caches.jobs:
+            if key[0] in namespaces:
+                self._enqueue(key)
 
     def _pod_changed(self, key: Key, old: Pod | None, new: Pod | None) -> None:
         if new is None and old is not None:
@@ -421,7 +425,7 @@ class Operator:
     def _service_changed(self, key: Key, old: observe.Service | None, new: observe.Service | None) -> None:
         job = self.caches.jobs.get(key)
         is_made = old is None and new is not None and job is not None and new.owner_uid == job["metadata"]["uid"]
-        if not is_made:  # no rule waits for the Service that the job itself makes
+        if not is_made:  # the job made this Service itself, and no rule waits for it
             self._enqueue(key)
 
     def _nodes_changed(self, names: Set[str]) -> None:

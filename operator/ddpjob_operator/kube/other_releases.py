@@ -7,19 +7,24 @@ and no two watch all of them.
 Helm does not refuse a release for all namespaces next to one for a single namespace. The first therefore reads these
 marks and leaves the marked namespaces alone. Until it sees a new mark, up to READ_SECONDS, both act. This is harmless,
 because the API server refuses the second of two conflicting writes (docs/dev/decisions.md).
+
+Anyone who can create ConfigMaps in a namespace can write its mark, so a mark concerns the jobs of its own namespace
+alone: it may be a megabyte, hold anything as its release, and change every second.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
+from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError, Client
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 
 MARK = api.GROUP
 READ_SECONDS = 10.0
+RELEASE_MAX = 200
 
 
 class OtherReleases:
@@ -43,10 +48,10 @@ class OtherReleases:
             for namespace, release in sorted(self._releases.items())
         ]
 
-    async def run(self, changed: Callable[[], None]) -> None:
-        """Read the marks until cancelled. changed: called when they differ from the last read."""
+    async def run(self, changed: Callable[[Set[str]], None]) -> None:
+        """Read the marks until cancelled. changed: called with the namespaces that have a mark now, or had one."""
         while True:
-            before = self.are_known, self._releases
+            before = self._releases.keys()
             try:
                 self._releases = await self._read()
                 self.are_known = True
@@ -57,18 +62,22 @@ class OtherReleases:
                 self._log({f"releases that watch one namespace alone cannot be seen, and would act here too: {error}"})
             else:
                 self._log(set(self.sentences()))
-            if before != (self.are_known, self._releases):
-                changed()
+            if moved := before ^ self._releases.keys():
+                changed(moved)
             await asyncio.sleep(READ_SECONDS)
 
     async def _read(self) -> dict[str, str]:
         # Select by name, because the role allows only this resourceName.
-        found = await self._client.get("/api/v1/configmaps", {"fieldSelector": f"metadata.name={MARK}"})
-        return {
-            raw["metadata"]["namespace"]: str((raw.get("data") or {}).get("release"))[:200] for raw in found["items"]
-        }
+        pages = self._client.pages("/api/v1/configmaps", field_selector=f"metadata.name={MARK}")
+        return {raw["metadata"]["namespace"]: _release(raw.get("data")) async for page in pages for raw in page.items}
 
     def _log(self, lines: set[str]) -> None:
         for line in sorted(lines - self._logged):
             self._runtime.log.warning("%s", line)
         self._logged = lines
+
+
+def _release(data: object) -> str:
+    """Return the release that a mark names, as one line without control characters; "?" if it names none."""
+    named = data.get("release") if isinstance(data, dict) else None
+    return " ".join(clean(str(named or "?")[:RELEASE_MAX]).split()) or "?"

@@ -1,6 +1,6 @@
-"""The program `ddpjob-operator`: what it answers without starting, and what it needs to start.
+"""The program `ddpjob-operator`.
 
-It imports kopf and uvloop only to start, so that a missing extra is one line and `--help` starts nothing.
+kopf and uvloop are imported only when the operator starts: a missing extra is then one line, and `--help` is fast.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 
-# What the extra `operator` installs, as far as the operator cannot start without it.
+# Packages of the extra `operator` that the operator cannot start without.
 NEEDED = ("aiohttp", "jwt", "kopf", "kubernetes", "orjson", "uvloop")
 
 ABOUT = """Run the operator for DDPJobs until SIGTERM. Its settings are environment variables, which the chart sets
@@ -20,13 +20,14 @@ EXAMPLE = """example: helm install ddpjob charts/ddpjob-operator --namespace ddp
 
 
 def main() -> None:
-    """The console script: runs the operator. Ends with 2 where an argument is wrong or a package is missing."""
+    """Run the console script. Exit with 2 if an argument is wrong or a package is missing."""
     sys.exit(start(sys.argv[1:]))
 
 
 def start(arguments: Sequence[str]) -> int:
-    """Answer --help and --version, or run the operator; the exit code. Raises SystemExit, as argparse and the operator
-    do."""
+    """Answer --help and --version, or run the operator. Return the exit code; argparse and the operator raise
+    SystemExit.
+    """
     parser = argparse.ArgumentParser(
         "ddpjob-operator", "ddpjob-operator", ABOUT, EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
-"""The series of jobs as text, in both of Prometheus' formats.
+"""Write the series of jobs in both of Prometheus' text formats.
 
-Not by prometheus-client's encoder, because there are 28 lines a job: for 1,000 jobs that takes it a second, and this a
-tenth. tests/unit/test_metrics_meter.py reads the lines with prometheus-client's own parsers.
+There are 28 lines per job: for 1,000 jobs prometheus-client's encoder takes a second, and this a tenth of it.
+tests/unit/test_metrics_meter.py reads the lines with prometheus-client's parsers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ _STATES = (*names.STATES, names.NO_STATE)
 def text(
     jobs: Iterable[tuple[str, str, api.Status, Mapping[str, int]]], now: dt.datetime, *, openmetrics: bool
 ) -> bytes:
-    """All families, without the end mark. jobs: namespace, name, status, and the seconds by what they were spent on;
-    one that ended long ago is left out."""
+    """Return all families without the end mark. jobs: namespace, name, status, and seconds by use. Jobs that ended long
+    ago are left out.
+    """
     lines: dict[str, list[str]] = {metric.name: _head(metric, openmetrics) for metric in names.OF_A_JOB}
     for namespace, name, status, spent in jobs:
         if of_status.is_shown(status, now):
@@ -44,5 +45,5 @@ def _lines(value: of_status.Value, of_job: str) -> list[str]:
 
 
 def escaped(label: str) -> str:
-    """The value of a label between its quotes, in bounded length."""
+    """Escape a label value and limit its length."""
     return names.bounded(label).replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -1,8 +1,7 @@
-"""The numbers themselves: a registry of prometheus-client for what is counted as it happens, and the series of jobs,
-which are made anew from their statuses at each scrape, so that none is left of a job that is gone.
+"""The metrics: counters in a prometheus-client registry, and series of jobs built from statuses at each scrape.
 
-It has no clock and opens nothing; durations are handed in. Its methods may be called while another thread writes an
-answer: prometheus-client has a lock for each value.
+So no series of a deleted job remains. There is no clock and no I/O; durations are passed in. Methods may be called
+while another thread writes an answer: prometheus-client locks each value.
 """
 
 from __future__ import annotations
@@ -21,15 +20,20 @@ from ddpjob_operator.metrics import job_lines, names, of_status
 from ddpjob_operator.metrics.of_change import Restart, SeenStatus, of_change
 from ddpjob_operator.observed.reports import AgentReport
 
-# The time at which each series was made, as one more series each: nothing here reads them.
+# Otherwise each series adds one with its creation time, which nothing here reads.
 prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
 
 _OPENMETRICS = "application/openmetrics-text;version=1.0.0"
 
 
+# Jobs that began or ended after the last scrape: of those that come while one is written, more than there will be. An
+# operator without a scraper would keep the uid of each job that ever was.
+CHANGED_MAX = 10_000
+
+
 class MeteredJob(NamedTuple):
-    """A job as it is known now. status: None where it cannot be read."""
+    """A job as it is known now. status: None if unreadable."""
 
     namespace: str
     name: str
@@ -39,7 +43,7 @@ class MeteredJob(NamedTuple):
 
 
 class Queue(NamedTuple):
-    """One work queue now; its name is one of names.QUEUES."""
+    """The present state of a work queue. name: one of names.QUEUES."""
 
     name: str
     depth: int = 0
@@ -50,8 +54,11 @@ class Queue(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """What is true at a scrape. jobs: None while this operator does not lead, so that a sum over all operators counts
-    each once. leads: None where there is no operator, as in a local run."""
+    """State at a scrape.
+
+    jobs: None if this operator does not lead, so that a sum over operators counts each job once. leads: None if there
+    is no operator, as in a local run.
+    """
 
     now: dt.datetime
     jobs: Sequence[MeteredJob] | None
@@ -61,31 +68,31 @@ class Moment(NamedTuple):
     queues: Sequence[Queue] = ()
     cached: Sequence[tuple[str, int]] = ()
     of_jobs: bool = True
-    """Whether jobs have series of their own."""
+    """True if each job has its own series."""
     away: Collection[str] = ()
-    """The uids of jobs that are there, and that another release acts for: it counts them meanwhile."""
+    """uids of jobs that another release manages, and counts."""
 
 
 class Meter:
-    """Counts from its making on: one for a process."""
+    """Counts from its creation; one per process."""
 
     def __init__(self, lock: AbstractContextManager[object] | None = None) -> None:
-        """lock: needed where a scrape is written in another thread than the one that reports changes."""
+        """lock: needed if scrapes are written in another thread than the one that reports changes."""
         self.registry = prometheus_client.CollectorRegistry()
         self._metrics: dict[str, MetricWrapperBase] = {}
         self._children: dict[tuple[str, tuple[str, ...]], MetricWrapperBase] = {}
         self._spent: dict[str, dict[str, int]] = {}
-        """The seconds that were counted of each job, by its uid."""
+        """Seconds counted so far, by uid of the job."""
         self._shown: dict[str, dict[str, int]] = {}
-        """The same of the last scrape."""
-        self._newly: set[str] = set()
-        self._ended: set[str] = set()
-        """The jobs, by uid, that were counted first, or for the last time, after the snapshot of the last scrape."""
+        """The same, at the last scrape."""
+        self._newly: dict[str, None] = {}
+        self._ended: dict[str, None] = {}
+        """uids of jobs that were first or last counted after the snapshot of the last scrape."""
         self._lock = lock or nullcontext()
         self._elsewhere: set[str] = set()
-        """The jobs, by uid, that count from when they are shown: others may have counted what they spent before."""
+        """uids of jobs that are counted only from now on, because others may have counted their earlier time."""
         self._since: dt.datetime | None = None
-        """From when on all that jobs spend is counted here; None: it does not lead."""
+        """From then on everything that jobs spend is counted here; None if this operator does not lead."""
         for metric in (*names.OF_OPERATOR, *names.OF_ALL_JOBS):
             self._register(metric)
 
@@ -111,45 +118,48 @@ class Meter:
         restart: Restart | None = None,
         agent: AgentReport | None = None,
     ) -> Restart | None:
-        """The status of a job was written; returns what is to be kept of it until the next time, as `restart`. agent:
-        the last report of its node 0's agent."""
+        """Count a status that was written. Return what to pass as `restart` next time. agent: last report of node 0's
+        agent.
+        """
         seen, restart = of_change(old, new, now, restart, agent)
         for each in seen:
             self._take(each)
         return restart
 
     def leads(self, now: dt.datetime) -> None:
-        """From now on all that jobs spend is counted here, until a scrape in which this operator does not lead."""
+        """Count everything that jobs spend from now on, until a scrape at which this operator does not lead."""
         self._forget()
         self._since = now
 
     def spends(self, job: MeteredJob, now: dt.datetime) -> None:
-        """A job that this operator acts for has changed: most jobs of a sweep begin and end between two scrapes."""
-        self._newly.add(job.uid)
+        """Count a job that changed: most jobs of a sweep begin and end between two scrapes."""
+        _remember(self._newly, job.uid)
         self._add(job, now)
 
     def left_to_others(self, uid: str) -> None:
-        """Another release acts for the job of this uid, and counts it."""
+        """Stop counting a job that another release now manages."""
         self._elsewhere.add(uid)
         self._spent.pop(uid, None)
 
     def gone(self, job: MeteredJob, now: dt.datetime) -> None:
-        """A job that this operator acted for is gone; its status is the last one."""
-        self._ended.add(job.uid)
+        """Count a deleted job with its last status."""
+        _remember(self._ended, job.uid)
         self._add(job, now)
         self._spent.pop(job.uid, None)
 
     @property
     def remembered(self) -> int:
-        """Of how many jobs something is kept."""
-        return len(self._spent)
+        """Number of jobs about which something is kept."""
+        return len(self._spent.keys() | self._newly.keys() | self._ended.keys())
 
     # ---------------------------------------------------------------- what is served
 
     def text(self, moment: Moment, *, openmetrics: bool) -> tuple[bytes, str]:
-        """The answer to a scrape and its content type: OpenMetrics, or Prometheus' older text, which node-exporter's
-        textfile collector reads. Not to be called twice at once."""
-        # With what any client sent as Accept, prometheus-client would echo a part of it as the content type.
+        """Return the answer to a scrape and its content type. Do not call it concurrently.
+
+        The format is OpenMetrics, or Prometheus' older text, which node-exporter's textfile collector reads.
+        """
+        # Not the client's Accept header: prometheus-client would copy a part of it into the content type.
         encode, content_type = exposition.choose_encoder(_OPENMETRICS if openmetrics else "")
         head, end = encode(_Families(self._at(moment))), b"# EOF\n" if openmetrics else b""
         return head.removesuffix(end) + self._of_each(moment, openmetrics) + end, content_type
@@ -169,7 +179,7 @@ class Meter:
         return [*families, *_of_operator(moment), *_of_jobs(moment)]
 
     def _add_spent(self, moment: Moment) -> None:
-        """What jobs have spent since they were counted last. Before a job's first time others may have counted it."""
+        """Count what jobs have spent since they were last counted. Others may have counted a job before."""
         self._shown = {}
         if moment.jobs is None:
             self._forget()
@@ -178,24 +188,23 @@ class Meter:
         for job in moment.jobs:
             if job.uid not in self._ended and (spent := self._add(job, moment.now)) is not None:
                 self._shown[job.uid] = spent
-        kept = {job.uid for job in moment.jobs} | self._newly
+        kept = {job.uid for job in moment.jobs} | self._newly.keys()
         for uid in [uid for uid in list(self._spent) if uid not in kept]:
             self._spent.pop(uid, None)
         self._elsewhere = {*moment.away} - self._spent.keys()
-        self._newly, self._ended = set(), set()
+        self._newly, self._ended = {}, {}
 
     def _add(self, job: MeteredJob, now: dt.datetime) -> dict[str, int] | None:
-        """Count what a job has spent since it was counted last, and return all that it has spent; None: not known."""
+        """Count what a job has spent since last time. Return its total, or None if the status is unreadable."""
         if job.status is None:
-            return None  # what was counted stays, else all of it would be counted again once the status can be read
+            return None  # keep what was counted: otherwise it would be counted again once the status is readable
         spent = of_status.spent(job.status, now)
         with self._lock:
             before = self._spent.get(job.uid)
             if before is None:
                 before = self._counted_by_others(job, spent)
-            # A stall and a failure are found later than they began, and a clock may be set back: what was productive
-            # until now is less then. Prometheus takes a counter that falls for one that began again at zero, and
-            # increase() would have all of a week once more.
+            # A stall or failure is found after it began, and clocks may be set back: the productive time then shrinks.
+            # Prometheus takes a falling counter for a restart from zero, so increase() would add all of it again.
             spent = {name: max(seconds, before.get(name, 0)) for name, seconds in spent.items()}
             self._spent[job.uid] = spent
         for name, seconds in spent.items():
@@ -210,10 +219,10 @@ class Meter:
 
     def _forget(self) -> None:
         self._spent, self._elsewhere, self._since = {}, set(), None
-        self._newly, self._ended = set(), set()
+        self._newly, self._ended = {}, {}
 
     def _is_new(self, job: MeteredJob, since: dt.datetime) -> bool:
-        """Whether nobody else has counted what it has spent."""
+        """True if nobody else has counted the job."""
         return job.uid not in self._elsewhere and job.created_at is not None and job.created_at >= since
 
     def _take(self, seen: SeenStatus) -> None:
@@ -234,7 +243,7 @@ class Meter:
                 metric.name, metric.help, metric.labels, registry=self.registry, buckets=metric.buckets
             )
         else:
-            return  # a gauge is set at the scrape
+            return  # gauges are set at the scrape
         self._metrics[metric.name] = made
         for labels in _FROM_THE_START.get(metric.name, ()):
             self._child(metric, labels)
@@ -248,7 +257,7 @@ class Meter:
         return found
 
 
-# A series that begins with its first event has no increase then: an alert on the first would never fire.
+# A series that starts with its first event shows no increase, so an alert on the first event would never fire.
 _FROM_THE_START: dict[str, list[tuple[str, ...]]] = {
     names.RECONCILES.name: [("ddpjob", result) for result in names.RESULTS],
     names.RECONCILE_ERRORS.name: [("ddpjob",)],
@@ -272,8 +281,14 @@ _SET_AT_SCRAPE: frozenset[str] = frozenset(m.name for m in names.ALL if m.kind i
 _OF_OPERATOR = frozenset(m.name for m in names.OF_OPERATOR)
 
 
+def _remember(uids: dict[str, None], uid: str) -> None:
+    uids[uid] = None
+    if len(uids) > CHANGED_MAX:
+        del uids[next(iter(uids))]
+
+
 class _Families:
-    """What prometheus-client's encoders take: they only ask for `collect`."""
+    """The interface that prometheus-client's encoders need: they only call `collect`."""
 
     def __init__(self, families: list[core.Metric]) -> None:
         self._families = families

@@ -1,8 +1,8 @@
-"""All metrics, each once: its name, what it is, its labels. docs/metrics.md is made of this (tools/metrics_page.py).
+"""All metrics: name, kind, help and labels. docs/metrics.md is generated from this (tools/metrics_page.py).
 
-A name that dashboards of controller-runtime know is taken over with its meaning. All others begin with ddpjob_. The
-name of a job is the label `job_name`, as in kube-state-metrics, because Prometheus gives every series a label `job` of
-its own. Values of labels are names of Kubernetes objects, which are bounded, or words of the lists here.
+Names that controller-runtime's dashboards know keep their meaning; all others begin with ddpjob_. A job's name is the
+label `job_name`, as in kube-state-metrics, because Prometheus sets `job` itself. Label values are names of Kubernetes
+objects, which are bounded, or come from the lists here.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ Kind = Literal["counter", "gauge", "histogram", "info", "stateset"]
 
 STATES: tuple[str, ...] = typing.get_args(api.State)
 NO_STATE = "None"
-"""Of a job without a state: no operator has seen it yet, or its status cannot be read."""
+"""A job without a state: no operator has seen it yet, or its status is unreadable."""
 CLASSES = ("application", "infrastructure", "stall")
 SPENT = ("productive", "idle", "unreported", "starting", "restarting")
 SCOPES = ("rank", "pod", "group")
-"""What is started again: ranks in the pods that they have, single pods, all pods."""
+"""What is restarted: ranks in their pods, single pods, or all pods."""
 UNTIL = ("running", "first_step")
 ENDS = (
     ("Succeeded", reasons.ALL_NODES_COMPLETED.name),
     *(("Failed", stop) for stop in typing.get_args(budget.Stop) if stop),
     ("Failed", reasons.DEADLINE_EXCEEDED.name),
 )
-"""How a job may end: its state and the reason."""
+"""The ends of a job: state and reason."""
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "OTHER")
 NO_CODE = "<error>"
-"""Of a request without an answer, as in client-go."""
+"""A request without an answer, as in client-go."""
 OTHER = "other"
 RESOURCES = (
     "customresourcedefinitions ddpjobs ddpjobs/status events leases localqueues/pendingworkloads namespaces nodes "
@@ -41,11 +41,11 @@ RESOURCES = (
 )
 RESULTS = ("success", "requeue", "requeue_after", "error")
 QUEUES = ("ddpjob", "ddpjob-events")
-"""The queue of jobs to reconcile, and that of the Events to send."""
+"""The queue of jobs to reconcile, and the queue of Events to send."""
 CACHES = ("ddpjobs", "pods", "services", "nodes", "podgroups", "workloads")
 
 LABEL_MAX = 253
-"""Longest value of a label: the name of an object."""
+"""Longest label value: the name of an object."""
 
 QUICK = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SLOW = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
@@ -53,7 +53,7 @@ SLOW = (0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
 @dataclass(frozen=True)
 class Metric:
-    """One family. name: without the suffix that its kind adds (_total, _bucket, _info)."""
+    """One family. name: without the suffix of its kind (_total, _bucket, _info)."""
 
     name: str
     kind: Kind
@@ -64,7 +64,7 @@ class Metric:
 
     @property
     def shown(self) -> str:
-        """The name as queries have it."""
+        """The name in queries."""
         return self.name + {"counter": "_total", "info": "_info"}.get(self.kind, "")
 
 
@@ -215,19 +215,19 @@ OF_OPERATOR = (
     QUEUE_SECONDS, WORK_SECONDS, LONGEST_SECONDS, UNFINISHED_SECONDS, QUEUE_OLDEST, REQUESTS, REQUEST_SECONDS,
     WATCH_RESTARTS, MISSED, LEADER, LEADS, INFO, CACHE_OBJECTS,
 )  # fmt: skip
-"""Of one operator's process."""
+"""Metrics of one operator process."""
 OF_ALL_JOBS = (
     JOBS, FINISHED, ATTEMPTS, RESTARTS, SPENT_SECONDS, STEPS, LOST_STEPS, DETECTION, RESTART_SECONDS, START_SECONDS,
 )  # fmt: skip
-"""Of all jobs together; of the operator that leads."""
+"""Metrics of all jobs together, from the leading operator."""
 OF_A_JOB = (
     JOB_STATE, JOB_STATE_TIME, JOB_ATTEMPTS, JOB_RESTARTS, JOB_SECONDS, JOB_LOST_STEPS, JOB_NODES, JOB_READY, JOB_STEP,
     JOB_STEPS_WANTED, JOB_SAVED_STEP, JOB_SAMPLES, JOB_PROGRESS_TIME,
 )  # fmt: skip
-"""Of one job, while it exists and has not ended long ago."""
+"""Metrics of one job, while it exists and until shortly after its end."""
 ALL = (*OF_OPERATOR, *OF_ALL_JOBS, *OF_A_JOB)
 
 
 def bounded(label: str) -> str:
-    """A value that a label may have."""
+    """Shorten a label value."""
     return label if len(label) <= LABEL_MAX else label[: LABEL_MAX - 1] + "…"

@@ -1,7 +1,7 @@
-"""What is counted when a status follows on another: attempts, restarts, and how long a failure took.
+"""Metrics counted when a status changes: attempts, restarts, and how long a failure took.
 
-A failure is recorded, charged, and trained past in three statuses, so `Restart` is kept of a job between them. A leader
-that takes over in between has not seen the first, and counts no time for it.
+A failure is recorded, charged, and trained past in three statuses; `Restart` carries it from one to the next. A new
+leader that has not seen the first counts no time for it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ddpjob_operator.job.status import TERMINAL, is_restarted, present_progress,
 from ddpjob_operator.metrics import names
 from ddpjob_operator.observed.reports import AgentReport
 
-# The clocks of nodes may be minutes off, and a time that is hours off says nothing.
+# Clocks of nodes may be minutes off; a time that is hours off says nothing.
 FAILED_AGO_SECONDS_MAX = 3600.0
 
 
 class SeenStatus(NamedTuple):
-    """Adds `value` to a counter, or observes it in a histogram. labels: values in the order of the metric's labels."""
+    """An increment of a counter, or an observation of a histogram. labels: in the order of the metric's labels."""
 
     metric: names.Metric
     value: float = 1.0
@@ -33,13 +33,13 @@ class Restart(NamedTuple):
     failed_at: dt.datetime
     recorded_at: dt.datetime
     scope: str = ""
-    """What is started again for it; empty: not decided yet."""
+    """What is restarted because of it; "" if not decided yet."""
     runs: bool = False
-    """Whether all nodes run again."""
+    """True if all nodes are running again."""
 
 
 class Change(NamedTuple):
-    """What is counted, and what is kept of the job until its next status; None: nothing."""
+    """What is counted, and the `Restart` to keep until the next status."""
 
     seen: list[SeenStatus]
     restart: Restart | None
@@ -48,9 +48,9 @@ class Change(NamedTuple):
 def of_change(
     old: api.Status, new: api.Status, now: dt.datetime, restart: Restart | None = None, agent: AgentReport | None = None
 ) -> Change:
-    """restart: what was kept at the last change. agent: what node 0's agent has reported."""
+    """Return what a change counts. restart: from the last change. agent: report of node 0's agent."""
     if restart is not None and max(restart.failed_at, restart.recorded_at) > now:
-        restart = None  # the clock was set back since then: nobody knows how long ago it was
+        restart = None  # the clock was set back: the time of the failure is unknown
     seen = [*_counts(old, new), *_start(old, new, now)]
     if new.state in (*TERMINAL, "Failing", "Suspended"):
         return Change([*seen, *_given_up(restart, new)], None)
@@ -93,7 +93,7 @@ def _start(old: api.Status, new: api.Status, now: dt.datetime) -> Iterator[SeenS
 
 
 def _charged(old: api.Status, new: api.Status) -> dict[tuple[str, str], int]:
-    """New restarts by class and scope, ranks first."""
+    """Return new restarts by class and scope, ranks first."""
     before, after = old.restarts or api.Restarts(), new.restarts or api.Restarts()
     replaced = new.attempt == old.attempt and sum(new.replacements.values()) > sum(old.replacements.values())
     in_place = {name: _in_place(old, new, name) for name in names.CLASSES}
@@ -104,7 +104,7 @@ def _charged(old: api.Status, new: api.Status) -> dict[tuple[str, str], int]:
 
 
 def _in_place(old: api.Status, new: api.Status, name: str) -> int:
-    """Restarts of the ranks alone that are new."""
+    """Return the number of new restarts of ranks alone."""
     before, after = old.in_place, new.in_place
     if after is None or new.attempt != old.attempt:
         return 0
@@ -116,8 +116,9 @@ def _in_place(old: api.Status, new: api.Status, name: str) -> int:
 def _decided(
     restart: Restart | None, scope: str, new: api.Status, now: dt.datetime, agent: AgentReport | None
 ) -> Restart:
-    """What is known once the failure is charged. An agent restarts ranks before the operator hears of it, and says when
-    they failed."""
+    """Complete the restart when its failure is charged. An agent restarts ranks before the operator knows, and reports
+    when they failed.
+    """
     if scope == "rank":
         at = agent.failures[-1].time if agent is not None and agent.failures else 0.0
         failed_at = dt.datetime.fromtimestamp(at, dt.timezone.utc) if 0 < at < now.timestamp() else now
@@ -129,7 +130,7 @@ def _decided(
 
 
 def _given_up(restart: Restart | None, new: api.Status) -> Iterator[SeenStatus]:
-    """A failure that ends the job was detected all the same."""
+    """Count the detection of a failure that ends the job."""
     failure = new.last_failure
     if restart is not None and not restart.scope and failure is not None and new.state in ("Failing", "Failed"):
         yield SeenStatus(names.DETECTION, _seconds(restart.failed_at, restart.recorded_at), ("group",))
@@ -155,5 +156,5 @@ def _at_most(at: dt.datetime, now: dt.datetime) -> dt.datetime:
 
 
 def _seconds(since: dt.datetime, until: dt.datetime) -> float:
-    """Never negative: the clocks of nodes may be ahead of ours."""
+    """Return seconds, never negative: clocks of nodes may be ahead of ours."""
     return max(0.0, (until - since).total_seconds())

@@ -1,4 +1,4 @@
-"""The series of one job, from its status alone: they are the same after a restart of the operator, and end with it."""
+"""Series of one job, computed from its status alone: they survive a restart of the operator, and end with the job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from ddpjob_operator.job.status import TERMINAL
 from ddpjob_operator.metrics import names
 from ddpjob_operator.plan import transitions
 
-# A scraper comes every 15 to 60 s, so an ended job is still seen, and a cluster that keeps thousands of ended jobs
-# does not pay for them at every scrape.
+# Scrapers come every 15 to 60 s, so they still see an ended job. Thousands of old jobs must not cost every scrape.
 ENDED_SECONDS = 600.0
 
 
 class Value(NamedTuple):
-    """Of one series of a job; `label` is the value of the label that the family has beside the job's."""
+    """One value of a job's series. label: value of the family's own label, besides the job's."""
 
     metric: names.Metric
     value: float
@@ -25,25 +24,24 @@ class Value(NamedTuple):
 
 
 def state(status: api.Status) -> str:
-    """One of the states, or NO_STATE."""
+    """Return the state, or NO_STATE."""
     return status.state if status.state in names.STATES else names.NO_STATE
 
 
 def is_shown(status: api.Status, now: dt.datetime) -> bool:
-    """Whether the job has series of its own: not once it has ended long ago."""
+    """True if the job has its own series, which it loses some time after its end."""
     ended = status.completion_time or status.state_time
     return status.state not in TERMINAL or (ended is not None and (now - ended).total_seconds() < ENDED_SECONDS)
 
 
 def spent(status: api.Status, now: dt.datetime) -> dict[str, int]:
-    """Seconds until now by what they were spent on. The status counts a state once it is over; here it counts while it
-    holds."""
+    """Return seconds until now, by use. The status adds a state's time at its end; this includes the present state."""
     until_now = transitions.goodput(status, now)
     return {name: getattr(until_now, f"{name}_seconds") for name in names.SPENT}
 
 
 def values(status: api.Status, spent: Mapping[str, int]) -> Iterator[Value]:
-    """What is known of a job now. spent: its seconds until now, as `spent` gives them, of which none ever falls."""
+    """Yield all that is known of a job. spent: its seconds as `spent` returns them; none of them ever falls."""
     yield Value(names.JOB_STATE, 1.0, state(status))
     restarts, nodes = status.restarts or api.Restarts(), status.nodes or api.Nodes()
     if status.state_time is not None:

@@ -1,1 +1,1 @@
-"""What is observed: pods, nodes and reports as each shell sees them, merged into facts."""
+"""Observations: pods, nodes and reports as each shell sees them, merged into facts."""

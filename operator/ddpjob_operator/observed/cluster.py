@@ -1,4 +1,4 @@
-"""What is observed now, as plan() reads it. Each shell fills these: from the API server, or from processes."""
+"""The observations that plan() reads. Each shell fills them, from the API server or from processes."""
 
 from __future__ import annotations
 
@@ -14,29 +14,32 @@ from ddpjob_operator.observed import hidden_failure
 from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.observed.reports import AgentReport, Report
 
-if TYPE_CHECKING:  # it is made from reports
+if TYPE_CHECKING:  # stall.py imports reports
     from ddpjob_operator.observed.stall import StepTracker
 
 
 class Container(msgspec.Struct, frozen=True):
-    """The trainer container of a pod. This and Pod are msgspec's, because each event of a pod makes some of them: made
-    and changed in a tenth of the time that a dataclass takes."""
+    """The trainer container of a pod. msgspec, as for Pod: creating or changing it takes a tenth of the time of a
+    dataclass, and each event of a pod does so.
+    """
 
     state: Literal["waiting", "running", "ended"]
     reason: str = ""
-    """waiting and ended: the kubelet's reason, ImagePullBackOff or OOMKilled."""
+    """waiting, ended: the kubelet's reason, such as ImagePullBackOff or OOMKilled."""
     message: str = ""
     """waiting: the kubelet's sentence. ended: the termination message, which is the end of the log."""
     ready: bool = False
     exit_code: int | None = None
-    """128 + n where signal n ended it, as everywhere in Kubernetes."""
+    """128 + n if signal n ended it, as everywhere in Kubernetes."""
     ended_at: dt.datetime | None = None
     ran: bool = True
-    """ended: whether anything shows that it ever ran; of one that was never made the kubelet writes 137, too."""
+    """ended: False if nothing shows that it ever ran. The kubelet reports 137 also for a container that was never
+    created.
+    """
     init: str = ""
-    """ended: the init container whose end this is; the trainer itself never ran."""
+    """ended: the init container that ended; the trainer itself never ran."""
     started_at: dt.datetime | None = None
-    """ended: when it had started."""
+    """ended: its start."""
 
     @property
     def hides_a_failure(self) -> bool:
@@ -46,88 +49,90 @@ class Container(msgspec.Struct, frozen=True):
 
     @property
     def is_lost(self) -> bool:
-        """True if the kubelet reports no more of its end than that it cannot find it."""
+        """True if the kubelet reports only that it cannot find the container."""
         return self.reason in rules.LOST_CONTAINER
 
 
 THIS_MACHINE = "this machine"
-"""The node of a local run's pods. It is no valid name of a node in a cluster."""
+"""Node of a local run's pods; not a valid name of a node in a cluster."""
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """A pod, cut to what decisions read."""
+    """The parts of a pod that decisions read."""
 
     name: str
     uid: str
     owner_uid: str
-    """uid of the controller that made it; empty: there is none."""
+    """uid of its controller; "" if none."""
     attempt: int
     place: int
-    """Its number in the job, as in its name. Which ranks it has `topology.members` says."""
+    """Its number in the job, as in its name. `topology.members` maps it to ranks."""
     replacement: int = 0
-    """Which pod of its place in its attempt it is: one that is replaced alone gets a new pod, the first is 0."""
+    """Number of the pod at this place in this attempt; the first is 0, and each single replacement adds one."""
     job: str = ""
-    """The name of the job in its label."""
+    """Name of the job in its label."""
     node: str = ""
     phase: str = "Pending"
     reason: str = ""
-    """The pod's own reason: Evicted, NodeLost."""
+    """The pod's own reason, such as Evicted or NodeLost."""
     message: str = ""
-    """The pod's own sentence, with its reason."""
+    """The sentence of that reason."""
     disruption: str = ""
-    """Why Kubernetes ends it (its condition DisruptionTarget): PreemptionByScheduler, EvictionByEvictionAPI."""
+    """Reason of its condition DisruptionTarget, such as PreemptionByScheduler or EvictionByEvictionAPI."""
     scheduled_at: dt.datetime | None = None
-    """When it got its node."""
+    """When it was bound to its node."""
     silent_since: dt.datetime | None = None
-    """Since when the node controller calls it not ready although its trainer was: the kubelet no longer reports."""
+    """When the node controller marked it not ready because the kubelet does not report."""
     was_silent: bool = False
-    """True if that was ever seen: the network of its node failed, or its machine, also where both work again."""
+    """True if that was ever seen, even if the node works again."""
     unschedulable: str = ""
     """The scheduler's sentence while it finds no node."""
     unschedulable_since: dt.datetime | None = None
-    """Since when it says so; None while the pod is kept from the scheduler."""
+    """Since when it has found none; None while scheduling gates hold the pod."""
     deletion_requested_at: dt.datetime | None = None
-    """When its deletion was requested (deletionTimestamp less the grace period)."""
+    """When its deletion was requested (deletionTimestamp minus the grace period)."""
     deletion_deadline: dt.datetime | None = None
     """When its grace ends (deletionTimestamp)."""
     trainer: Container = Container("waiting")
     deadline_set: bool = False
-    """True if its activeDeadlineSeconds were set to end it: its kubelet stops it, and the object stays."""
+    """True if activeDeadlineSeconds was set to end it: the kubelet stops it, and the object stays."""
     sidecars_run: bool = False
-    """True if a container beside the trainer has not ended."""
+    """True if a container other than the trainer has not ended."""
     done_since: dt.datetime | None = None
-    """Since when its trainer is known to have ended with 0 while a sidecar runs, by the clock of the shell."""
+    """When the trainer was seen ended with 0 while a sidecar was running, by the shell's clock."""
     outlived: bool = False
-    """True if a sidecar has outlived the trainer for longer than anybody who ends the pod would have let it."""
+    """True if a sidecar has outlived the trainer for longer than an eviction or deletion would have allowed."""
     overcome: bool = False
-    """True if a failure that its termination message records may have been overcome by another launcher since."""
+    """True if a later launcher in the container may have overcome the failure in the termination message."""
     completed: bool = False
-    """True if it was ever seen to have completed; what ends the pod after that changes nothing."""
+    """True if it was ever seen completed; later observations do not change that."""
     ended_first: bool = False
-    """True if its trainer was seen to have ended before its deletion was seen to be requested."""
+    """True if the trainer was seen ended before the deletion was requested."""
     first_seen: int = 0
-    """In which observation (facts.py counts them) the pod itself was first seen."""
+    """Number of the observation (facts.py) in which the pod was first seen."""
     ended_seen: int = 0
-    """In which one its end was first seen; 0: when the pod was."""
+    """The observation in which its end was first seen; 0: the first one."""
     deletion_seen: int = 0
-    """In which one it was first seen that its deletion was requested; 0: when the pod was."""
+    """The observation in which its deletion was first seen requested; 0: the first one."""
 
     @property
     def ended(self) -> bool:
-        """True if its trainer has ended; a sidecar that still runs does not count."""
+        """True if its trainer has ended; sidecars do not count."""
         return self.trainer.state == "ended" or self.phase in ("Succeeded", "Failed")
 
     @property
     def deleted_first(self) -> bool:
-        """True if it ended (or will) after its deletion was requested. Where both were first seen at once it counts as
-        after: a success too few costs a restart, one too many costs a wrong result."""
+        """True if it ended (or will end) after its deletion was requested, or if both were first seen together: a
+        success too few costs a restart, one too many a wrong result.
+        """
         return self.deletion_requested_at is not None and not self.ended_first
 
     @property
     def has_completed(self) -> bool:
-        """Ended with 0 by itself, and no message proves a failure. Exit 0 after a SIGTERM is no success, whether a
-        delete sent it or the kubelet, which evicts, shuts down its node, or enforces the pod's own
-        activeDeadlineSeconds."""
+        """True if it ended with 0 by itself, and no message proves a failure.
+
+        Exit 0 after a SIGTERM is no success: a deletion, an eviction, a node shutdown or activeDeadlineSeconds sent it.
+        """
         if self.completed:
             return True
         ended_from_outside = self.deleted_first or self.reason or self.disruption or self._is_undecided
@@ -136,33 +141,36 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def has_failed(self) -> bool:
-        """Ended in any other way."""
+        """True if it ended in any other way."""
         return self.ended and not self.has_completed and not self._is_undecided
 
     @property
     def _is_undecided(self) -> bool:
-        """Exit 0 of its own accord, as it seems, and the pod's phase is still to come."""
+        """True if it seems to have ended with 0 by itself, but its phase is not known yet."""
         return self._awaits_its_phase and not self.deleted_first and not self.disruption
 
     @property
     def _awaits_its_phase(self) -> bool:
-        """Exit 0: the kubelet reports the end of a container before it reports (by phase Failed, a reason and
-        DisruptionTarget at once) that it ended the pod itself (mergePodStatus), which it does when all containers have
-        ended. A sidecar that goes on after that has no phase to wait for."""
+        """True if the trainer ended with 0 and the phase is still to come.
+
+        The kubelet reports the end of a container before phase Failed, reason and DisruptionTarget of a pod that it
+        ended itself, which follow when all containers have ended (mergePodStatus). Do not wait for a sidecar that goes
+        on.
+        """
         done = self.trainer.state == "ended" and self.trainer.exit_code == 0
         return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
 
     @property
     def done_beside_sidecars(self) -> bool:
-        """True if its trainer has ended with 0 and another container has not ended at all."""
+        """True if its trainer has ended with 0 and another container is still running."""
         return self.trainer.state == "ended" and self.trainer.exit_code == 0 and self.sidecars_run
 
     @property
     def live(self) -> bool:
-        """True if something of it may still run.
+        """True if something of it may still be running.
 
-        Not by the phase alone: the kubelet often reports that the only container has ended while the phase is still
-        Running, and a pod that ended by itself must not be deleted with its log.
+        Not by phase alone: the kubelet often reports the end of the only container while the phase is Running, and
+        deleting a pod that ended by itself would lose its log.
         """
         if self.phase in ("Succeeded", "Failed"):
             return False
@@ -171,25 +179,25 @@ class Pod(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Node:
-    """A node of the cluster, where the operator may read nodes."""
+    """A node of the cluster, if the operator may read nodes."""
 
     ready: bool
     since: dt.datetime | None = None
-    """Since when."""
+    """Since when it has been ready or not."""
     with_most: bool = False
-    """Not ready: whether most nodes became so together. Then the control plane does not get their heartbeats."""
+    """Not ready: True if most nodes became so together, so the control plane does not get their heartbeats."""
     gone: bool = False
-    """Not ready: whether its object was deleted, as a cloud does it with that of a machine that is no more."""
+    """Not ready: True if its object was deleted, as clouds do when a machine is removed."""
 
 
 @dataclass(frozen=True)
 class ConflictingObject:
-    """An object that carries a name the job needs, and is not the job's."""
+    """An object of somebody else that has a name the job needs."""
 
     kind: str
     name: str
     of_deleted_job: bool = False
-    """True if a deleted job of the same name left it: it goes away by itself."""
+    """True if a deleted job of the same name left it; it will be removed."""
 
 
 @dataclass(frozen=True)
@@ -197,49 +205,51 @@ class Refusal:
     """A create that the API server refused: quota, PodSecurity, admission, a typo in the template."""
 
     kind: str
-    """Pod, Service, or as an adapter names its own: the Service and the Workload have the job's name."""
+    """Pod, Service, or an adapter's kind: Service and Workload both have the job's name."""
     name: str
-    """The object that was to be created."""
+    """The object to create."""
     message: str
     """The API server's own sentence."""
     retry_at: dt.datetime
-    """When it is worth another try; each refusal in a row doubles the wait (the shell keeps count)."""
+    """When to retry; the shell doubles the wait with each refusal in a row."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """All that plan() may know besides the job itself and the time."""
+    """Everything that plan() knows besides the job and the time."""
 
     service: bool = False
-    """True if the job's own Service is there."""
+    """True if the job's own Service exists."""
     pods: tuple[Pod, ...] = ()
-    """Pods with the job's label or with a name that the job needs, of whatever owner, in any order."""
+    """Pods with the job's label or with a name that the job needs, of any owner, in any order."""
     deleted_pods: tuple[Pod, ...] = ()
-    """Pods of the job that are gone, as they were last seen: what the shell has kept, perhaps nothing."""
+    """Deleted pods of the job as last seen; the shell may have kept none."""
     conflicts: tuple[ConflictingObject, ...] = ()
-    """Other objects (a Service) that carry a name the job needs."""
+    """Other objects (a Service) with a name that the job needs."""
     refusals: tuple[Refusal, ...] = ()
-    """Creates that were refused and not tried again since."""
+    """Creates that were refused and not yet retried."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """The newest report of each rank that reports."""
+    """Last report of each rank."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
-    """The steps of each rank that reports in the present attempt."""
+    """Steps of each rank that reports in the present attempt."""
     undeletable: Set[str] = frozenset()
-    """uids of pods that are still there a moment after they were deleted without grace: that was refused, or somebody's
-    finalizer holds them."""
+    """uids of pods that still exist some time after a deletion without grace: it was refused, or a finalizer holds
+    them.
+    """
     listening_since: dt.datetime | None = None
-    """Since when the shell receives reports, where it has not received them all the time."""
+    """When the shell began to receive reports; None if it always has."""
     agent: AgentReport | None = None
-    """The last report of the agent of node 0 in the present attempt, where ddprun runs there."""
+    """Last report of node 0's agent in the present attempt; None without ddprun."""
     nodes: dict[str, Node] | None = None
-    """The cluster's nodes that are not ready or gone, by name; None where nodes may not be read."""
+    """Nodes that are not ready or deleted, by name; None if nodes may not be read."""
     gang_apis: Mapping[str, GangApi] = field(default_factory=dict)
-    """The APIs of gang schedulers and queues that are switched on, by adapter."""
+    """The enabled APIs of gang schedulers and queues, by adapter."""
     groups: tuple[ObservedGroup, ...] = ()
-    """What gang schedulers and queues have of the job, in any order."""
+    """The job's groups in gang schedulers and queues, in any order."""
     no_room: str = ""
-    """Why the shell has no room for one more job that has begun; empty: it has, or the job has begun."""
+    """Why the operator has no memory for one more running job; "" if it has, or the job has begun."""
     neighbours: Mapping[str, int] = field(default_factory=dict)
-    """Other jobs of the namespace whose pods have nodes, with how many; where the job's own wait for nodes."""
+    """Other jobs of the namespace whose pods have nodes, with their number; filled if this job's pods wait for nodes.
+    """
     master_addr: str | None = None
-    """host:port of the rendezvous, where the shell knows better than the cluster's DNS; "" while not known."""
+    """host:port of the rendezvous if the shell does not use the cluster's DNS; "" while unknown."""

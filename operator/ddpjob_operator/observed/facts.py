@@ -1,9 +1,9 @@
-"""What is known of a pod, from all that was seen of it: a later observation adds to it, and takes nothing back.
+"""Merge all observations of a pod: a later one adds facts, and removes none.
 
-The same pod is observed many times, and later is not better. The kubelet's last delete (grace 0) sets deletionTimestamp
-again, after the container's finishedAt; for a container that it never made, or no longer finds, it writes
-ContainerStatusUnknown with exit code 137 when the pod is deleted (pkg/kubelet/status/status_manager.go, TerminatePod).
-And finishedAt is the node's clock, deletionTimestamp the API server's: which came first is what was seen first.
+Later is not better. The kubelet's last delete (grace 0) sets deletionTimestamp again, after the container's finishedAt.
+For a container that it never created or cannot find, the kubelet writes ContainerStatusUnknown with exit code 137 when
+the pod is deleted (pkg/kubelet/status/status_manager.go, TerminatePod). finishedAt is by the node's clock and
+deletionTimestamp by the API server's, so only the order of observations tells which came first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from ddpjob_operator.observed.cluster import Container, Pod
 
 
 def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
-    """What is known once `later` was seen after `earlier`, of one uid. number: of this observation, growing. What
-    changes in it gets that number; what a pod has when it is first seen is older than all of those (0)."""
+    """Return what is known after `later` followed `earlier`, of one uid. number: of this observation, growing. Changes
+    get this number; what the first observation shows gets 0.
+    """
     changes = {} if earlier is None else _added(earlier, later)
     known = _changed(later, changes)
     stopping, ended = known.deletion_requested_at is not None, known.ended
@@ -37,15 +38,15 @@ def merge(earlier: Pod | None, later: Pod, number: int = 0) -> Pod:
 
 
 def _changed(pod: Pod, fields: dict[str, Any]) -> Pod:
-    """As `replace`, which costs 8 µs, so only where a field gets another value: each event of a pod comes here."""
+    """As `replace`, but only if a value differs: replace costs 8 µs, and each event of a pod comes here."""
     different = {name: value for name, value in fields.items() if getattr(pod, name) != value}
     return replace(pod, **different) if different else pod
 
 
 def _added(earlier: Pod, later: Pod) -> dict[str, Any]:
-    """What is known of `later` beside what it shows."""
+    """Return facts that `later` alone does not show."""
     over = earlier.phase in ("Succeeded", "Failed")
-    # A disruption that was given up (its condition is False again) ended nothing; that of a pod that ends is the cause.
+    # A disruption that was given up (its condition is False again) ended nothing.
     ends = earlier.ended or earlier.deletion_requested_at is not None
     return {
         "node": later.node or earlier.node,
@@ -66,22 +67,23 @@ def _added(earlier: Pod, later: Pod) -> dict[str, Any]:
 
 
 def container(earlier: Container, later: Container) -> Container:
-    """What is known of the trainer: the observation with more evidence; of two alike of an end, the first."""
+    """Return the observation with more evidence; of two equal ones of an end, the first."""
     if _evidence(earlier) > _evidence(later) or (earlier.state == "ended" and _evidence(earlier) == _evidence(later)):
         return earlier if earlier.state == "ended" else replace(earlier, ready=False)
     return later if earlier.state == "waiting" else replace(later, ran=True)
 
 
 def _evidence(seen: Container) -> int:
-    """How much an observation shows: nothing after the end of a container can show that it runs, or waits."""
+    """Rank an observation: after the end of a container, none can show that it is running or waiting."""
     if seen.state != "ended":
         return 0 if seen.state == "waiting" else 1
     return 2 if seen.exit_code is None or seen.is_lost else 3
 
 
 def _deleted_after_its_end(earlier: Pod | None, later: Pod) -> bool:
-    """True if its deletion was first seen when the object went, with its last phase: the API server gives no grace to a
-    pod that has ended (CheckGracefulDelete). For a success that is not enough, since it may be a wrong result."""
+    """True if the deletion was first seen when the object was removed, with its last phase: the API server gives no
+    grace to a pod that has ended (CheckGracefulDelete). False for exit 0, which may be a wrong result.
+    """
     if earlier is None or earlier.deletion_requested_at is not None or later.trainer.exit_code == 0:
         return False
     return later.phase == "Failed" and later.deletion_deadline == later.deletion_requested_at

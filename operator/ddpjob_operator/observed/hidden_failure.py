@@ -1,7 +1,7 @@
-"""Failures that the exit code of a container hides: `torchrun train.py | tee log` ends with tee's 0.
+"""Detect failures that the container's exit code hides: `torchrun train.py | tee log` ends with tee's 0.
 
-The termination message proves them, because ddprun, or the library in a rank, has written it. A launcher that starts
-later in the same container removes the message of the one before it, so the last launcher decides.
+The termination message proves them: ddprun, or the library in a rank, wrote it. A later launcher in the same container
+removes its predecessor's message, so the last one decides.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _INTERRUPTED = "SIGINT"
 
 @functools.lru_cache(maxsize=512)
 def is_recorded(message: str) -> bool:
-    """True if a termination message proves that the training failed, whatever the container's exit code is.
+    """True if a termination message proves that the training failed, whatever the exit code is.
 
-    A rank that was asked to stop, and saved, has not failed: `timeout 1h torchrun train.py || true`.
+    A rank that was asked to stop and saved has not failed: `timeout 1h torchrun train.py || true`.
     """
     if not message.startswith(_BEGINS):
         return False
@@ -32,6 +32,6 @@ def is_recorded(message: str) -> bool:
         return False
     if written.get("ddpjob") != 1 or failure.exit_code in (None, 0):
         return False
-    if isinstance(written.get("failed"), bool):  # by an agent, which knows whether a signal has ended it
+    if isinstance(written.get("failed"), bool):  # written by an agent, which knows whether a signal ended it
         return bool(written["failed"])
     return bool(failure.bad_nodes) or not (failure.resumable or failure.signal == _INTERRUPTED)

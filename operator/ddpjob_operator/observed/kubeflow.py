@@ -1,9 +1,8 @@
-"""The Kubeflow Trainer's progress protocol, read as our own report.
+"""Read the Kubeflow Trainer's progress protocol as our own report.
 
-Hugging Face's Trainer and Kubeflow's SDK use it wherever KUBEFLOW_TRAINER_SERVER_URL is set, so they report without a
-changed line. A body is {"trainerStatus": {progressPercentage, estimatedRemainingSeconds, metrics: [{name, value}],
-lastUpdatedTime}}, every field optional; steps, where there are any, are the metrics current_step and total_steps.
-Called by the receivers of progress.
+Hugging Face's Trainer and Kubeflow's SDK use it if KUBEFLOW_TRAINER_SERVER_URL is set, so they report without changes.
+A body is {"trainerStatus": {progressPercentage, estimatedRemainingSeconds, metrics: [{name, value}], lastUpdatedTime}};
+all fields are optional. Steps are the metrics current_step and total_steps.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ Seconds = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class TrainerMetric(msgspec.Struct, frozen=True):
-    """A value with a name, both text."""
+    """A metric; name and value are text."""
 
     name: str
     value: str
 
 
 class TrainerStatus(msgspec.Struct, rename="camel", frozen=True):
-    """What world rank 0 knows; lastUpdatedTime is left out, as the sender's clock is not trusted."""
+    """What world rank 0 reports, without lastUpdatedTime: the sender's clock is not trusted."""
 
     progress_percentage: Percent | None = None
     estimated_remaining_seconds: Seconds | None = None
@@ -45,7 +44,7 @@ class _Body(msgspec.Struct, rename="camel", frozen=True):
 
 
 def speaks(body: bytes) -> bool:
-    """True if a request body is in this protocol; a body that is no JSON object is in none."""
+    """True if a request body is in this protocol."""
     try:
         return "trainerStatus" in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except NOT_READABLE:
@@ -55,8 +54,9 @@ def speaks(body: bytes) -> bool:
 def read_body(
     body: bytes, received_at: dt.datetime, total_steps_before: int | None
 ) -> tuple[Report | None, int | None]:
-    """The report in a request body of either protocol, None where it says nothing; and the steps of the whole training,
-    which a later body of the same sender may leave out. Raises BadReportError."""
+    """Read a body in either protocol. Return the report, or None if there is none, and the total steps, which later
+    bodies of the sender may omit. Raise BadReportError.
+    """
     if not speaks(body):
         return read_report(body, received_at), total_steps_before
     status = read_status(body)
@@ -67,7 +67,7 @@ def read_body(
 
 
 def read_status(body: bytes) -> TrainerStatus | None:
-    """The status in a body; None for an empty one, which the protocol allows. Raises BadReportError."""
+    """Read the status of a body; None if it is empty, which the protocol allows. Raise BadReportError."""
     try:
         return msgspec.json.decode(body, type=_Body).trainer_status
     except NOT_READABLE as error:
@@ -75,10 +75,10 @@ def read_status(body: bytes) -> TrainerStatus | None:
 
 
 def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: int | None = None) -> Report | None:
-    """The status as a report of rank 0; None where it has neither a step nor a percentage.
+    """Convert the status to a report of rank 0; None if it has neither step nor percentage.
 
-    total_steps_before: of an earlier status of the same process, because the Trainer's last report is 100 % without
-    any step. A loop that knows no steps at all counts percents: step 42 of 100.
+    total_steps_before: from an earlier status of the process, because the Trainer's last report is 100 % without a
+    step. A loop without steps counts percents: step 42 of 100.
     """
     values = {metric.name: metric.value for metric in status.metrics}
     step, total = _count(values.get(STEP)), total_steps(status) or total_steps_before
@@ -87,7 +87,7 @@ def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: 
             return None
         total = total or 100
         step = status.progress_percentage * total // 100
-    # The first 16, cut to length: the protocol allows 256, and a long one is no reason to refuse the step.
+    # The first 16, shortened: the protocol allows 256, and too many are no reason to refuse the step.
     others = [(name, value) for name, value in values.items() if name not in (STEP, TOTAL_STEPS)]
     return Report(
         step=step,
@@ -101,15 +101,15 @@ def report(status: TrainerStatus, received_at: dt.datetime, total_steps_before: 
 
 
 def total_steps(status: TrainerStatus) -> int | None:
-    """The steps of the whole training, where the status has them."""
+    """Return the total steps if the status has them."""
     return next((_count(metric.value) for metric in status.metrics if metric.name == TOTAL_STEPS), None)
 
 
 def _short(value: str) -> str:
-    """A fraction with six digits, as our own reports have it: transformers writes 0.48397613525390626."""
+    """Shorten a fraction to six digits, as in our own reports: transformers writes 0.48397613525390626."""
     return f"{float(value):.6g}" if _FRACTION.fullmatch(value) else value
 
 
 def _count(text: str | None) -> int | None:
-    """A whole number of steps; "-1", which the Trainer writes for unknown, and all else count as missing."""
+    """Parse a number of steps; None for "-1", the Trainer's "unknown", and for anything else."""
     return int(text) if text is not None and text.isascii() and text.isdecimal() and len(text) < 16 else None

@@ -1,4 +1,4 @@
-"""What ranks and agents report, as a request body carries it."""
+"""Reports of ranks and agents, as request bodies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AGENT_FAILURES_MAX = 5
 
 
 class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
-    """What an agent has charged in its life, from 0 on; the counts in a row go on from those that it was given."""
+    """Restarts that an agent has charged, from 0; counts in a row continue from those that it was given."""
 
     application: _Restarts = 0
     infrastructure: _Restarts = 0
@@ -42,24 +42,24 @@ class AgentCounts(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
 
 
 class AgentReport(msgspec.Struct, rename="camel", frozen=True, kw_only=True):
-    """What node 0's `ddprun` reports of the restarts in place that it has led."""
+    """Report of node 0's `ddprun` about restarts in place."""
 
     replacement: _Turn = 0
-    """Which pod of node 0 it runs in."""
+    """Number of node 0's pod in this attempt."""
     generation: _Turn = 0
     step_in_memory: _Number = 0
-    """Of the state that the ranks which it has stopped last have left in memory; 0: none."""
+    """Step of the state that the last stopped ranks left in memory; 0 if none."""
     restarts: AgentCounts = AgentCounts()
     failures: Annotated[list[Any], msgspec.Meta(max_length=AGENT_FAILURES_MAX)] = []
-    """The last `Failure`s, the oldest first."""
+    """The last `Failure`s, oldest first."""
 
     def __post_init__(self) -> None:
-        """msgspec would read a dataclass by the names of its fields, and not by the keys of a report."""
+        """Parse the failures: msgspec would use a dataclass's field names, not the keys of a report."""
         force_setattr(self, "failures", [_failure(written) for written in self.failures])
 
 
 class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_defaults=True):
-    """What a rank reports about the training (the body of the status request)."""
+    """A rank's report about the training, the body of the status request."""
 
     step: _Number
     attempt: _Number = 0
@@ -71,34 +71,36 @@ class Report(msgspec.Struct, rename="camel", frozen=True, kw_only=True, omit_def
     samples_per_second: _Rate | None = None
     metrics: Annotated[dict[_Metric, _Metric], msgspec.Meta(max_length=METRICS_MAX)] = {}
     phase: Phase | None = "train"
-    """What it does now: start is before the first step. None: the sender reports only when it makes a step, so that a
-    step reported twice proves nothing (Kubeflow's protocol)."""
+    """start: before the first step. None: the sender only reports when it makes a step (Kubeflow's protocol), so a
+    repeated step proves nothing.
+    """
     saved_step: _Number | None = None
-    """Of the newest checkpoint; None from a script that saves none, and from older libraries."""
+    """Step of the newest checkpoint; None if the script saves none, or the library is older."""
     resumed_step: _Number | None = None
-    """Of the state that the sender has loaded."""
+    """Step of the state that the sender has loaded."""
     resumed_from: _Sentence = ""
-    """Where that state was: a folder, or the memory of which nodes."""
+    """Source of that state: a folder, or the memory of named nodes."""
     generation: _Turn = 0
-    """How often the ranks had been restarted in their pods when the sender was started."""
+    """Restarts of the ranks in their pods before the sender started."""
     replacement: _Turn = 0
-    """Which pod of its node the sender runs in: 0 is the one with which the attempt began. In a cluster the receiver
-    takes it from the pod."""
+    """Number of the sender's pod at its node; 0 is the first of the attempt. In a cluster the receiver sets it."""
     not_kept: _Sentence = ""
     """Why the state is not kept in the memory of the sender's pod."""
     limit_needed: _Number | None = None
-    """Bytes that the container's memory limit must be for that, where it is the limit that is too small."""
+    """Memory limit in bytes that keeping the state would need, if the limit is too small."""
     save_failed: _Sentence = ""
-    """Why the last save of a checkpoint has failed; empty once a later one is in its folder."""
+    """Why the last checkpoint failed; "" after a later success."""
+    alone: bool = False
+    """True if the sender is one of several ranks, has trained, and was in no process group until its end."""
     final: bool = False
     agent: AgentReport | None = None
-    """Set: the report is not of a rank but of the agent of its pod."""
+    """Set if the report is of the pod's agent, not of a rank."""
     received_at: dt.datetime | None = None
     """Set by the receiver: the sender's clock is not trusted."""
 
 
 def _failure(written: Any) -> Failure:
-    """A failure that an agent has overcome; rank -1 is that of a node as a whole. Raises ValueError."""
+    """Read a failure that an agent has recovered from; rank -1 is the whole node. Raise ValueError."""
     if isinstance(written, Failure):
         return written
     whole = isinstance(written, dict) and written.get("rank") == -1
@@ -113,11 +115,11 @@ def _failure(written: Any) -> Failure:
 
 
 class BadReportError(ValueError):
-    """A report that cannot be used; the text is the reason."""
+    """A report that cannot be used; the message gives the reason."""
 
 
 def read_report(body: bytes, received_at: dt.datetime) -> Report:
-    """The report in a request body. Raises BadReportError; a number out of range is refused, not clamped."""
+    """Read a request body. Raise BadReportError; numbers out of range are refused, not clamped."""
     try:
         report = msgspec.json.decode(body, type=Report)
     except NOT_READABLE as error:

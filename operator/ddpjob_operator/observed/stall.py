@@ -1,17 +1,17 @@
-"""True if a job has stalled: its ranks report, and make no step.
+"""Detect a stalled job: its ranks report, and make no step.
 
 The shells update the `StepTracker` of a rank with each of its reports; `find` returns what the trackers of a job prove.
-Three rules keep a healthy job alive:
+Three rules protect a healthy job:
 
-- **Silence proves nothing.** How long a rank is idle is counted from report to report ("phase train, step 41"), and
-  starts again after any gap in receiving, whatever caused it. So an operator that was away, a network that was cut and
-  a clock that jumped can only make a finding late, never wrong.
-- **The group stalls, not a rank.** The ranks of a DDP job step together, so as long as one of them makes steps, all
-  do; a rank that never reports a step, because the script calls `progress()` on rank 0 alone, does not hang.
-- **The first pause of its length only warns.** With `stall.timeoutSeconds` that is the limit. Without it, what is
-  expected is learned from the job's own steps. The first time that this is not enough, a pause that nobody declared
-  looks like a hang. A hang never ends, so there is a second, longer limit: where the group makes a step before it, its
-  pause is learned, and the next limit is three times that; where it does not, that is a stall.
+- **Silence proves nothing.** Idle time is counted from report to report ("phase train, step 41"), and restarts after
+  any gap in receiving. So an operator that was away, a network that was cut and a clock that jumped can only delay a
+  finding.
+- **The group stalls, not a rank.** The ranks of a DDP job step together: if one makes steps, all do. A rank that never
+  reports a step does not hang if the script calls `progress()` on rank 0 only.
+- **The first long pause only warns.** With `stall.timeoutSeconds`, that is the limit. Otherwise the expected time is
+  learned from the job's own steps. A pause beyond it looks like a hang, but a hang never ends: so there is a second,
+  longer limit. If the group makes a step before it, its pause is learned and the next limit is three times as long;
+  otherwise it has stalled.
 
 Pure: no clock, no I/O. Times are the receiver's.
 """
@@ -31,7 +31,7 @@ from ddpjob_operator.job.wording import duration
 from ddpjob_operator.observed.reports import Phase, Report
 
 REPORT_SECONDS = 5.0  # between two reports of a rank (build.Reporting)
-# One report may get lost: with its time-out and the sender's back-off the next comes 20 s after the one before.
+# One report may get lost: with its timeout and the sender's back-off the next comes 20 s after the one before.
 SILENT_SECONDS = 30.0
 RANKS_NAMED = 8
 RECENT_SECONDS = 300.0
@@ -46,30 +46,30 @@ class StepTracker:
     step: int
     phase: Phase
     advanced_at: dt.datetime
-    """Since when each of its reports has had the same step and phase, without a gap between them."""
+    """Since when all of its reports have had the same step and phase, without a gap."""
     heard_at: dt.datetime
-    """When its last report came."""
+    """Time of its last report."""
     measured: bool = False
-    """True if it changed at `advanced_at`; else the shell only began to receive then, in the middle of a step."""
+    """True if it changed at `advanced_at`; False if receiving began then, in the middle of a step."""
     learned: Learned = field(default_factory=Learned)
 
     @property
     def idle_seconds(self) -> float:
-        """How long it is certain to have made no step: up to its last report, not up to now."""
+        """Time without a step that is certain: until its last report, not until now."""
         return (self.heard_at - self.advanced_at).total_seconds()
 
     def is_heard(self, now: dt.datetime) -> bool:
-        """True if it reports at present."""
+        """True if it is reporting at present."""
         return abs((now - self.heard_at).total_seconds()) <= SILENT_SECONDS
 
 
 @dataclass(frozen=True)
 class StallFinding:
-    """What the reports of a job prove. kind: a warning is one event and costs nothing; a stall restarts the group."""
+    """What the reports of a job prove. A warning is one event and costs nothing; a stall restarts the group."""
 
     kind: Literal["warning", "stall"]
     rank: int
-    """Of those that report, the one with the lowest step."""
+    """The reporting rank with the lowest step."""
     node_rank: int
     step: int
     phase: Phase
@@ -79,16 +79,16 @@ class StallFinding:
     idle_seconds: float
     limit: Limit
     steps: dict[int, int]
-    """The last step of each rank that has reported in this attempt."""
+    """Last step of each rank that has reported in this attempt."""
     silent: frozenset[int] = frozenset()
-    """Those of them that no longer report."""
+    """Ranks in `steps` that have stopped reporting."""
 
     def sentence(self) -> str:
-        """Who, since when, how long is allowed. A warning has the same words as long as it stands."""
+        """Say who, since when, and the limit. The text of a warning stays the same while it lasts."""
         return f"rank {self.rank} (node {self.node_rank}) {self.what()}"
 
     def what(self) -> str:
-        """The sentence without its subject."""
+        """Return the sentence without its subject."""
         duration_text = self._proven() if self.kind == "stall" else self._suspected()
         last = f"; last steps: {self._last_steps()}" if len(self.steps) > 1 else ""
         return stall_limits.DOES_NOT[self.phase] + duration_text + last
@@ -117,31 +117,31 @@ class StallFinding:
 def update(
     tracker: StepTracker | None, report: Report, now: dt.datetime, receiving_since: dt.datetime | None = None
 ) -> StepTracker | None:
-    """The tracker of a rank after a report that came now; None as long as no report can be tracked.
+    """Return the tracker of a rank after a report; None while no report could be tracked.
 
-    receiving_since: since when the shell is sure to receive what is sent; reports before that do not count.
+    receiving_since: since when the shell surely receives everything; earlier reports do not count.
     """
     if report.phase is None or (tracker is not None and 0 < report.attempt < tracker.attempt):
         return tracker
-    # The library's first report comes from init(), so the first step is measured from its begin.
+    # The library's first report comes from init(), so the first step is measured from its beginning.
     is_first = report.phase == "start"
     new = StepTracker(report.attempt, report.node_rank, report.step, report.phase, now, now, measured=is_first)
     if tracker is None or report.attempt > tracker.attempt:
         return new
     heard = tracker.is_heard(now) and (receiving_since is None or tracker.heard_at >= receiving_since)
-    # Any other step counts, a lower one too: it is of a process that was started again in its pod.
+    # A lower step counts too: it is from a process that was restarted in its pod.
     if heard and (tracker.step, tracker.phase) == (report.step, report.phase):
         return dataclasses.replace(tracker, heard_at=now)
-    # Ranks that were started again teach nothing: the time before them may have been a hang that the agents ended.
+    # Restarted ranks teach nothing: the time before may have been a hang that the agents ended.
     teaches = heard and not is_first and report.step >= tracker.step
     learned = _learn(tracker, report, now) if teaches else tracker.learned
     return dataclasses.replace(new, attempt=tracker.attempt, measured=heard, learned=learned)
 
 
 def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> StallFinding | None:
-    """True if the group has stalled: none of the ranks that report at present has made a step for too long.
+    """Return a finding if none of the reporting ranks has made a step for too long; otherwise None.
 
-    trackers: of the present attempt alone, by rank. stall: as in the spec.
+    trackers: of the present attempt, by rank. stall: as in the spec.
     """
     timeout = None if stall is None else stall.timeout_seconds
     ranks = {} if timeout == 0 else _counted(trackers, now)
@@ -169,37 +169,37 @@ def find(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.d
 
 
 def idle_since(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
-    """Since when a stalled group has made no step; also where the spec does not let a stall restart it."""
+    """Since when a stalled group has made no step, also if the spec disables restarts for stalls."""
     finding = find(trackers, None if stall is not None and stall.timeout_seconds == 0 else stall, now)
     return None if finding is None else finding.since
 
 
 def requeue_at(trackers: Mapping[int, StepTracker], stall: api.Stall | None, now: dt.datetime) -> dt.datetime | None:
-    """When `find` may return something else although no rank reports anything new; None: never."""
+    """When `find` may change its result without new reports; None: never."""
     timeout = None if stall is None else stall.timeout_seconds
     ranks = {} if timeout == 0 else _counted(trackers, now)
     due = [t.advanced_at + dt.timedelta(seconds=_next(t, limit(t, timeout))) for t in ranks.values()]
     if not due:
         return None
-    # Past its time a rank waits for the others: for their time, or until they fall silent.
+    # After its own limit a rank waits for the others: for their limits, or until they fall silent.
     wait = REPORT_SECONDS if max(due) <= now else SILENT_SECONDS
     return min(due) if min(due) > now else now + dt.timedelta(seconds=wait)
 
 
 def limit(tracker: StepTracker, timeout: float | None) -> Limit:
-    """How long a rank may make no step where it is now. timeout: stall.timeoutSeconds where it is set."""
+    """Return how long a rank may make no step. timeout: stall.timeoutSeconds if set."""
     return stall_limits.limit(tracker.phase, tracker.step, tracker.learned, timeout)
 
 
 @dataclass(frozen=True)
 class Silence:
-    """Most jobs went silent at about the same time: more likely their reports do not arrive than that all hang."""
+    """Most jobs went silent at about the same time: their reports are probably lost, rather than all jobs hanging."""
 
     silent: int
     jobs: int
 
     def sentence(self) -> str:
-        """For the operator's log."""
+        """Sentence for the operator's log."""
         return (
             f"{self.silent} of the {self.jobs} jobs that report went silent together: their reports do not arrive. "
             "Until they do, no job is restarted for a stall"
@@ -207,9 +207,9 @@ class Silence:
 
 
 def silence(heard: Iterable[dt.datetime], now: dt.datetime) -> Silence | None:
-    """True if more than half of the jobs that report have gone silent. heard: when the last report of each came.
+    """Return a Silence if more than half of the reporting jobs have gone silent. heard: last report of each.
 
-    Jobs that fell silent long before the others count no more. One job alone may have its own reason.
+    Jobs that went silent long before do not count. A single silent job may have its own reason.
     """
     times = list(heard)
     newest = max(times, default=now)
@@ -219,13 +219,13 @@ def silence(heard: Iterable[dt.datetime], now: dt.datetime) -> Silence | None:
 
 
 def _counted(trackers: Mapping[int, StepTracker], now: dt.datetime) -> dict[int, StepTracker]:
-    """The ranks that report at present. One that has never reported a step does not count where others have."""
+    """Ranks that are reporting. Those that have never reported a step count only if all are so."""
     heard = {rank: tracker for rank, tracker in trackers.items() if tracker.is_heard(now)}
     return {rank: tracker for rank, tracker in heard.items() if tracker.step} or heard
 
 
 def _learn(tracker: StepTracker, report: Report, now: dt.datetime) -> Learned:
-    """What the end of a time without a step teaches."""
+    """Learn from the end of a time without a step."""
     seconds = max(0.0, (now - tracker.advanced_at).total_seconds())
     made = report.step - tracker.step
     return stall_limits.learn(tracker.learned, tracker.phase, tracker.step, made, seconds, measured=tracker.measured)

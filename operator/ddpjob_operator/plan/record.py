@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from ddpjob_core.findings import FINDINGS_MAX
+from ddpjob_core.findings import FINDINGS_MAX, Finding, trained_alone
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, ranges, reasons
 from ddpjob_operator.observed import stall
@@ -43,15 +43,26 @@ def _with_findings(status: api.Status, view: View) -> api.Status:
     """The status with what makes a success suspicious, each fact once. It outlives the pods that report it."""
     if not status.attempt:
         return status
-    found = list(dict.fromkeys((*status.findings, *_of_pods(view))))[:FINDINGS_MAX]
+    found = list(dict.fromkeys((*status.findings, *_of_rank_0(view, status), *_of_pods(view))))[:FINDINGS_MAX]
     return replace(status, findings=found) if found != status.findings else status
+
+
+def _of_rank_0(view: View, status: api.Status) -> Iterator[api.Finding]:
+    """Under torchrun the library alone knows that no group was formed."""
+    report = view.seen.reports.get(0)
+    if report is not None and report.alone and report.attempt == status.attempt:
+        yield _as_finding(trained_alone(report.world_size or status.nodes.total))
 
 
 def _of_pods(view: View) -> Iterator[api.Finding]:
     for _, pod in sorted(view.known_pods.items()):
         if pod.has_completed and pod.trainer.message:
             for found in termination_message.findings(pod.trainer.message, trusted=view.hands_over_exit_code):
-                yield api.Finding(reason=found.reason, message=found.message)
+                yield _as_finding(found)
+
+
+def _as_finding(found: Finding) -> api.Finding:
+    return api.Finding(reason=found.reason, message=found.message)
 
 
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:

@@ -1,1 +1,1 @@
-"""What the operator creates: the Service, the pods, their names and their environment."""
+"""Objects that the operator creates: the Service and the pods, with their names and environment."""

@@ -1,6 +1,6 @@
-"""The environment of a pod's `ddprun` beside torchrun's variables: budgets, and what the user wants of restarts.
+"""Environment of a pod's `ddprun` besides torchrun's variables: budgets and restart settings.
 
-A pod's environment is written once, so it holds what was left when the pod was made (`ddpjob_core.budget`).
+A pod's environment is set once, so it holds the budget that was left when the pod was created (`ddpjob_core.budget`).
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import json
 from ddpjob_core.budget import Grant
 from ddpjob_operator.job import api, budgets, launcher
 
-PREFLIGHT_FAILURES = 2  # one lost node is bad luck
+PREFLIGHT_FAILURES = 2  # a single lost node is bad luck
 
 
 def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
-    """Nothing for other launchers."""
+    """Return the variables; {} for other launchers."""
     if not launcher.facts(job.spec).restarts_in_place:
         return {}
     spec = job.spec
@@ -24,7 +24,7 @@ def environment(job: api.DDPJob, replacement: int) -> dict[str, str]:
         "DDPJOB_RESTARTS_LEFT": _grant(job).text(),
         "DDPJOB_FAILURE_POLICY": json.dumps(rules) if rules else None,
         "DDPJOB_STALL_TIMEOUT": spec.stall.timeout_seconds if spec.stall else None,
-        # Only where it is set: in place a broken group has nothing to save, and every second of it is lost.
+        # Only if set: a broken group has nothing to save in place, and would lose every second.
         "DDPJOB_RESTART_GRACE": spec.restart_grace_seconds,
         "DDPJOB_PREFLIGHT": 1 if wants_preflight(spec, job.status) else None,
         "DDPJOB_OUT_OF_MEMORY": 1 if was_out_of_memory(job.status) else None,
@@ -45,26 +45,25 @@ def _grant(job: api.DDPJob) -> Grant:
 
 
 def was_out_of_memory(status: api.Status) -> bool:
-    """True if the kernel has killed a pod for its memory since the job was started or resumed, as far as the last
-    failures show it.
+    """True if a recent failure is an out-of-memory kill of a pod since the job was started or resumed.
 
-    The state in memory counts against the limit, and is reserved when there is room for it: a training that needs that
-    room later would be killed for it again and again. Who raises the limit suspends and resumes the job.
+    State in memory counts against the limit and is reserved if there is room: a training that needs this room later
+    would be killed repeatedly. To raise the limit, users suspend and resume the job.
     """
     since = status.start_time
     killed = [line for line in status.failures if line.reason == "OOMKilled"]
-    # By its attempt too, because the clock of its node may be behind: each start and each resume begins a new one.
+    # Compared by attempt too, because the node's clock may be behind: each start and resume begins a new attempt.
     return any(line.attempt == status.attempt or since is None or line.time >= since for line in killed)
 
 
 def wants_preflight(spec: api.Spec, status: api.Status) -> bool:
     """True if the nodes measure each other before their ranks start.
 
-    OnRestart needs two nodes at least, because a node is slow only compared with another.
+    OnRestart needs at least two nodes, because a node is slow only compared with another.
     """
     begun = status.attempt_time
     if any(node.lifted and (begun is None or node.until > begun) for node in status.avoided_nodes):
-        return False  # it may find a bad node, and there is no other one: the job would never train
+        return False  # a bad node could not be replaced, and the job would never train
     if spec.preflight != "OnRestart":
         return spec.preflight == "Always"
     last = [failure.failure_class for failure in status.failures[-PREFLIGHT_FAILURES:]]

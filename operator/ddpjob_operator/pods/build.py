@@ -1,4 +1,4 @@
-"""Builders of the objects that the operator creates. The local run starts the same pods as processes."""
+"""Build the objects that the operator creates. A local run starts the same pods as processes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ddpjob_operator.pods import environment as contract
 
 Body = dict[str, Any]
 
-# Half of the memory limit, as tmpfs defaults to half of the RAM; without a limit a size that serves data loaders.
-# 64 MiB, the container runtime's default, breaks DataLoader workers and NCCL.
+# Half of the memory limit, as tmpfs defaults to half of the RAM; without a limit, enough for data loaders. The
+# container runtime's 64 MiB breaks DataLoader workers and NCCL.
 SHM_BYTES_DEFAULT = 2 * 2**30
 _LOG_AS_MESSAGE = "FallbackToLogsOnError"
 KEEP_FROM_AUTOSCALERS = {
@@ -26,7 +26,7 @@ KEEP_FROM_AUTOSCALERS = {
 }
 
 
-# A path below a pod's spec as the API server writes it; not one that is part of a longer path or word.
+# A path below a pod's spec as the API server writes it, but not within a longer path or word.
 _POD_PATH = re.compile(
     r"(?<![\w.])spec\.(?:containers\[(?P<container>\d{1,4})\](?P<env>\.env\[(?P<number>\d{1,6})\])?|(?=[a-zA-Z]))"
 )
@@ -41,15 +41,15 @@ class Reporting:
     interval_seconds: float = 5.0
 
     def environment(self) -> dict[str, str]:
-        """The variables that the trainer library reads."""
+        """Variables that the trainer library reads."""
         interval = {"DDPJOB_STATUS_INTERVAL": f"{self.interval_seconds:g}"}
         return report_token.environment(self.url, self.token_file) | interval
 
 
 def service(job: api.DDPJob) -> Body:
-    """The headless Service that gives node 0 its name, or every pod (spec.dns).
+    """Build the headless Service that gives node 0 a DNS name, or every pod (spec.dns).
 
-    Each change of a pod that it selects makes the control plane write an EndpointSlice with all of them.
+    Not every pod by default: each change of a selected pod rewrites an EndpointSlice with all of them.
     """
     leader = {} if all_have_dns_names(job.spec) else {naming.LABEL_RANK: str(members(job.spec).leader)}
     return {
@@ -58,7 +58,7 @@ def service(job: api.DDPJob) -> Body:
         "metadata": owned_metadata(job, job.metadata.name, naming.labels(job)),
         "spec": {
             "clusterIP": "None",
-            # Peers must resolve before they are ready, because the rendezvous makes them ready.
+            # Peers must resolve before they are ready: they become ready by the rendezvous.
             "publishNotReadyAddresses": True,
             "selector": naming.labels(job) | leader,
         },
@@ -77,18 +77,18 @@ def pod(
     keep_from_autoscalers: bool = True,
     mount_api_token: bool = True,
 ) -> Body:
-    """The pod of a place in `attempt`. rendezvous: its address; None is the Service's name, as in a cluster.
+    """Build the pod of a place in `attempt`.
 
-    avoid: cluster nodes that it must not run on. replacement: which pod of this place in this attempt it is.
-    keep_from_autoscalers: whether it asks them not to remove its node; the template's annotations outrank that.
-    mount_api_token: False mounts no API token of its service account unless the template asks for it.
+    rendezvous: None uses the Service's name, as in a cluster. avoid: nodes that it must not run on. replacement: number
+    of the pod at this place. keep_from_autoscalers: ask autoscalers to keep its node, unless the template's annotations
+    differ. mount_api_token: False mounts no API token unless the template requests it.
     """
     rendezvous = rendezvous or naming.endpoint(job, attempt)
     template = as_given(job.spec.template)
     spec: Body = template["spec"]
     given = template.get("metadata") or {}
     labels = {
-        # A template that was copied from a pod has ours: of them all are set anew, or not at all.
+        # Drop our labels from a template that was copied from a pod.
         **{name: value for name, value in (given.get("labels") or {}).items() if name not in naming.LABELS},
         **naming.labels(job),
         naming.LABEL_ATTEMPT: str(attempt),
@@ -107,7 +107,7 @@ def pod(
     if not mount_api_token and spec.get("automountServiceAccountToken") is None:
         spec["automountServiceAccountToken"] = False
     if spec.get("terminationGracePeriodSeconds") == 0:
-        # With 0 whoever deletes a pod makes the API server forget it before its kubelet has ended anything.
+        # With 0, a deletion removes the object at once, before the kubelet has ended anything.
         spec["terminationGracePeriodSeconds"] = 1
     environment = contract.environment(job, attempt, place, rendezvous) | agent_environment.environment(
         job, replacement
@@ -125,9 +125,9 @@ def pod(
 
 
 def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
-    """An API server's message about a pod, with the paths of the user's template.
+    """Translate paths in an API server's message about a pod into paths of the user's template.
 
-    The trainer's variables begin with the operator's; in all other lists its entries follow the user's.
+    The operator's variables precede the user's; in all other lists its entries follow.
     """
     trainer = trainer_container(job.spec.template) or {}
     containers = body["spec"]["containers"]
@@ -144,20 +144,21 @@ def in_users_words(message: str, body: Body, job: api.DDPJob) -> str:
 
 
 def wants_one_pod_per_node(spec: api.Spec) -> bool:
-    """auto: yes for jobs with GPUs."""
+    """auto: True for jobs with GPUs."""
     return facts(spec).gpus > 0 if spec.one_pod_per_node == "auto" else spec.one_pod_per_node
 
 
 def as_given(value: Any) -> Any:
-    """A copy of a part of a template without nulls, because a field that is null is unset for the API server and has
-    its default. Lists keep every entry, so that messages about one have the user's index."""
+    """Copy a part of a template without nulls: for the API server a null field is unset. Lists keep their length, so
+    that messages show the user's index.
+    """
     if isinstance(value, Mapping):
         return {name: as_given(one) for name, one in value.items() if one is not None}
     return [as_given(one) for one in value] if isinstance(value, list) else value
 
 
 def owned_metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
-    """The metadata of an object that goes with the job."""
+    """Build the metadata of an object that is deleted with the job."""
     owner = {
         "apiVersion": api.API_VERSION,
         "kind": api.KIND,
@@ -179,9 +180,9 @@ def _trainer(own: dict[str, str], spec: Body) -> None:
     assert trainer is not None, "validation refuses a template without a container"
     users = contract.user_environment(trainer)
     names = {entry["name"] for entry in users}
-    # Ours first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
+    # The operator's come first, so that the user's values can refer to them: WORLD_SIZE: $(NNODES).
     trainer["env"] = [{"name": name, "value": value} for name, value in own.items() if name not in names] + users
-    # The kubelet keeps the end of the log as the message: the cause survives the pod, without the right to read logs.
+    # The kubelet keeps the end of the log as the message: the cause survives the pod, and needs no right to read logs.
     trainer.setdefault("terminationMessagePolicy", _LOG_AS_MESSAGE)
 
 
@@ -209,7 +210,9 @@ def _spread(job: api.DDPJob, spec: Body) -> None:
 
 
 def _stay_away(spec: Body, nodes: Sequence[str]) -> None:
-    """In every term: the scheduler takes a node that fits any of them. One name a requirement, as the API wants it."""
+    """Exclude nodes in every term, because the scheduler takes a node that fits any of them. One name per requirement,
+    as the API demands.
+    """
     if not nodes:
         return
     wanted = spec.setdefault("affinity", {}).setdefault("nodeAffinity", {})

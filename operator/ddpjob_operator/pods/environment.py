@@ -1,7 +1,4 @@
-"""The environment contract: the names, labels, addresses and variables that a trainer gets, in every shell.
-
-Used by `build.py` for pods, and through those pods by the local run: both shells give byte-equal names.
-"""
+"""Labels, addresses and variables that a trainer gets, equal in cluster and local run."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ OF_RANKS = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint) -> dict[str, str]:
-    """The variables of a place's pod in `attempt`. rendezvous: the address of rank 0. The user's own come on top."""
+    """Return the variables of a place's pod; the user's own outrank them. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
     least = launcher.facts(job.spec).min_nodes
     every = {
@@ -39,11 +36,10 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
 
 
 def _read_by_nobody(spec: api.Spec, nproc: int) -> set[str]:
-    """Variables that the trainer's program does not read, and its container does not mention.
+    """Return variables that the trainer's program does not read and its container does not mention.
 
-    Each variable of a pod costs the API server, the scheduler and the kubelets 0.15 ms of CPU (bench/results).
-    A Python file gets all of them: it may start torchrun, and without PET_… each node would then train alone, and
-    succeed.
+    Each variable of a pod costs API server, scheduler and kubelets 0.15 ms of CPU (bench/results). A Python file gets
+    all of them: it may start torchrun, and without PET_… each node would train alone, and succeed.
     """
     facts = launcher.facts(spec)
     if not facts.is_launcher_alone:
@@ -54,13 +50,14 @@ def _read_by_nobody(spec: api.Spec, nproc: int) -> set[str]:
 
 
 def _threads(limit: int | None, nproc: int) -> dict[str, str]:
-    """OMP_NUM_THREADS by the pod's CPU limit, of which torch does not know; without one as torchrun sets it: one
-    thread in each of several processes, and nothing for one, which may use all cores."""
+    """Set OMP_NUM_THREADS by the pod's CPU limit, which torch does not know. Without a limit do as torchrun: one thread
+    in each of several processes; a single process may use all cores.
+    """
     return {} if limit is None and nproc == 1 else {"OMP_NUM_THREADS": str(max(1, (limit or 1) // nproc))}
 
 
 def user_environment(container: dict[str, object]) -> list[dict[str, object]]:
-    """The `env` entries of a container that have a name."""
+    """Return the `env` entries of a container that have a name."""
     return [e for e in mappings(container, "env") if isinstance(e.get("name"), str)]
 
 
@@ -76,20 +73,21 @@ def _rendezvous(job: api.DDPJob, node_rank: int, nproc: int, rendezvous: Endpoin
 
 
 def _single_process(job: api.DDPJob, node_rank: int) -> dict[str, str]:
-    """For scripts without a launcher. Only where a node has one process: with more they mislead those that start
-    their own (the imagenet example multiplies WORLD_SIZE by its GPUs)."""
+    """Variables for scripts without a launcher, only if a node has one process. With more they would mislead scripts
+    that start processes themselves: the imagenet example multiplies WORLD_SIZE by its GPUs.
+    """
     return {"RANK": str(node_rank), "WORLD_SIZE": str(job.spec.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
-    """node_rank: None where torchrun numbers the nodes itself, and warns of a number that it is given."""
+    """node_rank: None if torchrun numbers the nodes itself; it warns of a given number."""
     return {
         "PET_NNODES": str(job.spec.nodes),
         "PET_NPROC_PER_NODE": str(nproc),
         **({} if node_rank is None else {"PET_NODE_RANK": str(node_rank)}),
         "PET_MASTER_ADDR": rendezvous.host,
         "PET_MASTER_PORT": str(rendezvous.port),
-        # torch prefixes its store with the run id: a process of an older attempt can reach the port and still not join.
+        # torch prefixes its store with the run id: a process of an older attempt may reach the port but cannot join.
         "PET_RDZV_ID": f"{job.metadata.uid}-{attempt}",
         "PET_MAX_RESTARTS": "0",
         "PET_SHUTDOWN_TIMEOUT": str(shutdown_timeout_seconds(job.spec)),
@@ -97,18 +95,17 @@ def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, 
 
 
 def _elastic(job: api.DDPJob, least: int, node_rank: int, rendezvous: Endpoint) -> dict[str, str]:
-    """What torchrun needs to begin with fewer nodes than all, and to take in those that come later."""
+    """Settings for torchrun to start with fewer nodes than all, and to admit later ones."""
     return {
         "PET_NNODES": f"{least}:{job.spec.nodes}",
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": str(rendezvous),
-        # Who holds the store is said, because torchrun guesses it by comparing the endpoint with its own host's names.
-        # Its time limits are those of the static rendezvous: with 60 s for the store a node fails whose node 0 is still
-        # pulling its image.
+        # is_host is explicit, because torchrun would guess it from the names of its own host. The timeouts are those of
+        # the static rendezvous: with 60 s a node would fail while node 0 pulls its image.
         "PET_RDZV_CONF": f"is_host={int(node_rank == 0)},join_timeout=900,read_timeout=900",
-        # A node that joins makes torchrun start all ranks again in their pods. With gloo in torch 2.13 they otherwise
-        # read the addresses of the ranks before them from the store that both share (docs/dev/upstream.md, launchers).
+        # A joining node makes torchrun restart all ranks in their pods. With gloo in torch 2.13 they would read
+        # addresses of former ranks from the shared store (docs/dev/upstream.md, launchers).
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        # The ranks that a join ends may look failed to a torchrun that has not seen it yet.
+        # Ranks that a join ends may look failed to a torchrun that has not noticed the join yet.
         "PET_MAX_RESTARTS": str(budgets.application_left(job.spec, job.status)),
     }

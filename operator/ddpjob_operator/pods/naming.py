@@ -1,4 +1,4 @@
-"""The names, labels, DNS names and ports of the objects of a job: the same in a cluster and in a local run."""
+"""Names, labels, DNS names and ports of a job's objects, equal in cluster and local run."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ LABEL_ATTEMPT = f"{api.GROUP}/attempt"
 LABEL_RANK = f"{api.GROUP}/rank"
 LABEL_REPLACEMENT = f"{api.GROUP}/replacement"
 LABEL_TRAINER = f"{api.GROUP}/trainer"
-"""The name of the trainer where it is not `trainer` but the template's first container: webhooks add theirs before it
-(Linkerd's proxy, the sidecar of GKE's Cloud Storage FUSE)."""
+"""Name of the trainer if it is not `trainer` but the template's first container. Webhooks put their containers first
+(Linkerd's proxy, the sidecar of GKE's Cloud Storage FUSE).
+"""
 LABELS = frozenset((LABEL_JOB, LABEL_ATTEMPT, LABEL_RANK, LABEL_REPLACEMENT, LABEL_TRAINER))
 
-# Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never gives the
-# port to an outgoing connection; and below the ports that scripts often hard-code (29400, 29500).
+# Outside the ephemeral range (32768-60999) and the NodePort range (30000-32767), so that the kernel never uses the port
+# for an outgoing connection; below ports that scripts often hard-code (29400, 29500).
 PORT_FIRST, PORT_LAST = 20000, 29399
 PORTS_AVOIDED = frozenset({23456, 25000})  # also hard-coded by scripts
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The address of the rendezvous: that of rank 0."""
+    """The address of the rendezvous, served by rank 0."""
 
     host: str
     port: int
@@ -35,45 +36,44 @@ class Endpoint:
 
 
 def labels(job: api.DDPJob) -> dict[str, str]:
-    """The labels by which `kubectl get pods -l` finds the objects of a job."""
+    """Labels that select the objects of a job."""
     return {LABEL_JOB: job.metadata.name}
 
 
 def selector(job: api.DDPJob) -> str:
-    """The label selector of the job's pods."""
+    """Label selector of the job's pods."""
     return ",".join(f"{k}={v}" for k, v in labels(job).items())
 
 
 def pod_name(job: api.DDPJob, attempt: int, place: int, replacement: int = 0) -> str:
-    """The pod's name holds the attempt, so that no pod of an old attempt is ever taken for a new one.
+    """Name of a pod. It holds the attempt, so that no pod of an old attempt is taken for a new one.
 
-    digits-1-3-r2 is the second that has replaced digits-1-3 alone. The r keeps it apart from the pods of a job that is
-    named digits-1.
+    digits-1-3-r2 is the second replacement of digits-1-3. The r distinguishes it from pods of a job named digits-1.
     """
     name = f"{job.metadata.name}-{attempt}-{place}"
     return f"{name}-r{replacement}" if replacement else name
 
 
 def replacement(status: api.Status, place: int) -> int:
-    """How many pods of a place were replaced alone in the present attempt."""
+    """Number of single replacements at a place in the present attempt."""
     return status.replacements.get(str(place), 0) if status.replacements else 0
 
 
 def present_pod_name(job: api.DDPJob, status: api.Status, place: int) -> str:
-    """The name of a place's current pod."""
+    """Name of a place's current pod."""
     return pod_name(job, status.attempt, place, replacement(status, place))
 
 
 def hostname(job: api.DDPJob, place: int) -> str:
-    """The DNS name of a place is the same in every attempt."""
+    """DNS name of a place, equal in every attempt."""
     return f"{job.metadata.name}-{place}"
 
 
 def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
-    """The address of rank 0 in a cluster.
+    """Address of rank 0 in a cluster.
 
-    The port depends on uid and attempt also where each pod has a network of its own, because a process that survives
-    on a lost node still resolves the stable DNS name, and must not reach the store of a newer attempt.
+    The port depends on uid and attempt even if each pod has its own network: a process that survives on a lost node
+    still resolves the stable DNS name, and must not reach the store of a newer attempt.
     """
     name = job.metadata.name
     return Endpoint(
@@ -84,9 +84,9 @@ def endpoint(job: api.DDPJob, attempt: int) -> Endpoint:
 
 @functools.lru_cache(maxsize=256)
 def port(uid: str, attempt: int) -> int:
-    """A port for rank 0 that differs between jobs and between the attempts of a job."""
+    """Return a port for rank 0 that differs between jobs and between attempts."""
     span = PORT_LAST - PORT_FIRST + 1
     offset = int.from_bytes(hashlib.sha256(uid.encode()).digest()[:4], "big")
-    # 7 is prime to the span: the attempts of a job walk through all ports before one comes again.
+    # 7 is coprime to the span: the attempts of a job use all ports before one repeats.
     candidates = (PORT_FIRST + (offset + 7 * attempt + extra) % span for extra in range(span))
     return next(p for p in candidates if p not in PORTS_AVOIDED)

@@ -1,7 +1,7 @@
-"""The token by which a trainer reports progress, as a file in its pod. Called by `build.py`.
+"""The token with which a trainer reports progress, as a file in its pod.
 
-The token is valid for one audience and bound to the pod, so it is accepted by the operator's receiver only, and by
-nothing once the pod is gone. The kubelet requests it, so neither a Secret nor a right of the operator is needed.
+It is valid for one audience and bound to the pod: only the operator's receiver accepts it, and only while the pod
+exists. The kubelet requests it, so neither a Secret nor a right of the operator is needed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ AUDIENCE = api.GROUP
 NAME = "ddpjob-token"
 MOUNT = f"/var/run/secrets/{api.GROUP}"
 TOKEN_FILE = f"{MOUNT}/token"
-# The kubelet renews it in place at 80 % of this; senders read the file again (600 s is the least that is allowed).
+# The kubelet renews it in place at 80 % of this, and senders read the file again. The minimum allowed is 600 s.
 EXPIRATION_SECONDS = 3600
 
 
 def add_token(spec: dict[str, Any], trainer: dict[str, Any]) -> None:
-    """Mount the token into the trainer container of a pod spec, unless the user mounts something there."""
+    """Mount the token into the trainer of a pod spec, unless the user mounts something there."""
     mounts = trainer.get("volumeMounts") or []
     volumes = spec.get("volumes") or []
     taken = any(str(mount.get("mountPath", "")).rstrip("/") == MOUNT for mount in mounts)
@@ -31,9 +31,9 @@ def add_token(spec: dict[str, Any], trainer: dict[str, Any]) -> None:
 
 
 def environment(url: str, token_file: str = TOKEN_FILE) -> dict[str, str]:
-    """The variables by which the trainer library and, by itself, Hugging Face's Trainer find the receiver.
+    """Variables with which the trainer library, and Hugging Face's Trainer by itself, find the receiver.
 
-    KUBEFLOW_TRAINER_SERVER_CA_CERT is left out: the receiver speaks plain HTTP, so there is no certificate.
+    KUBEFLOW_TRAINER_SERVER_CA_CERT is not set: the receiver speaks plain HTTP.
     """
     return {
         "DDPJOB_STATUS_URL": url,

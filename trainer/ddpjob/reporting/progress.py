@@ -9,7 +9,7 @@ Body of a post (JSON, at most 8 KiB; unknown fields are absent):
     {"attempt": 1, "rank": 0, "nodeRank": 0, "worldSize": 2, "step": 312, "totalSteps": 1125, "etaSeconds": 24,
      "samplesPerSecond": 5210.4, "metrics": {"loss": "0.412"}, "phase": "save", "savedStep": 300,
      "resumedStep": 100, "resumedFrom": "/ckpt/snapshots", "generation": 1, "replacement": 1, "notKept": "…",
-     "limitNeeded": 734003200, "saveFailed": "…", "final": false}
+     "limitNeeded": 734003200, "saveFailed": "…", "alone": true, "final": true}
 Rank 0's post is the job's progress; the first rank of each other node posts too, so that its node is known to run.
 A post repeats an unchanged step: a process that makes no step is not one that is gone.
 phase: "start" before the first step (step is then the one that was loaded, or 0), "save" or "evaluate" in a `pause`;
@@ -20,6 +20,7 @@ generation: how often ddprun had restarted the ranks when this one was started.
 replacement: which pod of its node it runs in; absent in the one with which the attempt began.
 notKept: why the state is not kept in memory; limitNeeded: bytes of the container's memory limit that would do.
 saveFailed: why the last save of `Snapshot` has failed; absent once a later one is in the folder.
+alone: in the final post of one of several ranks that has run a backward pass and was in no process group.
 """
 
 import collections
@@ -145,7 +146,18 @@ def flush(timeout_seconds: float = FINAL_FLUSH_SECONDS) -> None:
         state.cells[_STEP] = 0  # it was loaded, and not made by this process
     state.cells[heartbeat.PHASE] = 0
     if reporter is not None:
+        with contextlib.suppress(Exception):
+            reporter.was_alone = not reporter.had_group and _has_trained_alone()
         reporter.finish(timeout_seconds)
+
+
+def _has_trained_alone() -> bool:
+    """At the end of this process, unless an exception ends it."""
+    from ddpjob.reporting import rank_end
+
+    if termination.ending() is not None or process.has_had_torch_group():
+        return False
+    return rank_end.has_trained_alone()
 
 
 def _check_step(step: int) -> None:
@@ -227,6 +239,8 @@ class Reporter:
         self.complained = False
         self.advised = False
         self.has_saved = False
+        self.had_group = False
+        self.was_alone = False
         self.marks: collections.deque[tuple[int, float]] = collections.deque(maxlen=RATE_WINDOW_POSTS)
         self.news = threading.Event()
         self.finishing = threading.Event()
@@ -289,6 +303,7 @@ class Reporter:
 
     def _document(self, *, final: bool) -> dict[str, Any] | None:
         state, place = process.current, process.place()
+        self.had_group = self.had_group or process.has_had_torch_group()
         if state.latest is None:
             return None
         step, total, samples, metrics, when = state.latest
@@ -317,6 +332,7 @@ class Reporter:
             **({"notKept": state.not_kept[:SENTENCE_CHARACTERS_MAX]} if state.not_kept else {}),
             **({} if state.limit_needed is None else {"limitNeeded": state.limit_needed}),
             **({"saveFailed": state.save_failed[:SENTENCE_CHARACTERS_MAX]} if state.save_failed else {}),
+            **({"alone": True} if final and self.was_alone else {}),
             "final": final,
         }
 

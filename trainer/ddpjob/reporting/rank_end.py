@@ -26,7 +26,7 @@ from typing import Any
 from ddpjob import own_files, process
 from ddpjob_core.members import Members
 
-MODULES_MAX = 64  # a search over hyperparameters makes one after the other
+MODULES_MAX = 64  # a hyperparameter search creates many models in one process
 RECENT = 32  # backward passes of which the last are kept
 RECENT_VALUES = 64  # spread over one parameter
 PREFIX_WORDS = 4096  # of each parameter, in a backward pass
@@ -66,8 +66,7 @@ class RankEnd:
         for module in self._modules:
             module.end()
         modules = [module.ended for module in self._modules if module.ended is not None]
-        alone = process.number("WORLD_SIZE", 1) > 1 >= self.group_size
-        alone = alone and not knows_others() and has_run_backward(torch)
+        alone = self.group_size <= 1 and has_trained_alone()
         with open(self._path, "w", opener=own_files.opener) as file:
             json.dump({"alone": alone, "modules": modules}, file)
 
@@ -377,6 +376,16 @@ def hardware(torch: Any, parameter: Any) -> str:
             start = file.read(4096)  # the kernel takes milliseconds for all of many processors
         return next(line.partition(":")[2].strip() for line in start.splitlines() if line.startswith("model name"))
     return ""
+
+
+def has_trained_alone() -> bool:
+    """True if this process has trained, and is one of several ranks that do not know each other.
+
+    To be asked at the end of a process that was in no process group of several ranks.
+    """
+    torch = sys.modules.get("torch")
+    expected = process.number("WORLD_SIZE", 1)
+    return torch is not None and expected > 1 and not knows_others() and has_run_backward(torch)
 
 
 def knows_others() -> bool:

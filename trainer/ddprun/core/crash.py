@@ -1,4 +1,4 @@
-"""What faulthandler has written in a process that a signal has killed: where it was, as a traceback."""
+"""Read what faulthandler wrote in a process that a signal killed, as a traceback."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import signal
 
 SIGNALS = (signal.SIGSEGV, signal.SIGFPE, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
-"""What `faulthandler.enable` handles."""
+"""Signals that `faulthandler.enable` handles."""
 CALLS_MAX = 20
 _BEGIN = "Fatal Python error: "
 _THREAD = re.compile(r"^(Current thread|Thread) 0x")
@@ -16,11 +16,11 @@ _FORK_SERVER = "/ddprun/forkserver.py"
 
 
 def calls(dump: str) -> list[str]:
-    """The calls of the thread that the signal hit, as lines of a traceback, the most recent last.
+    """Return the calls of the thread that the signal hit, as lines of a traceback, most recent last.
 
-    dump: faulthandler's text. Where the thread is C++'s own (of gloo, of NCCL's watchdog) it has no Python calls; then
-    they are the main thread's, which most likely waits for that one. faulthandler lists it last, after at most 99
-    others: of more threads it is not known.
+    dump: faulthandler's text. C++ threads (of gloo, of NCCL's watchdog) have no Python calls; the main thread's are
+    returned then, which most likely waits for that thread. faulthandler lists it last, after at most 99 others; with
+    more threads nothing is known.
     """
     current: list[str] = []
     last: list[str] = []

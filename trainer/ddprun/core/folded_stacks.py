@@ -1,4 +1,4 @@
-"""The stacks of the ranks of one node as one text: ranks that stand at the same place share it. Pure."""
+"""Print the stacks of a node's ranks as one text: ranks at the same place share it. Pure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ LINES_MAX = 60
 
 
 class RankStack(NamedTuple):
-    """What one rank answered, or why it did not."""
+    """One rank's answer, or why there is none."""
 
     rank: int
     pid: int
     step: int = 0
     answer: Mapping[str, Any] | None = None
     state: str = ""
-    """What it is doing, if it does not answer."""
+    """State of the process, if it does not answer."""
     more: str = ""
     """Its stacks as another program sees them."""
 
 
 def text(ranks: Sequence[RankStack]) -> str:
-    """The whole text, without an end of line."""
+    """Return the whole text, without a final line end."""
     lines = [f"{BEGIN}{_named([r.rank for r in ranks])}, innermost call first:"]
     groups: dict[object, list[RankStack]] = {}
     for one in sorted(ranks):
@@ -63,7 +63,7 @@ def _steps(group: Sequence[RankStack]) -> str:
 
 
 def _collective(answer: Mapping[str, Any]) -> str:
-    """in collective 25 (all_reduce)"""
+    """Return for example `in collective 25 (all_reduce)`."""
     number, op = answer.get("sequence"), answer.get("op")
     if not isinstance(number, int) or number <= 0:
         return ""
@@ -71,7 +71,7 @@ def _collective(answer: Mapping[str, Any]) -> str:
 
 
 def _named(ranks: Iterable[int]) -> str:
-    """rank 3; ranks 0-2, 5"""
+    """Return for example `rank 3` or `ranks 0-2, 5`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][1] == rank - 1:

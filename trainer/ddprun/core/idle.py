@@ -1,6 +1,7 @@
-"""Whether all ranks of a node are idle, for a line that says so long before a stall is certain.
+"""Detect that all ranks of a node are idle, for a line long before a stall is certain.
 
-Pure: `ddprun/watch_ranks.py` looks under ddprun, `ddpjob run` under every other launcher. Times are seconds of a clock.
+Pure. `ddprun/watch_ranks.py` reads the ranks under ddprun, `ddpjob run` under other launchers. Times are seconds of a
+monotonic clock.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from collections.abc import Hashable, Mapping
 
 IDLE_SECONDS = 60.0
 LOOK_SECONDS = 5.0
-CPU_SHARE_MAX = 0.02  # of a CPU: threads of torch and of this library that only wait use a tenth of that
+CPU_SHARE_MAX = 0.02  # of a CPU: waiting threads of torch and of this library use a tenth of that
 CPU_SECONDS_MAX = 0.2  # at once, for instance to answer a question
 IDLE, NO_PROGRESS = "have been idle", "have made no step and ended no collective"
 
 
 class IdleClock:
-    """What the looks at the ranks have shown."""
+    """What the checks of the ranks have shown."""
 
     def __init__(self, seconds: float = IDLE_SECONDS) -> None:
         self.seconds = seconds
@@ -52,5 +53,5 @@ class IdleClock:
 
 
 def sentence(found: str, seconds: float, whose: str, how: str) -> str:
-    """all ranks have been idle for 60s; stacks: ddpjob stacks digits"""
+    """Return for example `all ranks have been idle for 60s; stacks: ddpjob stacks digits`."""
     return f"all ranks{whose} {found} for {seconds:.0f}s; stacks: {how}"

@@ -1,19 +1,18 @@
-"""What node 0's agent decides for all: when a generation starts, stops, starts again, and when the job is over.
+"""Decisions of node 0's agent: start, stop and restart a generation, and end the job.
 
-Pure: events and the time come in, orders go out, and `leader.py` carries them out. The leader's own node is node 0
-like any other, and a job of one node follows the same rules.
+Pure: events and times come in, orders go out, and `leader.py` carries them out. The leader's own node follows the same
+rules as any other.
 
-    gathering   until every node is connected and nothing of the last generation runs anywhere
+    gathering   until every node is connected and no rank of the last generation is running
     running     until a rank fails, a node is lost, or all nodes have finished
-    stopping    until every connected node has reported that its ranks are gone; after the timeout of a rank that waited
-                for another one, ranks are asked where they are before they are stopped; after a mistake of the script,
-                the ranks of the other nodes have a moment to make it as well
+    stopping    until the ranks of every connected node have ended. After the timeout of a rank that waited for another,
+                ranks first report their positions; after a mistake in the script, ranks of the other nodes get a
+                moment to make the same one
     pausing     the back-off
     standing    in a session of `ddpjob dev`: all ranks have ended, and the next save starts them again
     over
 
-An operator, where there is one, makes a new pod for one that is lost and charges for it; what needs no new pod is
-charged here.
+An operator, if there is one, replaces a lost pod and charges for it. Restarts without a new pod are charged here.
 """
 
 from __future__ import annotations
@@ -43,49 +42,49 @@ if TYPE_CHECKING:
     from ddprun.core.stall_monitor import StallReport
 
 Ended = tuple[int, int]
-"""A rank that ended with 0 before it was stopped, and the last step that it made."""
+"""A rank that ended with 0 before it was stopped, and its last step."""
 State = Literal["gathering", "running", "stopping", "pausing", "standing", "over"]
 
 
 class StartOrder(NamedTuple):
-    """To every node: start your ranks."""
+    """Order all nodes to start their ranks."""
 
     generation: int
     members: Members
     preflight: bool = False
-    """Not the script's: they measure the nodes, under the number of the generation before."""
+    """True for a pre-flight: the ranks measure the nodes, under the number of the previous generation."""
 
 
 class Stop(NamedTuple):
-    """To these nodes: end your ranks, and report when they are gone."""
+    """Order these nodes to end their ranks and report when they have ended."""
 
     nodes: Collection[int]
     generation: int
     patient: bool
-    """Whether ranks may have something to save together: they were asked to stop and have not lost each other."""
+    """True if ranks may have something to save together: they were asked to stop and are still connected."""
 
 
 class Ask(NamedTuple):
-    """To every node: the group seems stalled; each rank reports its position."""
+    """Ask all nodes for the positions of their ranks, because the group seems stalled."""
 
     generation: int
     timed_out: int | None = None
-    """The rank that has ended because it waited for another one until its timeout, where that is why."""
+    """The rank that ended by timeout while waiting for another one, if that is the reason."""
     quiet: bool = False
-    """Whether each rank reports what it waits in, and writes nothing: none may hang at all."""
+    """True: ranks only report what they wait for and print nothing, because possibly none hangs."""
 
 
 class Over(NamedTuple):
-    """To every node: all ranks of one have ended well, so no rank waits for another one any more."""
+    """Tell all nodes that the ranks of one have ended with 0, so no rank waits for another any more."""
 
     generation: int
 
 
 class EndOrder(NamedTuple):
-    """To every node: it is over."""
+    """Tell all nodes that the job is over."""
 
     code: int
-    """0, or how the culprit rank ended; 75 where there is none."""
+    """0, or the exit code of the rank that caused the end; 75 if there is none."""
     failure: Failure | None
     why: str
 
@@ -98,7 +97,7 @@ class Stand(NamedTuple):
 
 
 class Leave(NamedTuple):
-    """To node 0 alone: it ends, because its termination is requested, and the others wait for its replacement."""
+    """Order node 0's agent alone to end: its termination was requested, and the others wait for its replacement."""
 
     why: str
 
@@ -106,16 +105,16 @@ class Leave(NamedTuple):
 ALL_SUCCEEDED = "all ranks have ended with 0"
 STANDS = "stands: "  # begins what node 0 prints of a `Stand`; `ddpjob dev` reads it
 REPEATS = "the same error would come again: not restarted"
-# What is not listed is a budget that is spent.
+# A missing key means that a budget is spent.
 NOT_RESTARTED: dict[str, str] = {
     "NoProgress": f"{NO_PROGRESS_MAX} restarts in a row brought no new step: not restarted",
     "TooManyStalls": f"{STALLS_MAX} restarts for stalls: not restarted again",
     "TooManyInfrastructureFailures": f"{INFRASTRUCTURE_IN_A_ROW_MAX} restarts in a row for lost nodes: not restarted",
 }
 CHARGED_MAX = 5
-ANSWER_SECONDS = 3.0  # for what takes an agent one
-SAME_MISTAKE_SECONDS = 3.0  # ranks that start together come to the same line within a second
-PREFLIGHT_SECONDS = 120.0  # it takes some, and as long as its imports
+ANSWER_SECONDS = 3.0  # an agent needs about one
+SAME_MISTAKE_SECONDS = 3.0  # ranks that start together reach the same line within a second
+PREFLIGHT_SECONDS = 120.0  # it takes some seconds, plus its imports
 Order = StartOrder | Stop | Ask | Over | EndOrder | Stand | Leave
 
 
@@ -140,46 +139,46 @@ class LeaderState:
         self._reruns = False  # whether ranks are stopped to be started again at once
         self.generation = -1
         self.orders: list[Order] = []
-        self.furthest_step = furthest_step  # of all ranks, in all generations, and before
-        self.charged: list[Failure] = []  # the last that cost a restart here, the oldest first
-        self._furthest_before = furthest_step  # the last failure that was charged here
+        self.furthest_step = furthest_step  # of all ranks, generations and earlier attempts
+        self.charged: list[Failure] = []  # the last failures that cost a restart here, oldest first
+        self._furthest_before = furthest_step  # when the last failure was charged here
         self._standstill, self._question, self._search = Standstill(), TimeoutQuestion(), DeadlockSearch()
-        self._waited_for: Failure | None = None  # the rank that others have waited for until their timeouts
+        self._waited_for: Failure | None = None  # the rank that others waited for until their timeouts
         self.members, self._budget, self._policy = members, budget, policy
         self._has_operator = has_operator
         self._wants_preflight = preflight
-        self._checking = False  # whether it is a pre-flight that runs
+        self._checking = False  # whether the running generation is a pre-flight
         self._join_seconds = join_seconds
         self._here: set[int] = set()
         self._finished: set[int] = set()
         self._ended: list[Ended] = []  # in this generation
-        self._unable: set[int] = set()  # nodes that have no such program, in this generation
-        self._raised: dict[str, set[int]] = {}  # the nodes that raised an exception, in this generation
-        self._awaited: str | None = None  # the exception that the other nodes have a moment to raise as well
-        self._has_trained = False  # or ran as long as only a script does that can
-        self._stopping: set[int] = set()  # nodes whose ranks are not gone yet
+        self._unable: set[int] = set()  # nodes that lack the program, in this generation
+        self._raised: dict[str, set[int]] = {}  # by exception: nodes that raised it in this generation
+        self._awaited: str | None = None  # the exception that the other nodes get a moment to raise too
+        self._has_trained = False  # made a step, or ran as long as only training does
+        self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(members.leader, has_operator)
-        self._replacements: dict[int, int] = {}  # by node: which of its pods was here last
-        self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation has lost first
-        self._uncharged: Failure | None = None  # a lost node; who is charged is known when it comes again
-        self._failures: list[Failure] = []  # as they came: clocks of nodes differ, and jump
-        self.said = ""  # why the next ranks start: what the last failure was, and what it cost
-        self._since = now  # of this state
-        self._ran_seconds = 0.0  # the last generation
-        self.deadline: float | None = now + join_seconds  # when `tick` has something to do
+        self._replacements: dict[int, int] = {}  # by node: which of its pods connected last
+        self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation lost first
+        self._uncharged: Failure | None = None  # a lost node; who is charged is known when it connects again
+        self._failures: list[Failure] = []  # in order of arrival: clocks of nodes differ, and jump
+        self.said = ""  # why the next ranks start: the last failure, and who is charged
+        self._since = now  # start of this state
+        self._ran_seconds = 0.0  # duration of the last generation
+        self.deadline: float | None = now + join_seconds  # time at which `tick` has something to do
 
     @property
     def restarts(self) -> int:
-        """In place, so far."""
+        """Number of restarts in place."""
         return self._budget.history.total
 
     @property
     def counts(self) -> dict[str, int]:
-        """What was charged here, and how many in a row, from where the operator's count stood."""
+        """Restarts charged here, and in a row, counted from the operator's counts."""
         return self._budget.report
 
     def is_outdated(self, node: int, replacement: int) -> bool:
-        """Whether a newer pod of this node has been here: it has its place, and this one is on its way out."""
+        """True if a newer pod of this node has connected before; this one is being replaced."""
         return replacement < self._replacements.get(node, 0)
 
     def joined(
@@ -192,7 +191,7 @@ class LeaderState:
         preflight: bool = False,
         grant: Grant | None = None,
     ) -> None:
-        """An agent is here, no rank runs with it, and the last that did were of that generation."""
+        """Take an agent that connected. None of its ranks is running; its last ones were of `generation`."""
         assert node not in self._here, "a node is lost before it comes again"
         self._here.add(node)
         self._terminations.leaving.discard(node)
@@ -200,12 +199,12 @@ class LeaderState:
         self._wants_preflight |= preflight
         if grant is not None:
             self._budget = self._budget.renewed(grant, self._replacements[self.members.leader])
-        if generation > self.generation:  # a leader that replaces another one goes on from there
+        if generation > self.generation:  # a replaced leader continues the count
             self.generation, self.said = generation, "the pod of node 0 is new"
         self._go_on_if_all_are_here(now)
 
     def lost(self, node: int, now: float) -> None:
-        """An agent is gone, or does not answer."""
+        """Take a lost connection to an agent."""
         if node not in self._here:
             return
         self._here.discard(node)
@@ -221,13 +220,13 @@ class LeaderState:
             self._settle_if_all_have_stopped(now)
 
     def failed(self, node: int, failures: list[Failure], now: float) -> None:
-        """A rank of this node has ended with something else than 0."""
+        """Take ranks of this node that ended with a code other than 0."""
         if self.state == "running" and node in self._here:
             self._note_raised(node, failures)
             self._stop(failures, now, asks=True)
             return
         if not all(failure.waited_in or failure.symptom for failure in failures):
-            self._ask_no_more()  # it is the cause, and its node reports it again when its ranks are gone
+            self._ask_no_more()  # it is the cause, and the node reports it again at the end
         self._note_raised(node, failures)
         self._await_no_more(unless_others_may_raise_it=True)
 
@@ -240,8 +239,11 @@ class LeaderState:
         *,
         lacks_program: bool = False,
     ) -> None:
-        """No rank of this node runs any more. ended: one that had ended with 0 before it was stopped. lacks_program:
-        whether its script is not there, also where no rank has come to look for it."""
+        """Take a node whose ranks have all ended.
+
+        ended: one that ended with 0 before it was stopped. lacks_program: the script is missing, even if no rank tried
+        it.
+        """
         if self.state == "stopping" and node in self._stopping:
             self._stopping.discard(node)
             self._ended += [ended] if ended is not None else []
@@ -253,7 +255,7 @@ class LeaderState:
             self._settle_if_all_have_stopped(now)
 
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
-        """Every rank of this node has ended with 0, the first of them so."""
+        """Take a node whose ranks have all ended with 0; `ended` was the first."""
         if self.state == "running" and node in self._here:
             self._finished.add(node)
             self._ended += [ended] if ended is not None else []
@@ -270,7 +272,7 @@ class LeaderState:
             elif len(self._finished) == 1:
                 self.orders.append(Over(self.generation))
         else:
-            self._ask_no_more()  # it has no rank that could answer
+            self._ask_no_more()  # no rank is left that could answer
             self._await_no_more()
 
     def rerun(self, now: float) -> None:
@@ -287,11 +289,11 @@ class LeaderState:
             self._await_no_more()
 
     def reached(self, step: int) -> None:
-        """A rank of this generation has made this step."""
+        """Take a step that a rank has made."""
         self.furthest_step = max(self.furthest_step, step)
 
     def stood(self, node: int, report: StallReport, now: float) -> None:
-        """The ranks of this node get on, or stand still, from now on."""
+        """Take a stall report: the ranks of this node make progress, or are stalled."""
         if self.state == "running" and node in self._here:
             stalled = self._standstill.heard(node, report)
             self._search.heard(node, still=report.still)
@@ -303,7 +305,7 @@ class LeaderState:
                 self.orders.append(Ask(self.generation, quiet=True))
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
-        """Where the ranks of this node are."""
+        """Take the positions of a node's ranks."""
         if self.state == "running" and node in self._here:
             running = self._here - self._finished
             self._search.heard(node, still=report.still)
@@ -316,7 +318,7 @@ class LeaderState:
             self._ask_no_more(answered=True)
 
     def termination_requested(self, node: int, now: float) -> None:
-        """The termination of a node: it ends once its ranks have; without an operator the job ends with it."""
+        """Take a requested termination: the node leaves once its ranks have ended; without an operator the job ends."""
         self._terminations.request(node)
         if self.state in ("gathering", "pausing", "standing"):
             if self._terminations.include_leader:
@@ -328,10 +330,10 @@ class LeaderState:
             self._await_no_more()
             self._settle_if_all_have_stopped(now)
         elif node == self.members.leader and node in self._finished:
-            self._stop([self._lose(node)], now)  # it must go, and the others have something to save
+            self._stop([self._lose(node)], now)  # the leader must leave, and the others have something to save
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due."""
         if self.deadline is None or now < self.deadline:
             return
         if self.state == "pausing":
@@ -391,7 +393,7 @@ class LeaderState:
         if lost is not None and place is not None and place in self._here:
             self._uncharged = None
             if self._replacements[place] == self._lost_pods[place]:
-                return self._charge(lost, now)  # its pod is the same one, so only the connection was lost
+                return self._charge(lost, now)  # the same pod, so only the connection was lost
             self.said = f"{describe(lost)}, and a new pod is in its place"
         return self._start(now) if len(self._here) == len(self.members) else None
 
@@ -418,7 +420,7 @@ class LeaderState:
         self.orders.append(StartOrder(self.generation, self.members, self._checking))
 
     def _stop(self, failures: list[Failure], now: float, *, asks: bool = False) -> None:
-        """asks: whether a rank that still runs may be what one that has failed waited for until its timeout."""
+        """Enter "stopping". asks: a running rank may be the one that a failed rank waited for until its timeout."""
         self._failures += failures
         self._ran_seconds = now - self._since
         self._has_trained |= self.furthest_step > 0 or self._ran_seconds >= TRAINED_SECONDS
@@ -439,8 +441,10 @@ class LeaderState:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
 
     def _others_may_make(self, failure: Failure) -> bool:
-        """True for a mistake of the script before its first step. The ranks of other nodes would be killed before they
-        come to it, and a mistake that all make is not worth a restart."""
+        """True if ranks of other nodes may be about to make this mistake of the script, before the first step.
+
+        Stopped too early they would hide that all make it, and such a mistake is not worth a restart.
+        """
         return len(self.members) > 1 and not self._has_trained and _is_wrong(failure) and not failure.lacks_program
 
     def _await_no_more(self, *, unless_others_may_raise_it: bool = False) -> None:
@@ -455,7 +459,7 @@ class LeaderState:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _ask_no_more(self, *, answered: bool = False) -> None:
-        """Stop the ranks that were asked first where they are. answered: only if all have said it, or have ended."""
+        """Stop the ranks that were asked for positions. answered: only if all have answered or ended."""
         if not self._question.asked or (answered and self._question.is_open(self._stopping)):
             return
         self._waited_for = self._question.settle(self._failures, self._stopping)
@@ -464,7 +468,7 @@ class LeaderState:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _settle_if_all_have_stopped(self, now: float) -> None:
-        # A leader that leaves need not wait for nodes that leave as well: they end by themselves, in their own time.
+        # A leaving leader does not wait for other leaving nodes: they end by themselves.
         leaving, leader = self._terminations.leaving, self.members.leader
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
@@ -472,7 +476,8 @@ class LeaderState:
             self.said = "files were saved"
             return self._pause(0, now)
         assert self._failures, "a generation is stopped for a failure"
-        # Last, because a rank that has failed by itself is a better cause; and who has ended with 0 makes fewer steps.
+        # Last: a rank that failed by itself is a better cause. If a rank ended with 0, it made fewer steps, which is
+        # the cause.
         stalled = [self._waited_for] if self._waited_for is not None and not self._ended else []
         failure = explained(root_cause([*self._failures, *stalled]), self._ended)
         if self._terminations.explain(failure):
@@ -484,7 +489,7 @@ class LeaderState:
         return self._charge(failure, now)
 
     def _settle_check(self, failure: Failure, now: float) -> None:
-        """A node that was found bad ends the group, so that it starts without it; a pre-flight that fails, nothing."""
+        """End the group if the pre-flight found a bad node, so that it restarts without. Otherwise start training."""
         bad = next((f for f in self._failures if f.preflight and f.bad_nodes), None)
         if bad is not None:
             return self._end(RESUMABLE, bad, bad.exception, now)
@@ -499,7 +504,7 @@ class LeaderState:
             return self._stand(describe(failure), now)
         failure, verdict = self._judge(failure, now)
         if isinstance(verdict, str):
-            # A rank that ended too early did so with 0, which would count as success.
+            # A rank that ended too early has code 0, which would count as success.
             code = failure.exit_code or (1 if failure.early else RESUMABLE)
             return self._end(code, failure, f"{describe(failure)}; {verdict}", now)
         self.said = f"{describe(failure)}; charged to {verdict.charged_to}, waiting {verdict.wait_seconds} s"
@@ -509,7 +514,7 @@ class LeaderState:
         return self._pause(verdict.wait_seconds, now)
 
     def _pause(self, seconds: float, now: float) -> None:
-        """No rank runs; the next generation begins after that time, when every node is here."""
+        """Begin the next generation after that time, when every node is connected."""
         if self._terminations.include_leader:
             return self._leave(now)
         self._here -= self._terminations.leaving
@@ -517,12 +522,12 @@ class LeaderState:
         return self.tick(now)
 
     def _leave(self, now: float) -> None:
-        """This agent ends because of a termination: where no operator replaces the node, all nodes do."""
+        """End this agent because of a termination. If no operator replaces the node, all nodes end."""
         if not self._has_operator:
             from ddpjob_core import rules
 
             unsaved = next((f for f in self._failures if rules.is_unsaved(f.exception)), None)
-            if unsaved is not None:  # with 75 it would look as if all were saved
+            if unsaved is not None:  # 75 would mean that the state was saved
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
         self._enter("over", now, None)
@@ -530,7 +535,7 @@ class LeaderState:
         return self.orders.append(Leave(f"told to stop{others}"))
 
     def _judge(self, failure: Failure, now: float) -> tuple[Failure, rules.Verdict | str]:
-        """The failure with its class, and the restart that follows, or why none does."""
+        """Return the failure with its class, and the verdict or why there is no restart."""
         import datetime as dt
 
         from ddpjob_core import rules
@@ -541,7 +546,7 @@ class LeaderState:
             ran_seconds=self._ran_seconds,
             only_complaints=failure.symptom and not failure.unstarted,
         )
-        # Seconds of this agent, not of a clock that may jump: only their differences count.
+        # Seconds of the monotonic clock: only differences count.
         moment = dt.datetime.fromtimestamp(max(0.0, now), dt.timezone.utc)
         limits, history = Limits(backoff_limit=self._budget.application), self._budget.history
         found, is_elsewhere = self._class_of(failure, history, attempt)
@@ -562,7 +567,7 @@ class LeaderState:
         return "no restarts left in place" if most is None else f"no restarts left (--max-restarts {most})"
 
     def _class_of(self, failure: Failure, history: RestartHistory, attempt: Attempt) -> tuple[rules.Class, bool]:
-        """Its class after the user's failurePolicy, and whether only another node may have the program."""
+        """Return the class after the user's failurePolicy, and True if another node may have the missing program."""
         from ddpjob_core import rules
 
         code = failure.exit_code
@@ -578,15 +583,15 @@ class LeaderState:
         return rules.with_policy(found, code, self._policy, from_outside=outside), is_elsewhere
 
     def _repeats(self, failure: Failure) -> bool:
-        """As the operator's: a mistake of the script that was made on all nodes before the first step, or twice in a
-        row, because another rank may come to it too late. Also a script or a module that is not there: what starts the
-        ranks raises for it."""
+        """True for a mistake of the script made on all nodes before the first step, or twice in a row. The operator has
+        the same rule. Twice, because another rank may reach it too late. A missing script or module counts too.
+        """
         on_all_nodes = len(self._raised.get(_compared(failure), ())) == len(self.members)
         again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)
         return _is_wrong(failure) and (on_all_nodes or again) and not self._has_trained
 
     def _class_of_no_start(self) -> rules.Class:
-        """As the operator's: for good only where the job has never trained, and no node has the program."""
+        """As the operator: permanent only if the job has never trained and no node has the program."""
         if self.furthest_step or self.generation > 0:
             return "application"
         return "permanent" if len(self._unable) == len(self.members) or not self._has_operator else "infrastructure"
@@ -606,17 +611,17 @@ class LeaderState:
 
 
 class Terminations:
-    """The nodes whose termination is requested from outside. What fails because of that is charged to nobody."""
+    """Nodes whose termination was requested from outside. Failures that follow from it are charged to nobody."""
 
     def __init__(self, leader: int, has_operator: bool) -> None:
         self._leader, self._has_operator = leader, has_operator
-        self._requested: set[int] = set()  # since this generation began
-        self.leaving: set[int] = set()  # the nodes that have no new agent yet
-        self.came_first = False  # before anything failed
+        self._requested: set[int] = set()  # in this generation
+        self.leaving: set[int] = set()  # nodes that have no new agent yet
+        self.came_first = False  # a termination preceded any failure
 
     @property
     def include_leader(self) -> bool:
-        """Whether node 0's agent ends too: where nobody replaces a node that does, all nodes end."""
+        """True if node 0's agent ends too: without an operator, all nodes end with one."""
         return self._leader in self.leaving if self._has_operator else bool(self.leaving)
 
     def request(self, node: int) -> None:
@@ -624,15 +629,15 @@ class Terminations:
         self._requested.add(node)
 
     def begin_generation(self) -> None:
-        """What ended a node before explains nothing from now on."""
+        """Drop the requests: they explain nothing in the next generation."""
         self._requested, self.came_first = set(), False
 
     def group_stops(self) -> None:
-        """Something has failed, or a termination is requested."""
+        """Note that the group is stopping."""
         self.came_first = bool(self._requested)
 
     def explain(self, failure: Failure) -> bool:
-        """Whether the root cause of the stop follows from a termination."""
+        """True if the root cause of the stop follows from a termination."""
         if not self._has_operator or self.came_first:
             return bool(self._requested)
         return bool(self._requested) and failure.precedence >= Precedence.RESUMABLE
@@ -642,8 +647,9 @@ class Terminations:
 
 
 def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
-    """The failures with what a node adds when its ranks have ended. Node 0's own finding stays, because a rank that was
-    stopped for a stall, or found to be slow, says nothing of that with its end."""
+    """Merge failures that a node reports after its ranks have ended. Node 0's own findings (stalled, slow) stay,
+    because a stopped rank does not report them.
+    """
     by_rank = {failure.rank: failure for failure in news}
     ranks = {failure.rank for failure in known}
     kept = [f if f.stalled or f.preflight else by_rank.get(f.rank, f) for f in known]
@@ -651,7 +657,7 @@ def _merged(known: list[Failure], news: list[Failure]) -> list[Failure]:
 
 
 def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
-    """The cause of what a rank complains of, where another one ended with 0: it makes fewer steps."""
+    """Replace a rank's complaint by its cause if another rank ended with 0: that one made fewer steps."""
     if not failure.symptom or failure.unstarted or not ended or failure.rank is None:
         return failure
     from ddpjob_core import rules
@@ -662,14 +668,14 @@ def explained(failure: Failure, ended: Sequence[Ended]) -> Failure:
 
 
 def _is_wrong(failure: Failure) -> bool:
-    """True if the same lines would fail again, or there are none to run."""
+    """True if a restart would fail in the same way, or there is no program."""
     from ddpjob_core import rules
 
     return rules.is_mistake(failure.exception, failure.exit_code) or rules.cannot_start(failure)
 
 
 def _compared(failure: Failure) -> str:
-    """As much of its exception as another node's report holds."""
+    """Return the part of the exception that another node's report can hold."""
     return abridged(failure.exception, BRIEF_MAX)
 
 

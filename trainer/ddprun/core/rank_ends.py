@@ -1,13 +1,13 @@
-"""What the ranks of a group leave behind at their end, and what it proves of a run that ended with 0.
+"""Check what the ranks leave at their end, to find suspicious runs that ended with 0.
 
-Each rank writes a file for its agent (`reporting/rank_end.py`): whether it has formed a process group, and checksums of
-its DDP modules. An agent sends what its node has to node 0, together with the news that its ranks have ended.
+Each rank writes a file for its agent (`reporting/rank_end.py`): whether it formed a process group, and checksums of its
+DDP modules. Agents send this to node 0 when their ranks have ended.
 
-A difference at the end proves nothing alone: a rank may save averaged weights, load its best checkpoint, or prune.
-Therefore a rank also notes a number over its parameters at some of its backward passes, the last ones among them, where
-DDP needs all ranks to have the same. Only replicas that differed there, and differ at the end, are reported.
+A difference at the end alone proves nothing: a rank may save averaged weights, load its best checkpoint, or prune. So
+ranks also record a number over their parameters at some backward passes, the last ones included, where DDP needs equal
+parameters on all ranks. Replicas are reported only if they differed there and at the end.
 
-Pure. Whatever is malformed counts as unknown, and what is unknown is not reported.
+Pure. Malformed input counts as unknown, and nothing unknown is reported.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ddpjob_core.findings import FINDINGS_MAX, NO_PROCESS_GROUP, REPLICAS_DIFFER, Finding
+from ddpjob_core.findings import FINDINGS_MAX, REPLICAS_DIFFER, Finding, trained_alone
 
 SUM_CHARACTERS = 8
-MESSAGE_BYTES_MAX = 48 * 1024  # a line between two agents has 64 KiB
+MESSAGE_BYTES_MAX = 48 * 1024  # a line between two agents is at most 64 KiB
 NAME_CHARACTERS_MAX, HARDWARE_CHARACTERS_MAX, RANKS_SHOWN = 60, 32, 4
 
 
 class ModuleEnd(NamedTuple):
-    """A DDP module at the end of a rank, and of all other ranks of its node that left the very same."""
+    """A DDP module at the end of a rank, and of ranks of the node with an identical one."""
 
     ranks: tuple[int, ...]
     group: str
-    """The ranks of its process group, as text."""
+    """Ranks of its process group, as text."""
     number: int
-    """Counts the modules of that group from 0, in the order in which they were made."""
+    """Number of the module in that group, from 0, in order of construction."""
     digest: str
-    """Of the names and shapes of its parameters: modules of another digest are not compared."""
+    """Digest of parameter names and shapes; only modules with equal digests are compared."""
     sums: str
-    """SUM_CHARACTERS for each parameter."""
+    """SUM_CHARACTERS per parameter."""
     dtypes: tuple[str, ...]
-    """Of each parameter; one alone if it is that of all."""
+    """One per parameter, or a single one for all."""
     passes: Mapping[tuple[int, int], str]
-    """(backward passes made, collectives begun in its group) -> a number over the parameters then."""
+    """(backward passes made, collectives begun in its group) -> number over the parameters then."""
     hardware: str
     names: tuple[str, ...] = ()
-    """Of its parameters; may be left out if another module of the digest has them."""
+    """Names of its parameters; empty if another module with this digest has them."""
 
 
 class NodeEnd(NamedTuple):
-    """What the ranks of one node left behind."""
+    """What the ranks of one node left."""
 
     alone: bool = False
-    """True if every rank has trained, and none has formed a process group of several ranks."""
+    """True if every rank has trained, and none formed a process group with another."""
     modules: tuple[ModuleEnd, ...] = ()
 
 
@@ -68,7 +68,7 @@ def node_end(written: Mapping[int, Any]) -> NodeEnd:
 
 
 def as_message(end: NodeEnd) -> dict[str, Any]:
-    """Return it for another agent, as much of it as fits into a line: the first modules, and names last."""
+    """Convert it to a message that fits into a line: the first modules, and names last."""
     message: dict[str, Any] = {"alone": end.alone, "modules": []}
     left, named = MESSAGE_BYTES_MAX, set[str]()
     for module in end.modules:
@@ -88,19 +88,17 @@ def as_message(end: NodeEnd) -> dict[str, Any]:
 
 
 def of_message(message: Any) -> NodeEnd:
-    """Return what another agent has sent."""
+    """Read another agent's message."""
     if not isinstance(message, Mapping):
         return NodeEnd()
     return NodeEnd(message.get("alone") is True, tuple(_modules(message.get("modules"), None)))
 
 
 def findings(ends: Iterable[NodeEnd], world_size: int) -> list[Finding]:
-    """Return what makes the success of all ranks suspicious."""
+    """Return reasons to doubt the success of all ranks."""
     ends = list(ends)
     if world_size > 1 and ends and all(end.alone for end in ends):
-        text = f"{world_size} ranks ran and none has formed a process group with another: each has trained alone, with"
-        text += " a model of its own. Call init_process_group, or give the script the option with which it calls it"
-        return [Finding(NO_PROCESS_GROUP, text)]
+        return [trained_alone(world_size)]
     groups: dict[tuple[str, int, str], list[ModuleEnd]] = {}
     for module in (module for end in ends for module in end.modules):
         groups.setdefault((module.group, module.number, module.digest), []).append(module)
@@ -136,10 +134,10 @@ def _differ(one: ModuleEnd, other: ModuleEnd) -> bool:
 
 
 def _first_pass_apart(one: ModuleEnd, other: ModuleEnd) -> int | None:
-    """The first backward pass that both have noted, and that began with other parameters; None: there is none.
+    """Return the first backward pass that both recorded with different parameters; None if there is none.
 
-    The last pass that both have noted is none if either made more: a rank that makes passes alone, to evaluate averaged
-    weights, has the same numbers at its first one as the others at their next one.
+    The last common pass is ignored if either made more: a rank that makes passes alone, to evaluate averaged weights,
+    has the numbers there that the others have at their next pass.
     """
     both = one.passes.keys() & other.passes.keys()
     if both and not max(both) == max(one.passes) == max(other.passes):
@@ -148,7 +146,7 @@ def _first_pass_apart(one: ModuleEnd, other: ModuleEnd) -> int | None:
 
 
 def _first_parameter(one: ModuleEnd, other: ModuleEnd) -> int:
-    """The index of the first that differs."""
+    """Return the index of the first parameter that differs."""
     length = len(one.sums) // SUM_CHARACTERS
     for index in range(length):
         at = slice(index * SUM_CHARACTERS, (index + 1) * SUM_CHARACTERS)
@@ -167,7 +165,7 @@ def _dtypes(first: ModuleEnd, other: ModuleEnd, index: int) -> str:
 
 
 def _hardware(first: ModuleEnd, drifted: Sequence[ModuleEnd]) -> str:
-    """Another processor may round in another way."""
+    """Name the processors if they differ: they may round differently."""
     other = next((module for module in drifted if module.hardware != first.hardware), None)
     if other is None or not first.hardware or not other.hardware:
         return ""
@@ -176,7 +174,7 @@ def _hardware(first: ModuleEnd, drifted: Sequence[ModuleEnd]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """rank 1; ranks 1 and 2; ranks 1, 2, 3, 4 and 3 others"""
+    """Return for example `rank 1`, `ranks 1 and 2`, or `ranks 1, 2, 3, 4 and 3 others`."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     hidden = len(ranks) - RANKS_SHOWN
@@ -185,7 +183,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _modules(written: Any, ranks: tuple[int, ...] | None) -> list[ModuleEnd]:
-    """Read those that are well-formed. ranks: those of the file; None: as each module has them."""
+    """Read the well-formed modules. ranks: those of the file; None: as in each module."""
     read = [_module(one, ranks) for one in written] if isinstance(written, list) else []
     return [module for module in read if module is not None]
 

@@ -1,8 +1,7 @@
-"""When the group is stalled, and which rank is the culprit: node 0's part of the watchdog. Pure; `LeaderState` has one.
+"""Decide whether the group is stalled, and which rank is the cause: node 0's part of the watchdog. Pure.
 
-A group is stalled when every node whose ranks count reports it. Then all ranks are asked where they are, and the one
-that is furthest behind is named: by the collective that it began last, because the others wait in the next one for it;
-else by its step.
+A group is stalled if every node with ranks that count reports it. All ranks then report their positions. The one
+furthest behind is named: by its last collective, because the others wait for it in the next one; otherwise by step.
 """
 
 from __future__ import annotations
@@ -19,53 +18,55 @@ DOES_NOT = {"start": "made no step", "train": "made no step", "save": "saved", "
 
 
 class Position(NamedTuple):
-    """Where a rank stands."""
+    """The position of a rank."""
 
     rank: int
     step: int = 0
     sequence: int = 0
-    """Of its last collective in the default group; 0: unknown."""
+    """Number of its last collective in the default group; 0 if unknown."""
     op: str = ""
     done: bool = True
     where: str = ""
     """The innermost line of its own code: train.py:41 in load_batch."""
     answers: bool = True
-    """False: nothing in it could speak. Its step is known all the same."""
+    """False if nothing in it could answer. Its step is known anyway."""
     idle: bool = False
-    """Whether it needs no other rank any more, and has used no CPU since it is stalled."""
+    """True if it needs no other rank any more, and has used no CPU since it stalled."""
     apart: bool = False
-    """Whether it waits in another group, or does not answer on its way out: its last collective in the default group
-    does not say what it waits for."""
+    """True if it waits in another group, or is exiting and does not answer: its last collective in the default group
+    does not show what it waits for.
+    """
     shape: str = ""
-    """Of what it brings to its last collective: [4, 3] float32."""
+    """Shape of its contribution to its last collective: [4, 3] float32."""
     waits: deadlock.Waits | None = None
     """What it waits in, if that was asked and is certain."""
     ended_after: int = -1
-    """Of a process that has ended with 0: the operations that it had begun in the default group; -1: see Standing."""
+    """For a process that ended with 0: operations begun in the default group; -1: see Standing."""
 
 
 class TimeoutQuestion:
-    """What the nodes have said since a rank waited for another one until its timeout."""
+    """The positions of ranks after one of them waited for another until its timeout."""
 
     def __init__(self) -> None:
-        self._positions: dict[int, Sequence[Position]] = {}  # by node, of those that have answered
+        self._positions: dict[int, Sequence[Position]] = {}  # by node, of nodes that have answered
         self.asked = False
 
     def ask(self) -> None:
-        """From now on answers are waited for."""
+        """Start to wait for answers."""
         self.asked = True
 
     def answered(self, node: int, positions: Sequence[Position]) -> None:
-        """A node says where its ranks are that still run."""
+        """Take the positions of a node's running ranks."""
         self._positions[node] = positions
 
     def is_open(self, nodes: Collection[int]) -> bool:
-        """Whether one of these nodes, where ranks run, is still to answer."""
+        """True if one of these nodes with running ranks has not answered yet."""
         return self.asked and not set(nodes) <= set(self._positions)
 
     def settle(self, failures: Sequence[Failure], nodes: Collection[int]) -> Failure | None:
-        """The rank that was waited for, where that is clear. failures: of the ranks that have ended. nodes: where ranks
-        still run."""
+        """Return the rank that was waited for, if that is clear. failures: of ended ranks. nodes: those with running
+        ranks.
+        """
         self.asked = False
         if not set(nodes) <= set(self._positions):
             return None
@@ -73,38 +74,38 @@ class TimeoutQuestion:
 
 
 class DeadlockSearch:
-    """The nodes whose ranks have not run for seconds, and what their ranks wait in."""
+    """Nodes whose ranks have not run for seconds, and what their ranks wait in."""
 
     def __init__(self) -> None:
         self._still: dict[int, bool] = {}  # by node
-        self._positions: dict[int, Sequence[Position]] | None = None  # by node, of those that have answered
-        self._is_known = False  # what the ranks wait in, as long as none has run
+        self._positions: dict[int, Sequence[Position]] | None = None  # by node, of nodes that have answered
+        self._is_known = False  # whether the waits are known; until a rank runs
 
     @property
     def asked(self) -> bool:
-        """Whether the ranks were asked what they wait in."""
+        """True if the ranks were asked what they wait in."""
         return self._positions is not None
 
     def heard(self, node: int, *, still: bool) -> None:
-        """The ranks of a node have not run for seconds, or one has."""
+        """Note that a node's ranks have not run for seconds, or that one has."""
         self._is_known = self._is_known and still
         self._still[node] = still
 
     def forget(self, node: int) -> None:
-        """Its ranks have ended."""
+        """Drop a node whose ranks have ended."""
         self._still.pop(node, None)
         self._is_known = False
 
     def is_due(self, nodes: Collection[int]) -> bool:
-        """Whether to ask now: no rank of these nodes, where ranks run, has run since anything was known."""
+        """True if it is time to ask: no rank of these nodes has run, and their waits are not known yet."""
         return not (self.asked or self._is_known) and bool(nodes) and all(self._still.get(node) for node in nodes)
 
     def ask(self) -> None:
-        """From now on answers are waited for."""
+        """Start to wait for answers."""
         self._positions = {}
 
     def answered(self, node: int, positions: Sequence[Position], nodes: Collection[int]) -> bool:
-        """A node says what its ranks wait in; whether all of these nodes have."""
+        """Take what a node's ranks wait in. True if all of these nodes have answered."""
         if self._positions is None:
             return False
         self._positions[node] = positions
@@ -126,33 +127,33 @@ class DeadlockSearch:
 
 
 class Standstill:
-    """What the nodes have said in this generation."""
+    """Stall reports and positions of the nodes in this generation."""
 
     def __init__(self) -> None:
         self._reports: dict[int, StallReport] = {}
-        self._positions: dict[int, list[Position]] | None = None  # by node, of those that have answered
+        self._positions: dict[int, list[Position]] | None = None  # by node, of nodes that have answered
 
     @property
     def asked(self) -> bool:
-        """Whether the ranks were asked where they are."""
+        """True if the ranks were asked for their positions."""
         return self._positions is not None
 
     def heard(self, node: int, report: StallReport) -> bool:
-        """A node's ranks get on, or stand still; whether this is the moment to ask."""
+        """Take a node's report. True if it is time to ask for positions."""
         self._reports[node] = report
         return not self.asked and self.stalled
 
     def forget(self, node: int) -> float | None:
-        """Its ranks have ended, and so got on: for how long the others may stand from now on, if they do."""
+        """Drop a node whose ranks have ended. Return how long the others may stay stalled from now on, if they are."""
         self._reports.pop(node, None)
         return max(report.seconds for report in self._counting) if self.stalled else None
 
     def ask(self) -> None:
-        """From now on answers are waited for."""
+        """Start to wait for answers."""
         self._positions = {}
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], nodes: Collection[int]) -> bool:
-        """A node says where its ranks are; whether all of these nodes have."""
+        """Take the positions of a node's ranks. True if all of these nodes have answered."""
         if self._positions is None:
             return False
         self._reports[node] = report
@@ -160,16 +161,16 @@ class Standstill:
         return set(nodes) <= set(self._positions)
 
     def settle(self) -> Failure | None:
-        """What is found, if the group is stalled after all; the next answer is to another question."""
+        """Return the finding if the group is still stalled. Later answers belong to another question."""
         positions = [position for node in sorted(self._positions or {}) for position in (self._positions or {})[node]]
         counting, self._positions = self._counting, None
         stalled = self.stalled
-        # The nodes restart their clocks after each question.
+        # Nodes restart their clocks after each question.
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
             return None
-        # Without the library nobody can say "I evaluate": only who waits in a collective for another one proves a hang,
-        # or who has no more collectives to come and does nothing.
+        # Without the library a rank cannot report that it evaluates. A hang is proved only by a rank that waits in a
+        # collective, or that has none to come and does nothing.
         in_none = all(position.done for position in positions)
         if counting[0].level == BY_COLLECTIVES and in_none and not all(position.idle for position in positions):
             return None
@@ -184,12 +185,14 @@ class Standstill:
 
     @property
     def stalled(self) -> bool:
-        """Whether no rank that counts gets on."""
+        """True if all ranks that count are stalled."""
         return bool(self._counting) and all(report.stalled for report in self._counting)
 
 
 def failure(positions: Sequence[Position], seconds: float, phase: str) -> Failure:
-    """made no step for 300 s: rank 3 stands after collective 1041 (all_reduce), the others at 1042; in train.py:41 …"""
+    """Describe a stall: made no step for 300 s: rank 3 stands after collective 1041 (all_reduce), the others at 1042;
+    in train.py:41 …
+    """
     culprit = furthest_behind(positions)
     return _named(culprit, positions, f"{DOES_NOT.get(phase, DOES_NOT['train'])} for {seconds:.0f} s")
 
@@ -201,15 +204,15 @@ def _named(culprit: Position, positions: Sequence[Position], stood: str) -> Fail
 
 
 def only_waited(failures: Sequence[Failure]) -> bool:
-    """Whether one of these ranks has waited for another one until its timeout, and none has failed by itself."""
+    """True if one of these ranks waited for another until its timeout, and none failed by itself."""
     return any(f.waited_in for f in failures) and all(f.waited_in or f.symptom for f in failures)
 
 
 def kept_waiting(failures: Sequence[Failure], positions: Sequence[Position]) -> Failure | None:
-    """made no progress until rank 0 timed out: rank 3 has ended collective 1041 (all_reduce), the others are at 1042
+    """Describe a timeout: made no progress until rank 0 timed out: rank 3 has ended collective 1041 (all_reduce), the
+    others are at 1042.
 
-    None where it is not clear that one rank alone is in the way. failures: of the ranks that have ended. positions: of
-    those that still run.
+    None if it is not clear that a single rank is the cause. failures: of ended ranks. positions: of running ranks.
     """
     timeouts = [failure for failure in failures if failure.waited_in and failure.rank is not None]
     ended = [Position(failure.rank or 0, failure.step, failure.waited_in, done=False) for failure in timeouts]
@@ -224,16 +227,16 @@ def kept_waiting(failures: Sequence[Failure], positions: Sequence[Position]) -> 
 
 
 def _is_behind(culprit: Position, others: Sequence[Position]) -> bool:
-    """Whether all others have begun a later collective. Who does not answer on its way out has left all of them."""
+    """True if all others have begun a later collective, except exiting ranks that do not answer."""
     counting = [position for position in others if position.answers or not position.apart]
     return culprit.sequence > 0 and all(position.sequence > culprit.sequence for position in counting)
 
 
 def furthest_behind(positions: Sequence[Position]) -> Position:
-    """The lowest collective first, then the lowest step; of those in one collective, who has left it.
+    """Return the rank with the lowest collective, then the lowest step; within a collective, one that has left it.
 
-    A rank that does not answer is held by something below Python, or has nobody to answer: it is the one where all the
-    others do nothing but wait.
+    A rank that does not answer is blocked below Python, or has nobody to answer it: it is the cause if all others only
+    wait.
     """
     known = [position for position in positions if position.sequence]
     alike = Counter((position.sequence, position.op, position.shape) for position in known)
@@ -267,7 +270,7 @@ def _compared(culprit: Position, positions: Sequence[Position]) -> str:
 
 
 def _in_another(culprit: Position, others: Sequence[Position]) -> str:
-    """Whether another rank is in another collective under the same number, or brings another shape to it."""
+    """Describe another rank's collective with the same number if operation or shape differ."""
     own = (culprit.op, culprit.shape)
     for other in others if culprit.sequence else ():
         if other.sequence == culprit.sequence and (other.op, other.shape) != own:

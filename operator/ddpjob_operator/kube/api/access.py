@@ -1,6 +1,6 @@
-"""What the operator must be allowed to do. Asked for at the start, so that a missing right is one clear line.
+"""The rights that the operator needs, checked at the start: a missing right becomes one clear line of the log.
 
-The table is also the source of the RBAC table in docs/ and of the rights that the chart gives.
+The RBAC table in docs/ and the chart's rights come from this table.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ WAIT_SECONDS = (1, 2, 5, 10, 15, 30)
 
 @dataclass(frozen=True)
 class Right:
-    """Verbs on a resource, and what they are for."""
+    """Verbs on a resource, and their purpose."""
 
     group: str
     resource: str
     verbs: tuple[str, ...]
     why: str
     cluster_wide: bool = False
-    """Whether only a ClusterRole can give it: it is not asked for where namespaces are named."""
+    """True if only a ClusterRole can grant it. It is then not checked in namespaced mode."""
 
     def __str__(self) -> str:
         return f"{self.resource}.{self.group}" if self.group else self.resource
@@ -43,7 +43,7 @@ RIGHTS = (
 )
 
 _KUEUE = "kueue.x-k8s.io"
-# Asked for only where the adapter is switched on.
+# Checked only if the adapter is enabled.
 GANG_RIGHTS = {
     "native": (
         Right(
@@ -66,7 +66,7 @@ GANG_RIGHTS = {
         Right("scheduling.k8s.io", "priorityclasses", ("get",), "the priority in the queue", cluster_wide=True),
     ),
 }
-# Not asked for at the start: without it a message lacks the place, and whoever asks for that says so.
+# Not checked at the start: without it only the position is missing from messages, and queue_places.py logs that.
 PLACES_RIGHT = Right(
     "visibility.kueue.x-k8s.io",
     "localqueues/pendingworkloads",
@@ -76,9 +76,9 @@ PLACES_RIGHT = Right(
 
 
 async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.Logger) -> None:
-    """Until the CRD is there and the DDPJobs of any of the namespaces can be listed. Logs what is missing.
+    """Return when the CRD exists and the DDPJobs of at least one namespace can be listed. Log what is missing.
 
-    Of any: a namespace that we have no right to must not hold up the others.
+    One is enough: a namespace without rights must not hold up the others.
     """
     logged: set[str] = set()
     tries = 0
@@ -99,7 +99,7 @@ async def wait_for_jobs(client: Client, namespaces: Sequence[str], log: logging.
 async def report_missing_rights(
     client: Client, namespaces: Sequence[str], log: logging.Logger, gangs: Sequence[str] = ()
 ) -> None:
-    """Logs a line for each verb that is needed and not granted. gangs: the adapters that are switched on."""
+    """Log a line for each verb that is needed and not granted. gangs: the enabled adapters."""
     try:
         for namespace in namespaces:
             for line in await missing_rights(client, namespace, gangs):
@@ -109,11 +109,11 @@ async def report_missing_rights(
 
 
 async def missing_rights(client: Client, namespace: str, gangs: Sequence[str] = ()) -> list[str]:
-    """A line for each verb that is needed in a namespace ("": in all) and not granted. Raises ApiError.
+    """Return a line for each verb that is needed in a namespace ("": in all) and not granted. Raise ApiError.
 
-    One SelfSubjectRulesReview lists what RBAC grants in a namespace, and most often that is all. What it does not list
-    is asked for by itself: another authorizer (a webhook) may grant it and be unable to list it (status.incomplete).
-    There is no such review of the whole cluster.
+    One SelfSubjectRulesReview lists what RBAC grants in a namespace, which is usually all. The rest is checked verb by
+    verb: another authorizer, such as a webhook, may grant rights that it cannot list (status.incomplete). There is no
+    such review for the whole cluster.
     """
     rights = (*RIGHTS, *(right for gang in gangs for right in GANG_RIGHTS[gang]))
     needed = [(right, verb) for right in rights if not (right.cluster_wide and namespace) for verb in right.verbs]
@@ -130,14 +130,14 @@ async def missing_rights(client: Client, namespace: str, gangs: Sequence[str] = 
 
 
 async def _review(client: Client, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
-    """The status of a review of our own rights."""
+    """Return the status of a review of our own rights."""
     review = {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}
     answer = await client.create(f"/apis/authorization.k8s.io/v1/{kind.lower()}s", review)
     return answer.get("status") or {}
 
 
 def _grants(rule: Mapping[str, Any], right: Right, verb: str) -> bool:
-    """Whether a rule grants it for objects of any name."""
+    """True if a rule grants the verb for objects of any name."""
 
     def lists(field: str, wanted: str) -> bool:
         return any(value in ("*", wanted) for value in rule.get(field) or ())

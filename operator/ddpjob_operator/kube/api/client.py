@@ -1,6 +1,6 @@
 """Requests to the API server: one aiohttp session, raw dicts, bounded waits.
 
-Raw, because typed models drop or refuse the fields of a newer Kubernetes, and cost ten times as much.
+Dicts, because typed models drop or reject fields of a newer Kubernetes, and cost ten times as much.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ Headers = dict[str, str]
 _LOGGER = logging.getLogger(__name__)
 _JSON = {
     "Content-Type": "application/json",
-    # The cluster's public keys are served as jwk-set+json alone, and asking for plain JSON is answered with 406.
+    # The cluster's public keys are served as jwk-set+json only; a request for plain JSON gets a 406.
     "Accept": "application/json, application/jwk-set+json",
     "User-Agent": "ddpjob-operator",
 }
-# An answer to a create repeats what was sent. A server that cannot leave it out sends it.
+# The answer to a create repeats the whole object. A server that cannot send the metadata alone sends all of it.
 _METADATA_ALONE: Headers = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1, application/json"}
 READ_AT_ONCE = 65_536
-"""Bytes of JSON that are read on the event loop."""
+"""Longer JSON is parsed in a thread, off the event loop."""
 _METADATA_IS_ENOUGH = frozenset({"pods", "services", "events"})
 
 
 def collection(plural: str, namespace: str = "") -> str:
-    """The path of DDPJobs, or of core objects such as pods, in a namespace; "": in all."""
+    """Path of DDPJobs, or of core objects such as pods, in a namespace; "": in all namespaces."""
     group = f"/apis/{api.GROUP}/{api.VERSION}" if plural == api.PLURAL else "/api/v1"
     return f"{group}/namespaces/{namespace}/{plural}" if namespace else f"{group}/{plural}"
 
 
 def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
-    """The path of objects of an API group, by its apiVersion."""
+    """Path of the objects of an API group, named by its apiVersion."""
     return f"/apis/{api_version}/namespaces/{namespace}/{plural}" if namespace else f"/apis/{api_version}/{plural}"
 
 
 def _checked(method: str, path: str, answer: Raw) -> Raw:
-    """The answer. Raises BadJsonError if it is JSON of something else: what a proxy says must not be taken for an empty
-    list, or for an object without a state."""
+    """Return the answer if it is what was requested. Otherwise a proxy's JSON would look like an object without a
+    state. Raise BadJsonError.
+    """
     asked = requests.read(method, path)
     is_review = asked.group == "authorization.k8s.io"
-    if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb == "delete" or is_review:
+    if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb in ("list", "delete") or is_review:
         return answer
-    field, kind = ("items", list) if asked.verb == "list" else ("metadata", dict)
-    if not isinstance(answer.get(field), kind):
-        raise reading.BadJsonError(f"the answer has no {field}")
+    if not isinstance(answer.get("metadata"), dict):
+        raise reading.BadJsonError("the answer has no metadata")
     return answer
 
 
 class Page(NamedTuple):
-    """Some of the objects of a list, and the resource version of the whole list."""
+    """One page of a list, and the resource version of the whole list."""
 
     items: list[Raw]
     version: str
@@ -77,26 +77,26 @@ class Page(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RequestLimits:
-    """How long anything may take."""
+    """Time and size limits of requests."""
 
     connect_seconds: float = 5.0
     request_seconds: float = 30.0
     tries: int = 3
-    """For requests that the server surely did not carry out: 429, and 503 with Retry-After."""
+    """For requests that the server certainly did not carry out: 429, and 503 with Retry-After."""
     retry_after_seconds_max: float = 10.0
-    """A longer wait is left to the caller, who then holds no slot."""
+    """The caller handles longer waits, and holds no slot meanwhile."""
     silence_seconds: float = 90.0
-    """A watch without even a bookmark for so long is dead: the server sends one about every 60 s."""
+    """A watch that is silent for longer is dead: the server sends a bookmark about every 60 s."""
     renew_seconds: float = 300.0
-    """Credentials are read again after this time: the kubelet rotates a token at 80 % of its hour."""
+    """Credentials are read again after this time. The kubelet rotates a token at 80 % of its hour."""
     page: int = 200
-    """Objects of a list that are asked for at a time."""
+    """Objects per page of a list."""
     page_bytes: int = 4 << 20
-    """A page that is longer is asked for in parts: a pod has 10 kB, but its maker may have put a megabyte into it."""
+    """A longer page is requested in parts. A pod is usually 10 kB, but its creator may have put a megabyte into it."""
 
 
 class Client:
-    """One API server, one identity. Close it, or use it as an async context manager."""
+    """A client for one API server and one identity. Close it, or use it as an async context manager."""
 
     def __init__(
         self,
@@ -106,8 +106,9 @@ class Client:
         answered: Callable[..., None] = lambda *_, **__: None,
         reach: Reach | None = None,
     ) -> None:
-        """may_write: asked right before each try of a write, which is not sent where it returns False.
-        answered: told of each answer (measuring.Requests). reach: where several clients share it."""
+        """may_write: called right before each try of a write; False: the write is not sent. answered: called for each
+        answer (measuring.Requests). reach: shared by several clients.
+        """
         self.reach = reach or Reach()
         self.limits = limits
         self._may_write = may_write
@@ -120,7 +121,7 @@ class Client:
         self._renew_at = 0.0
 
     async def __aenter__(self) -> Client:
-        """Nothing is sent yet: the first request logs in."""
+        """Send nothing: the first request logs in."""
         return self
 
     async def __aexit__(
@@ -136,37 +137,44 @@ class Client:
         self._sessions.clear()
 
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:
-        """An object, or a list. Raises ApiError."""
-        return await self._request("GET", path, params)
+        """Return an object, or the items of a list. Raise ApiError."""
+        asked = requests.read("GET", path)
+        is_list = asked.verb == "list" and bool(asked.plural)
+        return await self._request("GET", path, params, read=reading.listed if is_list else reading.obj)
 
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
-        """The object as it was created. Of pods, Services and events the server is asked for the metadata alone, and
-        the rest is as in `body`: what an admission webhook has changed in it comes with the watch. Raises ApiError."""
+        """Return the created object. Raise ApiError.
+
+        For pods, Services and events, only the metadata comes from the server. The rest is `body`, without the changes
+        of admission webhooks; those arrive with the watch.
+        """
         made = await self._request("POST", path, params, body, reading.made)
         return {**body, "metadata": made["metadata"]} if made.get("kind") == reading.METADATA_ALONE else made
 
     async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
-        """The object as it stands now; the body's resourceVersion guards it. Raises ApiError."""
+        """Replace the object and return it. The body's resourceVersion guards against lost updates. Raise ApiError."""
         return await self._request("PUT", path, params, body)
 
     async def patch(self, path: str, body: Raw) -> Raw:
-        """The object as it stands now, after a JSON merge patch; a uid or resourceVersion in the body guards it. Raises
-        ApiError."""
+        """Apply a JSON merge patch and return the object. A uid or resourceVersion in the body guards it. Raise
+        ApiError.
+        """
         return await self._request("PATCH", path, None, body)
 
     async def delete(self, path: str, options: Raw) -> Raw:
-        """The object that is being deleted, or a Status where it is gone already. Raises ApiError."""
+        """Return the object that is being deleted, or a Status if it does not exist any more. Raise ApiError."""
         return await self._request("DELETE", path, None, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
 
-    async def pages(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        """The objects of a collection, a page at a time; the caller drops one before the next is requested.
+    async def pages(self, path: str, selector: str = "", field_selector: str = "") -> AsyncIterator[Page]:
+        """Yield the objects of a collection, page by page. Drop a page before you request the next one.
 
-        Raises ApiError (410: start again). An empty list has one empty page.
+        An empty list has one empty page. Raise ApiError; 410 means: start again.
         """
         params = {"labelSelector": selector} if selector else {}
+        params |= {"fieldSelector": field_selector} if field_selector else {}
         limit = self.limits.page
         while True:
-            # A single object is read whatever its length: etcd bounds it.
+            # No limit for a single object: etcd bounds its size.
             bytes_max = self.limits.page_bytes if limit > 1 else None
             try:
                 content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, bytes_max)
@@ -177,7 +185,7 @@ class Client:
                 listed = await read_json(partial(reading.page, plural=_plural(path)), content)
             except reading.BadJsonError as error:
                 raise bad_answer("GET", path, error) from None
-            # By the length of this one: doubling would read every fourth page in vain where objects are large.
+            # Set by the size of this page: doubling would fetch every fourth page in vain if objects are large.
             of_each = len(content) // max(1, len(listed.items)) + 1
             limit = min(self.limits.page, max(1, self.limits.page_bytes // 2 // of_each))
             del content
@@ -190,12 +198,12 @@ class Client:
             params["continue"] = token
 
     async def watch(self, path: str, resource_version: str, selector: str = "") -> AsyncIterator[Raw]:
-        """Events from `resource_version` on, bookmarks too, until the server ends the stream. Raises ApiError."""
+        """Yield events after `resource_version`, bookmarks too, until the server ends the stream. Raise ApiError."""
         params = {
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": resource_version,
-            # Different for each watch, so that a restarted API server does not get them all back in one second.
+            # Random, so that the watches do not all reconnect to a restarted API server in the same second.
             "timeoutSeconds": str(random.randint(240, 480)),  # noqa: S311
         }
         if selector:
@@ -226,7 +234,7 @@ class Client:
             raise no_answer("GET", path, error) from None
 
     def _answered(self, method: str, path: str, code: int, began: float, *, watch: bool = False) -> None:
-        """code: NO_ANSWER where there was none."""
+        """Count an answer; code NO_ANSWER if there was none."""
         (self.reach.failed if code == NO_ANSWER else self.reach.answered)()
         self._told(method, path, code, time.monotonic() - began, watch=watch)
 
@@ -274,7 +282,7 @@ class Client:
         bytes_max: int | None,
         body: Raw | None,
     ) -> bytes:
-        # Reviews are questions, though they are asked by POST.
+        # Access reviews are sent by POST but change nothing.
         changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
         if changes_something and not self._may_write():
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
@@ -295,7 +303,7 @@ class Client:
             self._answered(method, path, code, began)
 
     def _wait_before_next_try(self, error: ApiError, attempt: int) -> float | None:
-        """Seconds; None: the error stands."""
+        """Seconds until the next try; None if the error is final."""
         if attempt >= self.limits.tries:
             return None
         if error.status == 401 and attempt == 1:
@@ -304,15 +312,15 @@ class Client:
         wait = 1.0 if error.retry_after_seconds is None else error.retry_after_seconds
         if not turned_away or wait > self.limits.retry_after_seconds_max:
             return None
-        return wait * random.uniform(1.0, 1.25)  # noqa: S311 - spreads the clients that were refused together
+        return wait * random.uniform(1.0, 1.25)  # noqa: S311 - spreads clients that were refused together
 
     def _renew_after(self, status: int, info: kopf.ConnectionInfo) -> None:
-        """Read the credentials again before the next request, where these were not accepted and are still in use."""
+        """Renew the credentials before the next request if the server refused the ones in use."""
         if status == 401 and self._info is info:
             self._renew_at = 0.0
 
     async def _session(self) -> tuple[aiohttp.ClientSession, kopf.ConnectionInfo]:
-        """Logged in, with credentials that are not old."""
+        """Return a session that is logged in, with credentials that are not older than renew_seconds."""
         if self._info is None or time.monotonic() >= self._renew_at:
             async with self._lock:
                 if self._info is None or time.monotonic() >= self._renew_at:
@@ -329,7 +337,7 @@ class Client:
             _LOGGER.warning("credentials were not renewed, going on with the old ones: %s", error)
             info = self._info
         if self._info is None or _endpoint(info) != _endpoint(self._info):
-            # The old session stays until the end: requests are still in flight on it.
+            # Not closed yet: requests may be in flight in the old session.
             self._sessions.append(self._open(info))
         self._headers = _JSON | info.as_http_headers()
         self._renew_at = time.monotonic() + self.limits.renew_seconds
@@ -339,36 +347,38 @@ class Client:
         return aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()),
             timeout=aiohttp.ClientTimeout(total=self.limits.request_seconds, sock_connect=self.limits.connect_seconds),
-            cookie_jar=aiohttp.DummyCookieJar(),  # the API server sets none, and each request would look
+            cookie_jar=aiohttp.DummyCookieJar(),  # the API server sets no cookies, and a jar is searched per request
             proxy=info.proxy_url,
             auto_decompress=True,
         )
 
 
 def _plural(path: str) -> str:
-    """What a collection's path ends with."""
+    """Return the last part of a collection's path."""
     return path.rpartition("/")[2]
 
 
 def _headers(method: str, path: str) -> Headers:
-    """Beside those that all requests have."""
+    """Headers that only this request needs."""
     if method == "PATCH":
         return {"Content-Type": "application/merge-patch+json"}
     return _METADATA_ALONE if method == "POST" and _plural(path) in _METADATA_IS_ENOUGH else {}
 
 
 def _endpoint(info: kopf.ConnectionInfo) -> kopf.ConnectionInfo:
-    """All of it but what goes into a header: that may change under an open session."""
+    """The parts of the connection that need a new session. The others go into headers, per request."""
     return dataclasses.replace(info, token=None, username=None, password=None, scheme=None, expiration=None)
 
 
 async def read_json(read: Callable[[bytes], T], content: bytes) -> T:
-    """Long JSON is read in a thread: to cut what is nested too deep off 1.5 MB takes 0.3 s. Raises BadJsonError."""
+    """Parse short JSON here, long JSON in a thread: removing too deep nesting from 1.5 MB takes 0.3 s. Raise
+    BadJsonError.
+    """
     return read(content) if len(content) <= READ_AT_ONCE else await asyncio.to_thread(read, content)
 
 
 async def _read(response: aiohttp.ClientResponse, bytes_max: int | None) -> bytes:
-    """The body. Raises TooLargeError without having held more of it than that."""
+    """Return the body. Raise TooLargeError as soon as more than `bytes_max` bytes arrived."""
     if bytes_max is None:
         return await response.read()
     parts, length = [], 0
@@ -384,5 +394,5 @@ async def _read(response: aiohttp.ClientResponse, bytes_max: int | None) -> byte
 def _dumps(method: str, path: str, body: Raw) -> bytes:
     try:
         return orjson.dumps(body)
-    except TypeError as error:  # a text that is no Unicode, a number of more than 64 bits: the server takes neither
+    except TypeError as error:  # invalid Unicode, or a number of more than 64 bits
         raise ApiError(400, "BadRequest", f"{method} {path}: cannot be written as JSON: {error}") from None

@@ -1,4 +1,4 @@
-"""The operator's credentials. kopf's login handler and our own client both call it, so that they agree."""
+"""The operator's credentials, shared by kopf's login handler and our own client so that they agree."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class LoginError(Exception):
-    """No usable credentials; the text says where they were looked for."""
+    """There are no usable credentials; the message lists the places that were tried."""
 
 
 def login() -> kopf.ConnectionInfo:
-    """Credentials, read again at each call, because bound tokens are rotated in their file. Raises LoginError.
+    """Read the credentials: from KUBECONFIG if it is set, else the pod's service account, else ~/.kube/config.
 
-    KUBECONFIG goes first where it is set, then the service account of the pod, then ~/.kube/config.
+    They are read at each call, because the kubelet rotates bound tokens in their file. Raise LoginError.
     """
     settings = kopf.OperatorSettings()
     named = bool(os.environ.get("KUBECONFIG"))
@@ -36,5 +36,5 @@ def _from_kubeconfig(settings: kopf.OperatorSettings) -> kopf.ConnectionInfo | N
     info: Any = kopf.login_with_kubeconfig(settings=settings)
     if info is None or info.token or info.username or info.certificate_path or info.certificate_data:
         return info  # type: ignore[no-any-return]
-    # No credentials in the file itself: a plugin gives them (exec, OIDC), and only the full client runs plugins.
+    # Without credentials in the file, a plugin provides them (exec, OIDC), and only the full client runs plugins.
     return kopf.login_via_client(settings=settings, logger=_LOGGER)

@@ -1,8 +1,8 @@
-"""JSON of the API server as Python objects, bounded in depth and size, because users write it.
+"""Parse JSON of the API server, bounded in depth and size, because users write it.
 
-Seen on Kubernetes 1.36: a DDPJob whose template is nested 9,900 levels deep is stored, and Python's JSON readers give
-up at about 1,000. A reader that gives up on one object would read none of its list, nor what follows it in a watch. So
-what is nested too deep is cut off, and what is too large is left out, each in its own object alone.
+Kubernetes 1.36 stores a DDPJob whose template is nested 9,900 levels deep; Python's JSON parsers fail at about 1,000.
+One such object would make its whole list unreadable, and end its watch. So too deep nesting is cut off and too large
+parts are left out, in that object only.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from aiohttp import StreamReader
 from ddpjob_operator.job import api, bounds, storage
 
 Raw = dict[str, Any]
-# etcd takes 1.5 MB. Ours are of some kB; as Python objects it may be 20 times as much.
+# etcd takes 1.5 MB. Our objects have a few kB; Python objects may need 20 times the bytes of their JSON.
 OBJECT_BYTES_MAX = 512 * 1024
-# No field that is kept of a job that is cut has more.
+# Longer fields of a job that is kept in part are dropped.
 SHORT_BYTES_MAX = 1_024
-# From the object's root; deeper than a spec may be (bounds.DEPTH_MAX), so that validation still sees that it is.
+# Counted from the object's root. More than bounds.DEPTH_MAX, so that validation still sees too deep specs.
 DEPTH_KEPT = 80
 _CUT = b'"..."'
-# Possessive: a pattern that may backtrack keeps 16 bytes for each character of a text, 100 for each escaped one.
+# Possessive quantifiers: backtracking would need 16 bytes per character of a string, 100 per escaped one.
 _TOKENS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{}]', re.DOTALL)
 _ODD = r"(?:0\d|1[0-8]|9\d|\d{3,18})\d\d-\d\d-\d\dT"
 _ODD_DATE = re.compile(_ODD)
-# In JSON: where one may be. Also in JSON that is not ASCII, of whose digits Python knows more than bytes do, or empty.
+# Matches JSON that may hold such a date: also any non-ASCII JSON (\d in str matches more digits than in bytes), and
+# empty JSON.
 _ODD_DATES = re.compile(rb'\A\Z|[\x80-\xff]|"' + _ODD.encode())
 _TOO_LARGE = f'"{bounds.TOO_LARGE}"'.encode()
 _GIVE_UP = (orjson.JSONDecodeError, msgspec.DecodeError, RecursionError, ValueError)
@@ -126,7 +127,7 @@ class _NodeEvent(TypedDict):
     object: _Node
 
 
-# By plural, what observe.py reads of an object and no more: a pod's event takes a fifth of the time (bench/results).
+# By plural: only the fields that observe.py reads. A pod event then takes a fifth of the time (bench/results).
 _OBJECTS: dict[str, msgspec.json.Decoder[Any]] = {
     "pods": msgspec.json.Decoder(_Pod),
     "services": msgspec.json.Decoder(_MetadataAlone),
@@ -142,7 +143,7 @@ _EVENTS: dict[str, msgspec.json.Decoder[Any]] = {
 
 
 class ListPage(msgspec.Struct):
-    """A page of a list: its objects, the version of the list, and where the next page begins."""
+    """A page of a list: its objects, the version of the list, and the token of the next page."""
 
     items: list[Raw]
     version: str
@@ -150,13 +151,13 @@ class ListPage(msgspec.Struct):
 
 
 class BadJsonError(ValueError):
-    """An answer that is no JSON, or not what was asked for."""
+    """The answer is not JSON, or not what was requested."""
 
 
 def page(content: bytes, plural: str = "") -> ListPage:
-    """A page of a list. Each object is made by itself, so that one cannot spoil the others. Raises BadJsonError.
+    """Parse a page of a list. Objects are parsed one by one, so that one cannot spoil the others. Raise BadJsonError.
 
-    plural: what is listed; of pods, Services and nodes only what is read is kept, of DDPJobs as `stored_job` has it.
+    plural: the kind of objects. Pods, Services and nodes keep only the fields that are read; DDPJobs: see `stored_job`.
     """
     listed = _decode(content, _List)
     if not listed.metadata.resource_version:
@@ -168,8 +169,13 @@ def page(content: bytes, plural: str = "") -> ListPage:
     )
 
 
+def listed(content: bytes) -> Raw:
+    """A short list as a whole. As with `page`, a large object spoils only itself. Raises BadJsonError."""
+    return {"items": page(content).items}
+
+
 async def lines(content: StreamReader) -> AsyncIterator[bytes]:
-    """aiohttp's own lines end at 128 kB, and an object may be longer."""
+    """Yield lines of any length: aiohttp's own readers fail at 128 kB."""
     parts: list[bytes] = []
     async for chunk in content.iter_any():
         *whole, rest = chunk.split(b"\n")
@@ -182,7 +188,7 @@ async def lines(content: StreamReader) -> AsyncIterator[bytes]:
 
 
 def event(line: bytes, plural: str = "") -> Raw:
-    """An event of a watch. plural: what is watched, as for `page`. Raises BadJsonError."""
+    """Parse an event of a watch. plural: as for `page`. Raise BadJsonError."""
     cut = _cut(line, _EVENTS.get(plural))
     if cut is not None and cut["type"] != "ERROR":  # its object is a Status
         return cut
@@ -198,8 +204,9 @@ def _object(content: bytes, plural: str) -> Raw:
 
 
 def stored_job(content: bytes) -> Raw:
-    """A DDPJob of a list or a watch. Of a large one that has not begun only what is kept of it is made: there may be
-    thousands. Raises BadJsonError."""
+    """Parse a DDPJob of a list or a watch. Of a large job that has not begun, keep only a part: there may be thousands.
+    Raise BadJsonError.
+    """
     if storage.size_of_json(content) <= storage.SMALL:
         return obj(content)
     parts = _parts(content)
@@ -218,7 +225,7 @@ def stored_job(content: bytes) -> Raw:
 
 
 def _parts(content: bytes | msgspec.Raw | None) -> dict[str, msgspec.Raw]:
-    """The fields of an object as JSON; none where it is no object."""
+    """Return the fields of an object as JSON; {} if it is not an object."""
     text = b"" if content is None else bytes(content)
     return _decode(text, dict[str, msgspec.Raw]) if text[:1] == b"{" else {}
 
@@ -228,7 +235,7 @@ def _short(fields: dict[str, msgspec.Raw]) -> Raw:
 
 
 def obj(content: bytes) -> Raw:
-    """An object without its managedFields, which are as long as all the rest. Raises BadJsonError."""
+    """Parse an object without its managedFields, which double its size. Raise BadJsonError."""
     raw = _without_what_is_large(content) if len(content) > OBJECT_BYTES_MAX else _loads(content)
     if not isinstance(raw, dict):
         raise BadJsonError("the answer is no object")
@@ -238,14 +245,13 @@ def obj(content: bytes) -> Raw:
 
 
 def made(content: bytes) -> Raw:
-    """The answer to a create: of its metadata alone, where that is all that came, what is read; else the object. Raises
-    BadJsonError."""
+    """Parse the answer to a create: the object, or the fields of its metadata that are read. Raise BadJsonError."""
     cut = _cut(content, _MADE)
     return cut if cut is not None and cut.get("kind") == METADATA_ALONE and "metadata" in cut else obj(content)
 
 
 def _cut(content: bytes, decoder: msgspec.json.Decoder[Any] | None) -> Raw | None:
-    """The fields that the decoder has; None where it has none for this kind, or the object has another shape."""
+    """Return the fields that the decoder knows; None if there is no decoder or the object has another shape."""
     if decoder is None or len(content) > OBJECT_BYTES_MAX:
         return None
     try:
@@ -256,20 +262,20 @@ def _cut(content: bytes, decoder: msgspec.json.Decoder[Any] | None) -> Raw | Non
 
 
 def job(raw: Raw) -> Raw:
-    """A DDPJob without what is too deep or too large: its template and its status may hold anything."""
+    """Return a DDPJob without parts that are too deep or too large: template and status may hold anything."""
     spec, status = raw.get("spec"), raw.get("status")
     if not _is_small(_json(spec)) and (why := bounds.refused(spec)):
         raw["spec"] = bounds.too_large(why)
     text = _json(status)
     if not _is_small(text) and (why := bounds.refused(status)):
-        raw["status"] = {"state": bounds.too_large(why)}  # no state, so that it is not taken for an empty status
+        raw["status"] = {"state": bounds.too_large(why)}  # without a state, so that it does not look new
     elif status and _ODD_DATES.search(text):
         raw["status"] = _with_true_dates(status)
     return raw
 
 
 def _json(value: Any) -> bytes:
-    """What was decoded from JSON, as JSON; empty where it is nested too deep to be written again."""
+    """Dump a value as JSON; b"" if it is nested too deep."""
     try:
         return orjson.dumps(value)
     except TypeError:
@@ -277,14 +283,17 @@ def _json(value: Any) -> bytes:
 
 
 def _is_small(text: bytes) -> bool:
-    """Whether JSON is surely within the bounds of a spec, by its length and its brackets alone: a twentieth of the time
-    of a walk, and nearly all jobs are. No value is shorter than a character, no level has less than a bracket."""
+    """True if JSON is certainly within the bounds of a spec, judged by its length and brackets only.
+
+    That takes a twentieth of the time of a walk and settles nearly all jobs: every value has at least one character,
+    and every level a bracket.
+    """
     brackets = text.count(b"{") + text.count(b"[")
     return 0 < len(text) <= bounds.SPEC_VALUES_MAX and brackets < bounds.DEPTH_MAX and _TOO_LARGE not in text
 
 
 def _with_true_dates(value: Any) -> Any:
-    """A status without the year 9999, beyond which nothing can be reckoned: the API server takes any year."""
+    """Return a status with years that datetime can calculate with: the API server takes any year."""
     if isinstance(value, dict):
         return {key: _with_true_dates(one) for key, one in value.items()}
     if isinstance(value, list):
@@ -295,10 +304,10 @@ def _with_true_dates(value: Any) -> Any:
 
 
 def shallow(content: bytes) -> bytes:
-    """The JSON with "..." in the place of what is nested deeper than DEPTH_KEPT; its order and strings stay."""
+    """Replace what is nested deeper than DEPTH_KEPT by "..."; order and strings stay."""
     kept: list[bytes | memoryview] = []
     depth = at = 0
-    view = memoryview(content)  # nothing is copied twice
+    view = memoryview(content)  # avoids copies
     for token in _TOKENS.finditer(content):
         character = content[token.start()]
         if character in b"[{":
@@ -317,14 +326,14 @@ def _loads(content: bytes) -> Any:
 
 
 def _decode(content: bytes, kind: Any) -> Any:
-    """As a type that leaves what it does not need as bytes."""
+    """Decode into a type that keeps what it does not need as bytes."""
     return _read(content, functools.partial(msgspec.json.decode, type=kind))
 
 
 def _read(content: bytes, read: Callable[[bytes], Any]) -> Any:
     with contextlib.suppress(*_GIVE_UP):
         return read(content)
-    # No JSON, or nested deeper than 1,024 levels.
+    # Not JSON, or nested deeper than 1,024 levels.
     try:
         return read(shallow(content))
     except _GIVE_UP as error:
@@ -332,7 +341,9 @@ def _read(content: bytes, read: Callable[[bytes], Any]) -> Any:
 
 
 def _without_what_is_large(content: bytes) -> Raw:
-    """An object whose spec or status is left out: never made, for in Python it may be 20 times as large."""
+    """Parse an object without its spec or status if that is too large: as Python objects it may need 20 times the
+    bytes.
+    """
     parts = _decode(content, dict[str, msgspec.Raw])
     kept: Raw = {}
     for name, part in parts.items():

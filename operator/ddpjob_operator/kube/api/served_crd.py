@@ -1,10 +1,10 @@
-"""Whether the CRD that the API server has is older than this operator.
+"""Detect a CRD in the cluster that is older than this operator.
 
-Helm installs a CRD once and never upgrades it. The API server drops what it does not know of a status without a word,
-and the operator then forgets it: `startingSince`, from which startDeadlineSeconds counts, or where a state is kept.
+Helm installs CRDs but never upgrades them. The API server then silently drops unknown status fields, so the operator
+loses them: `startingSince`, from which startDeadlineSeconds counts, or the place of a state in memory.
 
-The CRD itself is not read: that would need a right on all CRDs. Every service account may read the schemas that the API
-server publishes (ClusterRole system:discovery).
+It compares with the schemas that the API server publishes, which every service account may read (ClusterRole
+system:discovery). Reading the CRD itself would need a right on all CRDs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KIND = {"group": api.GROUP, "version": api.VERSION, "kind": api.KIND}
 
 
 async def report_old_crd(client: Client, log: logging.Logger, *, seconds: float = 5.0) -> None:
-    """Logs a line if the CRD lacks fields. Takes at most so many seconds, because the operator's start waits for it."""
+    """Log a line if the CRD lacks fields. The operator's start waits for this, for at most `seconds`."""
     try:
         async with at_most(seconds):
             fields = await dropped_fields(client)
@@ -37,7 +37,7 @@ async def report_old_crd(client: Client, log: logging.Logger, *, seconds: float 
 
 
 def older(fields: list[str]) -> str:
-    """What it means that the CRD lacks these fields, and what to do. fields: not empty."""
+    """Say what happens to these fields and what to do. fields: not empty."""
     more = len(fields) - _NAMED
     named = ", ".join(fields[:_NAMED]) + (f" and {more} more field{'s' if more > 1 else ''}" if more > 0 else "")
     return (
@@ -47,9 +47,9 @@ def older(fields: list[str]) -> str:
 
 
 async def dropped_fields(client: Client) -> list[str]:
-    """The paths of the fields that this operator knows and the CRD does not, sorted. Raises ApiError.
+    """Return the sorted paths of the fields that this operator knows and the CRD lacks. Raise ApiError.
 
-    Of a part that is missing as a whole only the part. Empty if the server publishes no schema of the kind.
+    If a whole object is missing, only its own path is listed. Empty if the server publishes no schema of the kind.
     """
     served = _of_kind(await client.get(OPENAPI))
     known = crd.crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
@@ -65,7 +65,7 @@ def _of_kind(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _missing(known: Mapping[str, Any], served: Mapping[str, Any], path: str) -> Iterator[str]:
-    # A part that keeps unknown fields loses none.
+    # Unknown fields are preserved here.
     if served.get("x-kubernetes-preserve-unknown-fields"):
         return
     for inner in ("items", "additionalProperties"):

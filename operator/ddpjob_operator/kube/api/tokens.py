@@ -1,8 +1,8 @@
-"""Which pod sends: verifies a trainer's projected service-account token with the cluster's own published keys.
+"""Verify a trainer's projected service-account token with the public keys of the cluster, and tell whose pod it is.
 
-The API server is asked for its keys, not for each token (a TokenReview would be a write to it per report, and a right
-that reaches every token of the cluster). What is trusted: the signature by a fixed family of algorithms, the issuer,
-our audience, the expiry, and the pod that the token is bound to. Called by `receive.py`; no token is ever logged.
+The API server is asked for its keys, not about each token: a TokenReview would be a write per report, and a right over
+every token of the cluster. Trusted are a signature by a fixed set of algorithms, the issuer, our audience, the expiry,
+and the pod that the token is bound to. Tokens are never logged.
 """
 
 from __future__ import annotations
@@ -20,18 +20,20 @@ import jwt
 from ddpjob_operator.kube.api.client import ApiError
 from ddpjob_operator.pods import report_token
 
-# What kube-apiserver signs with: RSA and ECDSA keys, also through an external signer. Never chosen by the token.
+# kube-apiserver signs with RSA or ECDSA keys, also through an external signer. The token must not choose.
 ALGORITHMS = ("RS256", "ES256", "ES384", "ES512")
 ISSUER_PATH, KEYS_PATH = "/.well-known/openid-configuration", "/openid/v1/jwks"
 TOKEN_LENGTH_MAX = 4096  # a projected token has about 1,200 characters
-LEEWAY_SECONDS = 30.0  # between the API server's clock and ours; a token just issued must not come from the future
-KEYS_AGE_SECONDS = 3600.0  # a key that the cluster withdrew is believed no longer than this
+LEEWAY_SECONDS = 30.0  # clocks differ, and a token that was just issued must not come from the future
+KEYS_AGE_SECONDS = 3600.0  # until then a withdrawn key is still trusted
 RETRY_SECONDS = 10.0  # between two fetches, however many tokens with unknown keys arrive
-PROVEN_MAX = 10_000  # tokens that are good, of 200 bytes each; only a pod of the cluster can add one
-HIDDEN_RETRY_SECONDS = 300.0  # while the cluster hides its keys: a fix of that needs no restart of the operator
+PROVEN_MAX = 10_000  # of 200 bytes each; only pods of the cluster can add one
+HIDDEN_RETRY_SECONDS = (
+    300.0  # between two fetches while the cluster hides its keys: needs no restart once that is fixed
+)
 
 Get = Callable[[str], Awaitable[dict[str, Any]]]
-"""GET a path of the API server with the operator's credentials: the JSON object. Raises ApiError (`Client.get`)."""
+"""GET a path of the API server with the operator's credentials; return the JSON object. Raises ApiError."""
 
 
 class BoundPod(NamedTuple):
@@ -43,7 +45,7 @@ class BoundPod(NamedTuple):
 
 
 class _Proven(NamedTuple):
-    """A token that was found good."""
+    """A verified token."""
 
     keys: Keys
     expires_at: float
@@ -51,30 +53,29 @@ class _Proven(NamedTuple):
 
 
 class BadTokenError(Exception):
-    """The token is not accepted; the text says why, without the token."""
+    """The token is not accepted; the message gives the reason and never the token."""
 
 
 class _OtherIssuerError(BadTokenError):
-    """Good but for its issuer."""
+    """Everything is right except the issuer."""
 
 
 class NoKeysError(Exception):
-    """No token can be verified now; the text says why."""
+    """No token can be verified now; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class Keys:
-    """What the cluster publishes."""
+    """Issuer and public keys of the cluster."""
 
     issuer: str = ""
     by_id: dict[str, jwt.PyJWK] = field(default_factory=dict)
 
 
 class Verifier:
-    """Answers which pod a token is bound to.
+    """Finds the pod of a token.
 
-    on_hidden is called once with a sentence when the cluster refuses to show its keys, and again only after it showed
-    them in between.
+    `on_hidden` gets a sentence when the cluster refuses to show its keys, once until it shows them again.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Verifier:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.verified = 0
-        """How many tokens were decoded and their signatures checked."""
+        """Number of tokens that were decoded and whose signature was checked."""
         self.proven_max = PROVEN_MAX
         self._wall = wall
         self._get = get
@@ -98,15 +99,15 @@ class Verifier:
         self._hidden = False
         self._fetching = asyncio.Lock()
         self._proven: dict[bytes, _Proven] = {}
-        """By the digest of the token, the oldest first."""
+        """By SHA-256 of the token, oldest first."""
 
     async def pod(self, token: str) -> BoundPod:
-        """The pod that holds this token. Raises BadTokenError or NoKeysError."""
+        """Return the pod that this token is bound to. Raise BadTokenError or NoKeysError."""
         if len(token) > TOKEN_LENGTH_MAX:
             raise BadTokenError(f"the token has {len(token)} characters, at most {TOKEN_LENGTH_MAX} are read")
-        if not token.isascii():  # aiohttp hands on bytes that are no UTF-8 as surrogates, on which PyJWT fails
+        if not token.isascii():  # aiohttp passes invalid UTF-8 on as surrogates, on which PyJWT fails
             raise BadTokenError("the token is no JSON Web Token")
-        # A pod shows one token for an hour, and to verify it costs a fifth of what its report costs (bench/results).
+        # A pod sends the same token for an hour; verifying it costs a fifth of handling its report (bench/results).
         digest = hashlib.sha256(token.encode()).digest()
         if (known := self._proven.get(digest)) is not None and self._is_good(known):
             return known.pod
@@ -115,14 +116,14 @@ class Verifier:
         try:
             return self._bound_pod(token, keys, key_id, digest)
         except _OtherIssuerError:
-            # The cluster may have changed its issuer and kept its key, so fetch the keys once before refusing.
+            # The cluster may have changed its issuer and kept its key: fetch once before refusing.
             renewed = await self._renewed(keys)
             if renewed is keys:
                 raise
             return self._bound_pod(token, renewed, key_id, digest)
 
     def _is_good(self, known: _Proven) -> bool:
-        """Still: by the same keys, which are not old, and before it expires."""
+        """True if the token has not expired and the keys that verified it are fresh and still in use."""
         fresh = self._clock() - self._fetched_at < KEYS_AGE_SECONDS
         return known.keys is self._keys and fresh and self._wall() < known.expires_at
 
@@ -153,14 +154,14 @@ class Verifier:
         return pod
 
     async def _keys_with(self, key_id: str) -> Keys:
-        """Keys that are fresh and hold this one, fetched where need be and allowed; else the best there are."""
+        """Return fresh keys that include `key_id`, fetching them if allowed; otherwise the best there are."""
         keys = self._keys
         if keys is not None and key_id in keys.by_id and self._clock() - self._fetched_at < KEYS_AGE_SECONDS:
             return keys
         return await self._renewed(keys)
 
     async def _renewed(self, known: Keys | None) -> Keys:
-        """The keys after a fetch; as they are where another task has just fetched, or too little time has passed."""
+        """Fetch the keys and return them. Return the present ones if another task has just fetched, or too soon."""
         async with self._fetching:
             if self._keys is known and self._clock() >= self._fetch_not_before:
                 await self._renew()
@@ -176,7 +177,7 @@ class Verifier:
             if isinstance(error, ApiError) and error.status == 403:
                 self._turn_off(error)
             else:
-                # The old keys stay good: an API server that is away for a while is no reason to refuse reports.
+                # Keep the old keys: a short outage of the API server is no reason to refuse reports.
                 self._problem = f"the cluster's keys cannot be read: {error}"
         else:
             self._hidden = False
@@ -204,7 +205,7 @@ def _key_id(token: str) -> str:
 
 
 def _read_keys(issuer: dict[str, Any], published: dict[str, Any]) -> Keys:
-    """The keys that can be used. Raises ValueError."""
+    """Return the usable keys. Raise ValueError."""
     name = issuer.get("issuer")
     listed = published.get("keys")
     if not isinstance(name, str) or not name or not isinstance(listed, list):
@@ -214,15 +215,15 @@ def _read_keys(issuer: dict[str, Any], published: dict[str, Any]) -> Keys:
         try:
             key = jwt.PyJWK(entry)
         except (jwt.PyJWTError, AttributeError, TypeError):
-            continue  # of a kind that we do not know: its tokens are refused, the others' are not
-        # A symmetric key would be a published secret: everybody who reads it could sign.
+            continue  # an unknown kind of key; only its own tokens are refused
+        # A published symmetric key would let everybody sign.
         if key.algorithm_name in ALGORITHMS and key.key_id:
             by_id[key.key_id] = key
     return Keys(name, by_id)
 
 
 def _pod(claims: dict[str, Any]) -> BoundPod:
-    """kubernetes.io: set by the API server in every token that a kubelet asks for on behalf of a pod."""
+    """Read the claim kubernetes.io, which the API server puts into every token that a kubelet requests for a pod."""
     match claims.get("kubernetes.io"):
         case {"namespace": str(namespace), "pod": {"name": str(name), "uid": str(uid)}} if uid:
             return BoundPod(namespace, name, uid)
@@ -230,7 +231,7 @@ def _pod(claims: dict[str, Any]) -> BoundPod:
 
 
 def _reason(error: jwt.PyJWTError) -> str:
-    """What is wrong, in our own words, because PyJWT's may repeat parts of the token."""
+    """Describe the error in our own words: PyJWT's may repeat parts of the token."""
     reasons: dict[type[jwt.PyJWTError], str] = {
         jwt.ExpiredSignatureError: "the token has expired",
         jwt.InvalidAudienceError: "the token is for another audience",

@@ -56,7 +56,9 @@ class Feed:
     """The sink of a reflector of DDPJobs. Jobs go into our copy; kopf gets an event when a job begins or ends.
 
     kopf gets no event for a change of a known job, because an event costs it as much CPU as five pods cost us. An event
-    has only the name, because kopf's queue has no limit and thousands of jobs may be created at once.
+    has only the name, because kopf's queue has no limit and thousands of jobs may be created at once. Its type is
+    DELETED also for a new job, because kopf keeps a kilobyte of each object until that event
+    (kopf/_core/reactor/processing.py, line 62).
     """
 
     def __init__(self, jobs: Jobs) -> None:
@@ -72,7 +74,9 @@ class Feed:
         elif not self._jobs.take(raw):
             self._jobs.put_quietly(raw)  # kopf's handler enqueues the job
             metadata = raw["metadata"]
-            self._tell("ADDED", metadata.get("namespace", ""), metadata["name"], metadata["uid"])
+            namespace, name = metadata.get("namespace", ""), metadata["name"]
+            if self._jobs.entry(namespace, name) is not None:
+                self._tell("ADDED", namespace, name, metadata["uid"])
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """Send kopf the deletion. Its handler then removes the job from our copy."""
@@ -80,12 +84,12 @@ class Feed:
 
     def _tell(self, what: str, namespace: str, name: str, uid: str) -> None:
         metadata = {"namespace": namespace, "name": name, "uid": uid}
-        body = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata}
-        self._events.put_nowait({"type": what, "object": body})
+        body = {"apiVersion": api.API_VERSION, "kind": api.KIND, "metadata": metadata, "change": what}
+        self._events.put_nowait({"type": "DELETED", "object": body})
 
     def has(self, raw: Raw) -> bool:
-        """True if this version of a job, or a newer one, is known."""
-        return self._jobs.has(raw)
+        """True if this version of a job, or a newer one, is known, or there may have been no room for it."""
+        return self._jobs.has(raw) or self._jobs.leaves_out(raw["metadata"].get("namespace", ""))
 
     def begin_anew(self, namespace: str) -> None:
         """Accept older versions, because the cluster was restored from a backup."""

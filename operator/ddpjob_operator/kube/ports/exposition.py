@@ -1,7 +1,7 @@
-"""/metrics on a port of its own, because it names jobs and namespaces: a NetworkPolicy can open it to a scraper alone.
+"""Serve /metrics on a port of its own: it names jobs and namespaces, so a NetworkPolicy can restrict it to a scraper.
 
-Whoever reaches the port can ask as often as he likes, so the answer is written in a thread, one at a time, and serves
-all who ask within a second. An operator without a scraper pays nothing.
+The answer is built in a thread, one at a time, and reused for a second, so that frequent requests cost little. Without
+a scraper it costs nothing.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ SAME_ANSWER_SECONDS = 1.0
 
 
 class Snapshot(NamedTuple):
-    """What the operator knows at a scrape; the jobs still raw, for reading them is the thread's work. None: it does not
-    lead."""
+    """What the operator knows at a scrape. jobs: raw, because the thread parses them; None if the operator does not
+    lead.
+    """
 
     moment: Moment
     jobs: list[Mapping[str, Any]] | None
 
 
 def read(snapshot: Snapshot) -> Moment:
-    """With the statuses of the jobs."""
+    """Return the moment with the parsed jobs."""
     jobs = None if snapshot.jobs is None else [job(raw) for raw in snapshot.jobs]
     return snapshot.moment._replace(jobs=jobs)
 
 
 def job(raw: Mapping[str, Any]) -> meters.MeteredJob:
-    """A stored job, as it is counted."""
+    """Convert a stored job to what is counted."""
     metadata = raw["metadata"]
     try:
         status = validation.stored_status(raw)
@@ -48,7 +49,7 @@ def job(raw: Mapping[str, Any]) -> meters.MeteredJob:
 
 
 class Exposition(BoundedServer):
-    """Answers scrapes with what `snapshot` gives."""
+    """Answers scrapes with the result of `snapshot`."""
 
     def __init__(self, meter: Meter, snapshot: Callable[[], Snapshot]) -> None:
         super().__init__()
@@ -56,10 +57,10 @@ class Exposition(BoundedServer):
         self._snapshot = snapshot
         self._lock = asyncio.Lock()
         self._written: dict[bool, tuple[float, bytes, str]] = {}
-        """By format: when, what, and its content type."""
+        """By format: time, body, and content type."""
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
-        """The metrics, in the format that the scraper accepts."""
+        """Return the metrics in the format that the scraper accepts."""
         if (refusal := not_served(request, PATH)) is not None:
             return refusal
         body, content_type = await self._body(request.headers.get("Accept", ""))
@@ -73,7 +74,7 @@ class Exposition(BoundedServer):
                 snapshot = self._snapshot()
                 body, content_type = await asyncio.to_thread(self._write, snapshot, openmetrics)
                 now = time.monotonic()
-                # The other format stays for as long as it is of use, so that two who ask in turn change nothing.
+                # Keep the other format while it is fresh: two scrapers with different formats then share the cache.
                 fresh = {of: it for of, it in self._written.items() if now - it[0] <= SAME_ANSWER_SECONDS}
                 self._written = {**fresh, openmetrics: (now, body, content_type)}
         return body, content_type

@@ -1,8 +1,8 @@
-"""The receiver of progress in a cluster: what `ddpjob.progress()` in a pod posts to, on a port of its own.
+"""Receives the reports that `ddpjob.progress()` posts from pods, on a port of its own.
 
-It speaks the same protocol as the local run's receiver, and Kubeflow Trainer's. Every pod of the cluster can reach the
-port, so nothing is accepted without a token that proves the pod, and a peer that sends slowly, too much or too often
-is cut off. A report that is refused or lost is lost: no job is ever harmed by it. Started by `operator.py`.
+The protocol is that of the local run's receiver and of Kubeflow Trainer. Every pod of the cluster can reach the port:
+nothing is accepted without a token that proves the pod, and slow, large or frequent senders are cut off. Reports are
+best effort: losing one never harms a job.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ddpjob_operator.observed import kubeflow
 from ddpjob_operator.observed.reports import BadReportError, Report
 
 PATH = "/v1/progress"
-BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
-# Per pod: a report every 5 s is the default; the burst is for a restart in place, within a second: the last report of
-# the old ranks, the agent's, and start, load, first step and save of the new ones.
+BODY_BYTES_MAX = 8192  # a report with 16 metrics has less than 1 kB
+# Per pod. By default a rank reports every 5 s. The burst allows a restart in place within a second: the last reports of
+# the old ranks and the agent, and start, load, first step and save of the new ones.
 REPORTS_PER_SECOND, REPORTS_BURST = 1.0, 10.0
 PODS_REMEMBERED = 10_000
 
 
 class Sender(NamedTuple):
-    """Which node of which job a pod is; attempt 0: unknown."""
+    """Job and node of a pod; attempt 0 if unknown."""
 
     namespace: str
     job: str
@@ -40,7 +40,7 @@ class Sender(NamedTuple):
 
 @dataclass
 class Account:
-    """What is kept about a pod between its reports."""
+    """State kept about a pod between its reports."""
 
     allowance: float
     updated: float
@@ -51,12 +51,11 @@ class Account:
 class Receiver(BoundedServer):
     """Takes reports.
 
-    verify     the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
-    locate     the node of a job that a pod is; None for any other pod.
-    on_report  takes a report that is proven to come from that node; its nodeRank and attempt are the pod's own. Raises
-               BadReportError where it is for a rank that is not the pod's.
-    leads      whether this operator leads. A report to another one, over a connection that was opened when it led, is
-               refused, and the next one goes to the leader.
+    verify     returns the pod that a token is bound to (`tokens.Verifier.pod`). Raises BadTokenError or NoKeysError.
+    locate     returns the job and node of a pod; None for other pods.
+    on_report  takes a report whose node and attempt were proven. Raises BadReportError for a rank of another pod.
+    leads      True if this operator leads. Otherwise a report on an old connection is refused, and
+               the next one goes to the leader.
     """
 
     connections_max = 4000
@@ -77,21 +76,22 @@ class Receiver(BoundedServer):
         self._leads = leads
         self._accounts: dict[BoundPod, Account] = {}
         self._were_live = 0
-        """How many of these were of pods that are there, when they were last looked through."""
+        """Number of accounts that belonged to existing pods at the last cleanup."""
 
     async def answer(self, request: web.BaseRequest) -> web.Response:
-        """Of a report."""
+        """Answer a report."""
         try:
             return await self._take(request)
         except _RefusedError as refused:
             return refused.answer()
         except Exception:
-            # A bug. The traceback holds neither headers nor body: aiohttp's request shows method and path.
+            # A bug. The traceback holds neither headers nor body, because aiohttp's request prints method and path
+            # only.
             self._runtime.log.exception("a progress report was lost")
             return _RefusedError(500, "the receiver failed, which is no fault of the report").answer()
 
     async def _take(self, request: web.BaseRequest) -> web.Response:
-        """A report; everything about it is judged before its body is read."""
+        """Take a report. Everything is checked before its body is read."""
         _check_request(request)
         pod = await self._prove(request)
         sender = self._locate(pod)
@@ -105,17 +105,17 @@ class Receiver(BoundedServer):
         kubeflows = kubeflow.speaks(body)
         report = self._read(body, account)
         if report is not None:
-            # The token proves the pod, so the node comes from there, whatever the body claims.
+            # The token proves the pod, so the node is taken from there and not from the body.
             proven = {"node_rank": sender.node_rank, "replacement": sender.replacement}
             attempt = sender.attempt or report.attempt
             try:
                 self._on_report(sender, msgspec.structs.replace(report, attempt=attempt, **proven))
             except BadReportError as error:
                 raise _RefusedError(403, str(error)) from None
-        return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns at all but 200
+        return web.json_response({}) if kubeflows else web.Response(status=204)  # Kubeflow's SDK warns unless it is 200
 
     def _read(self, body: bytes, account: Account) -> Report | None:
-        """None: the body reports nothing, which Kubeflow's protocol allows."""
+        """Parse the body; None if it reports nothing, which Kubeflow's protocol allows."""
         try:
             report, account.total_steps = kubeflow.read_body(body, self._runtime.utc(), account.total_steps)
         except (BadReportError, UnicodeDecodeError, RecursionError) as error:
@@ -123,7 +123,7 @@ class Receiver(BoundedServer):
         return report
 
     async def _prove(self, request: web.BaseRequest) -> BoundPod:
-        """The pod that sends, by its token."""
+        """Return the pod that the token proves."""
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise _RefusedError(401, "Authorization: must be Bearer and the pod's projected token")
@@ -135,7 +135,7 @@ class Receiver(BoundedServer):
             raise _RefusedError(503, str(error), retry_seconds=60) from None
 
     def _charge(self, pod: BoundPod) -> Account:
-        """The pod's account, charged with a report. Raises when it reports too often."""
+        """Charge the pod's account with a report. Raise if it reports too often."""
         now = self._runtime.clock()
         account = self._accounts.get(pod)
         if account is None:
@@ -150,13 +150,13 @@ class Receiver(BoundedServer):
         return account
 
     def _forget_ended(self) -> None:
-        """Drop the accounts of pods that the caller no longer knows."""
+        """Drop the accounts of pods that do not exist any more."""
         self._accounts = {pod: account for pod, account in self._accounts.items() if self._locate(pod) is not None}
         self._were_live = len(self._accounts)
 
 
 class _RefusedError(Exception):
-    """Why a report is not taken. It ends the connection: what follows is never read as another request."""
+    """A report is refused. Closes the connection, so that the rest is never read as another request."""
 
     def __init__(self, status: int, sentence: str, retry_seconds: int | None = None) -> None:
         super().__init__(sentence)
@@ -182,7 +182,7 @@ def _check_request(request: web.BaseRequest) -> None:
 
 
 async def _read_body(request: web.BaseRequest) -> bytes:
-    """The body, with or without a Content-Length; never more than its bound is held."""
+    """Return the body, with or without Content-Length; never hold more than its limit."""
     body = bytearray()
     try:
         if request.version == HttpVersion11 and request.headers.get("Expect", "").lower() == "100-continue":
@@ -192,7 +192,7 @@ async def _read_body(request: web.BaseRequest) -> bytes:
             if len(body) > BODY_BYTES_MAX:
                 raise _too_large()
     except (ConnectionError, web.RequestPayloadError) as error:
-        # The trainer was killed while it sent, or was too slow, or its chunks are none.
+        # The trainer was killed while sending, was too slow, or sent invalid chunks.
         raise _RefusedError(400, f"the body did not arrive: {type(error).__name__}") from None
     return bytes(body)
 

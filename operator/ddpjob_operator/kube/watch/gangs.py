@@ -1,8 +1,7 @@
-"""The APIs of gang schedulers and queues that are switched on: which version is served, and our copy of their objects.
+"""The APIs of the enabled gang schedulers and queues: the served version, and our copy of their objects.
 
-Nothing is asked for an adapter that is not switched on. For one that is, a request at the start finds the version, and
-no job that needs it is reconciled before that; a version that is not there, or no longer, is looked for again from time
-to time.
+The version is discovered once at the start; jobs that need the API wait for it. An API that is missing or was removed
+is tried again from time to time. Nothing is requested for disabled adapters.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from ddpjob_operator.kube.watch.store import Key, Store
 from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.pods import naming
 
-# How often an API that is not served, or whose watch fails, is looked for again.
+# Pause before an API that is not served, or whose watch fails, is tried again.
 AGAIN_SECONDS = 60.0
 NO_ANSWER_SECONDS = 2.0
-# After so many errors of the server in a row (a conversion webhook that is down) the API of a queue counts as away.
+# After so many server errors in a row (a conversion webhook that is down), the API of a queue counts as unavailable.
 ERRORS_MAX = 5
 ERROR_SECONDS = 10.0
 
 
 class Gang:
-    """One adapter: its API, its objects."""
+    """The API and the objects of one adapter."""
 
     def __init__(
         self,
@@ -48,9 +47,9 @@ class Gang:
         sleep: Callable[[float], Any] = asyncio.sleep,
         asks_places: bool = False,
     ) -> None:
-        """namespaces: those that are watched, "" is all. changed: called for a job whose objects have changed, with the
-        seconds that this can wait; found: where another version is served than before, or none. asks_places: whether a
-        queue is asked for the places of those that wait."""
+        """namespaces: the watched ones, "" for all. changed: called for a job whose objects changed, with the seconds
+        that it can wait. found: called when the served version changed. asks_places: request positions in the queue.
+        """
 
         def told(key: Key, _old: ObservedGroup | None, new: ObservedGroup | None) -> None:
             changed(key, triggers.group_changed(adapter.admits_first, new))
@@ -58,7 +57,7 @@ class Gang:
         self.adapter = adapter
         self.api = GangApi(why_not=f"the API server has not told yet whether it serves {adapter.plural}")
         self._refused: dict[str, GangApi] = {}
-        """Namespaces in which it may not be listed, and may be elsewhere: one that was deleted has no Role any more."""
+        """Namespaces in which the objects may not be listed. A deleted namespace, for example, has no Role any more."""
         self.store: Store[ObservedGroup] = Store(observe.group(adapter), key_of, told)
         self.reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
@@ -73,21 +72,21 @@ class Gang:
         )
 
     def api_in(self, namespace: str) -> GangApi:
-        """Whether it can be used for the jobs of a namespace."""
+        """Return the API as far as the jobs of a namespace can use it."""
         return self._refused.get(namespace, self.api)
 
     def is_ready(self, namespace: str) -> bool:
-        """Whether it is known what there is in a namespace."""
+        """True if the version and the objects of a namespace are known."""
         synced = (r.synced.is_set() for r in self.reflectors if r.namespace in ("", namespace))
         return self._is_known and all(synced)
 
     def of(self, job: api.DDPJob) -> ObservedGroup | None:
-        """The job's own object, where it has one for its life."""
+        """Return the object that a job has for all of its attempts; None if there is none."""
         found = self.store.of((job.metadata.namespace, job.metadata.name))
         return next((group for group in found if group.owner_uid == job.metadata.uid), None)
 
     def groups(self, key: Key) -> list[ObservedGroup]:
-        """What a job has, with its place where it waits and the queue has told that."""
+        """Return a job's objects, with its position in the queue if known."""
         found = self.store.of(key)
         place = self.places.of(key) if self.places is not None else None
         if place is None:
@@ -98,19 +97,19 @@ class Gang:
         ]
 
     def _waiting(self) -> Iterator[tuple[Key, str]]:
-        """The jobs that wait, and in which queue."""
+        """Yield the waiting jobs and their queues."""
         for key in self.store.jobs():
             yield from ((key, group.queue) for group in self.store.each(key) if _waits(group))
 
     def path(self, namespace: str) -> str:
-        """The collection of its objects. Raises ApiError where no version is served."""
+        """Path of the collection. Raise ApiError if no version is served."""
         served = self.api_in(namespace)
         if not served.api_version:
             raise ApiError(404, "NotFound", served.why_not)
         return group_collection(served.api_version, self.adapter.plural, namespace)
 
     async def run(self) -> None:
-        """Until cancelled, or until one of its watches ends."""
+        """Discover and watch until cancelled, or until one of the watches ends."""
         watching: list[asyncio.Task[None]] = []
         this = asyncio.current_task()
         assert this is not None, "a coroutine runs in a task"
@@ -168,7 +167,7 @@ class Gang:
         return [asyncio.create_task(reflector.run(), name=reflector.what) for reflector in self.reflectors]
 
     async def _discover(self) -> bool:
-        """Whether the API server has answered; its answer is in `api`."""
+        """Set `api` from the API server's answer. True if it answered."""
         adapter = self.adapter
         try:
             for version in adapter.versions:
@@ -189,7 +188,7 @@ class Gang:
         return True
 
     async def _refusal(self, api: GangApi, namespace: str) -> GangApi | None:
-        """What is true of a namespace in which its objects may not be listed."""
+        """Return the reason if the objects may not be listed in a namespace; otherwise None."""
         try:
             await self._client.get(group_collection(api.api_version, self.adapter.plural, namespace), {"limit": "1"})
         except ApiError as error:
@@ -203,19 +202,18 @@ class Gang:
         return GangApi(why_not=f"the operator may not list {what}: {error.message}")
 
     def _failed(self, error: ApiError) -> bool:
-        """Whether the API counts as away from now on, which `api` then says: its jobs that run go on, and the others
-        wait."""
+        """Count a server error. True if the API now counts as unavailable: running jobs go on, the others wait."""
         if error.status < 500:
             return False
         self._errors += 1
-        if self._errors != ERRORS_MAX:  # what was said at first stays, for each other text is a write of many jobs
+        if self._errors != ERRORS_MAX:  # keep the first text: each new one would rewrite the status of many jobs
             return False
         what = f"{self.adapter.plural}.{self.adapter.group}"
         why = f"the API server cannot tell which {what} there are: {error.message}"
         if self.adapter.admits_first:
             self.api, self._refused = GangApi(why_not=why), {}
             return True
-        # Without the API of a scheduler jobs whose spec.gang is auto would start in parts.
+        # Jobs wait for a scheduler's API: with spec.gang auto they would otherwise start in parts.
         if not self._is_known:
             self._runtime.log.warning("spec.gang: jobs that may need %s wait: %s", self.adapter.name, why)
         return False
@@ -236,8 +234,10 @@ class Gang:
 
 
 def waits_for(job: api.DDPJob, gangs: Mapping[str, Gang]) -> bool:
-    """Whether it is not known yet what there is of the gang that a job has or would choose. One that is not known
-    counts as served here: else the job would start in parts, or outside its queue."""
+    """True if the objects of the job's gang, or of the gang it would choose, are not known yet.
+
+    Unknown APIs count as served here: otherwise the job would start in parts, or outside its queue.
+    """
     namespace = job.metadata.namespace
     unknown = {name for name, gang in gangs.items() if not gang.is_ready(namespace)}
     if not unknown:

@@ -1,4 +1,4 @@
-"""Raw objects of the API server, cut to what decisions read. Pure; called for every event, so no more than needed."""
+"""Reduce raw objects of the API server to what decisions read: pure functions, called for every event."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from ddpjob_operator.pods import naming
 
 Raw = Mapping[str, Any]
 T = TypeVar("T")
-# What we set as activeDeadlineSeconds of a pod that is to end and to stay: the least that there is.
+# The smallest value allowed. We set it on pods that shall end but not be deleted.
 END_NOW_SECONDS = 1
-# With these reasons a container waits for its turn, and nothing is wrong.
+# A container that waits for one of these reasons is starting normally.
 _IN_TURN = ("", "PodInitializing", "ContainerCreating")
 
 
 @dataclass(frozen=True)
 class Service:
-    """A Service, by whose it is."""
+    """A Service and its owner."""
 
     name: str
     uid: str
     owner_uid: str
-    """uid of its controller; empty: none."""
+    """uid of its controller; "" if none."""
     owner_job: str
-    """Name of the DDPJob that controls it; empty: no DDPJob does."""
+    """Name of the DDPJob that controls it; "" if none."""
 
 
 def _total(read: Callable[[Raw], T]) -> Callable[[Raw], T]:
-    """A reader that for any JSON gives what it reads or raises UnreadableError, and nothing else."""
+    """Make a reader raise UnreadableError, and nothing else, for JSON that it cannot read."""
 
     @functools.wraps(read)
     def total(raw: Raw) -> T:
@@ -56,7 +56,7 @@ def _total(read: Callable[[Raw], T]) -> Callable[[Raw], T]:
 
 @_total
 def pod(raw: Raw) -> Pod:
-    """A pod as the plan sees it. Raises UnreadableError."""
+    """Read a pod as the plan sees it. Raise UnreadableError."""
     metadata, status = raw["metadata"], raw.get("status") or {}
     labels = metadata.get("labels") or {}
     owner = controller(raw)
@@ -94,13 +94,13 @@ def _why_unscheduled(raw: Raw, unscheduled: Raw) -> str:
 
 
 def _unschedulable_since(unscheduled: Raw) -> dt.datetime | None:
-    """Not of a pod with scheduling gates (reason SchedulingGated): no node was looked for yet."""
+    """None for a pod with scheduling gates (reason SchedulingGated): the scheduler has not tried it yet."""
     return time(unscheduled.get("lastTransitionTime")) if unscheduled.get("reason") == "Unschedulable" else None
 
 
 @_total
 def service(raw: Raw) -> Service:
-    """A Service as far as we care. Raises UnreadableError."""
+    """Read a Service. Raise UnreadableError."""
     owner = controller(raw)
     return Service(
         name=_word(raw["metadata"], "name"),
@@ -111,7 +111,7 @@ def service(raw: Raw) -> Service:
 
 
 def group(adapter: Adapter) -> Callable[[Raw], ObservedGroup]:
-    """A reader of an adapter's objects, which raises UnreadableError."""
+    """Return a reader of an adapter's objects, which raises UnreadableError."""
 
     @_total
     def group(raw: Raw) -> ObservedGroup:
@@ -132,36 +132,36 @@ def group(adapter: Adapter) -> Callable[[Raw], ObservedGroup]:
 
 @_total
 def is_ready(node: Raw) -> bool:
-    """A node by its condition Ready; one without it has only just joined. Raises UnreadableError."""
+    """True if the condition Ready is true, or missing because the node has just joined. Raise UnreadableError."""
     return bool(condition(node, "Ready").get("status", "True") == "True")
 
 
 def conflicts(kind: str, raw: Raw, job: api.Metadata) -> ConflictingObject:
-    """An object that has a name the job needs."""
+    """Describe an object whose name the job needs."""
     owner = controller(raw)
     namesake = owner.get("kind") == api.KIND and owner.get("name") == job.name and owner.get("uid") != job.uid
     return ConflictingObject(kind, raw["metadata"]["name"], of_deleted_job=namesake)
 
 
 def controller(raw: Raw) -> Raw:
-    """The controlling ownerReference, or an empty one."""
+    """Return the controlling ownerReference, or {}."""
     references = raw["metadata"].get("ownerReferences") or ()
     return next((r for r in references if r.get("controller")), {})
 
 
 def job_name(raw: Raw) -> str:
-    """The job that an object belongs to by its label; empty: none."""
+    """Return the job in an object's label; "" if there is none."""
     return text((raw["metadata"].get("labels") or {}).get(naming.LABEL_JOB))
 
 
 def deletion_requested_at(metadata: Raw) -> dt.datetime | None:
-    """deletionTimestamp is when the grace ends; the deletion was asked for a grace period earlier."""
+    """Return when the deletion was requested: deletionTimestamp minus the grace period."""
     end = time(metadata.get("deletionTimestamp"))
     return None if end is None else end - dt.timedelta(seconds=seconds(metadata.get("deletionGracePeriodSeconds")))
 
 
 def trainer(raw: Raw, phase: str) -> Container:
-    """The state of the trainer, or of what keeps it from starting."""
+    """Return the state of the trainer, or of the init container that keeps it from starting."""
     status = raw.get("status") or {}
     name = _trainers_name(raw)
     found = [s for s in status.get("containerStatuses") or () if s.get("name") == name]
@@ -178,7 +178,7 @@ def trainer(raw: Raw, phase: str) -> Container:
 
 
 def _trainers_name(raw: Raw) -> object:
-    """That of the job's template, because a webhook may have put a container of its own before it."""
+    """Name of the trainer in the job's template. A webhook may have put its own container first."""
     container = trainer_container({"spec": raw.get("spec") or {}}) or {}
     return (raw["metadata"].get("labels") or {}).get(naming.LABEL_TRAINER) or container.get("name")
 
@@ -209,10 +209,10 @@ def _container(status: Raw) -> Container:
 
 
 def _never_ran(raw: Raw, seen: Container) -> Container:
-    """The pod failed, and its trainer has no end of its own: evicted, lost, or an init container failed."""
+    """Return the end of a trainer without a status of its own: evicted, lost, or an init container failed."""
     status = raw.get("status") or {}
     listed = (raw.get("spec") or {}).get("initContainers") or ()
-    # A sidecar never fails its pod; it is ended with it.
+    # A sidecar never fails its pod; the kubelet ends it with the pod.
     sidecars = {c.get("name") for c in listed if c.get("restartPolicy") == "Always"}
     failed = [(n, c) for n, c in _init_containers(status) if c.state == "ended" and c.exit_code and n not in sidecars]
     if failed and not status.get("reason"):
@@ -223,7 +223,7 @@ def _never_ran(raw: Raw, seen: Container) -> Container:
 
 
 def _stuck_before_it(status: Raw) -> Iterator[Container]:
-    """An init container that cannot start: the trainer's own status shows only that it waits for its turn."""
+    """Yield init containers that cannot start: the trainer's own status only says PodInitializing."""
     for name, init in _init_containers(status):
         if init.state == "waiting" and init.reason not in _IN_TURN:
             yield Container("waiting", init.reason, f"init container {name}: {init.message}")
@@ -235,14 +235,17 @@ def _init_containers(status: Raw) -> Iterator[tuple[str, Container]]:
 
 
 def condition(raw: Raw, kind: str, holds: str | None = None) -> Raw:
-    """A condition of a pod or node, where it has the status `holds`; else an empty one."""
+    """Return a condition of a pod or node if its status is `holds`; otherwise {}."""
     listed = (raw.get("status") or {}).get("conditions") or ()
     return next((c for c in listed if c.get("type") == kind and holds in (None, c.get("status"))), {})
 
 
 def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
-    """When a node does not report, the node controller calls its pods not ready, without a reason, and leaves all else
-    as it was (pkg/controller/nodelifecycle). A kubelet gives a reason, or calls the containers not ready as well."""
+    """Return the time from which the pod's node has been silent; None if it is not.
+
+    The node controller then marks its pods not ready without a reason, and leaves the rest of their status
+    (pkg/controller/nodelifecycle). A kubelet gives a reason, or marks the containers not ready too.
+    """
     unready = condition(raw, "Ready", "False")
     if trainer_state.state == "running" and not unready.get("reason") and condition(raw, "ContainersReady", "True"):
         return time(unready.get("lastTransitionTime"))
@@ -250,7 +253,7 @@ def _silent_since(raw: Raw, trainer_state: Container) -> dt.datetime | None:
 
 
 def _word(metadata: Raw, name: str) -> str:
-    """What every object has."""
+    """Read a field that every object has."""
     if not isinstance(metadata[name], str) or not metadata[name]:
         raise ValueError(f"metadata.{name} is no text")
     return str(metadata[name])

@@ -1,7 +1,7 @@
-"""Asks a queue for the places of the jobs that wait in it. A place is no news of any watch: others move it.
+"""Read the positions of waiting jobs from their queues. No watch shows them, because other jobs change them.
 
-Each queue in which a job waits is asked once a minute, however many wait there; nothing is asked while none waits. What
-the answer changes is told to the jobs concerned. A queue that gives no answer leaves their messages without a place.
+Each queue with waiting jobs is read once a minute. Jobs whose position changed are enqueued. If a queue does not
+answer, the messages of its jobs show no position.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch.store import Key
 
 ASK_SECONDS = 60.0
-# How soon the first job of a queue learns its place.
+# The first position of a job is shown within this time.
 LOOK_SECONDS = 5.0
 
 
 class QueuePlaces:
-    """The places of the jobs of one adapter, as its queues last told them."""
+    """Positions of the jobs of one adapter, as last read."""
 
     def __init__(
         self,
@@ -29,33 +29,32 @@ class QueuePlaces:
         changed: Callable[[Key], None],
         runtime: Runtime,
     ) -> None:
-        """waiting: the jobs that wait, and the name of the queue of each. changed: called for a job that has another
-        place than before."""
+        """waiting: yields the waiting jobs and their queues. changed: called for each job whose position changed."""
         self._client, self._waiting, self._changed, self._runtime = client, waiting, changed, runtime
         self._places: dict[Key, int] = {}
         self._asked_at: dict[Key, float] = {}
-        """When each queue, by namespace and name, was asked last."""
+        """When each queue, by namespace and name, was last read."""
         self._api_version = ""
         self._looked_at: float | None = None
-        """When it was asked which version is served."""
+        """When the served version was last discovered."""
         self._logged = ""
 
     def of(self, key: Key) -> int | None:
-        """The place of a job, from 1; None: it is not known."""
+        """Return the position of a job, from 1; None if unknown."""
         return self._places.get(key)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Read positions until cancelled."""
         while True:
             try:
                 await self.look()
             except Exception:
-                # The end of this task would end the operator, and a place is not worth that.
+                # The end of this task would end the operator.
                 self._runtime.log.exception("the places of jobs in their queues were not read")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
-        """Asks the queues in which jobs wait and that were not asked within the last minute."""
+        """Read the queues that have waiting jobs and were not read within the last minute."""
         queues: dict[Key, list[Key]] = {}
         for key, name in self._waiting():
             if name:
@@ -84,14 +83,14 @@ class QueuePlaces:
         except ApiError as error:
             if error.status != 404:
                 self._log_once(f"no places are told by {path}: {error}")
-            # Mostly there is no such queue, of which the job's message tells; or the version is no longer served.
+            # Usually the queue does not exist, which the job's message says; or the version is not served any more.
             self._api_version = "" if error.status == 404 else self._api_version
         except (AttributeError, LookupError, TypeError) as error:
             self._log_once(f"the places that {path} tells cannot be read: {error!r}")
         return {}
 
     async def _served(self) -> str:
-        """The apiVersion; empty: none of those that are known is served, and it is asked again after a minute."""
+        """Return the served apiVersion; "" if no known version is served. Discovery is repeated after a minute."""
         if self._api_version or (self._looked_at is not None and self._is_recent(self._looked_at)):
             return self._api_version
         self._looked_at = self._runtime.clock()

@@ -259,6 +259,9 @@ class Store(Generic[T]):
 class Jobs(Store[Raw]):
     """The DDPJobs, raw except for what `cut` removes. Each is kept whole only if there is room (job/storage.py).
 
+    If there is no room for the remainder of a job either, the store behaves as if the job did not exist. Its next
+    change, or the next list, brings it again.
+
     `changed(key)` is called when a job is new, changed or gone, and when a job that waited for room has it. `seen(old,
     new)` is also called for the answer to our own write.
     """
@@ -279,6 +282,11 @@ class Jobs(Store[Raw]):
         self.begun = storage.Room(limits.begun, limits.begun_in_namespace)
         """Room for jobs that have begun, and for those about to begin."""
         self._resting = storage.Room(limits.resting, limits.resting_in_namespace)
+        self._cut_resting = storage.Room(limits.cut, limits.cut_in_namespace)
+        self._cut_wanting = storage.Room(limits.cut, limits.cut_in_namespace)
+        self._rooms = (self.begun, self._resting, self._cut_resting, self._cut_wanting)
+        self._left_out: set[str] = set()
+        self._seen = seen
         self._has_room = changed
         self._is_quiet = False
         self._held: set[Key] = set()
@@ -286,9 +294,17 @@ class Jobs(Store[Raw]):
         """The statuses of writes in flight."""
 
     def put(self, raw: Raw, *, is_whole: bool = True) -> None:
-        """Store a job as it was at its resourceVersion, whole or already cut."""
-        super().put(raw, is_whole=is_whole and not storage.is_cut(raw))
-        self._settle(_place_of(raw))
+        """Store a job as it was at its resourceVersion, whole or already cut, unless there is no room for a new one."""
+        key = _place_of(raw)
+        if key in self._entries or key in self._held or self._room_for(key, raw):
+            super().put(raw, is_whole=is_whole and not storage.is_cut(raw))
+            self._settle(key)
+        else:
+            self._leave_out(key)
+
+    def leaves_out(self, namespace: str) -> bool:
+        """True if this namespace has, or had, more jobs than there is room for."""
+        return namespace in self._left_out
 
     def remove(self, namespace: str, name: str, uid: str) -> None:
         """Remove the job with this UID, and free its room."""
@@ -306,30 +322,46 @@ class Jobs(Store[Raw]):
             self._settle(key)
 
     def _settle(self, key: Key) -> None:
-        """Cut a job if there is no room for it whole, and notify the jobs that waited for the room it frees."""
+        """Cut or drop a job if there is no room for it, and notify the jobs that waited for the room it frees."""
         if key in self._held:
             return
         entry = self._entries.get(key)
-        if entry is None:
+        room = None if entry is None else self._room_for(key, entry.value)
+        if entry is None or room is None:
             self.begun.waits_no_more(key)
-            self.begun.leave(key)
-            self._resting.leave(key)
-        elif not self._has_place(key, entry.value) and entry.is_whole:
+            for other in self._rooms:
+                other.leave(key)
+        if entry is not None and room is None:
+            del self._entries[key], self._by_job[key]
+            self._leave_out(key)
+            self._seen(entry.value, None)
+        elif entry is not None and entry.is_whole and room in (self._cut_resting, self._cut_wanting):
             kept = storage.cut(entry.value, storage.size(entry.value))
             part = msgspec.structs.replace(entry, value=kept, is_whole=False)
             self._entries[key] = self._by_job[key][key[1]] = part
-        for other in self.begun.next():
-            self._has_room(other)
+        for waiting in self.begun.next():
+            self._has_room(waiting)
 
-    def _has_place(self, key: Key, raw: Raw) -> bool:
-        """True if there is room to keep this job whole."""
+    def _room_for(self, key: Key, raw: Raw) -> storage.Room | None:
+        """Return the room in which this job has a place, whole or cut; None if there is none."""
         begun, needs = storage.has_begun(raw), storage.size(raw)
-        (self._resting if begun else self.begun).leave(key)
-        if storage.is_cut(raw) or not (begun or needs <= storage.SMALL):
-            self.begun.leave(key)
-            self._resting.leave(key)
-            return False
-        return (self.begun if begun else self._resting).take(key, needs)
+        whole = self.begun if begun else self._resting
+        part = self._cut_resting if not begun and storage.rests(raw) else self._cut_wanting
+        for other in self._rooms:
+            if other not in (whole, part):
+                other.leave(key)
+        if not storage.is_cut(raw) and (begun or needs <= storage.SMALL) and whole.take(key, needs):
+            part.leave(key)
+            return whole
+        whole.leave(key)
+        return part if part.take(key, storage.OF_A_JOB) else None
+
+    def _leave_out(self, key: Key) -> None:
+        if key[0] not in self._left_out:
+            self._left_out.add(key[0])
+            text = "namespace %s has more suspended, finished and waiting DDPJobs than fit into memory: some are "
+            text += "not in the metrics, and those that wait for room begin up to 10 minutes later"
+            _LOGGER.warning(text, key[0])
 
     def __iter__(self) -> Iterator[Key]:
         return iter(list(self._entries))

@@ -1,6 +1,7 @@
-"""What the operator's log says of a plan. At INFO a line for each piece of news, and none where nothing is new; at
-DEBUG one for each plan that does anything. Events of a job are gone after an hour; these lines stay as long as the
-cluster keeps logs."""
+"""Lines of the operator's log about plans: at INFO one per change, at DEBUG one per plan that does anything.
+
+Events of a job expire after an hour; these lines stay as long as the cluster keeps logs.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +17,33 @@ from ddpjob_operator.pods import naming
 
 MESSAGE_MAX = 500
 PODS_MAX = 8
-# Between the creation of the pods and what they come to, which has a line; and after a restart, which has one.
+# States between two others that have lines: the pods are created, or a restart has begun.
 _PASSING = frozenset({reasons.STARTING_TRAINERS.name})
 _AFTER_RESTART = frozenset({reasons.CREATING_PODS.name, reasons.WAITING_FOR_OLD_PODS.name})
 
 
 class Line(NamedTuple):
-    """One line of the log, and what it is about."""
+    """One line of the log, and its subject."""
 
     text: str
     job: str
     """namespace/name."""
     attempt: int
     pod: str = ""
-    """The pod that the decision is about: the one that failed, or the only one that is created or stopped. Empty: it is
-    about all of them."""
+    """The pod that failed, or the only one that is created or stopped; "" if the line is about all pods."""
 
     def fields(self) -> dict[str, object]:
-        """For a log of JSON lines; the same keys in each."""
+        """Fields for JSON logs; always the same keys."""
         return {"job": self.job, "attempt": self.attempt, "pod": self.pod}
 
 
 def of_pod(job: api.Metadata, attempt: int, pod: str) -> Line:
-    """What a line about one pod is about; whoever writes it has the text."""
+    """A line about one pod, without text."""
     return Line("", f"{job.namespace}/{job.name}", attempt, pod)
 
 
 def lines(job: api.DDPJob, todo: Plan) -> Iterator[Line]:
-    """Job, attempt, what, and why. job: with the status before the plan."""
+    """Yield lines with job, attempt, what, and why. job: with the status before the plan."""
     old, new = job.status, todo.status or job.status
     where = _where(job)
     pod = _failed_pod(old, new)
@@ -51,7 +51,7 @@ def lines(job: api.DDPJob, todo: Plan) -> Iterator[Line]:
         text = f"{where} {_attempt(old, new)}: {_state(old, new)}: {shown(new.message, MESSAGE_MAX)}"
         yield Line(text, where, new.attempt, pod)
     for event in todo.events:
-        if event.reason != new.reason:  # a change of state has its line
+        if event.reason != new.reason:  # a change of state has its own line
             text = f"{where} attempt {new.attempt}: {event.reason}: {shown(event.message, MESSAGE_MAX)}"
             yield Line(text, where, new.attempt, pod)
     if any(isinstance(action, DeleteJob) for action in todo.actions):
@@ -59,7 +59,7 @@ def lines(job: api.DDPJob, todo: Plan) -> Iterator[Line]:
 
 
 def decision(job: api.DDPJob, todo: Plan) -> Line | None:
-    """The plan in one line; None where it does nothing but note progress."""
+    """Describe the plan in one line; None if it only records progress."""
     old, new = job.status, todo.status or job.status
     if not todo.actions and apart_from_progress(old) == apart_from_progress(new):
         return None
@@ -71,8 +71,7 @@ def decision(job: api.DDPJob, todo: Plan) -> Line | None:
 
 
 def about(key: tuple[str, str], raw: Mapping[str, Any] | None) -> dict[str, object]:
-    """The fields of a line that is about a job and no decision. raw: the job as the API server has it, whoever has
-    written its status."""
+    """Fields of a line about a job without a plan. raw: the job as stored; its status may be anything."""
     status = (raw or {}).get("status")
     attempt = status.get("attempt") if isinstance(status, Mapping) else None
     return Line("", "/".join(key), attempt if isinstance(attempt, int) else 0).fields()
@@ -88,13 +87,13 @@ def _actions(job: api.DDPJob, actions: Sequence[Action]) -> Iterator[str]:
 
 
 def _pods(job: api.DDPJob, actions: Sequence[Action]) -> list[str]:
-    """The names of the first PODS_MAX: a job may have thousands."""
+    """Names of the first PODS_MAX pods: a job may have thousands."""
     made = (naming.pod_name(job, a.attempt, a.place, a.replacement) for a in actions if isinstance(a, CreatePod))
     return list(islice(chain(made, (a.name for a in actions if isinstance(a, (DeletePod, EndPod)))), PODS_MAX))
 
 
 def _failed_pod(old: api.Status, new: api.Status) -> str:
-    """That of a failure which is news, or which the job has not restarted from."""
+    """Name the pod of a failure that is new or not yet recovered from."""
     failure = new.last_failure
     is_about = failure != old.last_failure or new.state in ("Restarting", "Failing", "Failed")
     return failure.pod if failure is not None and is_about else ""

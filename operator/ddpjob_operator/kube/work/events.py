@@ -1,4 +1,4 @@
-"""Events on DDPJobs, as `kubectl describe` shows them: best effort, bounded, never in the way of a job."""
+"""Events on DDPJobs for `kubectl describe`: best effort, bounded, and never delaying a job."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ddpjob_operator.kube.work.queue import Queue, Watcher
 from ddpjob_operator.plan.actions import Event
 
 QUEUE_MAX = 1_000
-# Of one job; beyond this its newest are dropped. A job that restarts all the time must not leave no room for others.
+# Per job; its newest are dropped beyond this. A job that restarts all the time must leave room for others.
 QUEUE_OF_JOB_MAX = 50
 REPEAT_SECONDS = 300.0
 REMEMBERED_MAX = 5_000
-MESSAGE_MAX = 1_024  # the API server refuses a longer one
-# A state that lasts less than this is not worth an Event: a job whose pods run at once has only the one that they run.
+MESSAGE_MAX = 1_024  # the API server refuses longer messages
+# Shorter states get no Event: a job whose pods start at once only reports that they run.
 PASSING_SECONDS = 3.0
-# How much later an event that is no warning comes at most while requests for pods of its namespace wait all the time.
+# Events other than warnings wait at most so much longer while creates of pods are waiting in their namespace.
 LATER_SECONDS, AGAIN_SECONDS = 10.0, 1.0
-# The same of a state that mostly ends with the creates themselves.
+# The same for a state that usually ends with the creates.
 PASSING_LATER_SECONDS = 60.0
 PASSING = frozenset({reasons.CREATING_PODS.name, reasons.STARTING_TRAINERS.name})
 
@@ -38,7 +38,7 @@ class _Waiting:
 
 
 class Events:
-    """Takes events at once and sends them from tasks of its own; what is more than QUEUE_MAX at a time is dropped."""
+    """Queue events and send them from own tasks; drop them beyond QUEUE_MAX."""
 
     def __init__(
         self,
@@ -50,7 +50,9 @@ class Events:
         level: str = "All",
         busy: Callable[[str], bool] = lambda _namespace: False,
     ) -> None:
-        """level: that of the settings. busy: whether requests for pods of a namespace have to wait: news waits then."""
+        """level: as in the settings. busy: True if creates of pods are waiting in a namespace; normal events then wait
+        too.
+        """
         self._client = client
         self._clock = runtime.clock
         self._runtime = runtime
@@ -58,22 +60,22 @@ class Events:
         self._level = level
         self._busy = busy
         self._waiting: dict[str, collections.deque[_Waiting]] = {}
-        """By the uid of the job, in their order."""
+        """By uid of the job, oldest first."""
         self._count = 0
         self.queue: Queue[Key] = Queue(self._send_next, runtime, at_a_time=8, of_namespace=4, watcher=watcher)
-        """Of jobs, by namespace and uid: one event at a time of each, so that they arrive in their order."""
+        """Jobs by namespace and uid: events of one job are sent one at a time, so that their order is kept."""
         self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
         self._told: collections.OrderedDict[str, None] = collections.OrderedDict()
-        """The uids of jobs that have had an Event, the latest last."""
+        """uids of jobs that have had an Event, the latest last."""
         self._logged = ""
         self._named = 0
-        """The number in the name of the last event, in microseconds."""
+        """Number in the name of the last event, in microseconds."""
 
     def __len__(self) -> int:
         return self._count
 
     def send(self, job: api.Metadata, events: tuple[Event, ...], now: dt.datetime) -> None:
-        """Never blocks and never fails. The same message about the same job is sent once in REPEAT_SECONDS."""
+        """Queue events; never block or fail. Equal messages about one job are sent once in REPEAT_SECONDS."""
         for event in events:
             for passing in [w for w in self._waiting.get(job.uid, ()) if w.event.reason in PASSING]:
                 self._remove(passing)
@@ -90,22 +92,24 @@ class Events:
                     self._tell(job)
 
     def gone(self, uid: str) -> None:
-        """A job is gone. What waits of it makes way, unless it is a warning: nobody reads that its pods are created."""
+        """Drop waiting events of a deleted job, except warnings."""
         for waiting in [w for w in self._waiting.get(uid, ()) if w.event.type != "Warning"]:
             self._remove(waiting)
 
     def _is_wanted(self, job: api.Metadata, event: Event) -> bool:
-        """A job that has had an Event gets the routine ones too: its last would else be that it starts."""
+        """Filter by level. A job that has had an Event also gets routine ones; otherwise its last would say that it
+        starts.
+        """
         if self._level == "Warning":
             return event.type == "Warning"
         return self._level == "All" or not event.is_routine or job.uid in self._told
 
     async def run(self) -> None:
-        """Until cancelled; then those under way are cancelled too."""
+        """Send until cancelled; requests in flight are cancelled too."""
         await self.queue.run()
 
     def _has_room(self, job: api.Metadata) -> bool:
-        """Where all is full, what waits in the fullest namespace makes room, unless that is the job's own."""
+        """Make room, if full, by dropping an event of the fullest namespace, unless that is the job's own."""
         if len(self._waiting.get(job.uid, ())) >= QUEUE_OF_JOB_MAX:
             return False
         if self._count < QUEUE_MAX:
@@ -128,7 +132,7 @@ class Events:
             del self._waiting[uid]
 
     async def _send_next(self, key: Key) -> float | None:
-        """The first event of a job that is due; the seconds until its next is."""
+        """Send the first due event of a job. Return the seconds until its next."""
         _, uid = key
         ready = next((w for w in self._waiting.get(uid, ()) if w.due <= self._clock()), None)
         if ready is not None and self._makes_way(ready):
@@ -139,7 +143,7 @@ class Events:
         return min((max(0.0, w.due - self._clock()) for w in self._waiting.get(uid, ())), default=None)
 
     def _makes_way(self, waiting: _Waiting) -> bool:
-        """Whether pods are to be created that would come later for it, and no warning of the job waits behind it."""
+        """True if creates of pods should go first, and no warning of the job waits behind this event."""
         later = PASSING_LATER_SECONDS if waiting.event.reason in PASSING else LATER_SECONDS
         is_new = self._clock() < waiting.due + later
         warns = any(w.event.type == "Warning" for w in self._waiting[waiting.job.uid])
@@ -168,7 +172,7 @@ class Events:
             event = body(job, waiting.event, waiting.at, self._instance, self._suffix())
             await self._client.create(f"/api/v1/namespaces/{job.namespace}/events", event)
         except ApiError as error:
-            # A namespace that is being deleted takes no events; a missing right is logged once.
+            # A namespace that is being deleted takes no events (404). Others, such as a missing right, are logged once.
             if str(error.message) != self._logged and error.status != 404:
                 self._logged = str(error.message)
                 self._runtime.log.warning("an event was not sent: %s", error)
@@ -176,14 +180,13 @@ class Events:
             self._runtime.log.exception("an event was not sent")  # the end of this task would end the operator
 
     def _suffix(self) -> str:
-        """Of an event's name, growing: those of one second are listed by their names, and a failure would stand behind
-        what followed from it."""
+        """Return a growing suffix: kubectl sorts events of one second by name, and causes must come before effects."""
         self._named = max(self._named + 1, int(self._runtime.utc().timestamp() * 1e6))
         return f"{self._named:014x}{self._runtime.random.getrandbits(64) % 2**16:04x}"
 
 
 def body(job: api.Metadata, event: Event, at: dt.datetime, instance: str, suffix: str) -> Raw:
-    """The Event object. suffix: makes its name unique."""
+    """Return the Event object. suffix: makes its name unique."""
     time_text = at.isoformat(timespec="seconds").replace("+00:00", "Z")
     return {
         "apiVersion": "v1",

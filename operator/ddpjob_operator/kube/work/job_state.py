@@ -1,4 +1,4 @@
-"""What the operator remembers of each job and no watch shows: refusals, conflicting objects, reports, deleted pods."""
+"""What the operator remembers about each job and no watch shows: refusals, conflicts, reports, deleted pods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddpjob_operator.observed.reports import Report
 from ddpjob_operator.observed.stall import StepTracker
 
 REFUSED_SECONDS = (1, 2, 4, 8, 15, 30, 60, 120, 300)
-# No job has more ranks; each is some hundred bytes.
+# More than any job has ranks; each entry needs some hundred bytes.
 REPORTERS_MAX = 100_000
 CONFLICT_SECONDS = (2, 5, 10, 20, 30)
 UNDELETABLE_SECONDS = 60
@@ -28,7 +28,7 @@ UNDELETABLE_SECONDS = 60
 
 @dataclass
 class Conflict:
-    """A conflicting object, which no watch of ours shows: it is read again until it is gone."""
+    """An object that has a name the job needs. No watch shows it, so it is read again until it is deleted."""
 
     object: ConflictingObject
     check_at: dt.datetime
@@ -36,65 +36,64 @@ class Conflict:
 
 
 class PutOff(NamedTuple):
-    """A job that cannot be read, or whose condition was refused: it is tried again after growing pauses."""
+    """A job that cannot be read, or whose condition was refused. It is retried with growing pauses."""
 
     why: str
     version: str
-    """The resourceVersion of the job that was tried: another one is tried at once. Empty: it is not the job's own."""
+    """resourceVersion of the job that failed; another version is tried at once. "" if the job is not the cause."""
     until: float
-    """By the clock that nobody sets."""
+    """By the monotonic clock."""
     times: int
-    """How often in a row it was put off for this reason."""
+    """Failures in a row for this reason."""
 
 
 @dataclass
 class JobState:
-    """Of one job, by its uid: another job of the same name starts with nothing."""
+    """State of one job, identified by uid: another job of the same name starts empty."""
 
     uid: str
     refusals: dict[tuple[str, str], Refusal] = field(default_factory=dict)
     refused_in_a_row: int = 0
     unfinished: bool = False
-    """True if the last reconcile left pods to be created though the server creates them: slow start, or its time was
-    over."""
+    """True if the last reconcile left pods to create although the server accepts them: slow start, or out of time."""
     next_batch: int = 0
-    """How many pods the next reconcile of an unfinished job creates."""
+    """Number of pods that the next reconcile of an unfinished job creates."""
     progress_at: float | None = None
-    """When (of the clock that nobody sets) progress alone may be written; None: nothing is waiting to be written."""
+    """When (monotonic clock) a write of progress alone is allowed; None: none is waiting."""
     conflicts: dict[tuple[str, str], Conflict] = field(default_factory=dict)
     """By kind and name."""
     agent: Report | None = None
-    """The last report of node 0's agent."""
+    """Last report of node 0's agent."""
     reports: dict[int, Report] = field(default_factory=dict)
-    """By rank. Of equal reports the first is kept, so that its time is since when nothing is new."""
+    """By rank. Of equal reports the first is kept: its time shows since when nothing changed."""
     trackers: dict[int, StepTracker] = field(default_factory=dict)
     last_report_at: dt.datetime | None = None
-    """Of any rank; None: none has reported yet, or one has sent its final report."""
+    """Time of the last report of any rank; None before the first report and after a final one."""
     deleted_pods: dict[str, Pod] = field(default_factory=dict)
-    """As they were last seen, because a pod may start and end between two reconciles."""
+    """As last seen: a pod may start and end between two reconciles."""
     first_seen: dict[tuple[str, str], dt.datetime] = field(default_factory=dict)
-    """When a pod (by uid) was first seen to be silent, stopping, done, or bound after now."""
+    """When a pod (by uid) was first seen silent, stopping, done, or bound at a future time."""
     undeletable: dict[str, dt.datetime] = field(default_factory=dict)
-    """Until when a pod (by uid) is not deleted again that was deleted without grace, and is still there."""
+    """By uid: pods that still exist after a deletion without grace are not deleted again until this time."""
     confirmed_gone: set[str] = field(default_factory=set)
-    """Pods that are not in our copy, and that the API server does not have either."""
+    """Pods that neither our copy nor the API server has."""
     clock: Clock = field(default_factory=Clock)
     flavors: list[dict[str, Any]] = field(default_factory=list)
-    """What a queue says of the nodes of the pods that are made now."""
+    """The queue's node constraints (resource flavors) for pods that are created now."""
     restart: Restart | None = None
-    """A failure whose restart is being timed."""
+    """The failure whose restart is being timed."""
     listed_for: tuple[int, int] = (1, 0)
-    """The newest attempt and replacement for whose first pod the API server has listed what older ones have left."""
+    """Newest attempt and replacement before whose first pod the API server was asked for leftovers of older ones."""
     is_read: bool = False
-    """Whether the job's status was written, or read from the API server, since this operator leads."""
+    """True if the status was written, or read from the API server, since this operator leads."""
     written_at: float = float("-inf")
-    """When (of the clock that nobody sets) the job's status was written last."""
+    """When (monotonic clock) the status was last written."""
     put_off: PutOff | None = None
     listed_to_free: set[tuple[str, int]] = field(default_factory=set)
-    """Groups (by uid, and the attempt that is recorded) that may be given up by what the API server has listed."""
+    """Groups (uid, recorded attempt) that may be freed according to a list of the API server."""
 
     def adjust_clock(self, now: dt.datetime) -> None:
-        """Where our wall clock was set back, move all times as far, so that nothing is waited for longer."""
+        """Move all times if our wall clock was set back; otherwise waits would get longer."""
         by = self.clock.set_back(now)
         if not by:
             return
@@ -105,8 +104,9 @@ class JobState:
             conflict.check_at += by
 
     def make_room(self, report: Report, nproc: int | None) -> None:
-        """Keep no more reports than there are ranks. nproc: where ranks follow no node, a pod has so many reports, its
-        last ones."""
+        """Drop reports so that there are no more than ranks. nproc: ranks per pod if ranks do not follow nodes; then
+        each pod keeps its last `nproc` reports.
+        """
         if report.rank in self.reports:
             return
         if nproc is not None:
@@ -121,15 +121,16 @@ class JobState:
         self.trackers.pop(rank, None)
 
     def by_own_clock(self, pods: Sequence[Pod], now: dt.datetime) -> list[Pod]:
-        """The pods with the times that show a lost node as we saw them: the API server's clock may be minutes off ours,
-        and a healthy node would be given up at once."""
+        """Replace the times that reveal lost nodes by our own observations: the API server's clock may be minutes off,
+        and healthy nodes would be given up at once.
+        """
         seen = {(p.uid, "silent") for p in pods if p.silent_since}
         seen |= {(p.uid, "stopping") for p in pods if p.deletion_deadline}
         seen |= {(p.uid, "done") for p in pods if p.done_beside_sidecars}
-        # It stays so when our clock has come to that time: a lost node would have its patience once more.
+        # Keep the time after our clock has passed it; otherwise the patience for a lost node would start again.
         ahead = {(p.uid, "bound") for p in pods if p.scheduled_at and p.scheduled_at > now}
         seen |= ahead | {(p.uid, "bound") for p in pods if (p.uid, "bound") in self.first_seen}
-        # Its kubelet is back, which has its time from now on: it did not hear before that the pod is to stop.
+        # The kubelet is back and did not know before that the pod shall stop: its grace starts now.
         back = {(uid, "stopping") for uid, what in self.first_seen.keys() - seen if what == "silent"}
         self.first_seen = {key: now if key in back else self.first_seen.get(key, now) for key in seen}
         return [self._by_own_clock(p) for p in pods]
@@ -137,7 +138,7 @@ class JobState:
     def _by_own_clock(self, pod: Pod) -> Pod:
         is_timed = pod.done_beside_sidecars or (pod.uid, "bound") in self.first_seen
         if pod.silent_since is pod.deletion_deadline is pod.done_since is None and not is_timed:
-            return pod  # most are so, and a job may have thousands
+            return pod  # the usual case, and a job may have thousands of pods
         stopping = self.first_seen.get((pod.uid, "stopping"))
         grace = dt.timedelta()
         if pod.deletion_deadline and pod.deletion_requested_at:
@@ -151,11 +152,11 @@ class JobState:
         )
 
     def not_deleted(self, uid: str, now: dt.datetime) -> None:
-        """A pod is still there, although its deletion without grace was requested."""
+        """Note that a pod still exists although its deletion without grace was requested."""
         self.undeletable[uid] = now + dt.timedelta(seconds=UNDELETABLE_SECONDS)
 
     def refuse(self, kind: str, name: str, message: str, now: dt.datetime) -> None:
-        """The server has refused to create it. All refusals of one reconcile wait until the same time."""
+        """Note that the server refused a create. All refusals of one reconcile are retried at the same time."""
         retry_at = max((r.retry_at for r in self.refusals.values()), default=now)
         if retry_at <= now:
             self.refused_in_a_row += 1
@@ -169,19 +170,19 @@ class JobState:
         return max(0.0, off.until - clock) if off is not None and version and off.version == version else 0.0
 
     def put_it_off(self, why: str, version: str, clock: float) -> float:
-        """Seconds until the next try; `put_off.times` is 1 where the reason is a new one."""
+        """Put the job off. Return the seconds until the next try; `put_off.times` is 1 for a new reason."""
         times = self.put_off.times + 1 if self.put_off is not None and self.put_off.why == why else 1
         pause = back_off(times)
         self.put_off = PutOff(why, version, clock + pause, times)
         return pause
 
     def created(self, kind: str, name: str) -> None:
-        """The server has created it, so the next refusal waits for the shortest time."""
+        """Note a create: the next refusal waits for the shortest time again."""
         self.refusals.pop((kind, name), None)
         self.refused_in_a_row = 0
 
     def add_conflict(self, found: ConflictingObject, now: dt.datetime) -> None:
-        """A conflicting object is there, or there still."""
+        """Note that a conflicting object exists."""
         conflict = self.conflicts.setdefault((found.kind, found.name), Conflict(found, now))
         conflict.object = found
         wait = CONFLICT_SECONDS[min(conflict.checks, len(CONFLICT_SECONDS) - 1)]
@@ -189,7 +190,7 @@ class JobState:
 
 
 class JobStates:
-    """The JobState of each job, and its spec as it was last parsed."""
+    """The JobState and the last parsed spec of each job."""
 
     def __init__(self, jobs: Jobs) -> None:
         self._jobs = jobs
@@ -200,33 +201,35 @@ class JobStates:
         return iter(self._states.items())
 
     def of(self, key: Key, uid: str) -> JobState:
-        """That of the job with this uid, new where there is none."""
+        """Return the state of the job with this uid; create it if there is none."""
         state = self._states.get(key)
         if state is None or state.uid != uid:
             state = self._states[key] = JobState(uid)
         return state
 
     def forget(self, keys: Iterable[Key]) -> None:
-        """All of these jobs."""
+        """Drop the state and spec of these jobs."""
         for key in keys:
             self._states.pop(key, None)
             self._parsed.pop(key, None)
 
     def forget_spec(self, key: Key) -> None:
-        """It is parsed anew when it is needed."""
+        """Drop the parsed spec."""
         self._parsed.pop(key, None)
 
     def pod_deleted(self, key: Key, pod: Pod) -> None:
-        """A pod's object is gone; `pod` is how it was last seen."""
+        """Note a deleted pod as it was last seen."""
         state = self._states.get(key)
         if state is not None and state.uid == pod.owner_uid:
             state.deleted_pods = {n: p for n, p in state.deleted_pods.items() if p.attempt >= pod.attempt}
             state.deleted_pods[pod.name] = pod
 
     def spec(self, key: Key) -> api.Spec | None:
-        """Parsed once per generation, because reports come far more often than it changes, also to an operator that
-        stands by and reconciles nothing. One that cannot be read any more is as it was; None: it never could, it is not
-        kept (job/storage.py), or no job."""
+        """Return the spec, parsed once per generation: reports come far more often than changes, on followers too.
+
+        A spec that has become unreadable stays as last parsed. None if it was never readable, was too large to keep
+        (job/storage.py), or there is no job.
+        """
         known, raw = self._parsed.get(key), self._jobs.get(key)
         if raw is None:
             return None
@@ -237,7 +240,9 @@ class JobStates:
         return None if known is None or known[0] != uid else known[2].spec
 
     def parse(self, key: Key, raw: Mapping[str, Any]) -> tuple[api.DDPJob, list[validation.Problem]]:
-        """The spec is parsed once per generation: mostly the status alone is new. Raises UnreadableJobError."""
+        """Parse a job; its spec only once per generation, because usually only the status is new. Raise
+        UnreadableJobError.
+        """
         metadata, status = validation.stored_metadata(raw), validation.stored_status(raw)
         known = self._parsed.get(key)
         if known is None or known[:2] != (metadata.uid, metadata.generation):

@@ -1,4 +1,4 @@
-"""What becomes of each plan that is carried out: lines of the log, and what is counted."""
+"""Records each plan that was carried out: lines of the log, and metrics."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ddpjob_operator.plan.actions import Plan
 
 
 class Journal:
-    """The executor calls `recorded`."""
+    """Holds the executor's callback `recorded`."""
 
     def __init__(self, runtime: Runtime, meter: Meter) -> None:
         self._runtime = runtime
         self._meter = meter
 
     def recorded(self, job: api.DDPJob, todo: Plan, state: JobState) -> None:
-        """The status of a plan is written. job: with the status before it."""
+        """Record a plan whose status was written. job: with the status before it."""
         log = self._runtime.log
         for line in decisions.lines(job, todo):
             log.info("%s", line.text, extra=line.fields())

@@ -1,4 +1,4 @@
-"""Where the operator's parts hand in what they measure: each gets a callable, and none knows the registry."""
+"""Adapters through which the operator's parts report measurements: none of them knows the metrics registry."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTROLLER = "ddpjob"
 
 
 def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[str, str]:
-    """Of a request, as RBAC calls them; names.OTHER for a method without a verb, and for what names.RESOURCES lacks."""
+    """Return a request's verb and resource in RBAC's terms; names.OTHER for unknown ones."""
     asked = requests.read(method, path, watch=watch and method == "GET")
     resource = f"{asked.plural}/{asked.subresource}" if asked.subresource else asked.plural
     verb = asked.verb if method in names.METHODS else names.OTHER
@@ -22,13 +22,13 @@ def verb_and_resource(method: str, path: str, *, watch: bool = False) -> tuple[s
 
 
 class Requests:
-    """Called with each answer of the API server."""
+    """Counts each answer of the API server."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
     def __call__(self, method: str, path: str, code: int, seconds: float, *, watch: bool = False) -> None:
-        """seconds: until the answer began (watch), or was read. code: NO_ANSWER where none came."""
+        """seconds: until the answer began (watch) or was read. code: NO_ANSWER if there was none."""
         verb, resource = verb_and_resource(method, path, watch=watch)
         shown = names.NO_CODE if code == NO_ANSWER else str(code)
         known = method if method in names.METHODS else "OTHER"
@@ -37,36 +37,36 @@ class Requests:
 
 
 class OfWatches(reflector.Watcher):
-    """What the watches of all reflectors do."""
+    """Counts what the watches of all reflectors do."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
     def restarted(self, plural: str, cause: str) -> None:
-        """A watch has ended."""
+        """Count the end of a watch."""
         self._meter.count(names.WATCH_RESTARTS, plural, cause)
 
     def missed(self, plural: str, count: int) -> None:
-        """A list has shown what the watch had left out."""
+        """Count objects that a list showed and the watch had missed."""
         self._meter.count(names.MISSED, plural, by=count)
 
 
 class OfQueue(Watcher):
-    """What a queue does. controller: whether it is that of the jobs, which controller-runtime's dashboards show."""
+    """Counts what a queue does. controller: it is the queue of jobs, which controller-runtime's dashboards show."""
 
     def __init__(self, meter: Meter, name: str, *, controller: bool = False) -> None:
         self._meter, self._name, self._controller = meter, name, controller
 
     def added(self) -> None:
-        """A key was requested."""
+        """Count a request for a key."""
         self._meter.count(names.QUEUE_ADDS, self._name)
 
     def waited(self, seconds: float) -> None:
-        """A key has its turn, so long after it was due."""
+        """Record how late a key was worked on."""
         self._meter.observe(names.QUEUE_SECONDS, seconds, self._name)
 
     def worked(self, seconds: float, result: str) -> None:
-        """The work on a key is over."""
+        """Record the end of the work on a key."""
         self._meter.observe(names.WORK_SECONDS, seconds, self._name)
         if result == "error":
             self._meter.count(names.QUEUE_RETRIES, self._name)
@@ -78,6 +78,6 @@ class OfQueue(Watcher):
 
 
 def now_in(queue: Queue[tuple[str, str]], name: str) -> meters.Queue:
-    """A queue at this moment."""
+    """Return the present state of a queue."""
     depth, oldest = queue.due()
     return meters.Queue(name, depth, oldest, queue.stuck_seconds(), queue.working, queue.unfinished_seconds())

@@ -83,17 +83,21 @@ class Reconciler:
         try:
             return await self._reconcile(key)
         finally:
-            if (raw := self.caches.jobs.get(key)) is not None and storage.is_cut(raw):
+            raw = self.caches.jobs.get(key)
+            if raw is None or (storage.is_cut(raw) and storage.rests(raw)):
+                self.states.forget([key])
+            elif storage.is_cut(raw):
                 self.states.forget_spec(key)
 
     async def _reconcile(self, key: Key) -> float | None:
         if (wait := self.ready_in(key)) != 0.0:
             return wait
         raw = self.caches.jobs.get(key)
-        if raw is None or not storage.is_cut(raw):
+        is_left_out = raw is None and self.caches.jobs.leaves_out(key[0]) and self._has_objects(key)
+        if not is_left_out and (raw is None or not storage.is_cut(raw)):
             with self.caches.jobs.held(key):
                 return await self._rounds(key)
-        if (until := self._rests_until(key, raw)) is not None:
+        if raw is not None and (until := self._rests_until(key, raw)) is not None:
             return self._seconds_until(until)
         async with self.reads.place(key[0]):
             with self.caches.jobs.held(key):
@@ -103,9 +107,7 @@ class Reconciler:
 
     def _rests_until(self, key: Key, raw: Mapping[str, Any]) -> dt.datetime | None:
         """Return until when a cut job needs nothing, None if it must be read from the API server."""
-        copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
-        copies += [gang.store for gang in self.caches.gangs.values()]
-        has_objects = any(copy.unreadable(key) or any(copy.each(key)) for copy in copies)
+        has_objects = self._has_objects(key)
         until = storage.rests_until(raw, self.runtime.now(), has_objects=has_objects)
         if until is not None:
             self.caches.jobs.begun.waits_no_more(key)
@@ -113,6 +115,13 @@ class Reconciler:
         elif not has_objects and storage.waits_for_room(raw) and self.caches.jobs.begun.ask(key, storage.size(raw)):
             return bounds.TIME_LAST  # until it has a place
         return until
+
+    def _has_objects(self, key: Key) -> bool:
+        """True if there is a pod or another object of this job."""
+        return any(copy.unreadable(key) or any(copy.each(key)) for copy in self._copies())
+
+    def _copies(self) -> list[Store[Any]]:
+        return [self.caches.pods, self.caches.services, *(gang.store for gang in self.caches.gangs.values())]
 
     def _seconds_until(self, at: dt.datetime) -> float | None:
         return None if at == bounds.TIME_LAST else max(0.05, (at - self.runtime.now()).total_seconds())
@@ -221,9 +230,7 @@ class Reconciler:
             if not unreadable.is_managed(raw):
                 return None
             return self._put_off(key, state, version, await self._report_unreadable(raw, str(error)) or str(error))
-        copies: list[Store[Any]] = [self.caches.pods, self.caches.services]
-        copies += [gang.store for gang in self.caches.gangs.values()]
-        if why := next((why for copy in copies if (why := copy.unreadable(key))), ""):
+        if why := next((why for copy in self._copies() if (why := copy.unreadable(key))), ""):
             # Planning without this object would treat its rank as lost, and create a second pod next to it.
             self.executor.send_event(job.metadata, Event("Warning", reasons.UNREADABLE.name, why))
             return self._put_off(key, state, "", why)

@@ -1,4 +1,4 @@
-"""Reports of ranks and agents: what they change for their job, and whether reports reach this operator at all."""
+"""Take reports of ranks and agents, and detect that reports do not reach this operator."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ddpjob_operator.plan import agent_restarts
 
 SILENCE_CHECK_SECONDS = 10.0
 FIRST_REPORT_SECONDS = 0.1
-# A job whose progress waits for its turn is not planned for each report meanwhile, but as often as this, for the rest
-# of what its ranks say: thousands of jobs would be planned every ten seconds in vain.
+# While its write of progress waits, a job is planned this often for the other parts of its reports. Otherwise thousands
+# of jobs would be planned every ten seconds in vain.
 WAITING_SECONDS_MAX = 60.0
-# Writes of nothing but progress, of all jobs together. Thousands of jobs that train would otherwise take all of the API
-# server's time for their step numbers.
+# Limit for writes of progress alone, all jobs together. Otherwise the step numbers of thousands of jobs would take all
+# of the API server's time.
 PROGRESS_WRITES_PER_SECOND = 10
 
 
 class Reports:
-    """Of all jobs, while this operator leads."""
+    """The reports of all jobs, while this operator leads."""
 
     def __init__(self, jobs: Jobs, states: JobStates, runtime: Runtime, progress_write_seconds: float) -> None:
         self._jobs = jobs
@@ -37,27 +37,27 @@ class Reports:
         self._next_write_at = float("-inf")
         self._silence: stall.Silence | None = None
         self._receiving_since: dt.datetime | None = None
-        """After a silence of most jobs; None: there was none."""
+        """End of the last silence of most jobs; None if there was none."""
         self.listening_since = runtime.now()
 
     def take(self, key: Key, report: Report) -> float | None:
-        """Keep a report; the seconds until a reconcile of its job is worth it.
+        """Keep a report. Return the seconds until its job should be reconciled.
 
-        None: nothing in it is new, or there is no such job. When a rank that reports nothing new is stalled is known
-        beforehand, so the reconcile that took its last news has asked for another one by itself. Raises BadReportError
-        where a pod reports for a rank that is not its own: one pod could fill our memory with 100,000.
+        None: nothing is new, or the job does not exist. The reconcile of a rank's last change has already scheduled the
+        check for a stall. Raise BadReportError if a pod reports for a rank of another pod: one pod could fill our
+        memory.
         """
         raw, spec = self._jobs.get(key), self._states.spec(key)
         if raw is None or spec is None:
             return None
-        # Also before the first reconcile: what is confirmed here is perhaps not said again.
+        # Also before the first reconcile: a confirmed report is not sent again.
         state = self._states.of(key, raw["metadata"]["uid"])
         if report.agent is not None:
             return _take_from_agent(state, report)
         if why := topology.not_its_rank(spec, report.rank, report.node_rank):
             raise BadReportError(why)
         if report.rank:
-            # The status shows rank 0's metrics; of the other ranks only their steps count.
+            # The status shows the metrics of rank 0 only.
             report = msgspec.structs.replace(report, metrics={})
         state.make_room(report, None if topology.ranks_follow_nodes(spec) else topology.nproc_per_node(spec))
         return self._take_from_rank(state, report)
@@ -74,16 +74,18 @@ class Reports:
             is_news = True
         if not is_news:
             return None
-        # The status shows by rank 0's first step how long the start took, and which steps are made twice. Until then
-        # it shows no step, and just after a restart people look.
+        # Rank 0's first step shows the length of the start and the repeated steps. Users watch the status after a
+        # restart.
         if (begins or is_alarm) and report.rank == 0:
             return FIRST_REPORT_SECONDS
         turn = 0.0 if state.progress_at is None else state.progress_at - self._runtime.clock()
         return max(self._progress_write_seconds, min(turn, WAITING_SECONDS_MAX))
 
     def wait_for_write(self, state: JobState) -> float:
-        """Seconds until the progress of a job may be written, in the order in which jobs asked first. A job that does
-        not come back leaves its time unused, which holds up the others for 0.1 s."""
+        """Seconds until the progress of a job may be written, in order of request.
+
+        A job that does not come back leaves its slot unused, which costs the others 0.1 s.
+        """
         now = self._runtime.clock()
         if state.progress_at is None:
             state.progress_at = max(now, self._next_write_at)
@@ -91,7 +93,7 @@ class Reports:
         return max(0.0, state.progress_at - now)
 
     def _track(self, state: JobState, report: Report) -> bool:
-        """Whether the time until the rank counts as stalled starts again."""
+        """Update the rank's step tracker. True if its time until it counts as stalled starts again."""
         now = report.received_at or self._runtime.now()
         before = state.trackers.get(report.rank)
         tracker = stall.update(before, report, now, self._receiving_since)
@@ -112,11 +114,12 @@ class Reports:
                 self._runtime.log.exception("whether reports reach this operator was not checked")
 
     def check_silence(self) -> None:
-        """Where most jobs go silent together it is the way to us that is broken, so the jobs that still report have
-        their full time again until they count as stalled."""
+        """Detect that most jobs went silent together: then the path to this operator is broken, not the jobs. Jobs that
+        still report get their full time again before they count as stalled.
+        """
         silence = stall.silence(self._last_reports(), self._runtime.now())
         if silence is not None:
-            self._receiving_since = self._runtime.now() + dt.timedelta(seconds=1)  # our clock has whole seconds
+            self._receiving_since = self._runtime.now() + dt.timedelta(seconds=1)  # reports have whole seconds
         if silence is not None and self._silence is None:
             self._runtime.log.warning("%s", silence.sentence())
         elif silence is None and self._silence is not None:
@@ -124,7 +127,7 @@ class Reports:
         self._silence = silence
 
     def _last_reports(self) -> Iterator[dt.datetime]:
-        """When each job that should report has done so last."""
+        """Yield the time of the last report of each job that should report."""
         for key, state in self._states:
             status = (self._jobs.get(key) or {}).get("status") or {}
             if state.last_report_at is not None and status.get("state") == "Running":
@@ -132,13 +135,13 @@ class Reports:
 
 
 def _begins(known: Report, report: Report) -> bool:
-    """Whether ranks have started, or made their first step, since the report before."""
+    """True if ranks have started or made their first step since the report before."""
     starts = (report.attempt, report.generation) > (known.attempt, known.generation)
     return starts or (report.step > 0 and not known.step) or (known.phase == "start" != report.phase)
 
 
 def _take_from_agent(state: JobState, report: Report) -> float | None:
-    """Node 0's agent counts the restarts that it has led; seconds as of `take`."""
+    """Take the agent's count of restarts that it led. Return as `take` does."""
     known, state.agent = state.agent, agent_restarts.latest(state.agent, report)
     is_news = state.agent is report and (known is None or known.agent != report.agent)
     return FIRST_REPORT_SECONDS if is_news else None
