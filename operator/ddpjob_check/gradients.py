@@ -168,8 +168,8 @@ def _averages_otherwise(script: Script) -> bool:
     ):
         return True
     contexts = [n for n in script.nodes if isinstance(n, ast.Attribute) and n.attr == "no_sync"]
-    known = [n for n in script.nodes if isinstance(n, ast.withitem) and is_method(n.context_expr, "no_sync")]
-    known += [n for n in script.nodes if isinstance(n, ast.Expr) and _entered(n) is not None]
+    items = [n.context_expr if isinstance(n, ast.withitem) else _entered(n) for n in script.nodes]
+    known = [item for item in items if item is not None and is_method(item, "no_sync")]
     return len(contexts) != len(known) or any(exchanges(script, call) for call in script.calls)
 
 

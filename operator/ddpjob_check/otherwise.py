@@ -45,8 +45,8 @@ def means_otherwise(script: Script, test: ast.expr, holds: bool) -> bool:
     if isinstance(test, ast.Name):
         origins = script.origins(test)
         only = origins[0] if len(origins) == 1 else test
-        is_test = isinstance(only, ast.Compare | ast.BoolOp | ast.UnaryOp)
-        return is_test and means_otherwise(script, only, holds)
+        tests = [only] if isinstance(only, ast.Compare | ast.BoolOp | ast.UnaryOp) else []
+        return any(means_otherwise(script, only, holds) for only in tests)
     return not holds and script.variable_read(test) in _SET_BY_THE_JOB
 
 

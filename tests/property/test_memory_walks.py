@@ -201,7 +201,7 @@ class Walk:
         return memory.is_clean(rank.clock) and not (rank.assumed and has_saved)
 
     def save(self, rank: Rank, ranks: list[Rank]) -> None:
-        """One turn of the thread that writes: as `Keeper._try_to_save`, part by part."""
+        """One turn of the thread that writes: as `Survivor._try_to_save`, part by part."""
         node, now = rank.node, Version(1, self.generation, rank.step)
         if rank.part is not None:
             return self.write(rank)

@@ -390,9 +390,9 @@ class Cluster:
         else:
             self._later(0.05, 0.8, self._report, node, process)
 
-    def _report(self, node: Node, process: Process, phase_later: bool = False) -> None:
+    def _report(self, node: Node, process: Process, phase_later: bool = False, again: bool = False) -> None:
         raw = self.pod_of(process.uid)
-        if raw is None or not node.reachable or _has_ended(raw):
+        if raw is None or not node.reachable or (_has_ended(raw) and not again):
             return
         if process.alive:
             self._status(node, raw, "Running", {"running": {}}, ready=True)
@@ -401,6 +401,11 @@ class Cluster:
         phase = "Succeeded" if code == 0 and not process.phase_reason else "Failed"
         why = "" if phase_later else process.phase_reason
         state = {"terminated": process.terminated}
+        if why == "DeadlineExceeded" and raw["status"]["phase"] == "Running":
+            # With a status of the containers from before their end (syncPod in pkg/kubelet, mergePodStatus).
+            self._status(node, raw, phase, {"running": {}}, reason=why)
+            self._loop.call_later(0.5, self._report, node, process, False, True)
+            return
         self._status(node, raw, "Running" if phase_later else phase, state, reason=why)
         raw = self.pod_of(process.uid)
         if raw is not None and "deletionTimestamp" in raw["metadata"]:

@@ -67,7 +67,7 @@ class Node:
 def rescue() -> None:
     """What a rank does when another one has failed."""
     if process.current.keeper is not None:
-        process.current.keeper.save()
+        process.current.keeper.survivor.save()
 
 
 def settle() -> None:

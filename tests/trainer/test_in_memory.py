@@ -972,7 +972,7 @@ def test_ranks_whose_agent_is_gone_do_not_say_that_they_keep_nothing(
     line says otherwise."""
 
     def lose_the_agent(_: Any) -> None:
-        process.current.keeper._shared._path = f"/proc/{ended_process()}/fd/3"
+        process.current.keeper.shared._path = f"/proc/{ended_process()}/fd/3"
 
     node.run(0, lambda: train(6, lose_the_agent), ranks=2)
     assert "not kept" not in capfd.readouterr().err

@@ -771,6 +771,8 @@ class _Writer:
         if self.has("scheduler_at", "epoch_end"):
             lines += self._scheduler_step()
         if self.has("save", "epoch_end"):
+            if self.has("data", "workers"):
+                lines += ["epoch, batches = epoch + 1, 0  # its work is done: a resume must not end it again"]
             save = f"snapshot.save(step, {self._state()})"
             lines.append(f"optimizer.consolidate_state_dict(0); {save}" if self.has("optimizer", "zero") else save)
         return [*lines, "strike('epoch_end', step)"]

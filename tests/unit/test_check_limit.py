@@ -18,8 +18,11 @@ from ddpjob_cli.commands import main
 from ddpjob_cli.commands.cpu_limit import CpuLimit
 
 WRONG = "import torch.distributed as d, os\nd.init_process_group(rank=int(os.environ['LOCAL_RANK']))\n"
-HEAD = "import os, torch\nimport torch.distributed as dist\nrank = int(os.environ['RANK'])\n"
-BYTES = 1_000_000
+HEAD = """import os, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+rank = int(os.environ['RANK'])
+"""
 
 
 def spins() -> None:
@@ -85,24 +88,84 @@ def test_a_script_that_takes_too_long_as_a_whole_is_one_warning() -> None:
     assert (finding.rule, finding.severity) == ("left-out", "warning")
 
 
-def repeated(line: str, head: str = HEAD, tail: str = "") -> str:
-    """A megabyte of lines; `{}` is the number of each."""
-    size = len(line.format(10_000))
-    return head + "".join(line.format(i) for i in range(BYTES // size)) + tail
-
-
 LARGE = {
-    "barriers under conditions": lambda: repeated("if rank == {}: dist.barrier()\n"),
-    "returns before each": lambda: repeated(" if rank == {}: return\n dist.barrier()\n", HEAD + "def main():\n"),
-    "functions that call each other": lambda: repeated("def f{0}(rank): f(rank); f{0}(rank); dist.barrier()\n"),
-    "one name": lambda: repeated("x = x + rank\n"),
-    "a chain of names": lambda: repeated("rank = rank\n", tail="if rank: dist.barrier()\n"),
-    "a long dict": lambda: repeated("'k{}': rank, ", HEAD + "d = {", "}\nif d['k1']: dist.barrier()\n"),
-    "a long condition": lambda: repeated(" and a{}", HEAD + "if rank == 0", ": dist.barrier()\n"),
-    "methods": lambda: repeated("class C{0}:\n def step(self): self.step()\nC{0}().step()\n"),
-    "shell texts": lambda: repeated("os.system('for i in 1 2; do torchrun x.py && echo $i; done')\n"),
-    "statements on one line": lambda: repeated("x = 1; "),
+    # name: a line with its number and the next, what stands before all lines, and behind them
+    "barriers under conditions": ("if rank == {}: dist.barrier()\n", "", ""),
+    "returns before each": (" if rank == {}: return\n dist.barrier()\n", "def main():\n", "main()\n"),
+    "functions that call each other": ("def f{0}(rank): f(rank); f{0}(rank); dist.barrier()\n", "", ""),
+    "one name": ("x = x + rank\n", "", ""),
+    "a chain of one name": ("rank = rank\n", "", "if rank: dist.barrier()\n"),
+    "a chain of names": ("x{1} = x{0}\n", "x0 = rank\n", "if x99: dist.barrier()\n"),
+    "a long dict": ("'k{}': rank, ", "d = {", "}\nif d['k1']: dist.barrier()\n"),
+    "a long condition": (" and a{}", "if rank == 0", ": dist.barrier()\n"),
+    "a wide tuple": ("a{}, ", "", "= f()\n"),
+    "methods": ("class C{0}:\n def step(self): self.step()\nC{0}().step()\n", "", ""),
+    "shell texts": ("os.system('for i in 1 2; do torchrun x.py && echo $i; done')\n", "", ""),
+    "statements on one line": ("x = 1; ", "", ""),
+    "a chain of calls": ("def f{0}(r): return f{1}(r)\n", "", "if f0(rank): dist.barrier()\n"),
+    "a chain of guarded calls": ("def f{0}(r):\n if r: f{1}(r)\n dist.barrier()\n", "", "f0(rank)\n"),
+    "calls of one function": ("f(rank, {})\n", "def f(r, n):\n" + " dist.barrier()\n" * 200, ""),
+    "attributes of an object": ("a.x{0} = a.x{1}\n", "", "if a.x1: dist.barrier()\n"),
+    "attributes of self": ("  self.a{0} = self.a{1}\n", "class C:\n def f(self):\n", "  if self.a1: dist.barrier()\n"),
+    "one attribute": ("m.a = rank\nif m.a: dist.barrier()\n", "", ""),
+    "optimizers": ("o{0} = torch.optim.Adam(m.parameters())\no{0}.step()\no{0}.zero_grad()\n", "", ""),
+    "loaders": ("l{0} = torch.utils.data.DataLoader(d, sampler=s)\nfor e in f:\n for b in l{0}: pass\n", "", ""),
+    "models in models": ("m{0} = torch.nn.parallel.DistributedDataParallel(m{1})\n", "", ""),
+    "inits": ("dist.init_process_group('nccl', rank=rank, world_size={})\n", "", ""),
+    "groups": ("g{0} = dist.new_group([0, {0}])\ndist.all_reduce(x, group=g{0})\n", "", ""),
+    "starts of one function": ("mp.spawn(f, args=({},), nprocs=2)\n", "def f(r, n): dist.barrier()\n", ""),
+    "starts of many": ("def f{0}(r, n): f{1}(r, n)\nmp.spawn(f{0}, args=(1,), nprocs=2)\n", "", ""),
+    "saves": ("torch.save(m.state_dict(), 'a{}')\n", "", ""),
+    "loads": ("m.load_state_dict(torch.load('a{}'))\n", "", ""),
+    "variables": ("os.environ['A{0}'] = os.environ.get('A{1}', '')\n", "", ""),
+    "copies of the environment": ("e{1} = dict(e{0})\nx = e{0}['RANK']\n", "e0 = os.environ\n", ""),
+    "elif": ("elif rank == {}: dist.barrier()\n", "if rank: pass\n", ""),
+    "sums": ("x{1} = x{0} + rank + x{0} % 2\n", "x0 = rank\n", "if x9: dist.barrier()\n"),
+    "a long sum": (" + rank", "x = rank", "\nif x: dist.barrier()\n"),
+    "swaps": ("a{0}, b{0} = b{1}, a{1}\n", "", ""),
+    "stars": ("[*a{0}, b{0}] = [*a{1}, b{1}]\n", "", ""),
+    "lambdas": ("f{0} = lambda r: f{1}(r)\n", "", ""),
+    "comprehensions": ("x{0} = [dist.all_reduce(t) for t in x{1} if rank]\n", "", ""),
+    "try": ("try:\n dist.barrier()\nexcept Exception:\n if rank: dist.barrier()\n", "", ""),
+    "with": ("with m.no_sync():\n m(x{}).backward()\n", "", ""),
+    "while": ("while rank < {}:\n dist.barrier()\n break\n", "", ""),
+    "match": (" case {}: dist.barrier()\n", "match rank:\n", ""),
+    "decorators": ("@d{1}\ndef d{0}(f): dist.barrier()\n", "", ""),
+    "bases": ("class C{1}(C{0}):\n def forward(self, x): return self.l(x)\n", "", ""),
+    "methods of one class": (" def m{0}(self): self.m{1}(); dist.barrier()\n", "class C:\n", "c = C()\nc.m0()\n"),
+    "options": ("p.add_argument('--local-rank{}', type=int)\n", "p = argparse.ArgumentParser()\n", ""),
+    "globals": ("def f{0}():\n global g{0}, g{1}\n g{0} = g{1}\n", "", ""),
+    "keywords": ("f(**d{0}, a={0})\nd{0} = dict(a=d{1})\n", "", ""),
+    "texts with values": ("print(f'{{rank}} {{x{0}}} {{dist.get_rank()}}')\n", "", ""),
+    "sends": ("if rank == 0: dist.send(t, {0})\nelse: dist.recv(t, {0})\n", "", ""),
+    "findings that are ignored": ("dist.init_process_group(rank=local_rank)  # ddpjob: ignore[x{}]\n", "", ""),
+    "assignments in conditions": ("if (y{1} := y{0}): dist.barrier()\n", "y0 = rank\n", ""),
+    "choices": ("z{1} = z{0} if rank else z{1}\n", "z0 = rank\n", "if z99: dist.barrier()\n"),
+    "alternatives": ("w{1} = w{0} or w{1} or rank\n", "w0 = rank\n", "if w99: dist.barrier()\n"),
+    "items": ("q{1} = q{0}[0]\n", "q0 = (rank, 1)\n", "if q99: dist.barrier()\n"),
+    "async": ("async def f{0}():\n await f{1}()\n dist.barrier()\n", "", ""),
+    "generators": ("def f{0}():\n yield from f{1}()\n yield rank\n", "", ""),
+    "imports": ("from a{0} import b{0} as c{0}\n", "", ""),
+    "annotations": ("x{0}: int = x{1}\n", "", ""),
+    "one long text": ("a", "x = '", "'\n"),
+    "parentheses": ("(", "x = ", "rank"),
+    "dots": (".a", "x = rank", "\n"),
 }
+
+
+def large(name: str, size: int) -> str:
+    """A script of so many bytes."""
+    line, before, after = LARGE[name]
+    count = size // len(line.format(10_000, 10_001))
+    return HEAD + before + "".join(line.format(i, i + 1) for i in range(count)) + after
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_script_is_checked_or_what_was_left_out_is_named(name: str) -> None:
+    """Whatever a stranger writes: no traceback, no end that does not come."""
+    findings = check.check("train.py", large(name, 20_000), check.Job(nodes=2), CpuLimit(0.1))
+    rules = {rule.name for rule in check.RULES} | {"left-out", "syntax"}
+    assert {finding.rule for finding in findings} <= rules
 
 
 @pytest.mark.long  # the rules and the limit have tests of their own by day
@@ -111,7 +174,7 @@ LARGE = {
 def test_a_megabyte_of_python_ends(tmp_path: Path, name: str, words: list[str]) -> None:
     """2,000 barriers under conditions took 37 seconds, and four times as many ten minutes."""
     script = tmp_path / "train.py"
-    script.write_text(LARGE[name]())
+    script.write_text(large(name, 1_000_000))
     result = CliRunner().invoke(main.cli, [*words, str(script)], standalone_mode=False)
     assert result.exception is None or "error[" in str(result.exception)
 

@@ -72,6 +72,28 @@ def test_the_end_of_its_log_is_in_the_status() -> None:
     assert failure.exit_code is None, "143 is what we made of it"
 
 
+def test_the_log_is_waited_for_where_the_kubelet_reports_the_deadline_before_the_end_of_the_container() -> None:
+    """A user read `Pod was active on the node longer than the specified deadline` in place of the log of the hang."""
+    world, _ = stalled()
+    world.settle()
+    why = Container("ended", "DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
+    world._change(0, phase="Failed", reason="DeadlineExceeded", trainer=why).stops(1).settle()
+    assert world.status.attempt == 1
+    ended(world).settle()
+    assert (world.status.attempt, world.status.last_failure.log_tail) == (2, LOG)  # type: ignore[union-attr]
+
+
+def test_a_kubelet_that_never_reports_that_end_costs_a_minute_and_not_the_job() -> None:
+    world, _ = stalled()
+    world.settle()
+    why = Container("ended", "DeadlineExceeded", "Pod was active on the node longer than the specified deadline")
+    world._change(0, phase="Failed", reason="DeadlineExceeded", trainer=why).stops(1).settle()
+    world.after(GRACE_SECONDS_MAX + KUBELET_SECONDS)
+    assert ends(world.step()) == [("DeletePod", "digits-1-0")]
+    world.stops(0).settle()
+    assert (world.status.attempt, world.status.last_failure.log_tail) == (2, "")  # type: ignore[union-attr]
+
+
 def test_the_end_of_its_log_is_kept_also_where_the_pod_goes() -> None:
     """A watch shows a pod that ends before it shows that it is gone."""
     world, _ = stalled()

@@ -426,6 +426,17 @@ def test_the_time_that_a_config_map_is_missing_counts_also_over_starts_that_took
     assert world.status.reason == "PermanentFailure"
 
 
+def test_the_ten_minutes_without_a_config_map_survive_a_change_of_the_leader() -> None:
+    """Each new leader began to count anew: with one every few minutes the job never failed."""
+    world = digits().started().waits(0, *LACKS).settle()
+    for _ in range(4):
+        new = digits()
+        new.job, new.pods, new.service, new.now = world.job, world.pods, world.service, world.now
+        world = new.after(150).settle()
+    assert (world.status.state, world.status.unconfigured_since) == ("Restarting", START)
+    assert world.stops_all().settle().status.reason == "PermanentFailure"
+
+
 def test_a_config_map_that_is_there_in_between_is_waited_for_anew() -> None:
     world = digits().started().waits(0, *LACKS).settle().after(500).runs(0).settle()
     assert world.status.unconfigured_since is None

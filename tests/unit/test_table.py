@@ -175,7 +175,19 @@ def test_after_a_restart_in_place_no_figure_of_the_generation_before_is_shown() 
 def test_the_last_failure_stays() -> None:
     """What failed an hour ago has scrolled away, and a user sees "1 restart" without a reason."""
     lines = text(moment(status(progress=progress(900, 90, attempt=2), **RESTARTED), 91), 60)
-    assert lines[-1] == "✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step…"
+    assert lines[-2:] == ["✖ attempt 1: rank 1 (node 1) was killed by SIGKILL at step", "200"]
+
+
+def test_a_narrow_terminal_shows_the_cause_of_a_failure_too() -> None:
+    """At 40 columns the red line ended with `rank 1 (node 1) ended wi…`: everything but the cause."""
+    why = "rank 1 (node 1) ended with exit code 1 in train.py:41 (ValueError: no such shard: 7)"
+    failed = RESTARTED | {"failures": [replace(FAILURE, message=why)]}
+    lines = text(moment(status(progress=progress(900, 90, attempt=2), **failed), 91), 40)
+    assert lines[-3:] == [
+        "✖ attempt 1: rank 1 (node 1) ended with",
+        "exit code 1 in train.py:41 (ValueError:",
+        "no such shard: 7)",
+    ]
 
 
 def test_the_loss_has_a_curve_of_20_characters() -> None:

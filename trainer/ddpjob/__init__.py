@@ -2,8 +2,9 @@
 
 Start a group with `init`, share the data with `GlobalBatchSampler` and `accumulate`, keep the state with `Snapshot`,
 report how far training is with `progress`, stop in order with `should_stop`, and see with `check_replicas` that all
-ranks are equal. All names are loaded on first use: `import ddpjob` itself imports no torch, because the command line is
-installed without it.
+ranks are equal. `run`, `submit` and `Job` start jobs from Python; they are the command line's (docs/python.md), which a
+trainer image need not have. All names are loaded on first use: `import ddpjob` itself imports no torch, because the
+command line is installed without it.
 """
 
 import importlib
@@ -27,14 +28,20 @@ if TYPE_CHECKING:
     from ddpjob.group.join import World, init
     from ddpjob.group.stop import ignore_sigterm, should_stop
     from ddpjob.reporting.progress import pause, progress
+    from ddpjob_cli.sdk import ClusterError, InputError, Job, JobFailedError, RankError, UnsentError, run, submit
 
 __all__ = [
     "Batch",
+    "ClusterError",
     "ConfigurationError",
     "DDPJobError",
     "DataPartitioner",
     "GlobalBatchSampler",
+    "InputError",
+    "Job",
+    "JobFailedError",
     "Partition",
+    "RankError",
     "RendezvousError",
     "ReplicasDifferError",
     "Snapshot",
@@ -42,6 +49,7 @@ __all__ = [
     "StateError",
     "Stopped",
     "Superseded",
+    "UnsentError",
     "UnsupportedError",
     "World",
     "accumulate",
@@ -50,7 +58,9 @@ __all__ = [
     "init",
     "pause",
     "progress",
+    "run",
     "should_stop",
+    "submit",
 ]
 
 _HOME = {
@@ -61,12 +71,20 @@ _HOME = {
     "Snapshot": "checkpoint.snapshot",
     "check_replicas": "checkpoint.state.replicas",
 }
+_OF_THE_COMMAND_LINE = "ClusterError InputError Job JobFailedError RankError UnsentError run submit".split()
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}"), name)
+    if name in _OF_THE_COMMAND_LINE:
+        try:
+            home = importlib.import_module("ddpjob_cli.sdk")
+        except ModuleNotFoundError as error:
+            raise ImportError(f"ddpjob.{name} needs the command line, of which {error.name} is missing here") from error
+    else:
+        home = importlib.import_module(f"{__name__}.{_HOME.get(name, 'errors')}")
+    value = getattr(home, name)
     globals()[name] = value
     return value
 

@@ -179,6 +179,7 @@ class GlobalBatchSampler:
 
         epoch, batches  both or neither: what has been trained, if that is less than what was asked for. Batches are
                         counted from where the epoch began here: its first sample, or the state it went on from.
+                        After what a script does at the end of an epoch: epoch + 1 and 0, or a resume does it again.
         """
         if (epoch is None) != (batches is None):
             raise ConfigurationError(f"epoch: {epoch}, batches: {batches}. Give both or neither.")

@@ -6,7 +6,6 @@ Standard library only and cheap to import, because a job starts only when its ag
 from __future__ import annotations
 
 import enum
-import os
 import re
 import signal
 from collections.abc import Callable, Iterable, Mapping
@@ -301,7 +300,8 @@ def where_of(trace: Iterable[str]) -> str:
     return found
 
 
-_OWN = tuple(f"{os.path.dirname(os.path.dirname(__file__))}/{name}/" for name in ("ddpjob", "ddpjob_core", "ddprun"))
+_ROOT = __file__.rpartition("/")[0].rpartition("/")[0]
+_OWN = tuple(f"{_ROOT}/{name}/" for name in ("ddpjob", "ddpjob_core", "ddprun"))
 
 
 def _is_library(path: str) -> bool:

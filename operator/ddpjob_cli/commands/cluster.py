@@ -174,6 +174,21 @@ def _refuse_both(names: tuple[str, ...], selector: str | None) -> None:
         raise click.UsageError("JOB and --selector exclude each other.")
 
 
+def _chosen(cluster: Cluster, names: tuple[str, ...], selector: str | None) -> tuple[str, ...]:
+    """The names, or those of the jobs with some labels."""
+    from ddpjob_cli.client import jobs
+
+    _refuse_both(names, selector)
+    if names:
+        return names
+    if not selector:
+        raise click.UsageError("Missing argument 'JOB...', or --selector.")
+    found = tuple(raw["metadata"]["name"] for raw in jobs.items(cluster, selector=selector))
+    if not found:
+        say(f"no DDPJob in namespace {cluster.namespace} has the labels {selector}")
+    return found
+
+
 @click.command(short_help="Show jobs in full.", epilog="Example: ddpjob describe digits")
 @JOBS
 @cluster_options
@@ -210,12 +225,13 @@ def events(connect: Connect, job: str, pods: bool) -> int:
     short_help="Wait until jobs have ended, or are in a state.",
     epilog="Example: ddpjob wait digits --timeout 2h",
 )
-@JOBS
+@click.argument("names", metavar="[JOB...]", type=JobName(), nargs=-1)
+@SELECTOR
 @click.option("--for", "wanted", metavar="STATE", default="Succeeded", show_default=True,
               help="A state or condition: Running, Succeeded, Complete, Suspended …; ended; deleted.")  # fmt: skip
 @click.option("--timeout", type=Seconds(), metavar="TIME", help="How long: 30s, 15m, 2h.  [no limit]")
 @cluster_options
-def wait_for(connect: Connect, names: tuple[str, ...], wanted: str, timeout: float | None) -> int:
+def wait_for(connect: Connect, names: tuple[str, ...], selector: str | None, wanted: str, timeout: float | None) -> int:
     """Wait until each JOB is in a state, and end with 1 as soon as one can no longer be, or after --timeout.
 
     \b
@@ -224,7 +240,9 @@ def wait_for(connect: Connect, names: tuple[str, ...], wanted: str, timeout: flo
     """
     from ddpjob_cli.client import actions
 
-    return 0 if actions.wait(connect(), names, wanted, timeout, say) else 1
+    cluster = connect()
+    chosen = _chosen(cluster, names, selector)
+    return 0 if chosen and actions.wait(cluster, chosen, wanted, timeout, say) else 1
 
 
 @click.command(short_help="Stop the pods of jobs, and keep the jobs.", epilog="Example: ddpjob suspend digits")
@@ -293,17 +311,10 @@ def scale(connect: Connect, job: str, nodes: int, timeout: float) -> int:
 @cluster_options
 def delete(connect: Connect, names: tuple[str, ...], selector: str | None, no_wait: bool, timeout: float) -> int:
     """Delete each JOB with its pods, which get their grace period, and the code that submit has stored."""
-    from ddpjob_cli.client import actions, jobs
+    from ddpjob_cli.client import actions
 
-    _refuse_both(names, selector)
-    if not names and not selector:
-        raise click.UsageError("Missing argument 'JOB...', or --selector.")
     cluster = connect()
-    if selector:
-        names = tuple(raw["metadata"]["name"] for raw in jobs.items(cluster, selector=selector))
-        if not names:
-            say(f"no DDPJob in namespace {cluster.namespace} has the labels {selector}")
-    actions.delete(cluster, names, wait=not no_wait, seconds=timeout, say=say)
+    actions.delete(cluster, _chosen(cluster, names, selector), wait=not no_wait, seconds=timeout, say=say)
     return 0
 
 

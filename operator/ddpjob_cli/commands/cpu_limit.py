@@ -35,9 +35,12 @@ class CpuLimit:
         signals."""
         if self._left <= 0:
             raise TooLongError
-        is_armed = True
+        is_armed, least = True, 0.0
+        part = min(self._left, max(self._left * PART, PART_SECONDS_MIN))
 
         def stop(_number: int, _frame: FrameType | None) -> None:
+            nonlocal least
+            least = part  # the timer counts in ticks of the kernel, and may be some milliseconds early
             if is_armed:
                 raise TooLongError
 
@@ -48,7 +51,6 @@ class CpuLimit:
         began, collects = time.process_time(), gc.isenabled()
         gc.disable()  # it would go through the tree again and again, half of the time
         try:
-            part = min(self._left, max(self._left * PART, PART_SECONDS_MIN))
             signal.setitimer(signal.ITIMER_VIRTUAL, part, AGAIN_SECONDS)
             return work()
         finally:
@@ -57,4 +59,4 @@ class CpuLimit:
             signal.signal(signal.SIGVTALRM, before)
             if collects:
                 gc.enable()
-            self._left -= time.process_time() - began
+            self._left -= max(least, time.process_time() - began)

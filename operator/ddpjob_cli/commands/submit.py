@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,6 +41,11 @@ class Wishes:
     variables: tuple[str, ...]
     code: Path | None
     no_code: bool
+    labels: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[str, str | int] = field(default_factory=dict)
+    """Resources of the trainer."""
+    made: Mapping[str, str] = field(default_factory=dict)
+    """Files with their text that go along where the script was made for a function: no folder is packed but `code`."""
 
 
 @click.command(
@@ -90,21 +96,33 @@ def submit(
     """
     from ddpjob_cli.client import output_forms
     from ddpjob_cli.client.submit import objects
-    from ddpjob_cli.client.submit import submit as create
 
     document, archive = prepare(file, words, Wishes(namespace=connect.namespace, **options), checked=not no_check)
-    for remark in (*(archive.remarks if archive else ()), *_lost_files(file, document)):
+    for remark in remarks(file, document, archive):
         say(remark)
     if dry_run:
         return answer(output_forms.documents(objects(document.data, archive)))
-    cluster = connect(document.data["metadata"].get("namespace"))
-    made = create(cluster, document.data, archive)
-    packed = f", with {archive}" if archive else ""
-    say(f"{made.job.metadata.name} is submitted to namespace {cluster.namespace}{packed}")
+    cluster, made = create(connect, document, archive)
     if follow:
         return show_until_end(cluster, made)
     say(f"ddpjob logs -f {made.job.metadata.name} shows its output, ddpjob describe {made.job.metadata.name} its state")
     return 0
+
+
+def create(connect: Connect, document: Document, archive: Archive | None) -> tuple[Cluster, Stored]:
+    """Create a job that was prepared, and say so. Raises InputError, ClusterError."""
+    from ddpjob_cli.client.submit import submit as create_both
+
+    cluster = connect(document.data["metadata"].get("namespace"))
+    made = create_both(cluster, document.data, archive)
+    packed = f", with {archive}" if archive else ""
+    say(f"{made.job.metadata.name} is submitted to namespace {cluster.namespace}{packed}")
+    return cluster, made
+
+
+def remarks(file: str, document: Document, archive: Archive | None) -> tuple[str, ...]:
+    """What does not go along, and what is lost with the pods, a sentence each."""
+    return (*(archive.remarks if archive else ()), *_lost_files(file, document))
 
 
 def prepare(
@@ -206,6 +224,9 @@ def _code(file: str, path: str, wishes: Wishes) -> Code:
     from ddpjob_cli.commands import sources
     from ddpjob_cli.manifest.yamlfile import InputError
 
+    if wishes.made:
+        archive = pack.pack(wishes.code, wishes.made) if wishes.code else pack.pack_texts(wishes.made)
+        return Code(Path(file).name, archive)
     is_made = file == sources.STDIN or sources.is_notebook(file)
     if wishes.no_code:
         if is_made:
@@ -263,9 +284,11 @@ def _apply(job: Raw, wishes: Wishes) -> None:
         job["metadata"]["name"] = wishes.name
     if wishes.image:
         trainer["image"] = wishes.image
-    if wishes.gpus:
+    if wishes.labels:
+        job["metadata"]["labels"] = {**(job["metadata"].get("labels") or {}), **wishes.labels}
+    if limits := {**({"nvidia.com/gpu": wishes.gpus} if wishes.gpus else {}), **wishes.limits}:
         resources = trainer["resources"] = trainer.get("resources") or {}
-        resources["limits"] = {**(resources.get("limits") or {}), "nvidia.com/gpu": wishes.gpus}
+        resources["limits"] = {**(resources.get("limits") or {}), **limits}
 
 
 def _check(document: Document, notebook: str | None) -> None:

@@ -161,6 +161,12 @@ class Pod(msgspec.Struct, frozen=True):
         return done and self.phase not in ("Succeeded", "Failed") and not (self.sidecars_run and self.outlived)
 
     @property
+    def _awaits_its_log(self) -> bool:
+        """Ended by the deadline that was set to keep its log, and the end of its container is still to come: a kubelet
+        may report the phase with a status of the containers that it has made before it stopped them."""
+        return self.deadline_set and self.reason == "DeadlineExceeded" and self.trainer.exit_code is None
+
+    @property
     def done_beside_sidecars(self) -> bool:
         """True if its trainer has ended with 0 and another container is still running."""
         return self.trainer.state == "ended" and self.trainer.exit_code == 0 and self.sidecars_run
@@ -173,7 +179,7 @@ class Pod(msgspec.Struct, frozen=True):
         deleting a pod that ended by itself would lose its log.
         """
         if self.phase in ("Succeeded", "Failed"):
-            return False
+            return self._awaits_its_log
         return self.trainer.state != "ended" or self.sidecars_run or self._awaits_its_phase
 
 

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from ddpjob_core.findings import FINDINGS_MAX, Finding, trained_alone
 from ddpjob_operator.failures import root_cause, termination_message
-from ddpjob_operator.job import api, ranges, reasons
+from ddpjob_operator.job import api, ranges, reasons, topology
 from ddpjob_operator.observed import stall
 from ddpjob_operator.plan import agent_restarts, late_nodes, state_in_memory, transitions
 from ddpjob_operator.plan.view import View
@@ -51,7 +51,7 @@ def _of_rank_0(view: View, status: api.Status) -> Iterator[api.Finding]:
     """Under torchrun the library alone knows that no group was formed."""
     report = view.seen.reports.get(0)
     if report is not None and report.alone and report.attempt == status.attempt:
-        yield _as_finding(trained_alone(report.world_size or status.nodes.total))
+        yield _as_finding(trained_alone(report.world_size or topology.world_size(view.spec)))
 
 
 def _of_pods(view: View) -> Iterator[api.Finding]:

@@ -126,7 +126,7 @@ def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
         or pod is None
     ):
         return failure
-    if pod.name != failure.pod or not pod.ended:
+    if pod.name != failure.pod or pod.trainer.exit_code is None:  # else its message is that of the pod, and no log
         return failure
     return replace(failure, log_tail=root_cause.tail_of(pod))
 

@@ -9,7 +9,7 @@ import datetime as dt
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len, set_cell_size
+from rich.cells import cell_len, chop_cells, set_cell_size
 
 from ddpjob_cli.describe import figures
 from ddpjob_cli.describe.progress import metric_parts, step_parts
@@ -22,6 +22,7 @@ from ddpjob_operator.job.status import present_progress, ranks_since
 Span = tuple[str, str]
 Line = list[Span]
 NODES_MAX = 16
+FAILURE_ROWS = 4
 SPARK_WIDTH = 20
 IMPORT_SECONDS = 60.0
 """After that long without a report a script is taken for one that reports no steps, and not for one that imports."""
@@ -226,7 +227,7 @@ def _failure(status: api.Status, width: int) -> list[Line]:
     if not status.failures:
         return []
     last = status.failures[-1]
-    return [[(_cut(f"✖ attempt {last.attempt}: {_one_line(last.message)}", width), "red")]]
+    return _wrapped(f"✖ attempt {last.attempt}: {last.message}", width)
 
 
 def _save_failed(status: api.Status, width: int) -> list[Line]:
@@ -235,7 +236,7 @@ def _save_failed(status: api.Status, width: int) -> list[Line]:
         return []
     saved = status.progress.saved_step if status.progress is not None else None
     last = f"last saved at step {saved}" if saved else "nothing is saved"
-    return [[(_cut(f"✖ {last}: {_one_line(status.save_failed)}", width), "red")]]
+    return _wrapped(f"✖ {last}: {status.save_failed}", width)
 
 
 def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> list[Line]:
@@ -292,6 +293,17 @@ def _flow(parts: Line, width: int, rows_max: int) -> list[Line]:
         rows[-1] += [("  ", "")] * bool(gap) + [(text, style)]
         used += gap + cell_len(text)
     return rows
+
+
+def _wrapped(text: str, width: int) -> list[Line]:
+    """What went wrong, in at most FAILURE_ROWS lines: its cause stands at the end."""
+    rows, rest = list[str](), _one_line(text)
+    while cell_len(rest) > width and len(rows) < FAILURE_ROWS - 1:
+        row = chop_cells(rest, width)[0]
+        row = row.rpartition(" ")[0] or row
+        rows.append(row)
+        rest = rest[len(row) :].lstrip()
+    return [[(row, "red")] for row in (*rows, _cut(rest, width))]
 
 
 def _one_line(text: str) -> str:

@@ -41,7 +41,7 @@ _SMALL = "\0ddpjob small"
 # values that need no copy: most settings of a parameter group
 _PLAIN: frozenset[Any] = frozenset({float, bool, type(None)})
 _CONSTANT = _PLAIN | {int, str}  # values that cannot change in place
-_version_of, _raw_of = operator.attrgetter("_version"), operator.attrgetter("raw")
+_version_of = operator.attrgetter("_version")
 _address_of = torch.Tensor.data_ptr
 PARAMETERS = "parameters"
 BUFFERS = "\0ddpjob buffers"
@@ -65,7 +65,7 @@ class Kept:
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
         self._keys: dict[str, list[str]] = {}  # keys of each module's state_dict()
         # Weak references: if the script creates another optimizer, the old one is gone before the new one makes a step.
-        self._optimizers: weakref.WeakValueDictionary[str, torch.optim.Optimizer] = weakref.WeakValueDictionary()
+        self._optimizers: dict[str, weakref.ref[torch.optim.Optimizer]] = {}
         self._held: list[Any] = []
         self._others: dict[str, Callable[[], Any]] = {}
         self.by_value: list[str] = []  # names of plain values, which are captured when the script passes them
@@ -80,7 +80,7 @@ class Kept:
                 self.called.append(outermost(value))
             self._add(name, unwrapped(value))
         parameters = {id(each): each for module, _ in self._modules.values() for each in module.parameters()}
-        for optimizer in self._optimizers.values():
+        for optimizer in self._living():
             parameters |= {id(each): each for group in optimizer.param_groups for each in group["params"]}
         self._parameters = list(parameters.values())
         dense = [p for p in self._parameters if type(p) in _DENSE and p.layout is torch.strided]
@@ -88,7 +88,7 @@ class Kept:
         self._first = self._all = _Views([], [], [], [])
         self._sampled = b""  # at the last boundary
         self._parts, self._counts = self._parts_now(), self._counts_now()
-        groups = [group for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        groups = [group for optimizer in self._living() for group in optimizer.param_groups]
         own = {id(each) for group in groups for each in group["params"]}
         self._untrained = {
             name: [*module.parameters(), *module.buffers()][:SAMPLES]
@@ -111,7 +111,7 @@ class Kept:
     def _owned(self, parameters: Mapping[int, Any]) -> Iterator[tuple[Any, list[Any]]]:
         """Yield each optimizer with its parameters, then None with the parameters that no optimizer has."""
         left = dict(parameters)
-        for optimizer in self._optimizers.values():
+        for optimizer in self._living():
             yield (
                 optimizer,
                 [p for group in optimizer.param_groups for p in group["params"] if left.pop(id(p), None) is not None],
@@ -145,13 +145,22 @@ class Kept:
 
     def check_gone(self) -> None:
         """Raise ReplacedError if the script has dropped an optimizer."""
-        if len(self._optimizers) < len(self.optimizers):
-            gone = [name for name in self.optimizers if name not in self._optimizers]
+        if gone := [name for name, get in self._optimizers.items() if get() is None]:
             raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
+
+    def _living(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that the script has not dropped."""
+        return [optimizer for get in self._optimizers.values() if (optimizer := get()) is not None]
+
+    def _optimizer(self, name: str) -> torch.optim.Optimizer | None:
+        """The optimizer of this name; None if the name is another object's. Raises ReplacedError."""
+        if (get := self._optimizers.get(name)) is not None and get() is None:
+            self.check_gone()
+        return None if get is None else get()
 
     def has(self, optimizer: Any) -> bool:
         """True if this optimizer's state is kept."""
-        return any(optimizer is own for own in self._optimizers.values())
+        return any(optimizer is get() for get in self._optimizers.values())
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if this optimizer changes parameters that are kept."""
@@ -175,12 +184,12 @@ class Kept:
         return (self._parts, self._counts) == (other._parts, other._counts)
 
     def _counts_now(self) -> list[list[int]]:
-        return [[len(group["params"]) for group in each.param_groups] for each in self._optimizers.values()]
+        return [[len(group["params"]) for group in each.param_groups] for each in self._living()]
 
     def _parts_now(self) -> list[Any]:
         modules = [module.named_parameters(remove_duplicate=False) for module, _ in self._modules.values()]
         of_modules = [[(key, id(p), p.shape) for key, p in parameters] for parameters in modules]
-        groups = [group["params"] for optimizer in self._optimizers.values() for group in optimizer.param_groups]
+        groups = [group["params"] for optimizer in self._living() for group in optimizer.param_groups]
         return [of_modules, [list(map(id, parameters)) for parameters in groups]]
 
     def is_of(self, objects: Mapping[str, Any]) -> bool:
@@ -210,7 +219,7 @@ class Kept:
             if type(value).state_dict is not torch.optim.Optimizer.state_dict:
                 raise StateError(f"{name}: a {type(value).__name__} has a state_dict() of its own")
             packed.dumps(_groups(value))
-            self._optimizers[name] = value
+            self._optimizers[name] = weakref.ref(value)
         else:
             self._others[name] = self._objects[name]
             if not hasattr(value, "state_dict"):
@@ -237,7 +246,7 @@ class Kept:
     def parts_of(self, name: str) -> list[Any] | None:
         """Parts of a setting: while they are the same objects, its value is unchanged. None if the parts are
         not known."""
-        if (optimizer := self._optimizers.get(name)) is not None:
+        if (optimizer := self._optimizer(name)) is not None:
             found: list[Any] = []
             for group in optimizer.param_groups:
                 found += group
@@ -254,7 +263,7 @@ class Kept:
 
     def is_constant(self, name: str) -> bool:
         """True if all parts of this setting are values that cannot change in place."""
-        if (optimizer := self._optimizers.get(name)) is not None:
+        if (optimizer := self._optimizer(name)) is not None:
             items = [item for group in optimizer.param_groups for item in group.items() if item[0] != "params"]
             return all(type(key) is str and _is_plain(value, _CONSTANT) for key, value in items)
         scheduler = self._others[name]()
@@ -267,7 +276,7 @@ class Kept:
 
     def setting(self, name: str, *, is_constant: bool = False) -> Any:
         """Return a copy of the setting's value."""
-        if (optimizer := self._optimizers.get(name)) is not None:
+        if (optimizer := self._optimizer(name)) is not None:
             return _groups(optimizer)
         value = self._others[name]()
         if value is None and type(self._objects[name]) is not _Held:
@@ -306,7 +315,7 @@ class Kept:
                 raise StateError(f"{name}: {unknown[0]} is no tensor")
             own = collections.OrderedDict((key, _SMALL if key in small else value) for key, value in state.items())
             large[name] = {"state": own, "metadata": dict(getattr(state, "_metadata", {}))}
-        for name, optimizer in self._optimizers.items():
+        for name, optimizer in zip(self.optimizers, self._living(), strict=True):
             state = optimizer.state_dict()
             large[name] = {"state": state["state"], "params": [group["params"] for group in state["param_groups"]]}
         self.check()  # last: another thread may add a layer meanwhile
@@ -338,7 +347,7 @@ class Kept:
         for own in self._counters:
             own.record()
         self._sampled = self._sample_now()
-        self._held = list(self._optimizers.values())  # keeps the state alive if the script's main() returns
+        self._held = self._living()  # keeps the state alive if the script's main() returns
 
     def release(self) -> None:
         """Stop keeping optimizers alive, so that a dropped one is noticed."""
@@ -354,7 +363,7 @@ class Kept:
 
     def count_tensors(self) -> int:
         """Number of parameters that have optimizer state."""
-        return sum(len(optimizer.state) for optimizer in self._optimizers.values())
+        return sum(len(optimizer.state) for optimizer in self._living())
 
     def counters(self) -> list[Any]:
         """Version counter of each parameter."""
@@ -384,7 +393,7 @@ class Kept:
 
     def _sample_now(self) -> bytes:
         self._first = _views(self._first, self._samples, SAMPLED_BYTES // max(1, len(self._samples)))
-        return b"".join(map(_raw_of, self._first.views))
+        return b"".join(self._first.views)
 
 
 class _Held:

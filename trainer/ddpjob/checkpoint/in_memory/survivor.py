@@ -4,8 +4,8 @@ Flow: the agent closes its end of a pipe when a rank of the group has failed. Th
 checks that the state is clean, writes it to the agent's memory and sets ANSWER to SAVED or UNABLE. A rank that ends by
 an exception does the same at exit. So does a rank that is told to stop if there is no folder, or the last save failed.
 
-Life cycle: `Survivor` is the base class of `memory.Keeper`; `door.py` creates one per process. Its thread is a daemon
-and runs until the process exits. `memory.py` knows what is kept; `shared.py` writes the areas that ranks of a node
+Life cycle: `memory.Keeper` creates one Survivor per process. Its thread is a daemon and runs until the process exits.
+`Keeps` is all that it sees of the Keeper; `shared.py` writes the areas that ranks of a node
 share.
 
 Drawbacks: the thread races with the training thread. A lock and the clock in the agent's memory protect only against
@@ -13,21 +13,21 @@ optimizer steps. Changes that the script makes by other means are found by compa
 (`_check_unchanged`). `_is_in_step` inspects the stack of the training thread.
 """
 
-import abc
 import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpjob import process, threads
 from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
-from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
+from ddpjob.checkpoint.in_memory.kept import Kept
+from ddpjob.checkpoint.in_memory.mode import Mode
 from ddpjob.checkpoint.in_memory.places import Places
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
@@ -44,101 +44,122 @@ TRIES_LEAST = 50  # attempts to write; a rank that gets CPU time makes hundreds
 HELD_UP = 4  # wait at most this many times the usual duration if the main thread is runnable
 
 
-class Survivor(abc.ABC):
-    """A rank between two boundaries, and what it does when another rank has failed."""
+class Loaded(NamedTuple):
+    """The state that this generation has loaded from memory."""
 
-    def __init__(self, shared: Shared, own: Copies | None, *, on_device: bool, has_folder: bool) -> None:
-        self._shared, self._copies, self._on_device, self._has_folder = shared, own, on_device, has_folder
-        self._kept: Kept | None = None
-        self._assumed = False  # the objects come from load(); save() has named none yet
-        self._off = False  # permanently
-        self._lock = threading.Lock()  # held while parameters and optimizer state must not change
-        self._resumed: tuple[int, int] = (0, 0)  # step that was loaded from memory, and number of loads
-        self._resumed_total = 0
-        self._dirty_since = self._dirty_seconds = 0.0  # longest time from an optimizer step to the next boundary
-        self._names_each_step = False  # the script passes plain values at every step
+    version: Version | None
+    step: int
+    loads: int
+    """How often it was loaded so far."""
+    total: int
+    """The sum of its bits."""
+
+
+class Keeps(Protocol):
+    """What a survivor sees of what is kept: its thread reads, and the training thread writes."""
+
+    shared: Shared
+    copies: Copies | None
+    on_device: bool
+    has_folder: bool
+    mode: Mode
+    kept: Kept | None
+    assumed: bool
+    """The objects come from load(); save() has named none yet."""
+    lock: threading.Lock
+    """Held while parameters and optimizer state must not change."""
+    loaded: Loaded
+    dirty_since: float
+    dirty_seconds: float
+    """The longest time from an optimizer step to the next boundary."""
+    names_each_step: bool
+    """The script passes plain values at every step."""
+    places: Places
+    thread: int
+    """The training thread."""
+    has_begun: bool
+    """A backward pass began since the last boundary."""
+    pid: int
+
+    def give_up(self, error: Exception) -> None:
+        """What is kept cannot be written."""
+
+    def watched(self, kept: Kept) -> Mapping[str, Any]:
+        """Values that are compared between a boundary and the next step, by name."""
+
+    def at(self, kept: Kept, step: int, named: bool) -> Boundary:
+        """Describe this rank's state as a boundary."""
+
+
+class Survivor:
+    """What a rank does when another one has failed, and at its own end."""
+
+    def __init__(self, keeper: Keeps) -> None:
+        self._keeper = keeper
         self._answered = threading.Lock()
         self._tries, self._wrote = 0, (0, 0.0)  # last value of WROTE, and the time of its last change
         self._ends = False  # the process ends by an exception: no boundary follows
-        self._is_asked = False  # the agent has asked for the state
-        self._is_armed = False  # there is room, and proof that nothing large changes between boundary and step
-        self._places = Places()
-        self._thread = threading.get_ident()  # the training thread
-        self._has_begun = False  # True if a backward pass began since the last boundary
-        self._pid = os.getpid()
-
-    def _begin(self) -> None:
+        self.is_asked = False
+        """The agent has asked for the state."""
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
         process.at_exit(self._at_exit, 40)
 
-    @abc.abstractmethod
-    def turn_off(self, why: str) -> None:
-        """Stop keeping the state; from now on a restart loads from the folder."""
-
-    @abc.abstractmethod
-    def _has_outgrown(self, why: str) -> None:
-        """The objects have other parameters than before."""
-
-    @abc.abstractmethod
-    def _drop(self, why: str) -> None:
-        """The script trains other objects than it passed."""
-
-    @abc.abstractmethod
-    def _watched(self, kept: Kept) -> Mapping[str, Any]:
-        """Values that are compared between a boundary and the next step, by name."""
-
-    @abc.abstractmethod
-    def _at(self, kept: Kept, step: int, named: bool) -> Boundary:
-        """Describe this rank's state as a boundary."""
+    @property
+    def is_answering(self) -> bool:
+        """True while it writes, or waits to."""
+        return self._answered.locked()
 
     def _wait(self) -> None:
         """Wait until the agent closes its end of the pipe, because a rank of the group has failed. Then write the
         state.
         """
         with contextlib.suppress(OSError):
-            os.read(self._shared.pipe, 1)
-            self._is_asked = True
-            if self._kept is not None:
-                self._kept.release()
+            os.read(self._keeper.shared.pipe, 1)
+            self.is_asked = True
+            if self._keeper.kept is not None:
+                self._keeper.kept.release()
             self.save()
 
     def _at_exit(self) -> None:
         error = termination.ending()
         failed = error is not None and termination.exit_code(error) not in (0, RESUMABLE_EXIT_CODE)
         # If one pod is told to go, all ranks stop, and the agents of the other pods keep what is in their memory.
-        is_saved = self._has_folder and not process.current.save_failed
+        is_saved = self._keeper.has_folder and not process.current.save_failed
         if failed or (process.current.stopped_at is not None and not is_saved):
             self._ends = True
             self.save()
-        if os.getpid() == self._pid:  # a fork inherits a locked lock, and has no such thread
-            self._pid = 0  # multiprocessing calls this a second time
+        if os.getpid() == self._keeper.pid:  # a fork inherits a locked lock, and has no such thread
+            self._keeper.pid = 0  # multiprocessing calls this a second time
             # keep the thread out: returning from C++ after the interpreter has ended aborts the process
             self._answered.acquire()
 
     def save(self) -> None:
         """Write the state if it is clean, or becomes clean in time, and answer the agent."""
-        if os.getpid() != self._pid or not self._shared.has_agent:
+        if os.getpid() != self._keeper.pid or not self._keeper.shared.has_agent:
             return
-        if self._on_device and self._copies is not None:
-            self._copies.stop()  # the device may have continued without the lost rank, so its current state is not used
+        if self._keeper.on_device and self._keeper.copies is not None:
+            # the device may have continued without the lost rank, so its current state is not used
+            self._keeper.copies.stop()
             return
         with self._answered:
-            shared, cells = self._shared, self._shared.cells
+            shared, cells = self._keeper.shared, self._keeper.shared.cells
             if not cells[PID] or cells[ANSWER] != memory.NONE:
                 return
             answer, began = None, time.monotonic()
             self._tries, self._wrote = 0, (shared.node[WROTE], began)
-            with self._guarded():
+            try:  # nothing in here may end a training that would succeed without it
                 while answer is None and self._has_time(began):
                     answer = self._try_to_save(began)
                     if answer is None:
                         self._pause()
+            except Exception as error:
+                self._keeper.give_up(error)
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
         """True if `part` of the time limit is left. Attempts count too: a rank without CPU time has had no
         chance yet."""
-        size, now, wrote = self._shared.reserved(), time.monotonic(), self._shared.node[WROTE]
+        size, now, wrote = self._keeper.shared.reserved(), time.monotonic(), self._keeper.shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now
         is_early = now < (self._wrote[1] if part == 1 else began) + part * memory.limit_seconds(size)
@@ -150,21 +171,21 @@ class Survivor(abc.ABC):
 
     def _try_to_save(self, began: float) -> int | None:
         """Return the answer for the agent; None to try again. began: time at which the agent asked."""
-        shared, kept = self._shared, self._kept
-        if kept is None or self._off or not shared.is_current:
+        shared, kept = self._keeper.shared, self._keeper.kept
+        if kept is None or self._keeper.mode is Mode.OFF or not shared.is_current:
             return UNABLE
-        if self._copies is not None and self._copies.finish_saved():
+        if self._keeper.copies is not None and self._keeper.copies.finish_saved():
             return SAVED
         kept.check_gone()
-        if self._places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
-            if answer == UNABLE and self._copies is not None:
-                self._copies.give_up_last()
+        if self._keeper.places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
+            if answer == UNABLE and self._keeper.copies is not None:
+                self._keeper.copies.give_up_last()
             return answer
-        if self._copies is not None and (self._copies.instead or shared.node[COPIES]):
-            return self._copies.finish(kept)
-        if shared.node[COPIES] or not self._is_armed:
+        if self._keeper.copies is not None and (self._keeper.copies.instead or shared.node[COPIES]):
+            return self._keeper.copies.finish(kept)
+        if shared.node[COPIES] or self._keeper.mode is not Mode.READY:
             return UNABLE
-        with self._lock:
+        with self._keeper.lock:
             clock = shared.cells[CLOCK]
             if not memory.is_clean(clock):
                 return None if self._comes_to_a_boundary(kept) else UNABLE
@@ -183,9 +204,9 @@ class Survivor(abc.ABC):
 
         began: time at which the agent asked.
         """
-        places, why = self._places, ""
+        places, why = self._keeper.places, ""
         try:
-            if names := places.unsettled(self._watched(kept)):
+            if names := places.unsettled(self._keeper.watched(kept)):
                 why = f"{', '.join(names)}: changed after should_stop()"
         except RuntimeError:  # the script is changing a dict while this thread reads it
             return None if self._has_time(began, 0.5) else UNABLE
@@ -200,19 +221,19 @@ class Survivor(abc.ABC):
     def _is_in_step(self) -> bool:
         """True if the training thread has begun the next step: its stack has a forward or backward pass of the
         model."""
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None and not self._has_begun:
+        frame = sys._current_frames().get(self._keeper.thread)
+        while frame is not None and not self._keeper.has_begun:
             if frame.f_code is _FORWARD and frame.f_locals["self"].module.training:
                 return True
             if frame.f_code is _BACKWARD:
                 return True
             frame = frame.f_back
-        return self._has_begun
+        return self._keeper.has_begun
 
     def _turn_to_write(self, clock: int, began: float) -> str:
         """Return `memory.turn`, but "write" after half of the time, or if the memory already has the furthest
         boundary."""
-        living, gone = self._shared.clocks_of_others()
+        living, gone = self._keeper.shared.clocks_of_others()
         if self._ends:  # this rank will reach no further boundary
             gone = []
         furthest = memory.next_boundary(max([clock, *living, *map(memory.passed, gone)]))
@@ -222,8 +243,8 @@ class Survivor(abc.ABC):
 
     def _is_there(self, step: int) -> bool:
         """True if the memory has the state of this step."""
-        own = Version(self._shared.attempt, self._shared.generation, step)
-        return memory.is_there(self._shared.held(), own, assumed=self._assumed)
+        own = Version(self._keeper.shared.attempt, self._keeper.shared.generation, step)
+        return memory.is_there(self._keeper.shared.held(), own, assumed=self._keeper.assumed)
 
     def _check_unchanged(self, kept: Kept, step: int) -> None:
         """Raise StateError if the parameters are not those of this step.
@@ -233,26 +254,26 @@ class Survivor(abc.ABC):
         script may change the optimizer's state before its first step. If the bits differ, nothing is lost: the nodes
         still have the state that was loaded.
         """
-        if step == self._resumed[0]:
-            if packed.total(packed.tensors_of(kept.large())) != self._resumed_total:
+        if step == self._keeper.loaded.step:
+            if packed.total(packed.tensors_of(kept.large())) != self._keeper.loaded.total:
                 raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
         elif name := kept.changed():
-            self._shared.node[COPIES] = memory.CHANGED  # for the next generation
+            self._keeper.shared.node[COPIES] = memory.CHANGED  # for the next generation
             what = name if name == "parameters" else f"{name}: its state"
             raise StateError(f"{what} changed after step {step}, and by no optimizer.step()")
 
     def _comes_to_a_boundary(self, kept: Kept) -> bool:
         """True if waiting is worthwhile: the rank is inside the optimizer step and needs no peer to finish it."""
-        usual, taken = 2 * self._dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._dirty_since
-        if self._ends or (kept.by_value and not self._names_each_step) or taken > HELD_UP * usual:
+        usual, taken = 2 * self._keeper.dirty_seconds + DIRTY_SECONDS, time.monotonic() - self._keeper.dirty_since
+        if self._ends or (kept.by_value and not self._keeper.names_each_step) or taken > HELD_UP * usual:
             return False
-        return taken < usual or threads.would_run(self._pid, self._pid)
+        return taken < usual or threads.would_run(self._keeper.pid, self._keeper.pid)
 
     def _write(self, kept: Kept, step: int) -> int | None:
         """Write the state; None while another rank of this node is writing. If that rank dies, this one writes."""
-        shared, (resumed, loads) = self._shared, self._resumed
-        loads = loads if step == resumed else 0
-        if self._copies is not None and self._copies.write_now(self._at(kept, step, False), loads):
+        shared, loaded = self._keeper.shared, self._keeper.loaded
+        loads = loaded.loads if step == loaded.step else 0
+        if self._keeper.copies is not None and self._keeper.copies.write_now(self._keeper.at(kept, step, False), loads):
             return SAVED
         with shared.locked() as alone:
             if not alone:
@@ -264,25 +285,7 @@ class Survivor(abc.ABC):
                     raise StateError(f"it has grown to {state.size} bytes since room was made for {room}")
                 threads = packed.threads(1, state.size)
                 version = Version(shared.attempt, shared.generation, step)
-                held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._assumed)
+                held = Held(version, loads, state.size, packed.total(state.tensors, threads), self._keeper.assumed)
                 self._check_unchanged(kept, step)  # if the script changes them during the write, the sum will not match
                 shared.write_rescued(state, held, threads)
         return SAVED
-
-    @contextlib.contextmanager
-    def _guarded(self) -> Any:
-        """Turn errors into "not kept": nothing in here may end a training that would succeed without it."""
-        try:
-            yield
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        if isinstance(error, OutgrownError):
-            self._has_outgrown(str(error))
-        elif isinstance(error, ReplacedError):
-            self._drop(str(error))
-        elif isinstance(error, StateError):
-            self.turn_off(str(error))
-        else:
-            self.turn_off(f"{type(error).__name__}: {error}")

@@ -1,0 +1,167 @@
+"""A function as files: what a rank needs to call it, and what comes back of it.
+
+cloudpickle sends functions, lambdas and classes of `__main__` and of notebooks by their code, and all else by name.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import inspect
+import io
+import json
+import secrets
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ddpjob_cli.client.pack import PACKED_BYTES_MAX
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_cli.sdk import in_rank
+from ddpjob_operator.job.naming import name_of
+
+SCRIPT, ANSWER = "ddpjob_function.py", "answer"
+FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # weights do not pack, and cloudpickle goes along
+_NAMED_MAX = 3
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A function that was sent."""
+
+    name: str
+    """That of the job."""
+    files: dict[str, str]
+    """What goes with the job: path → text."""
+    word: str
+    """Begins each line that comes back."""
+
+    def write(self, folder: Path) -> None:
+        """Write the files, for ranks of this machine: what comes back is not among their lines, but in ANSWER."""
+        for path, text in self.files.items():
+            (folder / path).parent.mkdir(exist_ok=True)
+            (folder / path).write_text(text, encoding="utf-8")
+        (folder / ANSWER).touch(mode=0o600)
+
+
+class UnsentError(Exception):
+    """What a rank has returned or raised, and could not be sent back."""
+
+
+class _TooLargeError(Exception):
+    pass
+
+
+class _Limited(io.BytesIO):
+    """Refuses more than fits, before all of a model is copied."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > FUNCTION_BYTES_MAX:
+            raise _TooLargeError
+        return super().write(data)
+
+
+def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
+    """The files that call a function in each rank. Raises InputError for one that cannot be sent, with the names of
+    what is too large or cannot be pickled; ImportError where cloudpickle is not installed."""
+    cloudpickle = _cloudpickle()
+    name = getattr(function, "__name__", type(function).__name__)
+    with _by_value(cloudpickle, function):
+        try:
+            data = _dumped(cloudpickle, (function, tuple(arguments)))
+        except _TooLargeError:
+            limit = f"more than {FUNCTION_BYTES_MAX / 1e6:.2g} MB"
+            text = f"{name}: its code with what it refers to is {limit}{_culprits(cloudpickle, function, arguments)}"
+            raise InputError(f"{text}; load or build it within the function, or read it from a file") from None
+        except Exception as error:
+            text = f"{name}: cannot be sent{_culprits(cloudpickle, function, arguments)}: {error}"
+            raise InputError(text) from None
+    word = f"ddpjob-answer-{secrets.token_hex(8)}"
+    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    payload = {"name": name, "python": version, "word": word, "function": base64.b64encode(data).decode()}
+    files = {SCRIPT: Path(in_rank.__file__).read_text(encoding="utf-8"), "ddpjob_function.json": json.dumps(payload)}
+    package = Path(cloudpickle.__file__).parent
+    files |= {f"cloudpickle/{path.name}": path.read_text(encoding="utf-8") for path in package.glob("*.py")}
+    return Sent(name_of(name.strip("<>")), files, word)
+
+
+def answers(word: str, texts: Iterable[str]) -> dict[tuple[str, int], bytes]:
+    """What came back, by its kind (value, refused, error) and rank; of a restarted rank the last that is whole."""
+    parts: dict[tuple[str, int], list[str]] = {}
+    found: dict[tuple[str, int], bytes] = {}
+    for line in texts:
+        _, is_ours, rest = line.partition(f"{word}:")
+        with contextlib.suppress(ValueError):  # a line that was cut off
+            if not is_ours:
+                continue
+            kind, rank, place, text = rest.strip().split(":")
+            index, of = map(int, place.split("/"))
+            key = (kind, int(rank))
+            known = parts[key] = parts.get(key, []) if index else []
+            if len(known) == index:
+                known.append(text)
+            if len(known) == of:
+                found[key] = base64.b64decode("".join(known))
+    return found
+
+
+def loaded(data: bytes) -> Any:
+    """An object that came back. Raises UnsentError where this Python cannot load it."""
+    try:
+        return _cloudpickle().loads(data)
+    except Exception as error:
+        raise UnsentError(f"what came back cannot be loaded here: {type(error).__name__}: {error}") from error
+
+
+def _cloudpickle() -> Any:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise ImportError("a function is sent with cloudpickle: pip install 'ddpjob[sdk]', or give a script") from None
+    return cloudpickle
+
+
+def _dumped(cloudpickle: Any, value: object) -> bytes:
+    file = _Limited()
+    cloudpickle.dump(value, file)
+    return file.getvalue()
+
+
+@contextlib.contextmanager
+def _by_value(cloudpickle: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """The module of a function of the user's own goes along as code: no image has it."""
+    module = inspect.getmodule(inspect.unwrap(function))
+    if module is None or module.__name__ == "__main__" or _is_installed(module):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_installed(module: ModuleType) -> bool:
+    paths = (*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib"))
+    file = getattr(module, "__file__", None)
+    return file is None or any(Path(path) in Path(file).parents for path in paths)
+
+
+def _culprits(cloudpickle: Any, function: Callable[..., Any], arguments: Sequence[Any]) -> str:
+    """The names of the variables and arguments that cannot be sent alone: ` (model, data)`."""
+    given: dict[str, Any] = {f"args[{i}]": value for i, value in enumerate(arguments)}
+    with contextlib.suppress(TypeError):
+        used = inspect.getclosurevars(function)
+        given |= {**used.globals, **used.nonlocals}
+    wrong = []
+    for name, value in given.items():
+        try:
+            _dumped(cloudpickle, value)
+        except Exception:  # noqa: PERF203 - what it is was said
+            wrong.append(name)
+    return f" ({', '.join(wrong[:_NAMED_MAX])}{', …' if len(wrong) > _NAMED_MAX else ''})" if wrong else ""

@@ -1,0 +1,391 @@
+"""A job as a Python object, on this machine or in a cluster."""
+
+from __future__ import annotations
+
+import abc
+import atexit
+import contextlib
+import html
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ddpjob_cli
+from ddpjob_cli.client import actions, jobs, log_findings, stacks, watch
+from ddpjob_cli.client.connection import Cluster
+from ddpjob_cli.client.errors import ClusterError
+from ddpjob_cli.client.logs import ClusterLogs, LogPart
+from ddpjob_cli.commands.cluster import say
+from ddpjob_cli.describe import ending, progress
+from ddpjob_cli.local.kept import run_logs, runs
+from ddpjob_cli.local.processes import stacks as local_stacks
+from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_cli.sdk import function
+from ddpjob_operator.job import api, wording
+from ddpjob_operator.job.status import TERMINAL
+
+if TYPE_CHECKING:
+    from ddpjob_cli.commands.logs import LogSource
+
+POLL_SECONDS = 0.1
+DELETE_SECONDS = 600.0
+ANSWER_LINES_MAX = 5000  # 1 MB are 450 lines; others may follow
+
+ALL = LogPart()
+
+_going: set[LocalJob] = set()
+
+
+class RankError(Exception):
+    """What a rank has failed of, as its log tells it: where its exception did not come back."""
+
+
+class JobFailedError(Exception):
+    """A job has failed, or was stopped for good. Its cause is the exception of the rank that failed first."""
+
+    def __init__(self, message: str, status: api.Status) -> None:
+        super().__init__(message)
+        self.status = status
+        """The status at its end."""
+
+
+class Job(abc.ABC):
+    """A job that was started; it goes on without this object."""
+
+    def __init__(self, name: str, sent: function.Sent | None) -> None:
+        self.name = name
+        """Its name in the cluster, or in `ddpjob list`."""
+        self._sent = sent
+
+    @property
+    @abc.abstractmethod
+    def status(self) -> api.Status:
+        """The status now, as docs/reference.md describes it: `state`, `message`, `progress.step`, `last_failure`.
+
+        Raises ClusterError where the cluster does not answer, or the job is gone.
+        """
+
+    @abc.abstractmethod
+    def suspend(self) -> None:
+        """Stop all ranks with their grace period to save; returns at once. Raises InputError where it has ended."""
+
+    @abc.abstractmethod
+    def resume(self) -> None:
+        """Start a suspended job again, as a new attempt. Raises InputError for a job that has ended."""
+
+    @abc.abstractmethod
+    def delete(self) -> None:
+        """Stop the job with its grace period, and remove it; returns when it is gone. Logs of this machine stay."""
+
+    @abc.abstractmethod
+    def stacks(self) -> list[str]:
+        """Where the ranks are, a text for each node; they go on. Raises InputError where nothing can be shown."""
+
+    def wait(self, timeout: float | None = None) -> api.Status:
+        """The status at the end of the job, which has Succeeded. What happens is said on stderr; a notebook also shows
+        a table.
+
+        timeout: seconds. Raises TimeoutError after it, JobFailedError, ClusterError. After KeyboardInterrupt the job
+        goes on.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        update = _in_notebook(self)
+        try:
+            for status in self._looks():
+                update()
+                if status.state in TERMINAL:
+                    break
+                if end is not None and time.monotonic() >= end:
+                    raise TimeoutError(f"{self.name} is {status.state or 'new'} after {wording.duration(timeout or 0)}")
+        except KeyboardInterrupt:
+            say(f"{self.name} goes on: wait() waits again, suspend() stops it, delete() ends it")
+            raise
+        if status.state != "Succeeded":
+            raise self._failed(status) from self._cause(status)
+        return status
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the function returned on rank 0, once the job has Succeeded; None of a script.
+
+        It is loaded with cloudpickle, which runs code of the job's: ask only a job that you trust. timeout and errors:
+        as of wait(), and UnsentError where it is larger than 1 MB, cannot be pickled, or is no longer there.
+        """
+        if self.status.state != "Succeeded":  # else its end was told
+            self.wait(timeout)
+        if self._sent is None:
+            return None
+        found = function.answers(self._sent.word, self._answer_lines(rank=0))
+        if ("value", 0) in found:
+            return function.loaded(found["value", 0])
+        why = found.get(("refused", 0), b"nothing that is still there").decode()
+        raise function.UnsentError(f"{self.name} returned {why}")
+
+    def logs(self, follow: bool = False, rank: int | None = None) -> Iterator[str]:
+        """The lines that the nodes have printed in the last attempt, each with [node:rank] before it where there are
+        several.
+
+        follow: until the job ends, through its restarts. rank: of the node of this rank alone; the ranks of a node
+        share a log. Raises InputError for a rank that is not there, ClusterError.
+        """
+        source = self._source()
+        wanted = None if rank is None else [source.node_of_rank(rank)]
+        attempt = (source.attempts() or [1])[-1]
+        nodes = source.nodes(attempt) if wanted is None else wanted
+        pieces = source.follow(attempt, wanted, later=True) if follow else source.read(attempt, nodes)
+        is_several = wanted is None and (follow or len(nodes) > 1)
+        for node, line in _lines(pieces):
+            if self._sent is None or self._sent.word not in line:
+                yield (source.prefix(node) if is_several else "") + line
+
+    @abc.abstractmethod
+    def _looks(self) -> Iterator[api.Status]:
+        """The status again and again, saying what happens."""
+
+    @abc.abstractmethod
+    def _source(self) -> LogSource:
+        """Its logs."""
+
+    @abc.abstractmethod
+    def _answer_lines(self, rank: int | None) -> Iterable[str]:
+        """The lines in which what this rank gives back is found, None: any rank."""
+
+    def _failed(self, status: api.Status) -> JobFailedError:
+        tail = status.last_failure.log_tail if status.last_failure else ""
+        text = f"{self.name} is {status.state or 'new'}: {status.message or status.reason}"
+        return JobFailedError(f"{text}\n{tail}".strip(), status)
+
+    def _cause(self, status: api.Status) -> BaseException | None:
+        """The exception of the rank that failed, else what the status tells of it."""
+        failure = status.last_failure
+        if failure is None:
+            return None
+        if self._sent is not None:
+            with contextlib.suppress(ClusterError, function.UnsentError):
+                found = function.answers(self._sent.word, self._answer_lines(failure.rank))
+                errors = {rank: data for (kind, rank), data in found.items() if kind == "error"}
+                rank = failure.rank if failure.rank in errors else min(errors, default=-1)
+                if rank in errors and isinstance(error := function.loaded(errors[rank]), BaseException):
+                    return error
+        where = f" at {failure.where}" if failure.where else ""
+        return RankError(f"rank {failure.rank}{where}: {failure.exception or failure.reason or failure.log_tail}")
+
+    def __repr__(self) -> str:
+        """Job(digits: Running, step 200/500)"""
+        return f"Job({self.name}: {', '.join(self._row())})"
+
+    def _row(self) -> list[str]:
+        try:
+            status = self.status
+        except (ClusterError, InputError) as error:
+            return [str(error)]
+        parts = [*progress.step_parts(status), *progress.pace_parts(status), *progress.restart_parts(status)]
+        return [text for text in (status.state or "new", "  ".join(parts), status.message) if text]
+
+    def _repr_html_(self) -> str:
+        """The row that a notebook shows."""
+        return f"<table><tr><td>{'</td><td>'.join(map(html.escape, (self.name, *self._row())))}</td></tr></table>"
+
+
+class LocalJob(Job):
+    """`ddpjob run` as a process of its own, which a Ctrl-C at this one does not reach."""
+
+    def __init__(self, words: Sequence[str], sent: function.Sent | None = None) -> None:
+        """Start it. words: those of `ddpjob run`. Raises InputError where nothing has begun."""
+        self._folder = tempfile.TemporaryDirectory(prefix="ddpjob-")
+        folder = Path(self._folder.name)
+        self._environ = {**os.environ}
+        if sent is not None:
+            sent.write(folder)
+            words = [*words, str(folder / function.SCRIPT)]
+            # What this process imports by name, a rank does too.
+            self._environ["PYTHONPATH"] = os.pathsep.join(os.path.abspath(path) for path in sys.path)
+        program = Path(ddpjob_cli.__file__).with_name("__main__.py")  # python -m would import from the working folder
+        self._argv = [sys.executable, str(program), "run", "--plain", *words]
+        self._said = 0
+        self._begin()
+        super().__init__(self._run.facts.job, sent)
+
+    def _begin(self) -> None:
+        with open(Path(self._folder.name) / "stderr", "ab") as stderr:
+            self._process = subprocess.Popen(
+                self._argv, env=self._environ, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr,
+                start_new_session=True,
+            )  # fmt: skip
+        _going.add(self)
+        atexit.unregister(_wait_for_all)
+        atexit.register(_wait_for_all)  # last, so that it comes before the folder is removed
+        try:
+            self._run = self._begun()
+        except BaseException:
+            self._stop()
+            raise
+
+    def _begun(self) -> runs.Run:
+        """The run, as soon as it has a folder, whose lock its process holds."""
+        while True:
+            is_over = self._process.poll() is not None
+            for path in _open_files(self._process.pid):
+                if path.name == "lock" and (run := runs.read(path.parent)):
+                    return run
+            if is_over:
+                raise InputError(self._new_text().strip() or f"ddpjob run ended with {self._process.returncode}")
+            time.sleep(POLL_SECONDS / 4)
+
+    @property
+    def status(self) -> api.Status:
+        return (runs.read(self._run.folder) or self._run).status
+
+    def suspend(self) -> None:
+        self._refuse_ended("suspended")
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
+    def resume(self) -> None:
+        self._refuse_ended("resumed")
+        if self._process.poll() is None and self.status.state not in ("Suspended",):
+            say(f"{self.name} is not suspended")
+            return
+        self.join()
+        self._begin()
+
+    def delete(self) -> None:
+        self._stop()
+        self._folder.cleanup()
+
+    def stacks(self) -> list[str]:
+        return local_stacks.of_run(runs.read(self._run.folder) or self._run)
+
+    def _looks(self) -> Iterator[api.Status]:
+        while True:
+            is_over = self._process.poll() is not None
+            status = self.status
+            if is_over or status.state in TERMINAL:
+                self.join()  # its last words follow the status
+            sys.stderr.write(self._new_text())
+            if is_over and status.state not in TERMINAL:
+                raise self._failed(status)
+            yield status
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(POLL_SECONDS)
+
+    def _source(self) -> LogSource:
+        return run_logs.LocalLogs(self._run)
+
+    def _answer_lines(self, rank: int | None) -> Iterable[str]:  # noqa: ARG002 - all ranks write into one file
+        path = Path(self._folder.name) / function.ANSWER
+        return path.read_text().splitlines() if path.exists() else ()
+
+    def _new_text(self) -> str:
+        """What it has said since the last time."""
+        path = Path(self._folder.name) / "stderr"
+        if not path.exists():
+            return ""
+        data = path.read_bytes()
+        text, self._said = data[self._said :].decode(errors="replace"), len(data)
+        return text
+
+    def join(self) -> None:
+        """Wait until its process has ended."""
+        self._process.wait()
+        _going.discard(self)
+
+    def _stop(self) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        self.join()
+
+    def _refuse_ended(self, what: str) -> None:
+        if (state := self.status.state) in TERMINAL:
+            raise InputError(f"{self.name} has {state} and cannot be {what}: run it again")
+
+
+class ClusterJob(Job):
+    """A DDPJob of a cluster."""
+
+    def __init__(
+        self, cluster: Cluster, stored: jobs.Stored, sent: function.Sent | None, chosen: Sequence[str]
+    ) -> None:
+        """chosen: kubectl's options for the cluster."""
+        super().__init__(stored.job.metadata.name, sent)
+        self._cluster, self._stored, self._chosen = cluster, stored, chosen
+
+    @property
+    def status(self) -> api.Status:
+        self._stored = jobs.again(self._cluster, self._stored)
+        return self._stored.job.status
+
+    def suspend(self) -> None:
+        actions.suspend(self._cluster, self.name, say)
+
+    def resume(self) -> None:
+        actions.resume(self._cluster, self.name, say)
+
+    def delete(self) -> None:
+        actions.delete(self._cluster, [self.name], wait=True, seconds=DELETE_SECONDS, say=say)
+
+    def stacks(self) -> list[str]:
+        return stacks.of_job(self._cluster, jobs.again(self._cluster, self._stored), self._chosen, None)
+
+    def _looks(self) -> Iterator[api.Status]:
+        lines = watch.StateLines(say)
+        for stored in watch.Watch(self._cluster, jobs.again(self._cluster, self._stored), say).states():
+            self._stored = stored
+            lines.see(stored)
+            if watch.ended(stored):
+                stored = log_findings.with_findings(self._cluster, stored)
+                say(ending.of_job(stored.job))
+            yield stored.job.status
+
+    def _source(self, part: LogPart = ALL) -> ClusterLogs:
+        return ClusterLogs(self._cluster, jobs.again(self._cluster, self._stored), say, part=part)
+
+    def _answer_lines(self, rank: int | None) -> Iterable[str]:
+        source = self._source(LogPart(tail=ANSWER_LINES_MAX))
+        attempt = (source.attempts() or [1])[-1]
+        nodes = source.nodes(attempt)
+        with contextlib.suppress(InputError):  # torchrun has numbered the nodes: any may have it
+            nodes = nodes if rank is None else [source.node_of_rank(rank)]
+        return [line for _, line in _lines(source.read(attempt, nodes))]
+
+
+def _lines(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
+    """Whole lines of each node; the last ones that have no end at the end."""
+    rest: dict[int, bytes] = {}
+    for node, piece in pieces:
+        *lines, rest[node] = (rest.get(node, b"") + piece).split(b"\n")
+        yield from ((node, line.decode(errors="replace")) for line in lines)
+    yield from ((node, line.decode(errors="replace")) for node, line in rest.items() if line)
+
+
+def _open_files(pid: int) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                yield Path(os.readlink(entry.path))
+
+
+def _in_notebook(job: Job) -> Any:
+    """What draws the job's row anew; nothing where this is no notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if getattr(shell, "kernel", None) is None:
+        return lambda: None
+    from IPython.display import display
+
+    handle = display(job, display_id=True)
+    return lambda: handle.update(job)
+
+
+def _wait_for_all() -> None:
+    """A program waits at its end for what it runs, as for processes of multiprocessing; Ctrl-C stops them."""
+    try:
+        for job in list(_going):
+            job.join()
+    except KeyboardInterrupt:
+        for job in list(_going):
+            job.delete()

@@ -1,0 +1,33 @@
+"""What changes how far the memory of a process has come: the table of `Mode`."""
+
+import typing
+
+import pytest
+
+from ddpjob.checkpoint.in_memory.mode import Event, Mode, after
+
+EVENTS: tuple[Event, ...] = typing.get_args(Event)
+
+
+def test_the_agent_waits_only_after_names_proof_and_room() -> None:
+    """A job would hang at each failure, or go on from a state that nothing has proved."""
+    before: dict[Mode, set[Event]] = {}
+    for mode in Mode:
+        for event in EVENTS:
+            if after(mode, event) is not mode:
+                before.setdefault(after(mode, event), set()).add(event)
+    assert before[Mode.READY] == {"reserved"}
+    assert before[Mode.PROVEN] == {"proven", "grown"}
+    assert before[Mode.PROVING] == {"named"}
+
+
+@pytest.mark.parametrize("mode", [Mode.EMPTY, Mode.PROVING, Mode.COPYING, Mode.OFF])
+def test_room_that_comes_late_promises_nothing(mode: Mode) -> None:
+    """The thread that reserves it does not know that the script has passed other objects meanwhile."""
+    assert after(mode, "reserved") is mode
+
+
+def test_what_is_refused_stays_refused_and_what_changes_is_copied_from_then_on() -> None:
+    """A state that is known to be wrong would be used after a restart."""
+    assert {after(Mode.OFF, event) for event in EVENTS} == {Mode.OFF}
+    assert {after(Mode.COPYING, event) for event in EVENTS} == {Mode.COPYING, Mode.OFF}

@@ -1,0 +1,138 @@
+"""What `Keeper` notes of the steps: their numbers, how often they are marked, and which optimizers make them."""
+
+import weakref
+from typing import Any
+
+from ddpjob.checkpoint.in_memory.kept import Kept, ReplacedError
+
+
+class Unmarked:
+    """Counts optimizer steps between two boundaries, to find out if the script marks each step.
+
+    Step numbers do not show that: scripts pass epochs or micro-batches, or skip numbers.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, int] = {}
+        self._is_first = True
+        self.are_unmarked = False
+        """True if an optimizer made several steps before the last boundary. Also true at the first boundary if `save`
+        made
+        it, because nothing is known yet. One of two optimizers may make several steps in each marked step; then copies
+        are made that are not needed, which does no harm.
+        """
+
+    def one_more(self, optimizer: Any) -> int:
+        """Count a step of this optimizer; return its steps since the last boundary."""
+        made = self._made[id(optimizer)] = self._made.get(id(optimizer), 0) + 1
+        return made
+
+    def boundary(self, *, saved: bool) -> None:
+        """saved: `save` made this boundary."""
+        if self._made:
+            self.are_unmarked = max(self._made.values()) > 1 or (self._is_first and saved)
+            self._made.clear()
+        self._is_first = False
+
+
+class Numbers:
+    """Checks that `should_stop` and `save` get the number of steps made so far, and the same number for one state."""
+
+    def __init__(self, began: int) -> None:
+        """began: the step that `load` returned."""
+        self._began = began
+        self._last: tuple[int, bool] | None = None  # step of the last boundary, and True if save() or keep() made it
+        self._marked: int | None = None  # step passed to should_stop since the last optimizer step
+        self.has_worked = False
+        """True if a backward pass or an optimizer step followed `load`."""
+        self._has_stepped = False
+
+    def step(self) -> None:
+        """Record that an optimizer that is kept makes a step."""
+        self._has_stepped, self.has_worked, self._marked = True, True, None
+
+    def problem(self, step: int, *, named: bool, is_kept: bool) -> str:
+        """Return what is wrong with the step number of this boundary, or "".
+
+        named: save() or keep() made the boundary. is_kept: its objects are known, so their backward passes are seen.
+        """
+        why = self._of_save(step) if named else self._of_mark(step, is_kept=is_kept)
+        if not named:
+            self._marked = step
+        self._last, self._has_stepped = (step, named), False
+        return why
+
+    def _of_save(self, step: int) -> str:
+        if self._marked not in (None, step):
+            return f"should_stop({self._marked}) and the state of step {step} that save() or keep() names are one"
+        if self._has_stepped and self._last == (step, False):
+            return f"should_stop({step}) was called before the step that save() or keep() calls {step}"
+        return ""
+
+    def _of_mark(self, step: int, *, is_kept: bool) -> str:
+        if self._last is not None:
+            is_other = self._has_stepped and self._last[0] == step
+            return f"an optimizer made a step between two boundaries that are both called {step}" if is_other else ""
+        if is_kept and step > self._began and not self.has_worked:
+            return f"should_stop({step}) is called before step {step} is made"
+        if step == self._began and self._has_stepped:
+            return f"should_stop({step}) is called after the step that follows step {step}"
+        return ""
+
+
+class Makers:
+    """Which optimizers make the steps between two boundaries."""
+
+    def __init__(self) -> None:
+        self._made: set[int] = set()  # ids of kept optimizers that have stepped since the last boundary
+        self._is_once = True  # none of them twice
+        self._others_make = False  # another one has stepped since then
+        self._has_made = False  # a kept one has ever stepped
+        self._has_mixed = False  # a backward pass followed a step of a kept optimizer
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # others that have stepped
+        self._first: int | None = None  # id of the one that made the first step
+        self._has_hooked = False  # a backward pass was seen since the last step
+
+    def step(self, kept: Kept | None, optimizer: Any) -> None:
+        """An optimizer makes a step."""
+        if kept is not None and not kept.has(optimizer):
+            self._others_make = True
+            return
+        self._is_once &= id(optimizer) not in self._made
+        self._made.add(id(optimizer))
+        self._has_made = kept is not None
+
+    def backward(self, *, has_stepped: bool) -> None:
+        """A backward pass has begun. has_stepped: after a step, and before the next boundary."""
+        self._has_hooked = True
+        self._has_mixed |= has_stepped and bool(self._made)
+
+    def boundary(self) -> bool:
+        """True if a backward pass followed the one step of a kept optimizer. Raises ReplacedError if none has made the
+        last step."""
+        made, others_make, is_mixed = self._made, self._others_make, self._has_mixed and self._is_once
+        self._made, self._is_once, self._others_make, self._has_mixed = set(), True, False, False
+        if others_make and not made and self._has_made:
+            raise ReplacedError("an optimizer makes the steps that save() was not given")
+        return is_mixed and bool(made)
+
+    def saw(self, optimizer: Any) -> None:
+        """It steps while nothing is kept."""
+        self._seen.add(optimizer)
+
+    def is_unknown(self, kept: Kept, optimizer: Any) -> bool:
+        """True the first time that this optimizer steps, if the script has not named it and it trains what is kept."""
+        if optimizer is None or kept.has(optimizer) or optimizer in self._seen:
+            return False
+        self._seen.add(optimizer)
+        return kept.trains_with(optimizer)
+
+    def first(self, optimizer: Any) -> None:
+        """It makes the first step after a boundary."""
+        self._first, self._has_hooked = id(optimizer), False
+
+    def again(self, optimizer: Any) -> bool:
+        """True if it is the one of the first step, and no backward pass has come since."""
+        is_again = self._first == id(optimizer) and not self._has_hooked
+        self._first, self._has_hooked = None if is_again else self._first, False
+        return is_again
