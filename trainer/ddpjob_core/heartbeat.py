@@ -25,3 +25,5 @@ PAGE_BYTES = 4096
 NOTICE = "=q"  # what a process writes into the notify pipe when it begins to train: its number
 # SIGRTMIN + 11: real-time, so that no script and no library has another use for it; sent only to who handles it.
 STACKS_SIGNAL = 45
+# To node 0's agent in a session of `ddpjob dev`: start all ranks again.
+RERUN_SIGNAL = 46

@@ -19,7 +19,7 @@ from ddpjob import own_files
 from ddpjob_core.failures import RESUMABLE_EXIT_CODE as RESUMABLE
 from ddpjob_core.failures import Failure
 from ddpjob_core.findings import NamedFinding
-from ddpjob_core.heartbeat import STACKS_SIGNAL
+from ddpjob_core.heartbeat import RERUN_SIGNAL, STACKS_SIGNAL
 from ddprun import processes
 from ddprun.core.leader_state import EndOrder
 from ddprun.environment import Life
@@ -52,6 +52,7 @@ class Group(Protocol):
     def stopped(self, failures: list[Failure], now: float, /) -> None: ...
     def finished(self, now: float, /) -> None: ...
     def termination_requested(self, now: float, /) -> None: ...
+    def rerun(self, now: float, /) -> None: ...
     def abandon(self) -> None: ...
     def stood(self, report: StallReport, now: float, /) -> None: ...
     def answered(self, report: StallReport, positions: Sequence[Position], now: float, /) -> None: ...
@@ -88,7 +89,10 @@ class Agent:
         self._fatal = _fatal() - set(self._numbers)
         # A request for stacks needs a signal that ends nothing, also if the user lets SIGQUIT end the job.
         self._for_stacks = {signal.SIGQUIT, STACKS_SIGNAL} - set(self._numbers)
-        self._signals = processes.listen_to_signals([*self._numbers, *self._fatal, *self._for_stacks])
+        leads = options.place == options.members.leader
+        self._for_reruns = {RERUN_SIGNAL} if options.dev and leads else set()
+        listened = (*self._numbers, *self._fatal, *self._for_stacks, *self._for_reruns)
+        self._signals = processes.listen_to_signals(listened)
         self._poller = select.poll()
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._server = server
@@ -176,6 +180,8 @@ class Agent:
                 self._terminate(number)
             elif number in self._for_stacks:
                 self.watching.ask_stacks(time.monotonic())
+            elif number in self._for_reruns:
+                self.group.rerun(time.monotonic())
             elif number in self._fatal:
                 # torchrun ends by it too, but the kernel alone would leave our folder behind.
                 handled = ",".join(self.options.signals)

@@ -61,13 +61,22 @@ def of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str,
         "ROLE_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": options.host,
         "MASTER_PORT": str(life.port),
-        "TORCHELASTIC_RESTART_COUNT": str(life.generation),
+        # A start by a save is no restart: a script that resumes after one would find another model's state.
+        "TORCHELASTIC_RESTART_COUNT": "0" if options.dev else str(life.generation),
         "TORCHELASTIC_MAX_RESTARTS": str(options.budget.application),
         "TORCHELASTIC_RUN_ID": options.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         **(_one_gpu(local_rank, environ) if options.virtual_local_rank else {}),
     }
+
+
+def give_terminal(own: dict[str, str], environ: Mapping[str, str]) -> str:
+    """The terminal for a rank that is debugged, else "". own: its variables; all other ranks skip `breakpoint()`."""
+    rank, _, device = environ.get("DDPJOB_TERMINAL", "").partition(" ")
+    if rank:
+        own["PYTHONBREAKPOINT"] = environ.get("PYTHONBREAKPOINT", "") if own["RANK"] == rank else "0"
+    return device if own["RANK"] == rank else ""
 
 
 def argv_of_rank(options: Options, life: Life, local_rank: int, environ: Mapping[str, str]) -> list[str]:

@@ -98,6 +98,9 @@ class Follower:
         if self._agent.settled:
             self._agent.end(self._agent.termination_code(), None)
 
+    def rerun(self, _now: float) -> None:
+        """Node 0 alone is asked for it."""
+
     def tick(self, now: float) -> None:
         if self._link is not None:
             self._keep_alive(now)

@@ -10,6 +10,8 @@ with one JSON object per line:
     server: {"pid": 4711}  or  {"error": "OSError: …"}
     agent:  {"spare": true}
     server: {"pid": 4712}  or  {"error": "OSError: …"}
+    agent:  {"changed": true}
+    server: {"changed": ["/app/model.py"]}
     agent:  {"learn": "/tmp/…/imports_0.json"}
 
 After the last one, a child imports what the ranks have imported (`learned.py`) and answers on FD2:
@@ -86,6 +88,9 @@ def served(
     spares = Spares(prepared.wait)
     for line in lines:
         asked = json.loads(line)
+        if "changed" in asked:
+            say(agent, {"changed": prepared.imported.changed()})
+            continue
         if "learn" in asked:
             if later is not None and learns(asked["learn"], agent_pid, prepared, later):
                 spares.close()
@@ -217,6 +222,7 @@ class Prepared:
         self._read: set[str] = set()
         prepare_groups()
         write_whole_lines()
+        self.imported: Any = None  # in a session of `ddpjob dev`
         self.hide_torch(read)
         # The kernel reaps ended children: waiting for one takes as long as forking it.
         self._ended = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -224,6 +230,11 @@ class Prepared:
     def hide_torch(self, read: set[str]) -> None:
         """Hide torch's modules. read: variables that imports have read since the last call."""
         self._read |= read
+        if "DDPJOB_DEV" in os.environ:
+            from ddprun.changed import ImportedFiles
+
+            self.imported = self.imported or ImportedFiles()
+            self.imported.add(list(sys.modules.values()))
         if self.torch is not None:
             with contextlib.suppress(ImportError):
                 from ddprun import late_environment
@@ -395,6 +406,11 @@ def become(order: dict[str, Any], run: dict[str, Any], prepared: Prepared) -> Ca
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
             os.dup2(file, descriptor)
             os.close(file)
+    if run.get("terminal"):
+        terminal = os.open(run["terminal"], os.O_RDWR | os.O_NOCTTY)
+        for descriptor in (0, 1):
+            os.dup2(terminal, descriptor)
+        os.close(terminal)
     write_down_crashes(run["crash"])
     if (rank_end := sys.modules.get("ddpjob.reporting.rank_end")) is not None:
         rank_end.begin(run["end"])

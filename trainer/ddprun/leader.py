@@ -14,7 +14,7 @@ from ddpjob_core.failures import Failure
 from ddpjob_core.findings import NamedFinding
 from ddprun import ports
 from ddprun.core import deadlock
-from ddprun.core.leader_state import Ask, Ended, EndOrder, LeaderState, Over, StartOrder, Stop
+from ddprun.core.leader_state import STANDS, Ask, Ended, EndOrder, LeaderState, Over, Stand, StartOrder, Stop
 from ddprun.core.stall_monitor import StallReport
 from ddprun.core.stall_rules import Position
 from ddprun.environment import Life
@@ -48,6 +48,7 @@ class Leader:
             has_operator=options.has_operator,
             preflight=options.preflight,
             furthest_step=options.furthest_step,
+            dev=options.dev,
         )
         self._posting = Posting(agent)
         self._listener: socket.socket | None = None
@@ -106,6 +107,9 @@ class Leader:
     def termination_requested(self, now: float) -> None:
         self._lead.termination_requested(self._options.place, now)
 
+    def rerun(self, now: float) -> None:
+        self._lead.rerun(now)
+
     def tick(self, now: float) -> None:
         """Carry out the leader's orders, and what is due."""
         self._lead.tick(now)
@@ -125,6 +129,8 @@ class Leader:
                 self._agent.watching.others_have_ended()
             elif isinstance(order, EndOrder):
                 self._end(order)
+            elif isinstance(order, Stand):
+                self._stand(order)
             else:
                 say(order.why)
                 self._go(self._agent.termination_code())
@@ -199,6 +205,11 @@ class Leader:
             say(finding.message)
         self._agent.end(self._agent.own_code(order), order.failure, ended=True, account=account, findings=findings)
         self._posting.finish(self._post())
+
+    def _stand(self, order: Stand) -> None:
+        for finding in self._findings() if order.succeeded else ():
+            say(finding.message)
+        say(STANDS + order.why)
 
     def _findings(self) -> list[NamedFinding]:
         from ddprun.core import rank_ends

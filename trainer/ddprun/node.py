@@ -69,7 +69,7 @@ class LocalRanks:
         self._kills = Kills()
         self.beats: Heartbeats | None = None  # of this generation
         self._saved_before = 0  # of earlier generations
-        self.memory = created(options.nproc)
+        self.memory = None if options.dev else created(options.nproc)  # the next ranks may run other code
         self._asked_at: float | None = None  # when ranks were asked to write their state, which precedes the signal
         self._then: tuple[int, float] = (0, 0.0)  # that signal and its grace
         self.failures: list[Failure] = []  # of this generation, in order; without ranks that were stopped
@@ -166,6 +166,8 @@ class LocalRanks:
             self._has_not_started(0, error)
             return
         self._waiting = True
+        if self._options.dev and self._server is not None and (why := self._server.look_for_changes()):
+            say(f"no fork server: {why}; every rank is a new process")
         self.advance()
 
     def advance(self) -> None:
@@ -426,6 +428,7 @@ class LocalRanks:
             }
             if self._life.preflight:
                 run |= {"run": "module", "argv": [environment.PREFLIGHT]}
+            run |= {"terminal": environment.give_terminal(own, self._environ)}
             return self._server.start({**run, "stdout": files.stdout, "stderr": files.stderr})
         argv = environment.argv_of_rank(self._options, self._life, local_rank, self._environ)
         own["DDPJOB_END"] = files.end

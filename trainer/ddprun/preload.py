@@ -107,6 +107,23 @@ class ForkServer:
         self.spares.discard(int(answer["pid"]))
         return int(answer["pid"])
 
+    def look_for_changes(self) -> str:
+        """Give up if a module that it has imported has changed, and return why: ranks would run the old one."""
+        if not self.ready:
+            return ""
+        try:
+            self._send({"changed": True})
+            if self._forks_spare:
+                self._add_spare(self._answer())
+            changed = self._answer().get("changed")
+        except OSError:  # `start` says why
+            return ""
+        if not changed:
+            return ""
+        why = f"{', '.join(changed)} changed after the import"
+        self.give_up(why)
+        return why
+
     def fork_spares(self, number: int) -> None:
         """Fork so many spares for the next generation, one by one; 0: fork no more. `hear` reads their pids."""
         self._spares_left = number - len(self.spares)

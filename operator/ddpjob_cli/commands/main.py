@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ddpjob_cli.commands import cluster, convert, runs, script_words, sections, shell, submit
+from ddpjob_cli.commands import cluster, convert, dev, runs, script_words, sections, shell, submit
 from ddpjob_cli.commands.output import answer
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpjob_cli.local.run import RunOptions
     from ddpjob_cli.manifest.yamlfile import Document
     from ddpjob_operator.job import api
 
@@ -100,6 +99,7 @@ def run(
     Exit codes: 0 succeeded, 1 failed, 2 wrong input, 130 interrupted.
     """
     from ddpjob_cli.commands import check_files, launchers, sources
+    from ddpjob_cli.commands.start import start
     from ddpjob_cli.local.processes import faults, gpus
     from ddpjob_cli.local.run import RunOptions
 
@@ -234,28 +234,8 @@ def crd() -> int:
     return answer(to_yaml())
 
 
-for command in (submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shell.COMMANDS, convert.convert):
+for command in (dev.dev, submit.submit, *cluster.COMMANDS, *runs.COMMANDS, *shell.COMMANDS, convert.convert):
     cli.add_command(command)
-
-
-def start(
-    document: Document, job: api.DDPJob, options: RunOptions, *, checked: bool, notebook: str | None = None
-) -> int:
-    """Check the job's script, and run it. notebook: the file of which the script was made."""
-    from ddpjob_cli.commands import check_files
-    from ddpjob_cli.local.run import run as run_locally
-    from ddprun import own_children
-
-    if checked:
-        lines, is_refused = check_files.before_run(
-            document, job, cpu=options.cpu, read_instead=notebook, given=os.environ
-        )
-        for line in lines:
-            cluster.say(line)
-        if is_refused:
-            return 2
-    own_children.stand_apart()
-    return run_locally(document, job, options)
 
 
 def print_objects(job: api.DDPJob, cpu: bool) -> int:

@@ -12,7 +12,7 @@ import click
 F = TypeVar("F", bound=Callable[..., Any])
 
 SECTIONS = (
-    ("On this machine", "run init check list logs stacks report".split()),
+    ("On this machine", "run dev init check list logs stacks report".split()),
     ("In a cluster", "submit get describe logs events top wait suspend resume restart scale delete".split()),
 )
 OTHERS = "More"

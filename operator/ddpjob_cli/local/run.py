@@ -43,6 +43,7 @@ from ddprun.core import idle
 
 if TYPE_CHECKING:
     from ddpjob_cli.local.kept.metrics_file import MetricsFile
+    from ddpjob_cli.local.session import DevSession
 
 SUCCEEDED, FAILED, INTERRUPTED = 0, 1, 130
 WAIT_SECONDS_MAX = 3600.0  # the kernel's own limit is 24.8 days, which a deadline of a month is beyond
@@ -77,6 +78,8 @@ class RunOptions:
     """The rank that gets the terminal."""
     defaults: str = ""
     """What the title says about numbers that nobody gave."""
+    session: DevSession | None = None
+    """That of `ddpjob dev`."""
 
 
 def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
@@ -250,10 +253,15 @@ class Runner:
         self._signals[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop_key)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self.screen.start()
+        if self.options.session is not None:
+            for sentence in self.options.session.begin(self._wake):
+                self.screen.note(sentence)
         return self
 
     def __exit__(self, *_: object) -> None:
         """End everything; the logs and the status stay."""
+        if self.options.session is not None:
+            self.options.session.close()
         self.screen.close()
         self.cluster.close()
         self._receiver.stop()
@@ -275,6 +283,7 @@ class Runner:
 
     def _until_done(self) -> None:
         while True:
+            self._follow_session()
             self._begin_stop()
             self._inject_faults()
             wait = self._reconcile()
@@ -328,6 +337,7 @@ class Runner:
             self._next_fault(),
             self.teller.due_in(),
             self._idle_in(),
+            None if self.options.session is None or self._stop_reasons else self.options.session.due_in(),
         )
         limits = [s for s in waits if s is not None]
         for key, _ in self.cluster.selector.select(min([WAIT_SECONDS_MAX, *limits])):
@@ -378,6 +388,8 @@ class Runner:
 
     def _show(self, pod: LocalPod, lines: list[str]) -> None:
         self._note_once(pod.log.error)
+        if self.options.session is not None:
+            lines = self.options.session.printed(pod, lines)
         self.teller.printed(pod, lines)
 
     def _print(self, pod: LocalPod, lines: list[str]) -> None:
@@ -401,9 +413,26 @@ class Runner:
         if why := topology.not_its_rank(self.job.spec, report.rank, None):
             return why
         self._received.append(report)
+        self._wake()
+        return None
+
+    def _wake(self) -> None:
+        """Called by other threads."""
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake_write, b"r")
-        return None
+
+    def _follow_session(self) -> None:
+        """Start the ranks again after a save, and tell how they have ended."""
+        if self.options.session is None or self._stop_reasons:
+            return
+        found = self.options.session.look(list(self.cluster.pods.values()))
+        if found.stood:
+            with self.screen.nobody_types():
+                self.teller.explain(found.failure, doubtful=False)
+        for sentence in found.notes:
+            self.screen.note(sentence)
+        if found.stop:
+            self._stop_reasons.append(found.stop)
 
     def _pause(self) -> None:
         """Stop as Ctrl-Z wants it, with the terminal as the shell expects it; returns when the process goes on."""
@@ -511,7 +540,7 @@ class Runner:
             self.screen.note(ending.succeeded(name, status, took))
             return FAILED if missed else SUCCEEDED  # what was to be tested was not
         if status.state == "Suspended":
-            self.screen.note(told.stopped(name, status, took, self._stopped.values()))
+            self.screen.note(told.stopped(name, status, took, () if self.options.session else self._stopped.values()))
             return INTERRUPTED
         self.screen.note(ending.failed(name, status, took))
         return FAILED

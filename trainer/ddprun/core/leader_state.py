@@ -9,6 +9,7 @@ rules as any other.
                 ranks first report their positions; after a mistake in the script, ranks of the other nodes get a
                 moment to make the same one
     pausing     the back-off
+    standing    in a session of `ddpjob dev`: all ranks have ended, and the next save starts them again
     over
 
 An operator, if there is one, replaces a lost pod and charges for it. Restarts without a new pod are charged here.
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 Ended = tuple[int, int]
 """A rank that ended with 0 before it was stopped, and its last step."""
-State = Literal["gathering", "running", "stopping", "pausing", "over"]
+State = Literal["gathering", "running", "stopping", "pausing", "standing", "over"]
 
 
 class StartOrder(NamedTuple):
@@ -88,12 +89,21 @@ class EndOrder(NamedTuple):
     why: str
 
 
+class Stand(NamedTuple):
+    """To node 0 alone: no rank runs, and the next `rerun` starts them all again."""
+
+    why: str
+    succeeded: bool
+
+
 class Leave(NamedTuple):
     """Order node 0's agent alone to end: its termination was requested, and the others wait for its replacement."""
 
     why: str
 
 
+ALL_SUCCEEDED = "all ranks have ended with 0"
+STANDS = "stands: "  # begins what node 0 prints of a `Stand`; `ddpjob dev` reads it
 REPEATS = "the same error would come again: not restarted"
 # A missing key means that a budget is spent.
 NOT_RESTARTED: dict[str, str] = {
@@ -105,7 +115,7 @@ CHARGED_MAX = 5
 ANSWER_SECONDS = 3.0  # an agent needs about one
 SAME_MISTAKE_SECONDS = 3.0  # ranks that start together reach the same line within a second
 PREFLIGHT_SECONDS = 120.0  # it takes some seconds, plus its imports
-Order = StartOrder | Stop | Ask | Over | EndOrder | Leave
+Order = StartOrder | Stop | Ask | Over | EndOrder | Stand | Leave
 
 
 class LeaderState:
@@ -122,8 +132,11 @@ class LeaderState:
         has_operator: bool = False,
         preflight: bool = False,
         furthest_step: int = 0,
+        dev: bool = False,
     ) -> None:
         self.state: State = "gathering"
+        self._dev = dev
+        self._reruns = False  # whether ranks are stopped to be started again at once
         self.generation = -1
         self.orders: list[Order] = []
         self.furthest_step = furthest_step  # of all ranks, generations and earlier attempts
@@ -252,12 +265,27 @@ class LeaderState:
                 self.deadline = now + wait
             if len(self._finished) == len(self.members) and self._checking:
                 self._go_on_after_check("", now)
+            elif len(self._finished) == len(self.members) and self._dev:
+                self._stand(ALL_SUCCEEDED, now, succeeded=True)
             elif len(self._finished) == len(self.members):
                 self._end(0, None, "all ranks have ended", now)
             elif len(self._finished) == 1:
                 self.orders.append(Over(self.generation))
         else:
             self._ask_no_more()  # no rank is left that could answer
+            self._await_no_more()
+
+    def rerun(self, now: float) -> None:
+        """Start all ranks again, for what their files hold now. Nothing is charged, and there is no back-off."""
+        if self._checking or self.state not in ("running", "stopping", "standing"):
+            return  # the ranks have not started, and will read the files as they are then
+        self._reruns = True
+        if self.state == "standing":
+            self._settle_if_all_have_stopped(now)
+        elif self.state == "running":
+            self._stop([], now)
+        else:
+            self._ask_no_more()
             self._await_no_more()
 
     def reached(self, step: int) -> None:
@@ -292,7 +320,7 @@ class LeaderState:
     def termination_requested(self, node: int, now: float) -> None:
         """Take a requested termination: the node leaves once its ranks have ended; without an operator the job ends."""
         self._terminations.request(node)
-        if self.state in ("gathering", "pausing"):
+        if self.state in ("gathering", "pausing", "standing"):
             if self._terminations.include_leader:
                 self._leave(now)
             else:
@@ -383,6 +411,7 @@ class LeaderState:
             self.generation += 1
         self._finished, self._failures = set(), []
         self._ended, self._unable, self._raised, self._awaited = [], set(), {}, None
+        self._reruns = False
         self._lost_pods = {}
         self._terminations.begin_generation()
         self._standstill, self._question, self._waited_for = Standstill(), TimeoutQuestion(), None
@@ -443,6 +472,9 @@ class LeaderState:
         leaving, leader = self._terminations.leaving, self.members.leader
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
+        if self._reruns:
+            self.said = "files were saved"
+            return self._pause(0, now)
         assert self._failures, "a generation is stopped for a failure"
         # Last: a rank that failed by itself is a better cause. If a rank ended with 0, it made fewer steps, which is
         # the cause.
@@ -468,6 +500,8 @@ class LeaderState:
     def _charge(self, failure: Failure, now: float) -> None:
         if self._checking and not failure.vanished:
             return self._settle_check(failure, now)
+        if self._dev:
+            return self._stand(describe(failure), now)
         failure, verdict = self._judge(failure, now)
         if isinstance(verdict, str):
             # A rank that ended too early has code 0, which would count as success.
@@ -561,6 +595,11 @@ class LeaderState:
         if self.furthest_step or self.generation > 0:
             return "application"
         return "permanent" if len(self._unable) == len(self.members) or not self._has_operator else "infrastructure"
+
+    def _stand(self, why: str, now: float, *, succeeded: bool = False) -> None:
+        self._here -= self._terminations.leaving
+        self._enter("standing", now, None)
+        self.orders.append(Stand(why, succeeded))
 
     def _end(self, code: int, failure: Failure | None, why: str, now: float) -> None:
         self._enter("over", now, None)

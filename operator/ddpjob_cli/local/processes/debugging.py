@@ -21,6 +21,8 @@ from ddpjob_operator.job import api, command, launcher, topology, wording
 
 PROGRAM = "pdb-python"
 PYTHON_EXEC = "PYTHON_EXEC"
+TERMINAL = "DDPJOB_TERMINAL"
+"""A rank, and the device that ddprun gives to it."""
 
 
 def terminal(rank: int, job: api.DDPJob, groups: Collection[int]) -> pod_process.Terminal:
@@ -73,7 +75,9 @@ def attach(process: pod_process.ProcessSpec, to: pod_process.Terminal, folder: P
         process.argv = [str(program), *argv[1:]]
         return
     process.env[PYTHON_EXEC] = str(program)
-    if argv[begin - 1] == "ddprun" or os.path.basename(argv[begin - 1]) == "ddprun":
+    if "DDPJOB_DEV" in process.env:
+        process.env[TERMINAL] = f"{to.rank} {to.device}"
+    elif argv[begin - 1] == "ddprun" or os.path.basename(argv[begin - 1]) == "ddprun":
         argv.insert(begin, "--no-preload")  # otherwise a rank is forked, and becomes no program
 
 

@@ -107,6 +107,11 @@ class PlainScreen:
             return None
         return max(0.0, self._next - time.monotonic())
 
+    @contextlib.contextmanager
+    def nobody_types(self) -> Iterator[None]:
+        """Within, no rank has the terminal."""
+        yield
+
     def pause(self) -> None:
         """The process is about to be stopped (Ctrl-Z)."""
         self.note("stopped; the training goes on until it has filled its output: fg shows it again, bg lets it run")
@@ -120,6 +125,13 @@ class DebuggerScreen(PlainScreen):
     the run has ended."""
 
     has_ended = False
+
+    @contextlib.contextmanager
+    def nobody_types(self) -> Iterator[None]:
+        """Within, the nodes' output is shown as well."""
+        self.has_ended = True
+        yield
+        self.has_ended = False
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
         """Show lines that a node printed, once nobody types any more."""

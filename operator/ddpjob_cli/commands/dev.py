@@ -1,0 +1,122 @@
+"""`ddpjob dev`: a script on this machine whose ranks start again at each save."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from ddpjob_cli.commands import script_words
+from ddpjob_cli.commands.cluster import Seconds, say
+
+if TYPE_CHECKING:
+    from ddpjob_cli.local.session import DevSession
+    from ddpjob_operator.job import api
+
+IDLE_SECONDS = 1800.0
+
+
+@click.command(
+    cls=script_words.ScriptCommand,
+    context_settings=script_words.SETTINGS,
+    short_help="Run a script again at each save.",
+    epilog="Example: ddpjob dev --nodes 2 train.py --epochs 5",
+)
+@click.argument("file", required=False, type=click.Path(dir_okay=False))
+@click.argument("arguments", metavar="[ARGS...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("-m", "--module", metavar="NAME", help="A module in place of a file.")
+@click.option("--nodes", metavar="N", help="Nodes.  [1]")
+@click.option("--nproc-per-node", "nproc", metavar="N", help="Processes on each node.  [1]")
+@click.option("--set", "settings", metavar="PATH=VALUE", multiple=True, help="Set a field, as in ddpjob run.")
+@click.option("--env", "variables", metavar="NAME[=VALUE]", multiple=True, help="Set a variable of the trainer.")
+@click.option("--cpu", is_flag=True, help="Train on the CPU with gloo, not on GPUs.")
+@click.option("--pdb", metavar="RANK", type=int, help="This rank has the terminal: breakpoint() works in it.")
+@click.option(
+    "--idle", type=Seconds(), metavar="TIME", default=IDLE_SECONDS,
+    help="End after so long without a save or a line of output; 0: never.  [30m]",
+)  # fmt: skip
+@click.option("--no-check", is_flag=True, help="Start even if `ddpjob check` finds errors.")
+def dev(
+    file: str | None,
+    arguments: tuple[str, ...],
+    module: str | None,
+    nodes: str | None,
+    nproc: str | None,
+    settings: tuple[str, ...],
+    variables: tuple[str, ...],
+    cpu: bool,
+    pdb: int | None,
+    idle: float,
+    no_check: bool,
+) -> int:
+    """Run a script here, and start all its ranks again at each save, without importing torch again.
+
+    \b
+    A failure, a syntax error and the end of the script leave the nodes standing until the next save.
+    Enter starts the ranks again, Ctrl-C ends. What counts as a save: docs/debugging.md.
+    Exit codes: 130 ended by Ctrl-C or --idle, 1 the nodes failed, 2 wrong input.
+    """
+    from ddpjob_cli.commands import kinds, launchers, sources
+    from ddpjob_cli.commands.start import start
+    from ddpjob_cli.local.processes import gpus
+    from ddpjob_cli.local.run import RunOptions
+    from ddpjob_cli.local.session import VARIABLE
+    from ddpjob_cli.manifest.yamlfile import InputError
+
+    if module is not None:
+        file, arguments = None, (*([] if file is None else [file]), *arguments)
+    if (file is None) == (module is None):
+        raise click.UsageError("name a script, or -m MODULE")
+    if file is not None and kinds.of(file) != "script":
+        raise InputError(f"{file}: not a Python script; ddpjob dev takes a script, or -m MODULE")
+    devices = len(gpus.visible())
+    source = sources.Source(
+        file,
+        module,
+        nodes=nodes,
+        nproc=sources.processes(nproc, devices),
+        settings=settings,
+        variables=(*variables, f"{VARIABLE}=1"),
+        arguments=arguments,
+        gpus=bool(devices),
+    )
+    source, why = sources.with_launcher(source, None, lambda: launchers.missing_here(os.environ))
+    if source.launcher != launchers.DDPRUN:
+        own = "the script starts the processes of its node by itself"
+        raise InputError(f"{file or module}: ddpjob dev needs ddprun, but {why or own}; ddpjob run takes it")
+    document, job = sources.load(source)
+    options = RunOptions(
+        cpu=cpu,
+        plain=True,
+        process_group=os.getpgrp(),
+        pdb=pdb,
+        defaults=sources.defaults(source, job, 0 if cpu else devices),
+        session=_session(document.source, job, arguments, idle, has_debugger=pdb is not None),
+    )
+    if warning := sources.warn_of_size(job, allowed=False):
+        say(warning)
+    return start(document, _patient(job), options, checked=not no_check)
+
+
+def _patient(job: api.DDPJob) -> api.DDPJob:
+    """Return the job without a restart for ranks that make no step: those that have ended make none until the next
+    save. A deadlock is named nevertheless."""
+    from msgspec.structs import replace
+
+    from ddpjob_operator.job import api, bounds
+
+    return replace(job, spec=replace(job.spec, stall=api.Stall(timeout_seconds=bounds.SECONDS_MAX)))
+
+
+def _session(
+    source: str, job: api.DDPJob, arguments: tuple[str, ...], idle: float, *, has_debugger: bool
+) -> DevSession:
+    from ddpjob_cli.local import script, session
+    from ddpjob_cli.local.processes.saves import SavedFiles
+
+    found = script.find(source, job)
+    folders = [os.getcwd(), *([] if found is None else [str(found.parent)])]
+    values = [word.partition("=")[2] if word.startswith("-") else word for word in arguments]
+    files = SavedFiles(folders, [*values, *([] if found is None else [str(found)])])
+    return session.DevSession(files, idle, has_keyboard=session.has_keyboard() and not has_debugger)

@@ -1,0 +1,33 @@
+"""What `ddpjob run` and `ddpjob dev` do once they know the job: check its script, and run it on this machine."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from ddpjob_cli.commands.cluster import say
+
+if TYPE_CHECKING:
+    from ddpjob_cli.local.run import RunOptions
+    from ddpjob_cli.manifest.yamlfile import Document
+    from ddpjob_operator.job import api
+
+
+def start(
+    document: Document, job: api.DDPJob, options: RunOptions, *, checked: bool, notebook: str | None = None
+) -> int:
+    """Check the job's script, and run it. notebook: the file of which the script was made."""
+    from ddpjob_cli.commands import check_files
+    from ddpjob_cli.local.run import run
+    from ddprun import own_children
+
+    if checked:
+        lines, is_refused = check_files.before_run(
+            document, job, cpu=options.cpu, read_instead=notebook, given=os.environ
+        )
+        for line in lines:
+            say(line)
+        if is_refused:
+            return 2
+    own_children.stand_apart()
+    return run(document, job, options)

@@ -1,0 +1,144 @@
+"""Which source files were saved: `ddpjob dev` starts the ranks again then.
+
+The files are polled. inotify would need a watch for each folder, has none on network file systems, and would save some
+20 ms of a restart; the package watchfiles waits longer than that for more changes, unless its defaults are changed.
+
+A training writes files too, and must not restart itself:
+
+- A file counts if its text has changed, so a script that copies its configuration into a folder restarts nothing.
+- A file that appears while ranks run counts from their next start on: it may be their own, as the copies of the code
+  that some loggers make. Nothing imports it before another file changes.
+- Of other kinds than Python only the files below, so not a metrics.json; and never what is in a hidden folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+import time
+from collections.abc import Iterable, Iterator
+
+PYTHON = ".py"
+CONFIGURATIONS = (".yaml", ".yml", ".toml")
+NAMED = (PYTHON, *CONFIGURATIONS, ".json", ".cfg", ".ini")
+"""Kinds of files that count if an argument of the script names them."""
+FOLDERS_MAX = 1000
+ENTRIES_MAX = 5000
+"""Of one folder; one with more holds data."""
+DEEP_MAX = 12
+TEXT_BYTES_MAX = 1 << 20
+"""Larger files are not read: their size and time count."""
+QUIET_SECONDS = 0.04
+"""Without a further change, until it counts: an editor writes a file in several steps, `git checkout` many files."""
+STORM_SECONDS = 1.0
+"""After the first of many changes, whatever still changes."""
+_SKIPPED = frozenset("__pycache__ node_modules site-packages venv wandb mlruns lightning_logs".split())
+State = tuple[int, int, int, bytes]
+_GONE: State = (0, 0, 0, b"")
+
+
+class SavedFiles:
+    """The source files in some folders and below, and others by their names."""
+
+    def __init__(self, folders: Iterable[str], named: Iterable[str] = ()) -> None:
+        self._named = [os.path.abspath(path) for path in named if path.endswith(NAMED)]
+        self._roots = list(dict.fromkeys(map(os.path.realpath, folders)))
+        self._told: dict[str, bytes] = {}  # the texts that the ranks have; b"": there is no such file
+        self._seen: dict[str, State] = {}
+        self._configurations: set[str] | None = None
+        self._since: float | None = None  # when the first of the changes was seen that are not told yet
+        self._moved_at = 0.0
+        self.is_cut = False
+        """True if there are more folders than are watched."""
+        self.adopt()
+        self._configurations = {path for path in self._seen if not path.endswith(PYTHON)}
+
+    def adopt(self) -> None:
+        """Take in the files that have appeared, without telling of them."""
+        for path in self._found():
+            if path not in self._seen:
+                self._seen[path] = _state(path, _GONE)
+                self._told[path] = self._seen[path][-1]
+
+    def poll(self, now: float, *, also_new: bool = False) -> set[str]:
+        """Return the files whose text has changed, once nothing more changes. also_new: and those that have
+        appeared."""
+        if also_new:
+            new = [path for path in self._found() if path not in self._seen]
+            self._seen |= dict.fromkeys(new, _GONE)
+            self._told |= dict.fromkeys(new, b"")
+        seen = {path: _state(path, before) for path, before in self._seen.items()}
+        moves, self._seen = seen != self._seen, seen
+        changed = {path for path, state in seen.items() if state[-1] != self._told[path]}
+        self._moved_at = now if moves else self._moved_at
+        self._since = (self._since or now) if changed else None
+        if self._since is None or now < min(self._moved_at + QUIET_SECONDS, self._since + STORM_SECONDS):
+            return set()
+        self._told |= {path: seen[path][-1] for path in changed}
+        self._since = None
+        return changed
+
+    def _found(self) -> Iterator[str]:
+        yield from filter(os.path.isfile, self._named)
+        for root in self._roots:
+            yield from self._below(root)
+
+    def _below(self, root: str) -> Iterator[str]:
+        is_home = root in ("/", os.path.realpath(os.path.expanduser("~")))
+        left, number = [(root, 0)], 0
+        while left:
+            folder, depth = left.pop(0)
+            number += 1
+            if number > FOLDERS_MAX:
+                self.is_cut = True
+                return
+            folders, files = _entries(folder)
+            yield from (path for path in files if self._counts(path))
+            if depth < DEEP_MAX and not is_home:
+                left += [(path, depth + 1) for path in folders]
+
+    def _counts(self, path: str) -> bool:
+        if path.endswith(PYTHON):
+            return True
+        return path.endswith(CONFIGURATIONS) and (self._configurations is None or path in self._configurations)
+
+
+def _entries(folder: str) -> tuple[list[str], list[str]]:
+    """The folders and the files in it. Links to folders are not followed: they may lead in a circle."""
+    folders: list[str] = []
+    files: list[str] = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for number, entry in enumerate(entries):
+            if number > ENTRIES_MAX:
+                return [], [path for path in files if path.endswith(PYTHON)]
+            if entry.name.startswith("."):
+                continue
+            if not entry.is_dir():
+                files.append(entry.path)
+            elif not (entry.is_symlink() or entry.name in _SKIPPED or os.path.exists(f"{entry.path}/pyvenv.cfg")):
+                folders.append(entry.path)
+    return folders, files
+
+
+def _state(path: str, known: State) -> State:
+    """How it looks, and at the end what identifies its text. A file that looks as before is not read again."""
+    try:
+        found = os.stat(path)
+        looks = found.st_mtime_ns, found.st_size, found.st_ino
+        if known[:3] == looks:
+            return known
+        if not stat.S_ISREG(found.st_mode):
+            return _GONE
+        if found.st_size > TEXT_BYTES_MAX:
+            return (*looks, repr(looks).encode())
+        with open(path, "rb") as file:
+            return (*looks, hashlib.sha256(file.read(TEXT_BYTES_MAX + 1)).digest())
+    except OSError:
+        return _GONE
+
+
+def pause_after(began: float) -> float:
+    """Seconds until the next poll, after one that began then: many files take at most 5 % of a CPU."""
+    return max(0.03, 20 * (time.monotonic() - began))

@@ -1,0 +1,171 @@
+"""The session of `ddpjob dev`: a save or Enter starts the ranks of a local run again, and nobody's absence ends it.
+
+A thread polls the files and the keyboard, and wakes the run, which calls `look`. The request is a signal to node 0's
+agent, which starts a new generation and charges it to nothing.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime as dt
+import os
+import re
+import sys
+import termios
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from ddpjob_cli.local.processes import saves
+from ddpjob_cli.local.processes.cluster import LocalPod
+from ddpjob_core.heartbeat import RERUN_SIGNAL
+from ddpjob_operator.job import api, wording
+from ddprun import processes
+from ddprun.core.leader_state import ALL_SUCCEEDED, STANDS
+
+VARIABLE = "DDPJOB_DEV"
+NAMES_MAX = 3
+_STANDS = f"ddprun: {STANDS}"
+_EXCEPTION = re.compile(r" \((.+)\)$")
+
+
+@dataclass
+class Found:
+    """What a session has to tell the run."""
+
+    notes: list[str] = field(default_factory=list)
+    stood: bool = False
+    """True if the ranks of all nodes have ended."""
+    failure: api.JobFailure | None = None
+    """The failure that has ended them; its traceback is shown once."""
+    stop: str = ""
+    """Why the session ends; "" if it does not."""
+
+
+class DevSession:
+    """What changes in a local run if its ranks start again at each save."""
+
+    def __init__(self, files: saves.SavedFiles, idle_seconds: float, *, has_keyboard: bool) -> None:
+        """has_keyboard: stdin is a terminal, and no debugger reads from it."""
+        self._idle_seconds, self._has_keyboard = idle_seconds, has_keyboard
+        self._asked: collections.deque[str] = collections.deque()  # why the ranks start again
+        self._stood: tuple[LocalPod, str] | None = None  # the pod and its words, not yet told
+        self._files = files
+        self._stands = False  # no rank runs, so what appears is the user's
+        self._lock = threading.Lock()  # of the two above
+        self._active_at = time.monotonic()
+        self._steps: list[int | None] = []
+        self._terminal = termios.tcgetattr(0) if os.isatty(0) else None
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, wake: Callable[[], None]) -> list[str]:
+        """Watch; wake: has the run call `look`. Returns sentences for the user."""
+        self._thread = threading.Thread(target=self._watch, args=(wake,), daemon=True)
+        self._thread.start()
+        enter = ", or Enter," if self._has_keyboard else ""
+        cut = " More folders than are watched are below: start it in the folder of the code." * self._files.is_cut
+        return [f"A saved file{enter} starts all ranks again; Ctrl-C ends.{cut}"]
+
+    def close(self) -> None:
+        """Watch no more."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def printed(self, pod: LocalPod, lines: Sequence[str]) -> list[str]:
+        """The lines that are to be shown, without the agent's word that all ranks have ended, which is kept."""
+        self._active_at = time.monotonic()
+        words = [line for line in lines if line.startswith(_STANDS)]
+        if words:
+            self._stood = (pod, words[-1].removeprefix(_STANDS))
+        return [line for line in lines if not line.startswith(_STANDS)]
+
+    def look(self, pods: Collection[LocalPod]) -> Found:
+        """Start the ranks again if that is asked for, and return what is to be told."""
+        found = Found()
+        steps = [pod.step for pod in pods]
+        if steps != self._steps:
+            self._steps, self._active_at = steps, time.monotonic()
+        if self._stood is not None:
+            self._tell_end(found, *self._stood)
+        if self._asked:
+            whys = list(dict.fromkeys(self._asked.popleft() for _ in range(len(self._asked))))
+            found.notes.append(f"↻ {', '.join(whys)}: all ranks start again")
+            self._active_at = time.monotonic()
+            self._adopt(stands=False)
+            if self._terminal is not None:  # a debugger that is killed leaves the keys unseen
+                termios.tcsetattr(0, termios.TCSANOW, self._terminal)
+            self._start_again(pods)
+        if self.due_in() == 0.0:
+            found.stop = f"{wording.duration(self._idle_seconds)} without a save or a line of output"
+        return found
+
+    def _tell_end(self, found: Found, pod: LocalPod, why: str) -> None:
+        self._stood, found.stood = None, True
+        self._adopt(stands=True)
+        if why != ALL_SUCCEEDED:
+            now = dt.datetime.now(dt.timezone.utc)
+            exception = match[1] if (match := _EXCEPTION.search(why)) else ""
+            found.failure = api.JobFailure(
+                attempt=pod.attempt, node_rank=pod.place, pod=pod.name, exception=exception, time=now
+            )
+        enter = " or press Enter" if self._has_keyboard else ""
+        found.notes.append(f"{'✖' if found.failure else '✔'} {why}; save a file{enter} to start them again")
+
+    def due_in(self) -> float | None:
+        """Seconds until the session ends because nobody uses it; None: never."""
+        if not self._idle_seconds:
+            return None
+        idle = time.monotonic() - self._active_at
+        with contextlib.suppress(OSError):
+            if os.isatty(0):  # as `w` does; somebody may type in a debugger, which reads from the terminal itself
+                idle = min(idle, max(0.0, time.time() - os.fstat(0).st_atime))
+        return max(0.0, self._idle_seconds - idle)
+
+    def _adopt(self, *, stands: bool) -> None:
+        with self._lock:
+            self._files.adopt()
+            self._stands = stands
+
+    def _start_again(self, pods: Collection[LocalPod]) -> None:
+        """An agent without a handler for the signal is still starting, and so has started no rank."""
+        parent_of = processes.parents()
+        below = [{pod.pid, *processes.descendants(pod.pid, parent_of)} for pod in pods if pod.live and pod.pid]
+        processes.send((pid for pids in below for pid in pids if processes.catches(pid, RERUN_SIGNAL)), RERUN_SIGNAL)
+
+    def _watch(self, wake: Callable[[], None]) -> None:
+        pause = 0.0
+        while not self._closed.is_set():
+            if self._pressed_enter(pause):
+                self._asked.append("Enter")
+                wake()
+            with self._lock:
+                began = time.monotonic()
+                changed = self._files.poll(began, also_new=self._stands)
+            pause = saves.pause_after(began)
+            if changed:
+                self._asked.append(named(changed))
+                wake()
+
+    def _pressed_enter(self, seconds: float) -> bool:
+        """True if Enter was pressed within that time. In the background a read would stop this process."""
+        if not self._has_keyboard or os.tcgetpgrp(0) != os.getpgrp():
+            self._closed.wait(seconds)
+            return False
+        return processes.readable(0, seconds) and bool(os.read(0, 4096))
+
+
+def named(paths: Collection[str]) -> str:
+    """Return `train.py and 2 more files changed`, or `model.py is gone`."""
+    shown = [os.path.relpath(path) for path in sorted(paths)]
+    more = len(shown) - NAMES_MAX
+    text = ", ".join(shown[:NAMES_MAX]) + (f" and {wording.count(more, 'more file')}" if more > 0 else "")
+    return f"{text} {'changed' if any(map(os.path.exists, paths)) else 'is gone'}"
+
+
+def has_keyboard() -> bool:
+    """True if Enter can be read."""
+    return sys.stdin is not None and sys.stdin.isatty()
