@@ -89,7 +89,7 @@ def test_the_client_tells_of_an_outage_and_of_its_end() -> None:
             return ConnectionInfo(server=f"http://127.0.0.1:{port}")
 
         async def answer(_: web.Request) -> web.Response:
-            return web.json_response({"kind": "LeaseList", "items": []})
+            return web.json_response({"kind": "LeaseList", "metadata": {"resourceVersion": "1"}, "items": []})
 
         async with Client(log_in, reach=reach) as watching, Client(log_in, reach=reach) as of_lease:
             with pytest.raises(ApiError, match="NoAnswer"):
