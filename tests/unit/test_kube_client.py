@@ -14,6 +14,7 @@ from aiohttp import web
 from ddpjob_operator.job import api
 from ddpjob_operator.kube.api.client import ApiError, Client, Page, RequestLimits, collection
 from ddpjob_operator.kube.api.login import LoginError, login
+from ddpjob_operator.kube.api.tokens import ISSUER_PATH, KEYS_PATH
 from ddpjob_operator.kube.other_releases import MARK, OtherReleases
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -201,6 +202,17 @@ def test_the_first_object_of_a_list_may_be_of_any_size(path: str) -> None:
     (found,) = talk(script, lambda client: client.get(path, {"limit": "1"}))["items"]
     assert found["metadata"] == large["metadata"]
     assert len(str(found)) < 1_000
+
+
+@pytest.mark.parametrize("path", [ISSUER_PATH, KEYS_PATH, "/apis/scheduling.k8s.io", "/apis/apps/v1", "/version"])
+def test_what_the_api_server_says_of_itself_is_no_list_of_objects(path: str) -> None:
+    """Its keys for tokens have the shape of a collection's path. Read as a list they were lost: every report got 503."""
+    said = {"keys": [{"kid": "a"}]}
+
+    async def answer(_: web.Request) -> web.StreamResponse:
+        return web.json_response(said)
+
+    assert talk(answer, lambda client: client.get(path)) == said
 
 
 def test_a_mark_of_a_megabyte_is_one_mark() -> None:

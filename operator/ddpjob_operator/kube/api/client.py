@@ -55,13 +55,18 @@ def group_collection(api_version: str, plural: str, namespace: str = "") -> str:
     return f"/apis/{api_version}/namespaces/{namespace}/{plural}" if namespace else f"/apis/{api_version}/{plural}"
 
 
+def _is_of_resources(path: str, asked: requests.ApiRequest) -> bool:
+    """False for what the API server says of itself: its keys for tokens, its versions, its schema."""
+    return path.startswith(("/api/", "/apis/")) and bool(asked.plural)
+
+
 def _checked(method: str, path: str, answer: Raw) -> Raw:
     """Return the answer if it is what was requested. Otherwise a proxy's JSON would look like an object without a
     state. Raise BadJsonError.
     """
     asked = requests.read(method, path)
     is_review = asked.group == "authorization.k8s.io"
-    if not path.startswith(("/api/", "/apis/")) or not asked.plural or asked.verb in ("list", "delete") or is_review:
+    if not _is_of_resources(path, asked) or asked.verb in ("list", "delete") or is_review:
         return answer
     if not isinstance(answer.get("metadata"), dict):
         raise reading.BadJsonError("the answer has no metadata")
@@ -139,7 +144,7 @@ class Client:
     async def get(self, path: str, params: Mapping[str, str] | None = None) -> Raw:
         """Return an object, or the items of a list. Raise ApiError."""
         asked = requests.read("GET", path)
-        is_list = asked.verb == "list" and bool(asked.plural)
+        is_list = asked.verb == "list" and _is_of_resources(path, asked)
         return await self._request("GET", path, params, read=reading.listed if is_list else reading.obj)
 
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
