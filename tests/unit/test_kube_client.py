@@ -206,7 +206,7 @@ def test_the_first_object_of_a_list_may_be_of_any_size(path: str) -> None:
 
 @pytest.mark.parametrize("path", [ISSUER_PATH, KEYS_PATH, "/apis/scheduling.k8s.io", "/apis/apps/v1", "/version"])
 def test_what_the_api_server_says_of_itself_is_no_list_of_objects(path: str) -> None:
-    """Its keys for tokens have the shape of a collection's path. Read as a list they were lost: every report got 503."""
+    """The path of its token keys looks like a collection's. Read as a list they were lost: each report got 503."""
     said = {"keys": [{"kid": "a"}]}
 
     async def answer(_: web.Request) -> web.StreamResponse:
