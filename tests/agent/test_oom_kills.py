@@ -11,7 +11,7 @@ from agents import Launcher, finish
 
 from ddpjob_core import rules
 from ddpjob_core.failures import KILLED_BY_KERNEL, Failure
-from ddprun.oom_kills import Kills, counting_file
+from ddprun.oom_kills import OomKills, counting_file
 
 EVENTS = "low 0\nhigh 0\nmax 31\noom 4\noom_kill {}\noom_group_kill 0\n"
 # As PID 1 of a container sees its own cgroup; the file is the tests'.
@@ -34,7 +34,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_each_kill_is_asked_for_once(tmp_path: Path) -> None:
     file = tmp_path / "memory.events"
     file.write_text(EVENTS.format(2))
-    kills = Kills(str(file))
+    kills = OomKills(str(file))
     assert not kills.another(), "those were before us"
     file.write_text(EVENTS.format(4))
     assert [kills.another() for _ in range(3)] == [True, True, False]
@@ -48,7 +48,7 @@ def test_without_a_count_nothing_is_said_to_be_out_of_memory(tmp_path: Path, tex
     file = tmp_path / "memory.events"
     if text is not None:
         file.write_text(text)
-    assert not Kills(str(file)).another()
+    assert not OomKills(str(file)).another()
 
 
 @pytest.mark.parametrize(

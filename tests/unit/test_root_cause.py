@@ -34,7 +34,8 @@ def pod(rank: int, code: int | None = 1, said: str = "", seconds: float = 10, **
     """A pod that ended; the kubelet's clock has whole seconds."""
     word = more.pop("word", "Completed" if code == 0 else "Error")
     ended = Container("ended", word, said, False, code, at(seconds).replace(microsecond=0))
-    base = Pod(f"bert-1-{rank}", f"uid-{rank}", "job", 1, rank, "bert", f"gpu-0{rank}", "Failed", trainer=ended)
+    about = {"job": "bert", "node": f"gpu-0{rank}", "phase": "Failed"}
+    base = Pod(f"bert-1-{rank}", f"uid-{rank}", "job", 1, rank, **about, trainer=ended)
     return msgspec.structs.replace(base, **more)
 
 
@@ -381,6 +382,18 @@ def test_a_torchrun_that_only_waited_for_the_other_nodes_had_a_rank_that_ended_e
     assert settled(first=failure)[1] == found, "also when its pods are gone"
     busy = told(pod(0, code, said=table("sigterm-to-torchrun"), seconds=12), 11)
     assert settled(busy, pod(1, said=PEER), first=first_sign(pod(1, said=PEER)), **known)[1] == "infrastructure"
+
+
+def test_a_pod_that_ended_with_0_is_not_blamed_before_its_kubelet_has_said_why() -> None:
+    """An evicted trainer ends with 0 at its SIGTERM, and its phase comes later. Recorded until then, "the ranks make
+    different numbers of steps" stayed, and the script was charged for a full disk of its node."""
+    complaint, ended = pod(1, said=PEER), told(pod(0, 0), 11)
+    waits = msgspec.structs.replace(ended, phase="Running")
+    known: dict[str, Any] = {"steps": {0: 20, 1: 20}, "torchrun": True}
+    meanwhile, _ = settled(complaint, waits, first=first_sign(complaint), **known)
+    assert meanwhile.reason == root_cause.PEER_LOST
+    evicted = msgspec.structs.replace(ended, reason="Evicted")
+    assert settled(complaint, evicted, first=meanwhile, **known)[1] == "infrastructure"
 
 
 @pytest.mark.parametrize("code", [126, 127])

@@ -30,7 +30,7 @@ from ddprun.environment import Life
 from ddprun.heartbeats import Heartbeats
 from ddprun.logs import Files, LogFolder, is_read, takes
 from ddprun.memory import created
-from ddprun.oom_kills import Kills
+from ddprun.oom_kills import OomKills
 from ddprun.options import Options
 from ddprun.preload import ForkServer
 from ddprun.signalled import LOOK_SECONDS, Signalled
@@ -66,7 +66,7 @@ class LocalRanks:
         self._pids: dict[int, int] = {}  # by local rank, of running ranks
         self._codes: dict[int, int] = {}  # by local rank, of ended ranks; negative: a signal
         self._files: list[Files] = []
-        self._kills = Kills()
+        self._kills = OomKills()
         self.beats: Heartbeats | None = None  # of this generation
         self._saved_before = 0  # of earlier generations
         self.memory = None if options.dev else created(options.nproc)  # the next ranks may run other code

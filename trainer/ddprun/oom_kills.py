@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 
 
-class Kills:
+class OomKills:
     """Number of kills for lack of memory in this process's cgroup and below."""
 
     def __init__(self, path: str = "") -> None:

@@ -32,7 +32,7 @@ _EXCEPTION = re.compile(r" \((.+)\)$")
 
 
 @dataclass
-class Found:
+class SessionNews:
     """What a session has to tell the run."""
 
     notes: list[str] = field(default_factory=list)
@@ -83,9 +83,9 @@ class DevSession:
             self._stood = (pod, words[-1].removeprefix(_STANDS))
         return [line for line in lines if not line.startswith(_STANDS)]
 
-    def look(self, pods: Collection[LocalPod]) -> Found:
+    def look(self, pods: Collection[LocalPod]) -> SessionNews:
         """Start the ranks again if that is asked for, and return what is to be told."""
-        found = Found()
+        found = SessionNews()
         steps = [pod.step for pod in pods]
         if steps != self._steps:
             self._steps, self._active_at = steps, time.monotonic()
@@ -103,7 +103,7 @@ class DevSession:
             found.stop = f"{wording.duration(self._idle_seconds)} without a save or a line of output"
         return found
 
-    def _tell_end(self, found: Found, pod: LocalPod, why: str) -> None:
+    def _tell_end(self, found: SessionNews, pod: LocalPod, why: str) -> None:
         self._stood, found.stood = None, True
         self._adopt(stands=True)
         if why != ALL_SUCCEEDED:

@@ -344,12 +344,14 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
         time=_time(pod, own, context.now),
     )
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
+    # While the pod's phase is to come, an eviction may have ended it: what is recorded then would stay.
+    is_stopped = precedence == Precedence.STOPPED and not pod.live
     return PodEnd(
         failure,
         deleted_at=None if ended_by_node else pod.deletion_requested_at,
         everywhere=report.permanent,
         raised=frozenset(shown(text, EXCEPTION_MAX) for text in _said(report.log)),
-        done=context.torchrun and precedence == Precedence.STOPPED and _had_ended(report, code),
+        done=context.torchrun and is_stopped and _had_ended(report, code),
         seen=pod.ended_seen,
         deletion_seen=pod.deletion_seen,
     )
