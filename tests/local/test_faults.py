@@ -96,7 +96,8 @@ def test_a_node_that_does_not_run_yet_when_it_is_to_die_dies_when_it_does(cli: C
 def test_a_rank_is_killed_again_and_again_and_the_training_still_ends(cli: Cli, command: list[str]) -> None:
     """How much a failure every ten seconds costs could be tried with a script of one's own only."""
     container = {"command": [*command, "train.py"]}
-    done, status, told = run(cli, "--fail", "every=2s", container=container, backoffLimit=1000)
+    lasts = COUNTS.replace("time.sleep(0.05)", "time.sleep(0.2)")
+    done, status, told = run(cli, "--fail", "every=2s", script=lasts, container=container, backoffLimit=1000)
     assert done.returncode == 0, told
     assert re.search(r"--fail every=2s: process \d+ of node [01] is killed now", told)
     assert status["restarts"]["application"] >= 1

@@ -199,6 +199,7 @@ def test_a_curve_has_each_step_once_though_a_rank_was_killed(launcher: str, rank
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator", reason=WHY)
     (tmp_path / "train.py").write_text(DRAWS_A_CURVE)
     words = ["run", "--nproc-per-node=2", "--launcher", launcher, "--fail", f"rank={rank},step=35,signal=KILL"]
-    subprocess.run(["ddpjob", *words, "train.py"], cwd=tmp_path, timeout=150, check=True)
+    command = [sys.executable, "-m", "ddpjob_cli", *words, "train.py"]
+    subprocess.run(command, cwd=tmp_path, timeout=150, check=True)
     curve = reader.EventAccumulator(str(tmp_path / "runs")).Reload().Scalars("loss")
     assert [point.step for point in curve] == list(range(1, 61))

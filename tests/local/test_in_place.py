@@ -143,4 +143,4 @@ def test_a_restart_from_memory_repeats_no_step_and_the_end_says_where_it_went_on
     assert "lostSteps" not in status["goodput"]
     end = f"1 restart, no step repeated   resumed at step {status['resumedStep']} from {where}"
     assert told.splitlines()[-1].endswith(end), told
-    assert f"(restart 1 in place); step {status['resumedStep']} is in memory" in told
+    assert f"restarted all ranks in place (restart 1); step {status['resumedStep']} is in memory" in told
