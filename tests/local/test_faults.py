@@ -96,7 +96,7 @@ def test_a_node_that_does_not_run_yet_when_it_is_to_die_dies_when_it_does(cli: C
 def test_a_rank_is_killed_again_and_again_and_the_training_still_ends(cli: Cli, command: list[str]) -> None:
     """How much a failure every ten seconds costs could be tried with a script of one's own only."""
     container = {"command": [*command, "train.py"]}
-    lasts = COUNTS.replace("time.sleep(0.05)", "time.sleep(0.2)")
+    lasts = COUNTS.replace("time.sleep(0.05)", "time.sleep(0.1)")
     done, status, told = run(cli, "--fail", "every=2s", script=lasts, container=container, backoffLimit=1000)
     assert done.returncode == 0, told
     assert re.search(r"--fail every=2s: process \d+ of node [01] is killed now", told)
