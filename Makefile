@@ -72,7 +72,7 @@ test-frameworks: install ## The examples with Hugging Face, Accelerate and Light
 
 docs: install ## The documents as a site in site/, whose pages load nothing from elsewhere.
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
-	$(BIN)/mkdocs build --quiet --strict --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --site-dir site
 
 dist: install ## Wheel, sdist, chart and lists of the images' packages (CycloneDX) in dist/; two builds of a commit are equal.
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dist]'
