@@ -21,15 +21,7 @@ from pathlib import Path
 import pytest
 
 from ddpjob_cli.local.processes import node as node_module
-from ddpjob_cli.local.processes.node import (
-    Event,
-    Exited,
-    Lingering,
-    NodeProcess,
-    NotStarted,
-    Started,
-    SupervisorLost,
-)
+from ddpjob_cli.local.processes.node import End, NodeProcess
 from ddprun.processes import become_subreaper
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -65,7 +57,7 @@ raise SystemExit(1)
 RUNNER = """
 import os, selectors, sys
 from ddprun.processes import become_subreaper
-from ddpjob_cli.local.processes.node import NodeProcess, SupervisorLost, kill_orphans
+from ddpjob_cli.local.processes.node import NodeProcess, kill_orphans
 become_subreaper()
 selector, nodes = selectors.DefaultSelector(), [NodeProcess(0), NodeProcess(1)]
 for node in nodes:
@@ -78,11 +70,11 @@ while selector.get_map():
     for key, _ in selector.select():
         kind, node = key.data
         if kind == "report":
-            for event in node.handle_report():
-                if isinstance(event, SupervisorLost):
+            node.handle_report()
+            if node.end:
+                if node.end.is_lost:
                     kill_orphans({other.pid for other in nodes})
-                print(f"{node.number} event {event}", flush=True)
-            if node.exit:
+                print(f"{node.number} ended {node.end}", flush=True)
                 selector.unregister(node.report)
         elif data := os.read(node.output, 65536):
             for line in data.decode().splitlines():
@@ -131,7 +123,6 @@ class Watch:
 
     def __init__(self, node: NodeProcess) -> None:
         self.node, self.printed = node, b""
-        self.events: list[Event] = []
         self.selector = selectors.DefaultSelector()
         self.selector.register(node.output, selectors.EVENT_READ)
         self.selector.register(node.report, selectors.EVENT_READ)
@@ -140,7 +131,7 @@ class Watch:
         deadline = time.monotonic() + BOUND_SECONDS
         while not condition():
             ready = self.selector.select(max(0, deadline - time.monotonic()))
-            assert ready, f"nothing more came; printed {self.printed!r}, reported {self.events}"
+            assert ready, f"nothing more came; printed {self.printed!r}, ended {self.node.end}"
             for key, _ in ready:
                 self.take(key.fd)
 
@@ -151,18 +142,18 @@ class Watch:
             if not data:
                 self.selector.unregister(fd)
         else:
-            self.events += self.node.handle_report()
-            if self.node.exit is not None:
+            self.node.handle_report()
+            if self.node.end is not None:
                 self.selector.unregister(fd)
 
     def until_printed(self, text: bytes) -> None:
         self.until(lambda: text in self.printed)
 
-    def until_end(self) -> Exited:
+    def until_end(self) -> End:
         self.until(lambda: not self.selector.get_map())
         self.selector.close()
-        assert isinstance(self.node.exit, Exited), self.events
-        return self.node.exit
+        assert self.node.end is not None
+        return self.node.end
 
 
 def started(
@@ -189,7 +180,7 @@ class Tree:
         )
         while len(self.pids) < 8:
             node, name, value, *_ = self.line().split(maxsplit=2)
-            if name != "event":
+            if name != "ended":
                 self.pids[f"{node} {name}"] = int(value)
         self.pids["runner"] = self.runner.pid
 
@@ -227,8 +218,8 @@ def test_after_kill_9_of_the_runner_no_process_of_any_node_holds_a_gpu_or_a_port
     ("killed", "said"),
     [
         ("0 supervisor", "the supervisor of node 0 was killed by SIGKILL"),
-        ("0 launcher", "code=None, signal=9"),
-        ("0 worker1", "code=1, signal=None"),
+        ("0 launcher", "code=137,"),
+        ("0 worker1", "code=1,"),
     ],
 )
 def test_after_kill_9_within_a_node_the_node_is_gone_and_its_end_is_told_while_the_other_node_trains_on(
@@ -244,14 +235,14 @@ def test_after_kill_9_within_a_node_the_node_is_gone_and_its_end_is_told_while_t
 
 def test_after_kill_9_of_a_supervisor_then_of_the_runner_nothing_is_left_either(tree: Tree) -> None:
     os.kill(tree.pids["1 supervisor"], signal.SIGKILL)
-    tree.until_line("1 event SupervisorLost")
+    tree.until_line("1 ended End(reason='SupervisorLost'")
     os.kill(tree.pids["runner"], signal.SIGKILL)
     until(lambda: not alive(tree.tag), f"processes outlived the runner: {tree.pids}")
 
 
 def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(node: NodeProcess, tag: str) -> None:
     watch = started(node, ["sh", "-c", "setsid sleep 1000 & exit 0"], env={TAG: tag})
-    watch.until(lambda: node.exit is not None)
+    watch.until(lambda: node.end is not None)
     assert not alive(tag), "the next attempt would start beside a process of this one"
     assert watch.until_end().code == 0
 
@@ -260,7 +251,7 @@ def test_a_trainer_dies_with_its_supervisor_at_once_and_not_only_when_the_runner
     node: NodeProcess, tag: str
 ) -> None:
     watch = started(node, ["sleep", "1000"], env={TAG: tag})
-    watch.until(lambda: bool(watch.events))
+    watch.until(lambda: node.trainer_pid is not None)
     os.kill(node.pid, signal.SIGKILL)
     until(lambda: not alive(tag), "a runner that dies in the same moment would leave the trainer behind")
 
@@ -286,7 +277,7 @@ signal.pause()
     watch.until_printed(b"up")
     node.stop(BOUND_SECONDS)
     end = watch.until_end()
-    assert (end.code, end.stop_requested, end.killed_after_grace) == (0, True, False)
+    assert (end.code, end.ended_first) == (0, False)
     assert watch.printed == b"up\nsaved\n"
 
 
@@ -302,7 +293,7 @@ signal.pause()
     watch = started(node, [*PYTHON, script])
     watch.until_printed(b"up")
     node.stop(BOUND_SECONDS)
-    assert watch.until_end().stop_requested
+    assert not watch.until_end().ended_first
     assert watch.printed == b"up"
 
 
@@ -318,15 +309,7 @@ def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_grace_it_wa
     for grace_seconds in graces:
         node.stop(grace_seconds)
     end = watch.until_end()
-    assert (end.code, end.signal, end.stop_requested, end.killed_after_grace) == (None, 9, True, True)
-
-
-def test_kill_ends_everything_at_once_and_not_for_want_of_grace(node: NodeProcess) -> None:
-    watch = started(node, [*PYTHON, IGNORES_SIGTERM])
-    watch.until_printed(b"up")
-    node.kill()
-    end = watch.until_end()
-    assert (end.signal, end.stop_requested, end.killed_after_grace) == (9, True, False)
+    assert (end.code, end.ended_first) == (137, False)
 
 
 def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(node: NodeProcess) -> None:
@@ -334,41 +317,30 @@ def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(
     watch.until_printed(b"up")
     os.kill(node.pid, signal.SIGTERM)
     end = watch.until_end()
-    assert (end.stop_requested, end.killed_after_grace) == (True, True)
+    assert (end.code, end.ended_first) == (137, False)
 
 
 def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(node: NodeProcess) -> None:
     watch = started(node, ["true"])
     end = watch.until_end()
     node.stop(1)
-    node.kill()
-    assert node.exit == end
-    assert (end.code, end.stop_requested) == (0, False)
+    assert node.end == end
+    assert (end.code, end.ended_first) == (0, True)
 
 
 # The end, told exactly
 
 
 @pytest.mark.parametrize(
-    ("script", "code", "number"),
-    [
-        ("exit 0", 0, None),
-        ("exit 3", 3, None),
-        ("exit 255", 255, None),
-        ("ulimit -c 0; kill -SEGV $$", None, signal.SIGSEGV),
-        ("kill -KILL $$", None, signal.SIGKILL),
-        ("kill -TERM 0", None, signal.SIGTERM),
-    ],
+    ("script", "code"),
+    [("exit 0", 0), ("exit 255", 255), ("ulimit -c 0; kill -SEGV $$", 139), ("kill -TERM 0", 143)],
 )
-def test_the_exit_code_or_signal_is_the_trainers_own(
-    node: NodeProcess, script: str, code: int | None, number: int | None
-) -> None:
+def test_the_exit_code_or_signal_is_the_trainers_own(node: NodeProcess, script: str, code: int) -> None:
     before = time.time()
     watch = started(node, ["sh", "-c", script])
     end = watch.until_end()
-    assert (end.code, end.signal, end.stop_requested, end.killed_after_grace) == (code, number, False, False)
-    assert [type(event) for event in watch.events] == [Started, Exited]
-    assert before <= watch.events[0].time <= end.time <= time.time()  # type: ignore[union-attr]
+    assert (end.code, end.reason, end.ended_first) == (code, "Error" if code else "Completed", True)
+    assert before <= end.time <= time.time()
 
 
 NO_INTERPRETER = "the file is there: the program in its #! line is not"
@@ -401,47 +373,27 @@ def test_a_command_that_cannot_start_is_told_with_the_code_of_a_shell_and_the_na
 ) -> None:
     watch = started(node, argv, cwd=str(programs))
     watch.until(lambda: not watch.selector.get_map())
-    end = node.exit
-    assert isinstance(end, NotStarted), watch.events
-    assert (end.code, end.error) == (code, sentence)
-    assert watch.events == [end]
+    assert node.end is not None
+    assert (node.end.reason, node.end.code, node.end.message) == ("StartError", code, sentence)
+    assert node.trainer_pid is None
 
 
 def test_a_working_folder_that_is_missing_is_told_by_its_name(node: NodeProcess) -> None:
-    watch = started(node, ["true"], cwd="/no/such/folder")
-    watch.until(lambda: node.exit is not None)
-    assert node.exit == NotStarted(errno=2, error="/no/such/folder: No such file or directory", code=127)
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    """A supervisor with `change` made to it, in the place of the real one."""
-    program = f"from ddpjob_cli.local.processes import supervisor; {change}; supervisor.main()"
-    monkeypatch.setattr(node_module, "SUPERVISOR", program)
-
-
-def test_a_process_that_sigkill_does_not_end_is_named_and_the_node_has_not_ended_before_it(
-    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change = "supervisor.LINGERING_SECONDS = 0.02; supervisor.processes.kill = lambda pids: None"
-    stand_in(monkeypatch, change)
-    watch = started(node, ["sh", "-c", "sleep 3 & echo $!"])
-    end = watch.until_end()
-    lingering = [event for event in watch.events if isinstance(event, Lingering)]
-    assert [event.pids for event in lingering] == [[int(watch.printed)]]
-    assert end.code == 0
-    assert end.time < lingering[0].time, "the time is that of the trainer's end, which orders failures across nodes"
+    end = started(node, ["true"], cwd="/no/such/folder").until_end()
+    assert (end.code, end.message) == (127, "/no/such/folder: No such file or directory")
 
 
 def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback_is_in_the_log(
     node: NodeProcess, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(monkeypatch, "supervisor.Supervisor.stop = None")
+    program = "from ddpjob_cli.local.processes import supervisor; supervisor.Supervisor.stop = None; supervisor.main()"
+    monkeypatch.setattr(node_module, "SUPERVISOR", program)
     watch = started(node, [*PYTHON, LAUNCHER], env={TAG: tag})
     watch.until_printed(b"launcher")
     node.stop(600)
     watch.until(lambda: not watch.selector.get_map())
-    assert isinstance(node.exit, SupervisorLost)
-    assert node.exit.error.startswith("the supervisor of node 1 ended with code 1 before its trainer did")
+    assert node.end is not None
+    assert node.end.message.startswith("the supervisor of node 1 ended with code 1 before its trainer did")
     assert b"'NoneType' object is not callable" in watch.printed
     assert not alive(tag)
 
@@ -515,7 +467,7 @@ def test_output_flows_while_the_supervisor_is_stopped(node: NodeProcess) -> None
         watch.until(lambda: len(watch.printed) > 1_000_000)
     finally:
         os.kill(node.pid, signal.SIGCONT)
-    node.kill()
+    node.stop(0)
     watch.until_end()
 
 

@@ -52,15 +52,11 @@ class LocalPod:
     termination_log: Path
     """The file to which the trainer may write why it ended."""
     trainer: Container = CREATING
-    reason: str = ""
-    pid: int | None = None
     step: int | None = None
     """The last step that it reported."""
     step_at: dt.datetime | None = None
     """When that came."""
     deletion_requested_at: dt.datetime | None = None
-    ended_first: bool = False
-    """True if it had ended before its supervisor was requested to stop it."""
     known: Pod | None = None
     """What the plan has last seen of it."""
     seen_ended: bool = False
@@ -71,7 +67,12 @@ class LocalPod:
     @property
     def live(self) -> bool:
         """True if its processes may still run."""
-        return self.node.exit is None
+        return self.node.end is None
+
+    @property
+    def pid(self) -> int | None:
+        """The trainer's first process, once it is started."""
+        return self.node.trainer_pid
 
 
 class RefusedError(Exception):
@@ -190,7 +191,7 @@ class LocalCluster:
     def kill(self) -> None:
         """Kill all nodes at once."""
         for pod in self._live():
-            pod.node.kill()
+            pod.node.stop(grace_seconds=0)
 
     def close(self) -> None:
         """Kill what still runs, and give ports and descriptors back; the logs stay."""
@@ -273,10 +274,10 @@ class LocalCluster:
             job="",
             node=THIS_MACHINE,
             phase=phase,
-            reason=pod.reason,
+            reason=pod.trainer.reason if pod.node.end is not None and pod.node.end.is_lost else "",
             deletion_requested_at=pod.deletion_requested_at,
             trainer=pod.trainer,
-            ended_first=pod.ended_first,
+            ended_first=pod.node.end is not None and pod.node.end.ended_first,
         )
 
     def _read_output(self, pod: LocalPod) -> None:
@@ -291,38 +292,24 @@ class LocalCluster:
             self._show(pod, [self._names(line) for line in pod.log.close()])
 
     def _handle_report(self, pod: LocalPod) -> None:
-        for event in pod.node.handle_report():
-            if isinstance(event, nodes.SupervisorLost):
-                nodes.kill_orphans({p.node.pid for p in self._live() if p is not pod})
-            # Read what was printed before the end is reported, because the last lines hold the cause.
-            if pod.node.exit is not None:
-                while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
-                    self._read_output(pod)
-            _note(pod, event, self._names)
-        if pod.node.exit is not None:
-            self._forget(pod, pod.node.report)
+        pod.node.handle_report()
+        if (end := pod.node.end) is None:
+            pod.trainer = Container("running", ready=True)
+            return
+        if end.is_lost:
+            nodes.kill_orphans({p.node.pid for p in self._live()})
+        # Read what was printed before the end is noted, because the last lines hold the cause.
+        while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
+            self._read_output(pod)
+        message = end.message or self._names(_termination_message(pod.termination_log) or pod.log.tail)
+        ended_at = dt.datetime.fromtimestamp(end.time, dt.timezone.utc)
+        pod.trainer = Container("ended", end.reason, message, exit_code=end.code, ended_at=ended_at)
+        self._forget(pod, pod.node.report)
 
     def _forget(self, pod: LocalPod, fd: int) -> None:
         if fd in pod.open:
             pod.open.discard(fd)
             self.selector.unregister(fd)
-
-
-def _note(pod: LocalPod, event: nodes.Event, names: Callable[[str], str]) -> None:
-    """Translate a supervisor's report into the container's state, as a kubelet would."""
-    if isinstance(event, nodes.Started):
-        pod.pid = event.pid
-        pod.trainer = Container("running", ready=True)
-    elif isinstance(event, nodes.NotStarted):
-        pod.trainer = _ended(event.code, "StartError", dt.datetime.now(dt.timezone.utc), event.error)
-    elif isinstance(event, nodes.SupervisorLost):
-        pod.reason = "SupervisorLost"
-        pod.trainer = _ended(None, "SupervisorLost", _time(event.time), event.error)
-    elif isinstance(event, nodes.Exited):
-        code = event.code if event.signal is None else 128 + event.signal
-        message = names(_termination_message(pod.termination_log) or pod.log.tail)
-        pod.ended_first = not event.stop_requested
-        pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), message)
 
 
 def _termination_message(path: Path) -> str:
@@ -331,11 +318,3 @@ def _termination_message(path: Path) -> str:
         return own_files.read_file(path, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
     except OSError:
         return ""
-
-
-def _ended(code: int | None, reason: str, at: dt.datetime, message: str) -> Container:
-    return Container("ended", reason, message, exit_code=code, ended_at=at)
-
-
-def _time(seconds: float) -> dt.datetime:
-    return dt.datetime.fromtimestamp(seconds, dt.timezone.utc)

@@ -2,7 +2,7 @@
 
 Everything here is called from the runner's one thread and never waits for a trainer: `output` and `report` are
 non-blocking descriptors for its selectors loop. The runner calls `become_subreaper` once before the first node, and
-`kill_orphans` whenever a node ends as a SupervisorLost. It must never wait for any child (`os.waitpid(-1)`), otherwise
+`kill_orphans` whenever a supervisor is lost. It must never wait for any child (`os.waitpid(-1)`), otherwise
 the node would miss the end of its supervisor.
 """
 
@@ -31,51 +31,22 @@ CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor n
 
 
 @dataclass(frozen=True)
-class Started:
-    """The trainer runs: its first process and the Unix time of its exec."""
+class End:
+    """How a node ended. Nothing that it started is left, unless its supervisor was lost."""
 
-    pid: int
+    reason: str
+    """Completed, Error, StartError (code 127 if the file or folder is missing, else 126) or SupervisorLost."""
     time: float
+    code: int | None = None
+    """Of the trainer's first process, 128 + N if signal N ended it; None if the supervisor was lost."""
+    message: str = ""
+    ended_first: bool = False
+    """True if the trainer ended before a stop was requested. Otherwise exit 0 is no success."""
 
-
-@dataclass(frozen=True)
-class Lingering:
-    """Killed seconds ago and still there, stuck in the kernel or another user's; the node ends when they have."""
-
-    pids: list[int]
-    time: float
-
-
-@dataclass(frozen=True)
-class Exited:
-    """The trainer's first process ended at the Unix `time`, by `code` or by `signal`; nothing it started is left."""
-
-    code: int | None
-    signal: int | None
-    time: float
-    stop_requested: bool  # exit 0 is then no success
-    killed_after_grace: bool
-
-
-@dataclass(frozen=True)
-class NotStarted:
-    """The trainer's exec failed: code 127 where the file or folder is missing, else 126, as a shell says it."""
-
-    errno: int
-    error: str
-    code: int
-
-
-@dataclass(frozen=True)
-class SupervisorLost:
-    """The supervisor ended without a last report; the runner then calls `kill_orphans` for what the node left."""
-
-    error: str
-    time: float
-
-
-Event = Started | Lingering | Exited | NotStarted | SupervisorLost
-End = Exited | NotStarted | SupervisorLost
+    @property
+    def is_lost(self) -> bool:
+        """True if the supervisor ended without a last report; `kill_orphans` ends what the node left."""
+        return self.reason == "SupervisorLost"
 
 
 class NodeProcess:
@@ -83,7 +54,8 @@ class NodeProcess:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.exit: End | None = None  # once known it never changes
+        self.trainer_pid: int | None = None
+        self.end: End | None = None  # once known it never changes
         self._process: subprocess.Popen[bytes] | None = None
         self._report = -1
         self._buffer = b""
@@ -129,28 +101,23 @@ class NodeProcess:
 
     @property
     def report(self) -> int:
-        """Non-blocking descriptor; when it is readable call `handle_report`, and no more once `exit` is known."""
+        """Non-blocking descriptor; when it is readable call `handle_report`, and no more once `end` is known."""
         return self._report
 
     def stop(self, grace_seconds: float) -> None:
         """SIGTERM to the trainer's first process, SIGKILL to all after `grace_seconds`; a later call only shortens."""
-        self._send({"stop": {"grace_seconds": grace_seconds}})
+        self._send({"stop": grace_seconds})
 
-    def kill(self) -> None:
-        """SIGKILL to everything, at once."""
-        self._send({"kill": {}})
-
-    def handle_report(self) -> list[Event]:
-        """The reports since the last call; a SupervisorLost if the supervisor ended without a last one."""
+    def handle_report(self) -> None:
+        """Read what the supervisor has reported, or that it ended without a last report."""
         arrived = read_available(self._report)
         *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
-        events = [parse(line) for line in lines]
-        if arrived is None and self.exit is None and not any(isinstance(event, End) for event in events):
-            events.append(self._lost())
-        for event in events:
-            if self.exit is None and isinstance(event, End):
-                self.exit = event
-        return events
+        for report in map(json.loads, lines):
+            self.trainer_pid = report.get("started", self.trainer_pid)
+            if "ended" in report:
+                self.end = End(**report["ended"])
+        if arrived is None and self.end is None:
+            self.end = self._lost()
 
     def close(self) -> None:
         """Kill what still runs and give everything back; waits for the supervisor, at most 10 s."""
@@ -182,20 +149,13 @@ class NodeProcess:
         except BrokenPipeError:
             return  # it has ended; how, the loop reads from its report
 
-    def _lost(self) -> SupervisorLost:
+    def _lost(self) -> End:
         code = self._running.wait()  # the report pipe ended with its only holder; after this its children are adopted
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:
             how = f"ended with code {code} before its trainer did; its own message is the last in the node's log"
-        return SupervisorLost(f"the supervisor of node {self.number} {how}", time.time())
-
-
-def parse(line: bytes) -> Event:
-    """One line of a report as an event."""
-    kinds: dict[str, type[Event]] = {"started": Started, "lingering": Lingering, "exited": Exited, "failed": NotStarted}
-    ((kind, fields),) = json.loads(line).items()
-    return kinds[kind](**fields)
+        return End("SupervisorLost", time.time(), message=f"the supervisor of node {self.number} {how}")
 
 
 def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> None:
