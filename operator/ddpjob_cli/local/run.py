@@ -25,9 +25,9 @@ from msgspec.structs import replace
 from ddpjob_cli.describe import ending
 from ddpjob_cli.local import script
 from ddpjob_cli.local.kept import files, record, report, run_folder, runs
-from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, receive, stacks, threads
+from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, ranks, receive, stacks, threads
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
-from ddpjob_cli.local.shown import screen, table, told, usage
+from ddpjob_cli.local.shown import screen, table, told
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, launcher, podspec, reasons, topology, wording
 from ddpjob_operator.job.status import TERMINAL, present_progress, ranks_since
@@ -494,10 +494,11 @@ class Runner:
     def _kill_rank(self, repeated: faults.Kills) -> None:
         """Kill the next rank: each one gets its turn."""
         pods = [pod for pod in self.cluster.pods.values() if pod.live]
-        ranks = [(pod.place, pid) for pod in pods for pid in usage.ranks_of(pod.node.pid)]
-        if not ranks:  # they are still starting
+        parent_of = processes.parents()
+        found = [(pod.place, pid) for pod in pods for pid in ranks.of_node(pod.node.pid, parent_of)]
+        if not found:  # they are still starting
             return
-        place, pid = ranks[repeated.count % len(ranks)]
+        place, pid = found[repeated.count % len(found)]
         repeated.count, repeated.due = repeated.count + 1, time.monotonic() + repeated.fault.seconds
         self.screen.note(f"{repeated.fault.option}: process {pid} of node {place} is killed now")
         processes.kill([pid])

@@ -9,16 +9,20 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ddpjob_cli.describe.terminal import for_terminal
 from ddpjob_cli.local.processes.cluster import LocalPod
-from ddpjob_cli.local.shown import board, table
+from ddpjob_cli.local.shown import table
 from ddpjob_cli.local.shown.usage import SeenUsage, Usages
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, reasons, topology, wording
 from ddpjob_operator.job.status import present_progress, ranks_since
 from ddpjob_operator.plan.actions import Event
+
+if TYPE_CHECKING:
+    from rich.live import Live
 
 PLAIN_SECONDS = 5.0  # between two progress lines where there is no terminal
 WAIT_SECONDS = 10.0  # before the first line of a wait; each later one comes after twice the time
@@ -157,9 +161,9 @@ class LiveScreen(PlainScreen):
         from rich.console import Console
 
         self._console = Console(stderr=True)
-        self._board = board.Board(self._console)
+        self._live: Live | None = None
+        """None while no table stands there."""
         self._groups = groups
-        self._foreground = board.has_terminal(groups)
         self._usages = Usages()
         self._pending: list[str] = []
         self._hidden = 0
@@ -171,7 +175,6 @@ class LiveScreen(PlainScreen):
         """Show a sentence above the table."""
         with _whoever_reads(), self._console:
             self._flush()
-            self._board.erase()
             self._console.print(clean(text), markup=False, highlight=False, soft_wrap=True)
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
@@ -187,21 +190,23 @@ class LiveScreen(PlainScreen):
         if self.due_in(moment.status) != 0.0:
             return
         self._in_table, self._table_at = moment.status, time.monotonic()
-        if self._foreground != board.has_terminal(self._groups):
-            self._foreground = not self._foreground
-            self._board.forget()
-        if not self._foreground:
-            with _whoever_reads():
-                self._flush()
+        if not has_terminal(self._groups):
+            self._leave()
             super().draw(moment, pods)
             return
+        from rich.live import Live
+
         present = present_pods(pods)
         self._usages.look({pod.node.pid: pod.gpus for pod in present if pod.live})
         nodes = [node_of(self.job, moment.status, pod, self._usages.seen.get(pod.node.pid)) for pod in present]
-        width, height = self._console.size
-        with _whoever_reads(), self._console:
+        with _whoever_reads(), self._console:  # one write
             self._flush()
-            self._board.draw(table.lines(moment, nodes, width - 1, height - 2))
+            if self._live is None:
+                # Only `update` draws: a thread would go on when the shell has the terminal back.
+                self._live = Live(console=self._console, auto_refresh=False, transient=True, vertical_overflow="crop")
+                self._live.start()
+            width, height = self._console.size
+            self._live.update(table.view(moment, nodes, width - 1, height - 2), refresh=True)
 
     def due_in(self, status: api.Status) -> float | None:
         """Seconds until the table or the lines above it are to be drawn again."""
@@ -211,15 +216,20 @@ class LiveScreen(PlainScreen):
     def pause(self) -> None:
         """Give the terminal to the shell."""
         super().pause()
-        with _whoever_reads():
-            self._board.leave()
+        self._leave()
 
     def close(self) -> None:
         """Remove the table."""
+        self._leave()
+        self._usages.close()
+
+    def _leave(self) -> None:
+        """Give the terminal back: nothing of ours stands there, and the cursor is shown."""
         with _whoever_reads():
             self._flush()
-            self._board.leave()
-        self._usages.close()
+            if self._live is not None:
+                self._live.stop()
+                self._live = None
 
     def _flush(self) -> None:
         from rich.text import Text
@@ -228,9 +238,16 @@ class LiveScreen(PlainScreen):
             self._pending.append(f"… {wording.count(self._hidden, 'line')} more in {self._last}")
         if self._pending:
             # One print for all: each costs a redraw of the table.
-            self._board.erase()
             self._console.print(Text.from_ansi("\n".join(self._pending)), soft_wrap=True)
         self._pending, self._hidden = [], 0
+
+
+def has_terminal(groups: Collection[int]) -> bool:
+    """True if one of these process groups is in the foreground of the terminal on stderr."""
+    try:
+        return os.tcgetpgrp(2) in groups
+    except OSError:  # a terminal, but not the one that controls us: nobody else types there
+        return True
 
 
 @contextlib.contextmanager
