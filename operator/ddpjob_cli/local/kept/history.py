@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 
 import msgspec
+from msgspec.structs import replace
 
 from ddpjob_cli.local.kept import series
 from ddpjob_cli.local.kept.series import Series
@@ -53,7 +54,6 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
 
     series: dict[str, Series] = {}
     changes: list[StatusChange] = []
-    changes_left_out: int = 0
     step: int = 0
     """That of the last progress taken."""
     seconds: float = -1.0
@@ -77,16 +77,16 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             reason=status.reason,
             message=abridged(status.message, BRIEF_MAX),
         )
-        last = self.changes[-1] if self.changes else None
-        if last is not None and _is_same(last, change):
-            return False
-        if last is not None and (last.attempt, last.generation) != (change.attempt, change.generation):
-            self.seconds = -1.0  # the time between two steps would be that of the restart
+        if self.changes:
+            last = self.changes[-1]
+            if replace(change, time=last.time, reason=last.reason, message=last.message) == last:
+                return False
+            if (last.attempt, last.generation) != (change.attempt, change.generation):
+                self.seconds = -1.0  # the time between two steps would be that of the restart
         self.changes.append(change)
         if len(self.changes) > CHANGES_MAX:
             # The first ones say how it began, the last ones how it ended.
             del self.changes[CHANGES_MAX // 4]
-            self.changes_left_out += 1
         return True
 
     def _take_progress(self, progress: api.Progress, seconds: float) -> None:
@@ -117,13 +117,4 @@ def facts(job: api.DDPJob, run: str, started: dt.datetime) -> Facts:
         nproc_per_node=topology.nproc_per_node(job.spec),
         ranks_follow_nodes=topology.ranks_follow_nodes(job.spec),
         backend=topology.backend(job.spec),
-    )
-
-
-def _is_same(one: StatusChange, other: StatusChange) -> bool:
-    return (one.state, one.attempt, one.generation, one.training) == (
-        other.state,
-        other.attempt,
-        other.generation,
-        other.training,
     )
