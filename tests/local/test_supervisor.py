@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -51,36 +49,6 @@ workers = [worker(0), worker(1)]
 os.write(1, b"launcher %d\\n" % os.getpid())
 select.select(workers, [], [])
 raise SystemExit(1)
-"""
-
-# What `ddpjob run` does with its nodes, and nothing else: two of them, lines prefixed, orphans of a lost one ended.
-RUNNER = """
-import os, selectors, sys
-from ddprun.processes import become_subreaper
-from ddpjob_cli.local.processes.node import NodeProcess, kill_orphans
-become_subreaper()
-selector, nodes = selectors.DefaultSelector(), [NodeProcess(0), NodeProcess(1)]
-for node in nodes:
-    env = {**os.environ, "NODE": f"{os.environ['DDPJOB_TEST_TREE']}.{node.number}"}
-    node.start(sys.argv[1:], env, os.getcwd(), 5)
-    print(f"{node.number} supervisor {node.pid}", flush=True)
-    selector.register(node.output, selectors.EVENT_READ, ("output", node))
-    selector.register(node.report, selectors.EVENT_READ, ("report", node))
-while selector.get_map():
-    for key, _ in selector.select():
-        kind, node = key.data
-        if kind == "report":
-            node.handle_report()
-            if node.end:
-                if node.end.is_lost:
-                    kill_orphans({other.pid for other in nodes})
-                print(f"{node.number} ended {node.end}", flush=True)
-                selector.unregister(node.report)
-        elif data := os.read(node.output, 65536):
-            for line in data.decode().splitlines():
-                print(f"{node.number} {line}", flush=True)
-        else:
-            selector.unregister(node.output)
 """
 
 
@@ -164,80 +132,6 @@ def started(
 
 
 # Nothing survives
-
-
-class Tree:
-    """A runner process with two nodes of LAUNCHER, once all of it is up: pids by name, as `0 worker1`."""
-
-    def __init__(self, tag: str, folder: Path) -> None:
-        (folder / "runner.py").write_text(RUNNER)
-        self.tag, self.lines, self.pids = tag, list[str](), dict[str, int]()
-        self.runner = subprocess.Popen(
-            [sys.executable, str(folder / "runner.py"), *PYTHON, LAUNCHER],
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": OPERATOR, TAG: tag},
-            stdout=subprocess.PIPE,
-            bufsize=0,  # whole lines come in one write; a buffer of ours would hide some from select
-        )
-        while len(self.pids) < 8:
-            node, name, value, *_ = self.line().split(maxsplit=2)
-            if name != "ended":
-                self.pids[f"{node} {name}"] = int(value)
-        self.pids["runner"] = self.runner.pid
-
-    def line(self) -> str:
-        assert self.runner.stdout is not None
-        assert select.select([self.runner.stdout], [], [], BOUND_SECONDS)[0], f"nothing more came after {self.lines}"
-        line = self.runner.stdout.readline().decode()
-        assert line, f"the runner ended, code {self.runner.wait()}, after {self.lines}"
-        self.lines.append(line.rstrip())
-        return line
-
-    def until_line(self, text: str) -> str:
-        while text not in (line := self.line()):
-            pass
-        return line
-
-    def close(self) -> None:
-        self.runner.kill()
-        self.runner.communicate()
-
-
-@pytest.fixture
-def tree(tag: str, tmp_path: Path) -> Iterator[Tree]:
-    tree = Tree(tag, tmp_path)
-    yield tree
-    tree.close()
-
-
-def test_after_kill_9_of_the_runner_no_process_of_any_node_holds_a_gpu_or_a_port(tree: Tree) -> None:
-    os.kill(tree.pids["runner"], signal.SIGKILL)
-    until(lambda: not alive(tree.tag), f"processes outlived the runner: {tree.pids}")
-
-
-@pytest.mark.parametrize(
-    ("killed", "said"),
-    [
-        ("0 supervisor", "the supervisor of node 0 was killed by SIGKILL"),
-        ("0 launcher", "code=137,"),
-        ("0 worker1", "code=1,"),
-    ],
-)
-def test_after_kill_9_within_a_node_the_node_is_gone_and_its_end_is_told_while_the_other_node_trains_on(
-    tree: Tree, killed: str, said: str
-) -> None:
-    other = alive(f"{tree.tag}.1")
-    os.kill(tree.pids[killed], signal.SIGKILL)
-    tree.until_line(said)
-    assert not (left := alive(f"{tree.tag}.0")), f"reported as ended, but {left} of {tree.pids} still runs"
-    assert alive(f"{tree.tag}.1") == other
-    assert len(other) == 4, "a launcher, its child and two workers"
-
-
-def test_after_kill_9_of_a_supervisor_then_of_the_runner_nothing_is_left_either(tree: Tree) -> None:
-    os.kill(tree.pids["1 supervisor"], signal.SIGKILL)
-    tree.until_line("1 ended End(reason='SupervisorLost'")
-    os.kill(tree.pids["runner"], signal.SIGKILL)
-    until(lambda: not alive(tree.tag), f"processes outlived the runner: {tree.pids}")
 
 
 def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(node: NodeProcess, tag: str) -> None:
@@ -457,18 +351,6 @@ def test_stdout_and_stderr_keep_their_order(node: NodeProcess) -> None:
     watch = started(node, [*PYTHON, "import os\nfor i in range(200): os.write(1 + i % 2, b'%d ' % i)"])
     watch.until_end()
     assert watch.printed.split() == [b"%d" % i for i in range(200)]
-
-
-def test_output_flows_while_the_supervisor_is_stopped(node: NodeProcess) -> None:
-    watch = started(node, [*PYTHON, "import os\nos.write(1, b'up')\nwhile True: os.write(1, b'x' * 65536)"])
-    watch.until_printed(b"up")
-    os.kill(node.pid, signal.SIGSTOP)
-    try:
-        watch.until(lambda: len(watch.printed) > 1_000_000)
-    finally:
-        os.kill(node.pid, signal.SIGCONT)
-    node.stop(0)
-    watch.until_end()
 
 
 def test_the_supervisor_sleeps_while_the_trainer_works(node: NodeProcess) -> None:

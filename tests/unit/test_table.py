@@ -59,7 +59,7 @@ RESTARTED = {
 
 
 def moment(what: api.Status, seconds: float, history: History | None = None, **others: Any) -> RunMoment:
-    return RunMoment(job(), what, history or History(), START, at(seconds), **others)
+    return RunMoment(replace(job(), status=what), history or History(), START, at(seconds), **others)
 
 
 def text(what: RunMoment, width: int, height: int = 22, nodes: tuple[NodeRow, ...] = NODES) -> list[str]:

@@ -229,7 +229,7 @@ def _failures(status: api.Status) -> Markup:
 
 def _logs(run: runs.Run) -> Markup:
     """Links to the logs where they lie; of more than LOGS_MAX the last ones."""
-    paths = [path for attempt, nodes in run.attempts().items() for node in nodes for path in run.logs(attempt, node)]
+    paths = [path for nodes in run.logs().values() for of_node in nodes.values() for path in of_node]
     links = [_element("a", path.name, href=path.absolute().as_uri()) for path in paths[-LOGS_MAX:]]
     items = [_element("li", link) for link in links]
     return _section("Logs", _element("ul", *items, class_="mono")) if items else Markup("")

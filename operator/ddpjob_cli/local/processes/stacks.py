@@ -82,9 +82,8 @@ def of_run(run: runs.Run) -> list[str]:
 
 def _logs(run: runs.Run) -> list[Path]:
     """Those of the last attempt."""
-    attempts = run.attempts()
-    last = max(attempts, default=0)
-    return [path for node in attempts.get(last, ()) for path in run.logs(last, node)]
+    logs = run.logs()
+    return [path for paths in logs.get(max(logs, default=0), {}).values() for path in paths]
 
 
 def _topmost(pids: set[int]) -> list[int]:

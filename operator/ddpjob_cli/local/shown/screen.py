@@ -37,10 +37,14 @@ class OutputClosedError(Exception):
 
 
 class PlainScreen:
-    """Lines: the nodes' output with their prefix, events as they come, progress now and then."""
+    """Lines: the nodes' output with their prefix, events as they come, progress now and then.
 
-    def __init__(self, job: api.DDPJob, defaults: str = "") -> None:
+    types: a debugger has the terminal. Then there is no progress, and the nodes' output is in their logs only.
+    """
+
+    def __init__(self, job: api.DDPJob, defaults: str = "", *, types: bool = False) -> None:
         self.job = job
+        self._types = types
         self._defaults = defaults
         self._next = 0.0
         self._drawn = api.Status()
@@ -60,6 +64,8 @@ class PlainScreen:
 
     def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
         """Show lines that a node printed. Raises OutputClosedError when the reader is gone."""
+        if self._types:
+            return
         prefix = prefix_of(self.job, pod)
         shown = for_terminal if sys.stdout.isatty() else str
         try:
@@ -105,7 +111,7 @@ class PlainScreen:
 
     def due_in(self, status: api.Status) -> float | None:
         """Seconds until draw() has something to show, 0.0 for now; None while it has nothing."""
-        if status.state not in ("Starting", "Running"):
+        if self._types or status.state not in ("Starting", "Running"):
             return None
         if present_progress(status) is not None and status.progress == self._drawn.progress:
             return None
@@ -113,8 +119,10 @@ class PlainScreen:
 
     @contextlib.contextmanager
     def nobody_types(self) -> Iterator[None]:
-        """Within, no rank has the terminal."""
+        """Within, the nodes' output is shown in any case."""
+        before, self._types = self._types, False
         yield
+        self._types = before
 
     def pause(self) -> None:
         """The process is about to be stopped (Ctrl-Z)."""
@@ -122,32 +130,6 @@ class PlainScreen:
 
     def close(self) -> None:
         """Nothing to give back."""
-
-
-class DebuggerScreen(PlainScreen):
-    """What is said about a run whose terminal one rank has: no progress, and the nodes' output is in their logs until
-    the run has ended."""
-
-    has_ended = False
-
-    @contextlib.contextmanager
-    def nobody_types(self) -> Iterator[None]:
-        """Within, the nodes' output is shown as well."""
-        self.has_ended = True
-        yield
-        self.has_ended = False
-
-    def log(self, pod: LocalPod, lines: Sequence[str]) -> None:
-        """Show lines that a node printed, once nobody types any more."""
-        if self.has_ended:
-            super().log(pod, lines)
-
-    def draw(self, moment: table.RunMoment, pods: Sequence[LocalPod]) -> None:
-        """Show nothing."""
-
-    def due_in(self, status: api.Status) -> float | None:
-        """Never."""
-        return None
 
 
 class LiveScreen(PlainScreen):
@@ -271,15 +253,18 @@ def _forget_unwritten() -> None:
     os.close(nowhere)
 
 
-def screen(job: api.DDPJob, plain: bool, group: int | None = None, defaults: str = "") -> PlainScreen:
+def screen(
+    job: api.DDPJob, plain: bool, group: int | None = None, defaults: str = "", *, types: bool = False
+) -> PlainScreen:
     """The table where both stdout and stderr are a terminal that can redraw lines, else plain lines.
 
     group: the process group in which the command was started, where this process has one of its own. defaults: what
-    the title says about numbers that nobody gave.
+    the title says about numbers that nobody gave. types: a debugger has the terminal.
     """
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
     groups = frozenset({os.getpgrp()} if group is None else {os.getpgrp(), group})
-    return PlainScreen(job, defaults) if plain or not terminal else LiveScreen(job, groups, defaults)
+    is_plain = plain or types or not terminal
+    return PlainScreen(job, defaults, types=types) if is_plain else LiveScreen(job, groups, defaults)
 
 
 def title(job: api.DDPJob) -> str:

@@ -65,7 +65,6 @@ class RunMoment:
     """A run at a time."""
 
     job: api.DDPJob
-    status: api.Status
     history: History
     started: dt.datetime
     now: dt.datetime
@@ -73,6 +72,11 @@ class RunMoment:
     """Since when the ranks of the present attempt report without a step; None while none does."""
     reports: bool = True
     """True if the script may report steps."""
+
+    @property
+    def status(self) -> api.Status:
+        """That of the job."""
+        return self.job.status
 
 
 def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -> Group:
