@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from ddpjob_cli.describe import ending
 from ddpjob_cli.local import script
-from ddpjob_cli.local.kept import files, record, report, run_folder, runs
+from ddpjob_cli.local.kept import files, history, report, run_folder, runs
 from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, ranks, receive, stacks, threads
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
 from ddpjob_cli.local.shown import screen, table, told
@@ -226,7 +226,7 @@ class Runner:
         )
         self._started_at = self._idle_at = time.monotonic()
         self._idle = idle.IdleClock()
-        self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
+        self.record = history.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
         nodes = [fault for fault in options.faults if isinstance(fault, faults.NodeFault)]
         self._node_faults = [(self._started_at + fault.at_seconds, fault) for fault in nodes]
         self._repeated = [faults.Kills(f) for f in options.faults if isinstance(f, faults.RepeatedFault)]
@@ -372,7 +372,7 @@ class Runner:
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
         if self.options.status is not None:
             with self._whatever_disk(f"--status {self.options.status}"):
-                files.write_atomically(self.options.status, record.document(status))
+                files.write_atomically(self.options.status, history.document(status))
 
     def _measure(self, old: api.Status, new: api.Status) -> None:
         """For a scraper."""

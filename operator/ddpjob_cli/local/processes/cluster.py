@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -137,11 +138,13 @@ class LocalCluster:
             if isinstance(action, CreateService):
                 self._service = True
             elif isinstance(action, CreatePod):
-                self._create(job, action)
-            elif isinstance(action, DeletePod):
+                try:
+                    self._start(job, action)
+                except OSError as error:
+                    what = f"{error.filename}: " if error.filename else ""
+                    raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
+            elif isinstance(action, (DeletePod, EndPod)):  # no log goes here in any case
                 self._delete(job, action)
-            elif isinstance(action, EndPod):  # no log goes here in any case
-                self._delete(job, DeletePod(action.name, action.uid, action.grace_seconds))
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as in a cluster, except for the address of the rendezvous."""
@@ -205,13 +208,6 @@ class LocalCluster:
     def _live(self) -> Iterator[LocalPod]:
         return (pod for pod in self.pods.values() if pod.live)
 
-    def _create(self, job: api.DDPJob, action: CreatePod) -> None:
-        try:
-            self._start(job, action)
-        except OSError as error:
-            what = f"{error.filename}: " if error.filename else ""
-            raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
-
     def _start(self, job: api.DDPJob, action: CreatePod) -> None:
         body = self.body(job, action)
         name = body["metadata"]["name"]
@@ -240,7 +236,7 @@ class LocalCluster:
             pod.open.add(fd)
             self.selector.register(fd, selectors.EVENT_READ, pod)
 
-    def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
+    def _delete(self, job: api.DDPJob, action: DeletePod | EndPod) -> None:
         pod = self.pods.get(action.name)
         if pod is None:
             return
@@ -301,7 +297,11 @@ class LocalCluster:
         # Read what was printed before the end is noted, because the last lines hold the cause.
         while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
             self._read_output(pod)
-        message = end.message or self._names(_termination_message(pod.termination_log) or pod.log.tail)
+        written = ""
+        with suppress(OSError):
+            # As a kubelet reads it.
+            written = own_files.read_file(pod.termination_log, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
+        message = end.message or self._names(written or pod.log.tail)
         ended_at = dt.datetime.fromtimestamp(end.time, dt.timezone.utc)
         pod.trainer = Container("ended", end.reason, message, exit_code=end.code, ended_at=ended_at)
         self._forget(pod, pod.node.report)
@@ -310,11 +310,3 @@ class LocalCluster:
         if fd in pod.open:
             pod.open.discard(fd)
             self.selector.unregister(fd)
-
-
-def _termination_message(path: Path) -> str:
-    """As a kubelet reads it: the first 4096 bytes, or nothing."""
-    try:
-        return own_files.read_file(path, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
