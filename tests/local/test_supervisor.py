@@ -79,13 +79,6 @@ def tag() -> Iterator[str]:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def node() -> Iterator[NodeProcess]:
-    one = NodeProcess(1)
-    yield one
-    one.close()
-
-
 class Watch:
     """A node followed to its end: what it printed and what its supervisor said."""
 
@@ -124,35 +117,45 @@ class Watch:
         return self.node.end
 
 
-def started(
-    node: NodeProcess, argv: list[str], *, cwd: str = "/", grace_seconds: float = 5, env: dict[str, str] | None = None
-) -> Watch:
-    node.start(argv, {"PATH": os.environ["PATH"], **(env or {})}, cwd, grace_seconds)
-    return Watch(node)
+@pytest.fixture
+def started() -> Iterator[Start]:
+    watches: list[Watch] = []
+
+    def start(argv: list[str], *, cwd: str = "/", grace_seconds: float = 5, env: dict[str, str] | None = None) -> Watch:
+        node = NodeProcess(1, argv, {"PATH": os.environ["PATH"], **(env or {})}, cwd, grace_seconds)
+        watches.append(Watch(node))
+        return watches[-1]
+
+    yield start
+    for watch in watches:
+        watch.node.close()
+
+
+Start = Callable[..., Watch]
 
 
 # Nothing survives
 
 
-def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(node: NodeProcess, tag: str) -> None:
-    watch = started(node, ["sh", "-c", "setsid sleep 1000 & exit 0"], env={TAG: tag})
-    watch.until(lambda: node.end is not None)
+def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(started: Start, tag: str) -> None:
+    watch = started(["sh", "-c", "setsid sleep 1000 & exit 0"], env={TAG: tag})
+    watch.until(lambda: watch.node.end is not None)
     assert not alive(tag), "the next attempt would start beside a process of this one"
     assert watch.until_end().code == 0
 
 
 def test_a_trainer_dies_with_its_supervisor_at_once_and_not_only_when_the_runner_has_noticed(
-    node: NodeProcess, tag: str
+    started: Start, tag: str
 ) -> None:
-    watch = started(node, ["sleep", "1000"], env={TAG: tag})
-    watch.until(lambda: node.trainer_pid is not None)
-    os.kill(node.pid, signal.SIGKILL)
+    watch = started(["sleep", "1000"], env={TAG: tag})
+    watch.until(lambda: watch.node.trainer_pid is not None)
+    os.kill(watch.node.pid, signal.SIGKILL)
     until(lambda: not alive(tag), "a runner that dies in the same moment would leave the trainer behind")
 
 
 def test_closing_a_node_kills_what_still_runs(tag: str) -> None:
-    node = NodeProcess(1)
-    started(node, [*PYTHON, LAUNCHER], env={TAG: tag}).until_printed(b"launcher")
+    node = NodeProcess(1, [*PYTHON, LAUNCHER], {"PATH": os.environ["PATH"], TAG: tag}, "/", 5)
+    Watch(node).until_printed(b"launcher")
     node.close()
     assert not alive(tag)
 
@@ -160,22 +163,22 @@ def test_closing_a_node_kills_what_still_runs(tag: str) -> None:
 # Stopping
 
 
-def test_a_stop_lets_the_trainer_save_and_end_itself_and_says_that_it_was_asked_for(node: NodeProcess) -> None:
+def test_a_stop_lets_the_trainer_save_and_end_itself_and_says_that_it_was_asked_for(started: Start) -> None:
     script = """
 import signal, sys
 signal.signal(15, lambda *_: (print("saved"), sys.exit(0)))
 print("up", flush=True)
 signal.pause()
 """
-    watch = started(node, [*PYTHON, script])
+    watch = started([*PYTHON, script])
     watch.until_printed(b"up")
-    node.stop(BOUND_SECONDS)
+    watch.node.stop(BOUND_SECONDS)
     end = watch.until_end()
     assert (end.code, end.ended_first) == (0, False)
     assert watch.printed == b"up\nsaved\n"
 
 
-def test_sigterm_goes_to_the_first_process_alone_as_the_kubelet_sends_it(node: NodeProcess) -> None:
+def test_sigterm_goes_to_the_first_process_alone_as_the_kubelet_sends_it(started: Start) -> None:
     script = """
 import os, signal
 if os.fork() == 0:
@@ -184,9 +187,9 @@ if os.fork() == 0:
 signal.signal(15, lambda *_: os._exit(0))
 signal.pause()
 """
-    watch = started(node, [*PYTHON, script])
+    watch = started([*PYTHON, script])
     watch.until_printed(b"up")
-    node.stop(BOUND_SECONDS)
+    watch.node.stop(BOUND_SECONDS)
     assert not watch.until_end().ended_first
     assert watch.printed == b"up"
 
@@ -196,29 +199,29 @@ IGNORES_SIGTERM = "import signal; signal.signal(15, signal.SIG_IGN); print('up',
 
 @pytest.mark.parametrize("graces", [[0.05], [600, 0.05], [0.05, 600], [600, 0]], ids=str)
 def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_grace_it_was_given(
-    node: NodeProcess, graces: list[float]
+    started: Start, graces: list[float]
 ) -> None:
-    watch = started(node, [*PYTHON, IGNORES_SIGTERM])
+    watch = started([*PYTHON, IGNORES_SIGTERM])
     watch.until_printed(b"up")
     for grace_seconds in graces:
-        node.stop(grace_seconds)
+        watch.node.stop(grace_seconds)
     end = watch.until_end()
     assert (end.code, end.ended_first) == (137, False)
 
 
-def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(node: NodeProcess) -> None:
-    watch = started(node, [*PYTHON, IGNORES_SIGTERM], grace_seconds=0.05)
+def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(started: Start) -> None:
+    watch = started([*PYTHON, IGNORES_SIGTERM], grace_seconds=0.05)
     watch.until_printed(b"up")
-    os.kill(node.pid, signal.SIGTERM)
+    os.kill(watch.node.pid, signal.SIGTERM)
     end = watch.until_end()
     assert (end.code, end.ended_first) == (137, False)
 
 
-def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(node: NodeProcess) -> None:
-    watch = started(node, ["true"])
+def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(started: Start) -> None:
+    watch = started(["true"])
     end = watch.until_end()
-    node.stop(1)
-    assert node.end == end
+    watch.node.stop(1)
+    assert watch.node.end == end
     assert (end.code, end.ended_first) == (0, True)
 
 
@@ -229,9 +232,9 @@ def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_sto
     ("script", "code"),
     [("exit 0", 0), ("exit 255", 255), ("ulimit -c 0; kill -SEGV $$", 139), ("kill -TERM 0", 143)],
 )
-def test_the_exit_code_or_signal_is_the_trainers_own(node: NodeProcess, script: str, code: int) -> None:
+def test_the_exit_code_or_signal_is_the_trainers_own(started: Start, script: str, code: int) -> None:
     before = time.time()
-    watch = started(node, ["sh", "-c", script])
+    watch = started(["sh", "-c", script])
     end = watch.until_end()
     assert (end.code, end.reason, end.ended_first) == (code, "Error" if code else "Completed", True)
     assert before <= end.time <= time.time()
@@ -263,31 +266,31 @@ def programs(tmp_path: Path) -> Path:
     ids=["missing", "missing with a folder", "not executable", "no interpreter", "no #! line", "too long", "NUL"],
 )
 def test_a_command_that_cannot_start_is_told_with_the_code_of_a_shell_and_the_name_the_user_wrote(
-    node: NodeProcess, programs: Path, argv: list[str], code: int, sentence: str
+    started: Start, programs: Path, argv: list[str], code: int, sentence: str
 ) -> None:
-    watch = started(node, argv, cwd=str(programs))
+    watch = started(argv, cwd=str(programs))
     watch.until(lambda: not watch.selector.get_map())
-    assert node.end is not None
-    assert (node.end.reason, node.end.code, node.end.message) == ("StartError", code, sentence)
-    assert node.trainer_pid is None
+    assert watch.node.end is not None
+    assert (watch.node.end.reason, watch.node.end.code, watch.node.end.message) == ("StartError", code, sentence)
+    assert watch.node.trainer_pid is None
 
 
-def test_a_working_folder_that_is_missing_is_told_by_its_name(node: NodeProcess) -> None:
-    end = started(node, ["true"], cwd="/no/such/folder").until_end()
+def test_a_working_folder_that_is_missing_is_told_by_its_name(started: Start) -> None:
+    end = started(["true"], cwd="/no/such/folder").until_end()
     assert (end.code, end.message) == (127, "/no/such/folder: No such file or directory")
 
 
 def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback_is_in_the_log(
-    node: NodeProcess, tag: str, monkeypatch: pytest.MonkeyPatch
+    started: Start, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = "from ddpjob_cli.local.processes import supervisor; supervisor.Supervisor.stop = None; supervisor.main()"
     monkeypatch.setattr(node_module, "SUPERVISOR", program)
-    watch = started(node, [*PYTHON, LAUNCHER], env={TAG: tag})
+    watch = started([*PYTHON, LAUNCHER], env={TAG: tag})
     watch.until_printed(b"launcher")
-    node.stop(600)
+    watch.node.stop(600)
     watch.until(lambda: not watch.selector.get_map())
-    assert node.end is not None
-    assert node.end.message.startswith("the supervisor of node 1 ended with code 1 before its trainer did")
+    assert watch.node.end is not None
+    assert watch.node.end.message.startswith("the supervisor of node 1 ended with code 1 before its trainer did")
     assert b"'NoneType' object is not callable" in watch.printed
     assert not alive(tag)
 
@@ -295,30 +298,30 @@ def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback
 # What the trainer finds
 
 
-def test_the_trainer_has_three_descriptors_and_neither_the_control_nor_the_report_pipe(node: NodeProcess) -> None:
+def test_the_trainer_has_three_descriptors_and_neither_the_control_nor_the_report_pipe(started: Start) -> None:
     script = """
 import os
 fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
 print(sorted(fds), os.readlink("/proc/self/fd/0"), os.readlink("/proc/self/fd/1") == os.readlink("/proc/self/fd/2"))
 """
-    watch = started(node, [*PYTHON, script])
+    watch = started([*PYTHON, script])
     watch.until_end()
     assert watch.printed == b"['0', '1', '2'] /dev/null True\n"
 
 
 def test_the_trainer_leads_a_session_of_its_own_so_that_kill_0_in_a_launch_script_spares_the_supervisor(
-    node: NodeProcess,
+    started: Start,
 ) -> None:
-    watch = started(node, [*PYTHON, "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"])
+    watch = started([*PYTHON, "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"])
     watch.until_end()
     assert watch.printed == b"True\n"
 
 
-def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_ignores_some(node: NodeProcess) -> None:
+def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_ignores_some(started: Start) -> None:
     hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1])
     try:
-        watch = started(node, ["cat", "/proc/self/status"])
+        watch = started(["cat", "/proc/self/status"])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGHUP, hup)
@@ -329,9 +332,9 @@ def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_
     assert others == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
 
 
-def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(node: NodeProcess) -> None:
+def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(started: Start) -> None:
     env = {f"BIG{number}": "x" * 100_000 for number in range(4)} | {"BYTES": "caf\udce9 \N{SNOWMAN}"}
-    watch = started(node, ["env", "-0"], env=env)
+    watch = started(["env", "-0"], env=env)
     watch.until_end()
     found = dict(entry.split(b"=", 1) for entry in watch.printed.split(b"\0") if entry)
     wanted = {**env, "PATH": os.environ["PATH"]}
@@ -339,27 +342,27 @@ def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(node: N
 
 
 def test_a_program_is_found_in_the_path_of_the_order_and_a_relative_one_in_its_folder(
-    node: NodeProcess, tmp_path: Path
+    started: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "train").symlink_to("/bin/pwd")
-    watch = started(node, ["train"], cwd=str(tmp_path), env={"PATH": f"/no/such:{tmp_path}"})
+    watch = started(["train"], cwd=str(tmp_path), env={"PATH": f"/no/such:{tmp_path}"})
     assert watch.until_end().code == 0
     assert watch.printed.decode().strip() == str(tmp_path)
 
 
-def test_stdout_and_stderr_keep_their_order(node: NodeProcess) -> None:
-    watch = started(node, [*PYTHON, "import os\nfor i in range(200): os.write(1 + i % 2, b'%d ' % i)"])
+def test_stdout_and_stderr_keep_their_order(started: Start) -> None:
+    watch = started([*PYTHON, "import os\nfor i in range(200): os.write(1 + i % 2, b'%d ' % i)"])
     watch.until_end()
     assert watch.printed.split() == [b"%d" % i for i in range(200)]
 
 
-def test_the_supervisor_sleeps_while_the_trainer_works(node: NodeProcess) -> None:
-    watch = started(node, ["sh", "-c", "sleep 0.1; echo up; sleep 0.5; echo worked; exec sleep 1000"])
+def test_the_supervisor_sleeps_while_the_trainer_works(started: Start) -> None:
+    watch = started(["sh", "-c", "sleep 0.1; echo up; sleep 0.5; echo worked; exec sleep 1000"])
     watch.until_printed(b"up")
-    until(lambda: "(sleeping)" in Path(f"/proc/{node.pid}/status").read_text(), "the supervisor never rests")
-    before = switches(node.pid)
+    until(lambda: "(sleeping)" in Path(f"/proc/{watch.node.pid}/status").read_text(), "the supervisor never rests")
+    before = switches(watch.node.pid)
     watch.until_printed(b"worked")
-    assert switches(node.pid) - before <= 1, "a supervisor that wakes by itself takes CPU from the training"
+    assert switches(watch.node.pid) - before <= 1, "a supervisor that wakes by itself takes CPU from the training"
 
 
 def switches(pid: int) -> int:

@@ -226,8 +226,8 @@ class LocalCluster:
             records = self.folder / run_folder.FAULTS
             records.mkdir(mode=0o700, exist_ok=True)
             process.env[faults.HAPPENED] = str(records)
-        node = nodes.NodeProcess(action.place)
-        node.start(process.argv, process.env, process.cwd, grace_seconds(job.spec.template))
+        grace = grace_seconds(job.spec.template)
+        node = nodes.NodeProcess(action.place, process.argv, process.env, process.cwd, grace)
         log = Log(self.folder / f"{name}.log")
         devices = base.gpus or ()
         pod = LocalPod(action.attempt, action.place, action.replacement, name, node, log, devices, termination_log)

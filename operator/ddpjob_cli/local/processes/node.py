@@ -52,23 +52,21 @@ class End:
 class NodeProcess:
     """One node of a job on this machine: a supervisor process and the trainer below it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.trainer_pid: int | None = None
-        self.end: End | None = None  # once known it never changes
-        self._process: subprocess.Popen[bytes] | None = None
-        self._report = -1
-        self._buffer = b""
-
-    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, grace_seconds: float) -> None:
+    def __init__(
+        self, number: int, argv: Sequence[str], env: Mapping[str, str], cwd: str, grace_seconds: float
+    ) -> None:
         """Spawn the supervisor and send it what to run; `handle_report` returns the result.
 
         env: the trainer's whole environment, which finds `argv[0]` by its PATH. cwd: must exist. grace_seconds: between
-        SIGTERM and SIGKILL when the supervisor itself is terminated. Raises OSError where no process can be made.
+        SIGTERM and SIGKILL when the supervisor itself is terminated. Raises OSError if no process can be made.
         """
-        assert self._process is None, "a node is started once; the next attempt is a new NodeProcess"
-        self._report, report_write = os.pipe()
-        os.set_blocking(self._report, False)
+        self.number = number
+        self.trainer_pid: int | None = None
+        self.end: End | None = None  # once known it never changes
+        self.report, report_write = os.pipe()
+        """Non-blocking descriptor; when it is readable call `handle_report`, and no more once `end` is known."""
+        os.set_blocking(self.report, False)
+        self._buffer = b""
         program = f"import sys; sys.path += sys.argv[2:]; {SUPERVISOR}"
         try:
             self._process = subprocess.Popen(
@@ -81,28 +79,19 @@ class NodeProcess:
                 pass_fds=(report_write,),
             )
         except BaseException:
-            os.close(self._report)
+            os.close(self.report)
             raise
         finally:
             os.close(report_write)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.pid = self._process.pid
+        """The supervisor's, to be known to `kill_orphans`."""
+        self.output = self._stdout.fileno()
+        """Non-blocking descriptor of all that the trainer prints, in order; it ends with the node: read to its end."""
         os.set_blocking(self.output, False)
         self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
-
-    @property
-    def pid(self) -> int:
-        """The supervisor's process, to be known to `kill_orphans`."""
-        return self._running.pid
-
-    @property
-    def output(self) -> int:
-        """Non-blocking descriptor of all that the trainer prints, in order; it ends with the node: read to its end."""
-        assert self._running.stdout is not None
-        return self._running.stdout.fileno()
-
-    @property
-    def report(self) -> int:
-        """Non-blocking descriptor; when it is readable call `handle_report`, and no more once `end` is known."""
-        return self._report
 
     def stop(self, grace_seconds: float) -> None:
         """SIGTERM to the trainer's first process, SIGKILL to all after `grace_seconds`; a later call only shortens."""
@@ -110,7 +99,7 @@ class NodeProcess:
 
     def handle_report(self) -> None:
         """Read what the supervisor has reported, or that it ended without a last report."""
-        arrived = read_available(self._report)
+        arrived = read_available(self.report)
         *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
         for report in map(json.loads, lines):
             self.trainer_pid = report.get("started", self.trainer_pid)
@@ -121,36 +110,25 @@ class NodeProcess:
 
     def close(self) -> None:
         """Kill what still runs and give everything back; waits for the supervisor, at most 10 s."""
-        process = self._process
-        if process is None:
-            return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.close()  # the supervisor reads it as the runner's end
+        self._stdin.close()  # the supervisor reads it as the runner's end
         try:
-            process.wait(CLOSE_SECONDS)
+            self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:  # stopped by a debugger, or a child that even SIGKILL does not end
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        os.close(self._report)
-
-    @property
-    def _running(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None, "start() comes first"
-        return self._process
+            self._process.kill()
+            self._process.wait()
+        self._stdout.close()
+        os.close(self.report)
 
     def _send(self, message: dict[str, object]) -> None:
-        assert self._running.stdin is not None
         data = memoryview(json.dumps(message).encode() + b"\n")
         try:
             while data:
-                data = data[self._running.stdin.write(data) or 0 :]
+                data = data[self._stdin.write(data) or 0 :]
         except BrokenPipeError:
             return  # it has ended; how, the loop reads from its report
 
     def _lost(self) -> End:
-        code = self._running.wait()  # the report pipe ended with its only holder; after this its children are adopted
+        code = self._process.wait()  # the report pipe ended with its only holder; after this its children are adopted
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:

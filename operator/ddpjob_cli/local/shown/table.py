@@ -133,10 +133,11 @@ def hint(moment: RunMoment) -> str:
 
 def summary(moment: RunMoment) -> str:
     """The state in one plain line: Running  step 312/1125  28 %  24s left  5,210 samples/s  loss 0.412"""
-    if present_progress(moment.status) is None:
+    progress = present_progress(moment.status)
+    if progress is None:
         doing = activity(moment) or f"elapsed {_seconds(moment.started, moment.now)}"
         return f"{shown_state(moment)}, attempt {moment.status.attempt}: {doing}"
-    return "  ".join([shown_state(moment), *step_parts(moment.status), *_rate(moment), *_metrics(moment)])
+    return "  ".join([shown_state(moment), *step_parts(moment.status), *_rate(moment), *metric_parts(progress)])
 
 
 def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | None:
@@ -200,7 +201,7 @@ def _pace(moment: RunMoment) -> list[str]:
     """The pace and the metrics, the loss with its curve."""
     series = moment.history.series
     curve = next((name for name in ("loss", *sorted(series)) if "loss" in name.lower() and name in series), None)
-    metrics = _metrics(moment)
+    metrics = metric_parts(moment.status.progress) if moment.status.progress else []
     for i, text in enumerate(metrics):
         if curve is not None and text.startswith(f"{curve} "):
             metrics[i] += f" {figures.spark([point.mean for point in series[curve].points], SPARK_WIDTH)}".rstrip()
@@ -219,10 +220,6 @@ def _rate(moment: RunMoment) -> list[str]:
     return parts if rate is None else [*parts, f"{rate:,.0f} samples/s"]
 
 
-def _metrics(moment: RunMoment) -> list[str]:
-    return metric_parts(moment.status.progress) if moment.status.progress else []
-
-
 def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
     """A line for each node, in columns; those on the right are left out if there is no room for them."""
     shown = list(nodes) if len(nodes) <= room else list(nodes)[: max(0, room - 1)]
@@ -234,28 +231,24 @@ def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
         grid.add_column(no_wrap=True)
     for row in zip(*columns, strict=True):
         grid.add_row(*map(_line, row))
-    return (
-        grid if len(shown) == len(nodes) else Group(grid, _line(f"  and {len(nodes) - len(shown)} nodes more", "dim"))
-    )
+    left_out = len(nodes) - len(shown)
+    return Group(grid, _line(f"  and {left_out} nodes more", "dim")) if left_out else grid
 
 
 def _cells(node: NodeRow) -> list[str]:
     """node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12 GB, by what matters most."""
     pids = " ".join(map(str, node.pids[:2])) + (" …" if len(node.pids) > 2 else "")
-    use = node.usage
-    gpu = (
-        "" if use is None or use.gpu_percent is None else f"GPU {use.gpu_percent:3.0f} % {figures.size(use.gpu_bytes)}"
-    )
-    return [
+    cells = [
         f"  node {node.place}",
         node.ranks,
         node.state,
         "" if node.step is None else f"step {node.step}",
         f"pid{'s' * (len(node.pids) > 1)} {pids}" if node.pids else "",
-        "" if use is None else f"CPU {use.cpu_percent:3.0f} %",
-        "" if use is None else f"{figures.size(use.memory_bytes):>6}",
-        gpu,
     ]
+    if (use := node.usage) is None:
+        return [*cells, "", "", ""]
+    gpu = "" if use.gpu_percent is None else f"GPU {use.gpu_percent:3.0f} % {figures.size(use.gpu_bytes)}"
+    return [*cells, f"CPU {use.cpu_percent:3.0f} %", f"{figures.size(use.memory_bytes):>6}", gpu]
 
 
 def _line(text: str, style: str = "") -> Text:
