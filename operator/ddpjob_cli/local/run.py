@@ -221,9 +221,7 @@ class Runner:
         self.folder = folder
         self.reports = True
         """True if the script may report steps."""
-        self.screen = screen.screen(
-            self.job, options.plain, options.process_group, options.defaults, types=options.pdb is not None
-        )
+        self.screen = screen.screen(self.job, options.plain, options.process_group, types=options.pdb is not None)
         self._started_at = self._idle_at = time.monotonic()
         self._idle = idle.IdleClock()
         self.record = history.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
@@ -261,7 +259,7 @@ class Runner:
         heard = [*stops, signal.SIGQUIT, signal.SIGTSTP]
         self._signals = {number: signal.signal(number, self._on_signal) for number in heard}
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self.screen.start()
+        self.screen.note(screen.title(self.job, self.options.defaults))
         if self.options.session is not None:
             for sentence in self.options.session.begin(self._wake):
                 self.screen.note(sentence)

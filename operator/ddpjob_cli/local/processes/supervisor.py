@@ -13,7 +13,6 @@ fields of `node.End`. stdout is the trainer's: what it prints goes straight to t
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import select
@@ -90,15 +89,11 @@ class Supervisor:
         arrived = read_available(0)
         self.end_now = self.end_now or arrived is None
         *lines, self.control = (self.control + (arrived or b"")).split(b"\n")
-        for line in lines:
-            self.obey(json.loads(line))
-
-    def obey(self, command: dict[str, Any]) -> None:
-        """Do what one line of the control pipe says."""
-        if "argv" in command:
-            self.start(command)
-        else:
-            self.stop(command["stop"])
+        for command in map(json.loads, lines):
+            if "argv" in command:
+                self.start(command)
+            else:
+                self.stop(command["stop"])
 
     def start(self, order: dict[str, Any]) -> None:
         """Start the trainer and report it, or report why it cannot be started and end."""
@@ -127,21 +122,18 @@ class Supervisor:
             if pid == self.main_pid and self.main_end is None:  # once reaped, its number may belong to another
                 self.main_end = (code, time.time())
 
-    def left(self) -> set[int]:
-        """The processes of the node that have not ended."""
-        self.reap()
-        return processes.descendants(os.getpid())
-
     def end_tree(self) -> None:
         """Kill and reap until nothing is left; orphans become our children, so none can hide."""
         pause_ms = 10
         poller = select.poll()
         poller.register(self.wakeup_fd, select.POLLIN)
-        while left := self.left():
+        self.reap()
+        while left := processes.descendants(os.getpid()):
             processes.kill(left)
             poller.poll(pause_ms)  # a child's end wakes us; the time-out is for one forked between look and kill
             read_available(self.wakeup_fd)
             pause_ms = min(2 * pause_ms, 1000)
+            self.reap()
 
     def report(self, message: dict[str, object]) -> None:
         """Send one line to the runner, if there still is one."""
@@ -174,10 +166,9 @@ def start_trainer(order: dict[str, Any]) -> tuple[int, dict[str, object] | None]
 
 def start_failure(error: Exception) -> dict[str, object]:
     """The report of an exec that failed, with the code that a shell or a container gives."""
-    number = (error.errno if isinstance(error, OSError) else None) or errno.EINVAL
-    missing = number in (errno.ENOENT, errno.ENOTDIR)
+    missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
     sentence = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-    if missing and isinstance(error, OSError) and os.path.isfile(str(error.filename)):
+    if isinstance(error, FileNotFoundError) and os.path.isfile(str(error.filename)):
         sentence += " (the file is there: the program in its #! line is not)"
     return {"reason": "StartError", "time": time.time(), "code": 127 if missing else 126, "message": sentence}
 

@@ -42,20 +42,15 @@ class PlainScreen:
     types: a debugger has the terminal. Then there is no progress, and the nodes' output is in their logs only.
     """
 
-    def __init__(self, job: api.DDPJob, defaults: str = "", *, types: bool = False) -> None:
+    def __init__(self, job: api.DDPJob, *, types: bool = False) -> None:
         self.job = job
         self._types = types
-        self._defaults = defaults
         self._next = 0.0
         self._drawn = api.Status()
         self._waiting: tuple[object, ...] = ()
         self._pause = WAIT_SECONDS
         self._is_advised = False
         self._bars: dict[str, str] = {}
-
-    def start(self) -> None:
-        """Show the title."""
-        self.note(title(self.job) + (f" · {self._defaults}" if self._defaults else ""))
 
     def note(self, text: str) -> None:
         """Show a sentence about the run, which may quote a program or a file."""
@@ -138,8 +133,8 @@ class LiveScreen(PlainScreen):
     While another process group has the terminal (`ddpjob run … &`), plain lines. groups: those that are ours.
     """
 
-    def __init__(self, job: api.DDPJob, groups: frozenset[int], defaults: str = "") -> None:
-        super().__init__(job, defaults)
+    def __init__(self, job: api.DDPJob, groups: frozenset[int]) -> None:
+        super().__init__(job)
         from rich.console import Console
 
         self._console = Console(stderr=True)
@@ -253,25 +248,24 @@ def _forget_unwritten() -> None:
     os.close(nowhere)
 
 
-def screen(
-    job: api.DDPJob, plain: bool, group: int | None = None, defaults: str = "", *, types: bool = False
-) -> PlainScreen:
+def screen(job: api.DDPJob, plain: bool, group: int | None = None, *, types: bool = False) -> PlainScreen:
     """The table where both stdout and stderr are a terminal that can redraw lines, else plain lines.
 
-    group: the process group in which the command was started, where this process has one of its own. defaults: what
-    the title says about numbers that nobody gave. types: a debugger has the terminal.
+    group: the process group in which the command was started, where this process has one of its own. types: a debugger
+    has the terminal.
     """
     terminal = sys.stdout.isatty() and sys.stderr.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    groups = frozenset({os.getpgrp()} if group is None else {os.getpgrp(), group})
-    is_plain = plain or types or not terminal
-    return PlainScreen(job, defaults, types=types) if is_plain else LiveScreen(job, groups, defaults)
+    if plain or types or not terminal:
+        return PlainScreen(job, types=types)
+    return LiveScreen(job, frozenset({os.getpgrp()} if group is None else {os.getpgrp(), group}))
 
 
-def title(job: api.DDPJob) -> str:
-    """digits · 2 nodes × 1 process · gloo"""
+def title(job: api.DDPJob, defaults: str) -> str:
+    """digits · 2 nodes × 1 process · gloo; then the numbers that nobody gave."""
     nodes = wording.count(job.spec.nodes, "node")
     processes = wording.count(topology.nproc_per_node(job.spec), "process")
-    return f"{job.metadata.name} · {nodes} × {processes} · {topology.backend(job.spec)}"
+    shape = f"{nodes} × {processes}"
+    return " · ".join(filter(None, (job.metadata.name, shape, topology.backend(job.spec), defaults)))
 
 
 def prefix_of(job: api.DDPJob, pod: LocalPod) -> str:
