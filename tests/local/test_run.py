@@ -81,14 +81,6 @@ def test_a_grace_of_years_lets_a_trainer_stop_in_its_time(cli: Cli) -> None:
     assert "saved" in done.stdout
 
 
-@pytest.mark.parametrize(("end", "words"), [("sys.exit(3)", "exit code 3"), ("os.kill(os.getpid(), 11)", "SIGSEGV")])
-def test_the_way_a_rank_ended_is_told_as_it_was(cli: Cli, end: str, words: str) -> None:
-    job = cli.file(f"import os, sys, time\nif os.environ['RANK'] == '0': {end}\ntime.sleep(1000)", backoffLimit=0)
-    done = cli.run("run", job)
-    assert done.returncode == 1
-    assert words in done.stderr
-
-
 def test_several_processes_a_node_get_no_rank_and_the_node_is_named(cli: Cli) -> None:
     job = cli.file("import os; print(os.environ.get('RANK'), os.environ['PET_NPROC_PER_NODE'])", nprocPerNode=3)
     done = cli.run("run", job)

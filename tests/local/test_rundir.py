@@ -43,16 +43,6 @@ def run_often(base: Path, times: int = RUNS) -> None:
         RunFolder("job", base).close()
 
 
-def test_the_command_line_leaves_other_peoples_folders_alone(cli: Cli) -> None:
-    """A user loses a data set by `ddpjob run --logs .` beside it."""
-    for i in range(RUNS):
-        fill(cli.folder / "job" / f"class{i}")
-    before = files_below(cli.folder / "job")
-    job = cli.file("pass")
-    assert cli.run("run", job, "--logs", ".").returncode == 0
-    assert before.items() <= files_below(cli.folder / "job").items()
-
-
 def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
     """A user loses what a link in the folder of a run points at."""
     outside = tmp_path / "outside"
