@@ -14,7 +14,7 @@ import pytest
 import ddpjob_check as check
 from ddpjob_check.job import known
 from ddpjob_cli.commands import from_script, sources
-from ddpjob_cli.commands.from_script import Start
+from ddpjob_cli.commands.sources import Source
 from ddpjob_cli.manifest import yamlfile
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_convert import command
@@ -60,20 +60,20 @@ def job_of(text: str) -> api.DDPJob:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_the_job_of_any_script_is_valid(path: Path) -> None:
-    job = job_of(from_script.job_yaml(Start(str(path)), path.read_text()))
+    job = job_of(from_script.job_yaml(Source(str(path)), path.read_text()))
     assert job.spec.nodes in (1, 2)
 
 
 def test_torchrun_starts_a_script_that_forms_a_group_with_its_arguments_as_they_were_typed() -> None:
     words = ["--epochs", "5", "--name", "a: b", "true", "-1"]
-    job = job_of(from_script.job_yaml(Start("src/train.py", nodes="3", nproc="4", arguments=words), TORCHRUN))
+    job = job_of(from_script.job_yaml(Source("src/train.py", nodes="3", nproc="4", arguments=tuple(words)), TORCHRUN))
     assert command_of(job.spec.template) == ["torchrun", "src/train.py", *words]
     assert (job.metadata.name, job.spec.nodes, job.spec.nproc_per_node) == ("train", 3, 4)
 
 
 def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
     """`ddpjob init train.py --nodes 1:3` printed a job with two nodes, always two."""
-    source = sources.Source(str(DIGITS), nodes="1:3")
+    source = Source(str(DIGITS), nodes="1:3")
     printed = job_of(sources.to_yaml(source))
     _, started = sources.load(source)
     for job in (printed, started):
@@ -84,12 +84,12 @@ def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
 def test_a_range_that_lacks_a_number_is_refused(nodes: str) -> None:
     """`--nodes 1:` ran one node, by the default of spec.nodes."""
     with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
-        sources.load(sources.Source(str(DIGITS), nodes=nodes))
+        sources.load(Source(str(DIGITS), nodes=nodes))
 
 
 def test_a_script_that_starts_its_own_processes_gets_no_launcher() -> None:
     """torchrun would multiply them."""
-    job = job_of(from_script.job_yaml(Start("train.py"), SPAWN))
+    job = job_of(from_script.job_yaml(Source("train.py"), SPAWN))
     assert command_of(job.spec.template) == ["python", "train.py"]
     assert job.spec.nodes == 1
 
@@ -114,7 +114,7 @@ SHELL = ["torchrun", "--no-python", "sh", "-c"]
 )
 def test_a_script_that_is_a_single_process_without_its_local_rank_is_given_it(names: str, command: list[str]) -> None:
     """By torchrun each rank trained a model of its own, and the job was Succeeded."""
-    start = Start("a/b.py", arguments=["--name", "a b", "$(NODE_RANK)"])
+    start = Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)"))
     text = from_script.job_yaml(start, ALONE.replace('"--local_rank"', names))
     assert command_of(job_of(text).spec.template) == command
     assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
@@ -133,7 +133,7 @@ def test_a_script_that_requires_its_local_rank_is_given_it_and_check_accepts_the
 ) -> None:
     """`ddpjob init` wrote a job that `ddpjob check` refused, and that ended with exit code 2."""
     script = ALONE.replace('"--local_rank"', names).replace("default=-1", "required=True")
-    text = from_script.job_yaml(Start("train.py"), script)
+    text = from_script.job_yaml(Source("train.py"), script)
     assert command_of(job_of(text).spec.template) == command
     context = known(job_of(text))
     assert [f for f in check.check("train.py", script, context) if f.severity == "error"] == []
@@ -157,7 +157,7 @@ def test_a_library_that_forms_the_group_by_itself_is_not_said_to_train_alone(lin
 
 
 def test_what_was_found_stands_in_comments() -> None:
-    text = from_script.job_yaml(Start("train.py"), TORCHRUN)
+    text = from_script.job_yaml(Source("train.py"), TORCHRUN)
     for said in ("nccl, which needs a GPU", "needs: --data", "--epochs (5)", "/data/mnist", "saves files"):
         assert said in text, text
     assert "nvidia.com/gpu: 1" in text
@@ -177,7 +177,7 @@ def test_what_was_found_stands_in_comments() -> None:
 def test_an_argument_that_may_be_absent_is_not_called_needed(nargs: str, said: str) -> None:
     """PyTorch's imagenet example was said to need its folder, which has a default."""
     script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
-    assert f"# Arguments that it {said}\n" in from_script.job_yaml(Start("train.py"), script)
+    assert f"# Arguments that it {said}\n" in from_script.job_yaml(Source("train.py"), script)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_name_is_one_of_kubernetes(script: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["y", "no", "on", "null", "true"])
 def test_a_script_whose_name_is_a_word_of_yaml_has_a_job_of_that_name(name: str) -> None:
     """`ddpjob run y.py` was refused: metadata.name was true."""
-    assert job_of(from_script.job_yaml(Start(f"{name}.py"), "")).metadata.name == name
+    assert job_of(from_script.job_yaml(Source(f"{name}.py"), "")).metadata.name == name
 
 
 AWKWARD = [
@@ -228,27 +228,27 @@ AWKWARD = [
 
 def test_arguments_are_those_that_were_typed() -> None:
     """YAML has words for true, null and numbers."""
-    job = job_of(from_script.job_yaml(Start("train.py", arguments=AWKWARD), ""))
+    job = job_of(from_script.job_yaml(Source("train.py", arguments=tuple(AWKWARD)), ""))
     assert command_of(job.spec.template) == ["torchrun", "train.py", *AWKWARD]
 
 
 def test_a_script_that_begins_with_a_dash_is_no_option_of_its_launcher() -> None:
-    job = job_of(from_script.job_yaml(Start("-x.py"), ""))
+    job = job_of(from_script.job_yaml(Source("-x.py"), ""))
     assert command_of(job.spec.template) == ["torchrun", "./-x.py"]
 
 
 @pytest.mark.parametrize(
     "start",
     [
-        Start("a\nb.py"),
-        Start("\udcff.py"),
-        Start("a\x1b[31m.py"),
-        Start("a\nb", module=True),
-        Start("a.py", arguments=["\udcff"]),
+        Source("a\nb.py"),
+        Source("\udcff.py"),
+        Source("a\x1b[31m.py"),
+        Source(None, "a\nb"),
+        Source("a.py", arguments=("\udcff",)),
     ],
     ids=repr,
 )
-def test_what_no_yaml_can_name_is_refused_and_shown(start: Start) -> None:
+def test_what_no_yaml_can_name_is_refused_and_shown(start: Source) -> None:
     """A file name with a line break became YAML of its own, one that is not UTF-8 a traceback."""
     with pytest.raises(InputError, match=r"rename it|no job can have it") as refused:
         from_script.job_yaml(start, None if start.module else "")
@@ -264,12 +264,12 @@ def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(tmp_path: Path, w
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
     with pytest.raises(InputError, match="not UTF-8"):
-        sources.load(sources.Source(str(path), **words))
+        sources.load(Source(str(path), **words))
 
 
 def test_a_number_of_nodes_is_no_line_of_yaml() -> None:
     with pytest.raises(InputError, match=r"spec.nodes: must be a whole number"):
-        sources.load(sources.Source(None, "mod", nodes="2\n  suspend: true"))
+        sources.load(Source(None, "mod", nodes="2\n  suspend: true"))
 
 
 @pytest.mark.parametrize("name", ["big.py", "big.ipynb"])
@@ -280,20 +280,20 @@ def test_a_file_of_2_gb_is_no_script_and_is_not_read(tmp_path: Path, name: str) 
         file.truncate(2 << 30)
     with (
         pytest.raises(InputError, match=rf"{name}: larger than \d+ MiB"),
-        sources.as_file(sources.Source(str(path))) as given,
+        sources.as_file(Source(str(path))) as given,
     ):
         sources.load(given)
 
 
 def test_a_script_that_is_not_valid_python_is_named_with_its_line() -> None:
     with pytest.raises(InputError, match=r"train.py:2: not valid Python"):
-        from_script.job_yaml(Start("train.py"), "x = 1\nx = = 2\n")
+        from_script.job_yaml(Source("train.py"), "x = 1\nx = = 2\n")
 
 
 def test_arguments_after_dashes_replace_those_of_the_yaml(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
-    _, job = sources.load(sources.Source(str(path), arguments=("--epochs", "2")))
+    _, job = sources.load(Source(str(path), arguments=("--epochs", "2")))
     assert command_of(job.spec.template) == ["torchrun", "train.py", "--epochs", "2"]
 
 
@@ -310,10 +310,10 @@ def test_arguments_are_those_of_a_command_that_is_set_as_well(tmp_path: Path, co
     file = str(tmp_path / "av.py")
     Path(file).write_text("")
     setting = f"spec.template.spec.containers[0].command={command.format(file=file)}"
-    _, job = sources.load(sources.Source(file, settings=(setting,), arguments=("a", "--log", "5")))
+    _, job = sources.load(Source(file, settings=(setting,), arguments=("a", "--log", "5")))
     assert command_of(job.spec.template) == [word.format(file=file) for word in made]
     with pytest.raises(InputError, match=r"names no script that is plain to see, so -- ARGS cannot be its arguments"):
-        sources.load(sources.Source(file, settings=(setting.partition("=")[0] + "=[sleep, '1']",), arguments=("a",)))
+        sources.load(Source(file, settings=(setting.partition("=")[0] + "=[sleep, '1']",), arguments=("a",)))
 
 
 ABBREVIATE = [["--log", "5"], ["--mo=0.1"], ["x", "--no"], ["--max", "3"], ["--", "x"]]
@@ -327,13 +327,13 @@ def test_arguments_that_resemble_options_of_torchrun_stand_behind_dashes(tmp_pat
     file = tmp_path / "train.py"
     file.write_text("")
     for source, head in (
-        (sources.Source(str(file)), ["torchrun", str(file)]),
-        (sources.Source(None, module="pkg.train"), ["torchrun", "-m", "pkg.train"]),
+        (Source(str(file)), ["torchrun", str(file)]),
+        (Source(None, module="pkg.train"), ["torchrun", "-m", "pkg.train"]),
     ):
         _, job = sources.load(replace(source, arguments=tuple(words)))
         assert command_of(job.spec.template) == [*head, *behind]
     spawns = "import torch.multiprocessing as mp\nmp.spawn(f, nprocs=2)\n"
-    job = job_of(from_script.job_yaml(Start("train.py", arguments=words), spawns))
+    job = job_of(from_script.job_yaml(Source("train.py", arguments=tuple(words)), spawns))
     assert command_of(job.spec.template) == ["python", "train.py", *words], "Python takes nothing away"
     for line in ("torchrun --nnodes 2 train.py", "accelerate launch train.py"):
         made = command.convert([*line.split(), *words]).spec["template"]["spec"]["containers"][0]["command"]
@@ -344,7 +344,7 @@ def test_arguments_after_dashes_replace_those_behind_the_launchers_own(tmp_path:
     path = tmp_path / "job.yaml"
     for given, made in (('--, --lr, "1"', ["--", "--log", "2"]), ('--lr, "1"', ["--", "--log", "2"])):
         path.write_text(JOB.replace('--lr, "1"', given))
-        _, job = sources.load(sources.Source(str(path), arguments=("--log", "2")))
+        _, job = sources.load(Source(str(path), arguments=("--log", "2")))
         assert command_of(job.spec.template) == ["torchrun", "train.py", *made]
 
 
@@ -353,9 +353,9 @@ def test_two_values_for_one_field_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
     with pytest.raises(InputError, match=r"--nodes 3 and --set spec.nodes=2: two values"):
-        sources.load(sources.Source(str(path), nodes="3", settings=("spec.nodes=2",)))
+        sources.load(Source(str(path), nodes="3", settings=("spec.nodes=2",)))
     with pytest.raises(InputError, match=r"--nodes 1:3 and --set spec.minNodes=2: two values"):
-        sources.load(sources.Source(str(path), nodes="1:3", settings=("spec.minNodes=2",)))
+        sources.load(Source(str(path), nodes="1:3", settings=("spec.minNodes=2",)))
 
 
 def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
         '{"cells": [{"cell_type": "markdown", "source": ["# x"]}, '
         '{"cell_type": "code", "source": ["%pip list\\n", "if 1:\\n", "    !ls\\n", "x = !ls"]}]}'
     )
-    with sources.as_file(sources.Source(str(path))) as source:
+    with sources.as_file(Source(str(path))) as source:
         assert source.file is not None
         assert Path(source.file).read_text() == "pass\nif 1:\n    pass\nx = None\n"
     assert not Path(source.file).exists()
@@ -386,7 +386,7 @@ def test_a_yaml_that_would_start_a_notebook_is_not_written(tmp_path: Path) -> No
     path = tmp_path / "try.ipynb"
     path.write_text('{"cells": []}')
     with pytest.raises(InputError, match=r"jupyter nbconvert --to script .*then ddpjob init .*try.py"):
-        sources.to_yaml(sources.Source(str(path)))
+        sources.to_yaml(Source(str(path)))
 
 
 def test_a_variable_without_a_value_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,10 +394,10 @@ def test_a_variable_without_a_value_is_taken_over(tmp_path: Path, monkeypatch: p
     path = tmp_path / "job.yaml"
     path.write_text(JOB)
     monkeypatch.setenv("TAKEN", "over")
-    document, _ = sources.load(sources.Source(str(path), variables=("TAKEN",)))
+    document, _ = sources.load(Source(str(path), variables=("TAKEN",)))
     assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "TAKEN", "value": "over"}]
     with pytest.raises(InputError, match="NOT_THERE"):
-        sources.load(sources.Source(str(path), variables=("NOT_THERE",)))
+        sources.load(Source(str(path), variables=("NOT_THERE",)))
 
 
 def test_a_stray_zero_starts_no_thousand_processes() -> None:
@@ -431,5 +431,5 @@ def test_what_is_wrong_with_a_job_that_was_made_for_a_script_has_no_line_of_the_
     """`train.py:15: spec.template…` sent a new user to a line of a script that had ten."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
-    document, _ = sources.load(sources.Source(str(script)))
+    document, _ = sources.load(Source(str(script)))
     assert document.place(("spec", "template")) == str(script)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from typing import Any, TypeVar
 
 import urllib3
@@ -114,8 +114,9 @@ class Cluster:
             )  # fmt: skip
 
         try:
-            answer = _within(self._seconds, send)
-        except _OF_NETWORK as error:
+            # Timeouts of sockets bound neither DNS nor an answer that comes in drops.
+            answer = in_background(send).result(self._seconds)
+        except (*_OF_NETWORK, futures.TimeoutError) as error:
             raise NoAnswerError(f"{self.context} does not answer{_why(error, self._seconds)}") from None
         if not 200 <= answer.status < 300:
             raise errors.of_answer(requests.read(method, path), answer.status, answer.data or b"", self.context)
@@ -149,24 +150,18 @@ def has_kubeconfig() -> bool:
     return bool(os.environ.get("KUBECONFIG")) or os.path.exists(os.path.expanduser("~/.kube/config"))
 
 
-def _within(seconds: float, do: Callable[[], T]) -> T:
-    """What `do` gives, or TimeoutError: timeouts of sockets bound neither DNS nor an answer that comes in drops."""
-    answer: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(1)
+def in_background(do: Callable[[], T]) -> futures.Future[T]:
+    """What `do` gives or raises, in a thread for which the end of the program does not wait."""
+    answer: futures.Future[T] = futures.Future()
 
     def run() -> None:
         try:
-            answer.put((do(), None))
+            answer.set_result(do())
         except BaseException as error:
-            answer.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        result, error = answer.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+    return answer
 
 
 def _why(error: BaseException, seconds: float) -> str:
@@ -178,6 +173,6 @@ def _why(error: BaseException, seconds: float) -> str:
         if isinstance(cause, ConnectionError) and str(cause):  # of http.client: they have no number
             return f": {cause}"
         cause = cause.__cause__ or cause.__context__
-    if isinstance(error, (TimeoutError, urllib3.exceptions.TimeoutError)):
+    if isinstance(error, (TimeoutError, futures.TimeoutError, urllib3.exceptions.TimeoutError)):
         return f" within {seconds:g} s"
     return f": {kubeconfig.short(error)}"

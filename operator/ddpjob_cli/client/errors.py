@@ -62,8 +62,8 @@ def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> Cluste
 
 
 def _not_found(asked: ApiRequest, status: Mapping[str, Any], context: str) -> ClusterError:
-    details = status.get("details") or {}
-    kind = details.get("kind") if isinstance(details, Mapping) else None
+    details = _details(status)
+    kind = details.get("kind")
     if asked.resource == JOBS and kind != api.PLURAL and kind != "namespaces":
         return ClusterError(f"{context}: {NO_OPERATOR}")
     if kind == "namespaces":
@@ -80,9 +80,12 @@ def _status(body: bytes) -> Mapping[str, Any]:
     return status if isinstance(status, dict) and status.get("kind") == "Status" else {}
 
 
+def _details(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    details = status.get("details")
+    return details if isinstance(details, Mapping) else {}
+
+
 def _causes(status: Mapping[str, Any]) -> str:
     """The fields that are refused, one sentence each."""
-    details = status.get("details")
-    listed = details.get("causes") if isinstance(details, Mapping) else None
-    causes = [c for c in listed or () if isinstance(c, Mapping) and c.get("message")]
+    causes = [c for c in _details(status).get("causes") or () if isinstance(c, Mapping) and c.get("message")]
     return "; ".join(f"{c['field']}: {c['message']}" if c.get("field") else str(c["message"]) for c in causes)

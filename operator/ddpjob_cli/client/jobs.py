@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, NotFoundError
-from ddpjob_cli.describe.job import EventLine, PodLine
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import api, bounds, launcher, validation
 from ddpjob_operator.job.typos import suggestion
@@ -114,8 +113,8 @@ def changing_pods(cluster: Cluster, name: str) -> Iterator[Raw]:
                 yield event["object"]
 
 
-def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[EventLine]:
-    """The Events of a job, the newest last; of_pods: those of its pods as well."""
+def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]:
+    """The Events of a job; of_pods: those of its pods as well."""
     name = job.job.metadata.name
     path = f"/api/v1/namespaces/{cluster.namespace}/events"
     params = {} if of_pods else {"fieldSelector": f"involvedObject.name={name},involvedObject.kind={api.KIND}"}
@@ -126,16 +125,7 @@ def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Even
             return about.get("name") == name and about.get("uid") in (None, "", job.job.metadata.uid)
         return about.get("kind") == "Pod" and about.get("name") in pod_names
 
-    found = [event for event in cluster.get(path, **params).get("items") or [] if wanted(event["involvedObject"])]
-    return sorted(
-        (_event(event) for event in found), key=lambda e: e.time or dt.datetime.max.replace(tzinfo=dt.timezone.utc)
-    )
-
-
-def pod_line(pod: Raw, trainer: str) -> PodLine:
-    """A pod as describe shows it."""
-    metadata, spec = pod["metadata"], pod.get("spec") or {}
-    return PodLine(metadata["name"], spec.get("nodeName") or "", state_of(pod, trainer))
+    return [event for event in cluster.get(path, **params).get("items") or [] if wanted(event["involvedObject"])]
 
 
 def state_of(pod: Raw, trainer: str) -> str:
@@ -197,12 +187,3 @@ def _not_there(cluster: Cluster, name: str) -> str:
 def _number(pod: Raw, label: str) -> int:
     text = (pod["metadata"].get("labels") or {}).get(label, "")
     return int(text) if text.isdigit() else 0
-
-
-def _event(raw: Raw) -> EventLine:
-    series = raw.get("series") or {}
-    time = series.get("lastObservedTime") or raw.get("lastTimestamp") or raw.get("eventTime")
-    about = raw["involvedObject"]
-    told = "" if about.get("kind") == api.KIND else f"{str(about.get('kind')).lower()}/{about.get('name')}"
-    text = str(raw.get("message") or "")
-    return EventLine(bounds.time(time), str(raw.get("type") or ""), str(raw.get("reason") or ""), text, told)

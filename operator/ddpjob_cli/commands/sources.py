@@ -16,8 +16,7 @@ from typing import Any
 
 from ddpjob_check import notebook
 from ddpjob_cli.commands import from_script, kinds, launchers
-from ddpjob_cli.commands.from_script import Start, job_yaml
-from ddpjob_cli.commands.options import applied, range_of, refuse_other_bytes
+from ddpjob_cli.commands.options import applied, refuse_other_bytes
 from ddpjob_cli.local.kept.files import read_script
 from ddpjob_cli.local.processes import similar
 from ddpjob_cli.manifest import override, yamlfile
@@ -77,19 +76,16 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
 
 def to_yaml(source: Source) -> str:
     """The YAML for a script or a module: what `ddpjob init` prints. Raises InputError."""
-    least, nodes = range_of(source.nodes) if source.nodes is not None else ("", None)
-    start = Start(source.file or "", nodes=nodes, min_nodes=least, nproc=source.nproc, arguments=source.arguments)
-    start = replace(start, gpus=source.gpus, max_restarts=source.max_restarts)
-    start = replace(start, launcher=source.launcher, note=source.note)
+    file = source.file or ""
     if source.module is not None:
-        return job_yaml(replace(start, script=source.module, module=True), None)
-    if is_notebook(start.script):
-        stem = start.script.removesuffix(kinds.NOTEBOOK)
+        return from_script.job_yaml(source, None)
+    if is_notebook(file):
+        stem = file.removesuffix(kinds.NOTEBOOK)
         raise InputError(
-            f"{start.script}: a command cannot start a notebook: jupyter nbconvert --to script {start.script}, "
+            f"{file}: a command cannot start a notebook: jupyter nbconvert --to script {file}, "
             f"then ddpjob init {stem}.py"
         )
-    return job_yaml(start, _text(source.file or ""))
+    return from_script.job_yaml(source, _text(file))
 
 
 def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
