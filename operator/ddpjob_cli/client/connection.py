@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, TypeVar
 
@@ -33,8 +33,12 @@ _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 class Cluster:
     """Requests to one API server, in one namespace. Each method raises ClusterError."""
 
-    def __init__(self, access: kubeconfig.Access, namespace: str, seconds: float, silent: float) -> None:
+    def __init__(
+        self, access: kubeconfig.Access, namespace: str, seconds: float, silent: float, kubectl: Sequence[str]
+    ) -> None:
         self._access = access
+        self.kubectl = kubectl
+        """The options with which kubectl asks the same cluster."""
         self.context = f"{access.context} ({access.server})"
         """The words for it in messages: context kind-test (https://127.0.0.1:6443)."""
         self.namespace = namespace
@@ -142,7 +146,9 @@ def connect(
     namespace = namespace or access.namespace
     if not _NAMESPACE.fullmatch(namespace):  # it would be another path of the API
         raise InputError(f"{namespace!r} is not the name of a namespace: lower-case letters, digits and -")
-    return Cluster(access, namespace, seconds, silent)
+    chosen = (("--namespace", namespace), ("--context", context), ("--kubeconfig", file))
+    kubectl = [word for option, value in chosen if value for word in (option, value)]
+    return Cluster(access, namespace, seconds, silent, kubectl)
 
 
 def has_kubeconfig() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -39,7 +40,10 @@ class ExistsError(ClusterError):
 
 def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> ClusterError:
     """The error for an answer of the API server that is not 2xx."""
-    status = _status(body)
+    status: Mapping[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        found = json.loads(body)
+        status = found if isinstance(found, dict) and found.get("kind") == "Status" else {}
     message = str(status.get("message") or body[:300].decode(errors="replace").strip() or f"HTTP {code}")
     if code == 401:
         return ClusterError(f"{context}: the credentials are not accepted (401 Unauthorized); log in again")
@@ -69,15 +73,6 @@ def _not_found(asked: ApiRequest, status: Mapping[str, Any], context: str) -> Cl
     if kind == "namespaces":
         return ClusterError(f"{context} has no namespace {details.get('name') or asked.namespace}")
     return NotFoundError(f"{asked.resource} {asked.name} is not in namespace {asked.namespace} ({context})")
-
-
-def _status(body: bytes) -> Mapping[str, Any]:
-    """The Status object of a failure, or nothing."""
-    try:
-        status = json.loads(body)
-    except ValueError:
-        return {}
-    return status if isinstance(status, dict) and status.get("kind") == "Status" else {}
 
 
 def _details(status: Mapping[str, Any]) -> Mapping[str, Any]:

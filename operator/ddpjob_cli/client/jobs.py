@@ -6,7 +6,7 @@ import contextlib
 import datetime as dt
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ddpjob_cli.client.connection import Cluster, Raw
@@ -66,9 +66,14 @@ def items(cluster: Cluster, *, all_namespaces: bool = False, selector: str | Non
 
 def find(cluster: Cluster, name: str) -> Stored:
     """A job by its name. Raises NoJobError with the names that are there, InputError for what is no name."""
-    check_name(name)
+    return _named(cluster, name, cluster.get)
+
+
+def _named(cluster: Cluster, name: str, ask: Callable[[str], Raw]) -> Stored:
+    if not re.fullmatch(api.NAME_PATTERN, name):  # it would be another path of the API
+        raise InputError(f"{name!r} is not the name of a DDPJob: lower-case letters, digits and -")
     try:
-        return of_raw(cluster.get(path_of(cluster, name)))
+        return of_raw(ask(path_of(cluster, name)))
     except NotFoundError:
         raise NoJobError(_not_there(cluster, name)) from None
 
@@ -88,12 +93,8 @@ def again(cluster: Cluster, before: Stored) -> Stored:
 
 
 def patch(cluster: Cluster, name: str, spec: Raw) -> Stored:
-    """Change fields of a spec. Raises InputError where the job is not there."""
-    check_name(name)
-    try:
-        return of_raw(cluster.patch(path_of(cluster, name), {"spec": spec}))
-    except NotFoundError:
-        raise NoJobError(_not_there(cluster, name)) from None
+    """Change fields of a spec. Raises as `find` does."""
+    return _named(cluster, name, lambda path: cluster.patch(path, {"spec": spec}))
 
 
 def pods(cluster: Cluster, name: str) -> list[Raw]:
@@ -166,12 +167,6 @@ def log_path(pod: Raw) -> str:
     """The path of a pod's log."""
     metadata = pod["metadata"]
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
-
-
-def check_name(name: str) -> None:
-    """Raises InputError for what cannot be a job's name: it would be another path of the API."""
-    if not re.fullmatch(api.NAME_PATTERN, name):
-        raise InputError(f"{name!r} is not the name of a DDPJob: lower-case letters, digits and -")
 
 
 def _not_there(cluster: Cluster, name: str) -> str:

@@ -11,7 +11,6 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ddpjob_check import local_rank
 from ddpjob_check.nodes import text_in
@@ -20,15 +19,12 @@ from ddpjob_check.script import INIT, Script
 from ddpjob_check.values import STARTERS
 from ddpjob_cli.commands import launchers
 from ddpjob_cli.commands.cpu_limit import CpuLimit
-from ddpjob_cli.commands.options import range_of, refuse_other_bytes
+from ddpjob_cli.commands.options import Source, range_of, refuse_other_bytes
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, yamlvalues
 from ddpjob_operator.job.command import arguments_behind_script
 from ddpjob_operator.job.naming import name_of
-
-if TYPE_CHECKING:
-    from ddpjob_cli.commands.sources import Source
 
 NODES = 1  # as torchrun
 FOUND_MAX = 8
@@ -172,19 +168,15 @@ def _of_arguments(tree: ast.AST) -> Iterator[str]:
             continue
         given = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
         name = max(names, key=len)
-        is_required = given.get("required") is True or not (name.startswith("-") or _may_be_absent(call))
+        nargs = next((k.value for k in call.keywords if k.arg == "nargs"), ast.Constant(None))
+        may_be_absent = text_in(nargs) in ("?", "*", "...") or getattr(nargs, "attr", "") == "REMAINDER"
+        is_required = given.get("required") is True or not (name.startswith("-") or may_be_absent)
         default = f" ({given['default']!r})" if given.get("default") is not None else ""
         (required if is_required else optional).append(name if is_required else f"{name}{default}")
     if required:
         yield f"Arguments that it needs: {', '.join(required)}"
     if optional:
         yield f"Arguments that it takes: {', '.join(optional[:12])}{', …' if len(optional) > 12 else ''}"
-
-
-def _may_be_absent(positional: ast.Call) -> bool:
-    """True if its nargs are "?", "*" or argparse.REMAINDER."""
-    nargs = next((k.value for k in positional.keywords if k.arg == "nargs"), None)
-    return nargs is not None and (text_in(nargs) in ("?", "*", "...") or getattr(nargs, "attr", "") == "REMAINDER")
 
 
 def _of_files(script: Script) -> Iterator[str]:
