@@ -34,12 +34,6 @@ dist.init_process_group("nccl")
 data = torchvision.datasets.MNIST(root="/data/mnist")
 torch.save({}, "model.pt")
 """
-SPAWN = """
-import torch.multiprocessing as mp
-def main(i): pass
-if __name__ == "__main__":
-    mp.spawn(main, nprocs=2)
-"""
 JOB = """
 apiVersion: training.ddpjob.io/v1alpha1
 kind: DDPJob
@@ -48,6 +42,13 @@ spec:
   nodes: 2
   template: {spec: {containers: [{name: trainer, image: x, command: [torchrun, train.py, --lr, "1"]}]}}
 """
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
 
 
 def job_of(text: str) -> api.DDPJob:
@@ -87,13 +88,6 @@ def test_a_range_that_lacks_a_number_is_refused(nodes: str) -> None:
         sources.load(Source(str(DIGITS), nodes=nodes))
 
 
-def test_a_script_that_starts_its_own_processes_gets_no_launcher() -> None:
-    """torchrun would multiply them."""
-    job = job_of(from_script.job_yaml(Source("train.py"), SPAWN))
-    assert command_of(job.spec.template) == ["python", "train.py"]
-    assert job.spec.nodes == 1
-
-
 ALONE = """
 import argparse, torch.distributed as dist
 parser = argparse.ArgumentParser()
@@ -105,38 +99,28 @@ if args.local_rank != -1:
 SHELL = ["torchrun", "--no-python", "sh", "-c"]
 
 
+LAUNCH = ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b", "$(NODE_RANK)"]
+
+
+@pytest.mark.parametrize("default", ["default=-1", "required=True"])
 @pytest.mark.parametrize(
     ("names", "command"),
     [
         ('"--local_rank"', [*SHELL, "exec python a/b.py --local_rank=$LOCAL_RANK --name 'a b' '$(NODE_RANK)'"]),
-        ('"--local-rank"', ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b", "$(NODE_RANK)"]),
+        ('"--local-rank"', LAUNCH),
+        ('"--local-rank", "--local_rank"', LAUNCH),
     ],
 )
-def test_a_script_that_is_a_single_process_without_its_local_rank_is_given_it(names: str, command: list[str]) -> None:
-    """By torchrun each rank trained a model of its own, and the job was Succeeded."""
-    start = Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)"))
-    text = from_script.job_yaml(start, ALONE.replace('"--local_rank"', names))
-    assert command_of(job_of(text).spec.template) == command
-    assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
-
-
-@pytest.mark.parametrize(
-    ("names", "command"),
-    [
-        ('"--local_rank"', [*SHELL, "exec python train.py --local_rank=$LOCAL_RANK"]),
-        ('"--local-rank"', ["python", "-m", "torch.distributed.launch", "train.py"]),
-        ('"--local-rank", "--local_rank"', ["python", "-m", "torch.distributed.launch", "train.py"]),
-    ],
-)
-def test_a_script_that_requires_its_local_rank_is_given_it_and_check_accepts_the_job(
-    names: str, command: list[str]
+def test_a_script_that_does_not_train_as_one_job_without_its_local_rank_is_given_it_and_check_accepts_the_job(
+    names: str, command: list[str], default: str
 ) -> None:
-    """`ddpjob init` wrote a job that `ddpjob check` refused, and that ended with exit code 2."""
-    script = ALONE.replace('"--local_rank"', names).replace("default=-1", "required=True")
-    text = from_script.job_yaml(Source("train.py"), script)
-    assert command_of(job_of(text).spec.template) == command
-    context = known(job_of(text))
-    assert [f for f in check.check("train.py", script, context) if f.severity == "error"] == []
+    """By torchrun each rank trained a model of its own, and the job was Succeeded; or it ended with exit code 2."""
+    script = ALONE.replace('"--local_rank"', names).replace("default=-1", default)
+    text = from_script.job_yaml(Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)")), script)
+    job = job_of(text)
+    assert command_of(job.spec.template) == command
+    assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
+    assert [f for f in check.check("train.py", script, known(job)) if f.severity == "error"] == []
 
 
 @pytest.mark.parametrize(
@@ -204,7 +188,7 @@ def test_a_script_whose_name_is_a_word_of_yaml_has_a_job_of_that_name(name: str)
     assert job_of(from_script.job_yaml(Source(f"{name}.py"), "")).metadata.name == name
 
 
-AWKWARD = [
+AWKWARD = (
     "y",
     "N",
     "=",
@@ -223,12 +207,12 @@ AWKWARD = [
     '"',
     "2026-01-01",
     "1:30",
-]
+)
 
 
 def test_arguments_are_those_that_were_typed() -> None:
     """YAML has words for true, null and numbers."""
-    job = job_of(from_script.job_yaml(Source("train.py", arguments=tuple(AWKWARD)), ""))
+    job = job_of(from_script.job_yaml(Source("train.py", arguments=AWKWARD), ""))
     assert command_of(job.spec.template) == ["torchrun", "train.py", *AWKWARD]
 
 
@@ -259,12 +243,10 @@ NOT_UTF_8 = [{"settings": ("metadata.name=\udcff",)}, {"variables": ("A=\udcff",
 
 
 @pytest.mark.parametrize("words", NOT_UTF_8, ids=repr)
-def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(tmp_path: Path, words: dict[str, Any]) -> None:
+def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(mine: Path, words: dict[str, Any]) -> None:
     """--dry-run ended in a traceback, and a cluster's client would have."""
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
     with pytest.raises(InputError, match="not UTF-8"):
-        sources.load(Source(str(path), **words))
+        sources.load(Source(str(mine), **words))
 
 
 def test_a_number_of_nodes_is_no_line_of_yaml() -> None:
@@ -288,13 +270,6 @@ def test_a_file_of_2_gb_is_no_script_and_is_not_read(tmp_path: Path, name: str) 
 def test_a_script_that_is_not_valid_python_is_named_with_its_line() -> None:
     with pytest.raises(InputError, match=r"train.py:2: not valid Python"):
         from_script.job_yaml(Source("train.py"), "x = 1\nx = = 2\n")
-
-
-def test_arguments_after_dashes_replace_those_of_the_yaml(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
-    _, job = sources.load(Source(str(path), arguments=("--epochs", "2")))
-    assert command_of(job.spec.template) == ["torchrun", "train.py", "--epochs", "2"]
 
 
 @pytest.mark.parametrize(
@@ -340,22 +315,20 @@ def test_arguments_that_resemble_options_of_torchrun_stand_behind_dashes(tmp_pat
         assert made == ["torchrun", "train.py", *(words if words[:1] == ["--"] else behind)]
 
 
-def test_arguments_after_dashes_replace_those_behind_the_launchers_own(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    for given, made in (('--, --lr, "1"', ["--", "--log", "2"]), ('--lr, "1"', ["--", "--log", "2"])):
-        path.write_text(JOB.replace('--lr, "1"', given))
-        _, job = sources.load(Source(str(path), arguments=("--log", "2")))
-        assert command_of(job.spec.template) == ["torchrun", "train.py", *made]
+@pytest.mark.parametrize("given", ['--, --lr, "1"', '--lr, "1"'])
+def test_arguments_after_dashes_replace_those_of_the_yaml_also_behind_the_launchers_own(mine: Path, given: str) -> None:
+    mine.write_text(JOB.replace('--lr, "1"', given))
+    for words, dashes in (("--log", "2"), ["--"]), (("--epochs", "2"), ["--"] if given[:3] == "--," else []):
+        _, job = sources.load(Source(str(mine), arguments=words))
+        assert command_of(job.spec.template) == ["torchrun", "train.py", *dashes, *words]
 
 
-def test_two_values_for_one_field_are_refused(tmp_path: Path) -> None:
+def test_two_values_for_one_field_are_refused(mine: Path) -> None:
     """`--nodes 3 --set spec.nodes=2` ran two nodes."""
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
     with pytest.raises(InputError, match=r"--nodes 3 and --set spec.nodes=2: two values"):
-        sources.load(Source(str(path), nodes="3", settings=("spec.nodes=2",)))
+        sources.load(Source(str(mine), nodes="3", settings=("spec.nodes=2",)))
     with pytest.raises(InputError, match=r"--nodes 1:3 and --set spec.minNodes=2: two values"):
-        sources.load(Source(str(path), nodes="1:3", settings=("spec.minNodes=2",)))
+        sources.load(Source(str(mine), nodes="1:3", settings=("spec.minNodes=2",)))
 
 
 def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
@@ -389,15 +362,13 @@ def test_a_yaml_that_would_start_a_notebook_is_not_written(tmp_path: Path) -> No
         sources.to_yaml(Source(str(path)))
 
 
-def test_a_variable_without_a_value_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_without_a_value_is_taken_over(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docker run -e and kubectl users know it."""
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
     monkeypatch.setenv("TAKEN", "over")
-    document, _ = sources.load(Source(str(path), variables=("TAKEN",)))
+    document, _ = sources.load(Source(str(mine), variables=("TAKEN",)))
     assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "TAKEN", "value": "over"}]
     with pytest.raises(InputError, match="NOT_THERE"):
-        sources.load(Source(str(path), variables=("NOT_THERE",)))
+        sources.load(Source(str(mine), variables=("NOT_THERE",)))
 
 
 def test_a_stray_zero_starts_no_thousand_processes() -> None:
@@ -406,9 +377,6 @@ def test_a_stray_zero_starts_no_thousand_processes() -> None:
         sources.warn_of_size(job, allowed=False)
     assert "1,000 processes" in sources.warn_of_size(job, allowed=True)
     assert sources.warn_of_size(job_of(JOB), allowed=False) == ""
-
-
-def test_one_node_is_told_as_one() -> None:
     job = job_of(JOB.replace("nodes: 2", "nodes: 1\n  nprocPerNode: 1000"))
     assert sources.warn_of_size(job, allowed=True).startswith("1 node × 1000 are 1,000 processes on ")
 
