@@ -12,8 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from ddpjob_check.nodes import Function, before, is_main_guard, leaves, means_one_process, name_of
-from ddpjob_check.option import UNKNOWN
-from ddpjob_check.options import ScriptOptions
+from ddpjob_check.options import UNKNOWN, ScriptOptions, literal
 from ddpjob_check.otherwise import means_otherwise
 from ddpjob_check.rule import Job
 from ddpjob_check.script import Script
@@ -80,7 +79,7 @@ class Paths:
 
     def _compares(self, test: ast.Compare) -> bool | None:
         compare = _COMPARISONS.get(type(test.ops[0]))
-        left, right = self._value(test.left), _literal(test.comparators[0])
+        left, right = self._value(test.left), literal(test.comparators[0])
         if len(test.ops) != 1 or compare is None or left is UNKNOWN or right is UNKNOWN:
             return None
         try:
@@ -89,27 +88,14 @@ class Paths:
             return None
 
 
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return UNKNOWN
-
-
 class Certainty:
     """Which lines some rank of the job certainly executes, unless another error ends it before."""
 
     def __init__(self, script: Script, job: Job) -> None:
         self._script, self._job = script, job
         self._skips: dict[ast.AST, bool] = {}
-
-    @cached_property
-    def _paths(self) -> Paths:
-        return Paths(self._script, self._value)
-
-    @cached_property
-    def _options(self) -> ScriptOptions:
-        return ScriptOptions(self._script, self._job.words)
+        self._paths = Paths(script, self._value)
+        self._options = ScriptOptions(script, job.words)
 
     def _value(self, node: ast.expr) -> Any:
         if self._script.called(node) == "torch.cuda.is_available":

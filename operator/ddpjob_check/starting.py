@@ -124,7 +124,7 @@ def spawn_of_itself(script: Script, job: Job) -> Iterator[Found]:
     for call in script.calls_to(*STARTERS):
         function = script.function(call)
         target = script.argument(call, "fn", 0)
-        if function is None or target is None or not _always_comes(script, call, function):
+        if function is None or target is None or is_conditional(script, call):
             continue
         if function in script.functions_meant(target):
             yield at(
@@ -132,14 +132,6 @@ def spawn_of_itself(script: Script, job: Job) -> Iterator[Found]:
                 f"mp.spawn({script.text_of(target)}) in {function.name} itself: every process starts more, without "
                 "end; spawn a function that does the work of one rank",
             )
-
-
-def _always_comes(script: Script, call: ast.Call, function: Function) -> bool:
-    """Whether a call runs unconditionally: no condition around it, and none before it that leaves."""
-    if any(True for _ in script.enclosing_tests(call)) or any(isinstance(p, ast.Try) for _, p in script.above(call)):
-        return False
-    earlier = [s for s in function.body if s.lineno < call.lineno]
-    return not any(isinstance(n, ast.If) and leaves(n.body) for s in earlier for n in ast.walk(s))
 
 
 @rule("error", wrong="def train(): …\nmp.spawn(train, nprocs=4)", right="def train(rank): …\nmp.spawn(train, nprocs=4)")
