@@ -1,10 +1,10 @@
-"""Checkpoints: which rank saves, what is saved, and onto which device it is loaded."""
+"""Folders and checkpoints: which rank makes and saves them, what is saved, and onto which device it is loaded."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddpjob_check.groups import backends
 from ddpjob_check.nodes import (
@@ -15,7 +15,7 @@ from ddpjob_check.nodes import (
     name_of,
     parameters_of,
     text_in,
-    words_of,
+    words_in,
 )
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import Found, Job, rule
@@ -29,7 +29,9 @@ _TAKES_TURNS = {"lock", "first", "suppress"}
 def folder_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
     """Ranks that share a disk make the same folder at the same time: all but one end with a FileExistsError, also after
     `if not os.path.exists(…)`, because the folder appears between the two lines."""
-    if job.has_one_rank or not _has_ranks(script, job):
+    by_job = job.known and script.uses_torch and (job.by_torchrun or job.launcher == "ddprun")
+    has_ranks = script.inits or script.calls_to(DDP) or (by_job and not script.uses_a_framework)
+    if job.has_one_rank or not has_ranks:
         return
     for call in script.calls:
         path = _made(script, call)
@@ -41,11 +43,6 @@ def folder_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
             f"{script.text_of(call)}: every rank makes this folder, and all but the first end with FileExistsError, "
             f"also after a test whether it exists; {fix}, or make it on rank 0",
         )
-
-
-def _has_ranks(script: Script, job: Job) -> bool:
-    by_job = job.known and script.uses_torch and (job.by_torchrun or job.launcher == "ddprun")
-    return bool(script.inits or script.calls_to(DDP) or (by_job and not script.uses_a_framework))
 
 
 def _made(script: Script, call: ast.Call) -> ast.expr | None:
@@ -87,14 +84,17 @@ def _expects_it(script: Script, call: ast.Call) -> bool:
         if isinstance(parent, ast.Try) and parent.handlers and child in parent.body:
             return True
         if isinstance(parent, ast.With | ast.AsyncWith):
-            words = (words_of(name_of(n)) for item in parent.items for n in ast.walk(item.context_expr))
-            if any(w & _TAKES_TURNS or any("lock" in x for x in w) for w in words):
+            words = {word for item in parent.items for word in words_in(item.context_expr)}
+            if words & _TAKES_TURNS or any("lock" in word for word in words):
                 return True
     return False
 
 
 _WRAPPERS = {DDP, "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torch.compile", "torch.nn.DataParallel"}
 _DEVICE_WORDS = ("cuda", "gpu", "device", "cpu")
+
+
+# ---------------------------------------------------------------- checkpoints
 
 
 @rule(
@@ -201,15 +201,13 @@ def state_of_wrapper(script: Script, job: Job) -> Iterator[Found]:
 
 def _is_asked_for(script: Script, call: ast.Call) -> bool:
     """True for `model.module.state_dict() if isinstance(model, DDP) else model.state_dict()`."""
-    words = (words_of(name_of(n)) for test in script.enclosing_tests(call) for n in ast.walk(test))
-    return any(w & _ASKS for w in words)
+    return any(words_in(test) & _ASKS for test in script.enclosing_tests(call))
 
 
 _ASKS = {"ddp", "distributed", "gpus", "hasattr", "isinstance", "module", "multi", "parallel", "world"}
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a state lies: in which file, and under which key of the dict there; "": it is the whole file."""
 
     path: ast.expr
@@ -250,8 +248,7 @@ def _is_the_same_file(script: Script, saved: _Place, loaded: _Place) -> bool:
     if {o for o in script.origins(saved.path) if isinstance(o, ast.expr)} & set(script.origins(loaded.path)):
         return True
     texts = script.texts(saved.path)
-    words = {w for n in ast.walk(loaded.path) for w in words_of(name_of(n))}
-    return bool(texts and texts == script.texts(loaded.path)) or bool(words & _GOES_ON)
+    return bool(texts and texts == script.texts(loaded.path)) or bool(words_in(loaded.path) & _GOES_ON)
 
 
 _GOES_ON = {"resume", "resumed", "latest"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 
-from ddpjob_check.nodes import Function, before, leaves, means_one_process, name_of, parameters_of, words_of
+from ddpjob_check.nodes import Function, before, leaves, means_one_process, name_of, parameters_of, unmoved, words_of
 from ddpjob_check.ranks import COLLECTIVES, Guard, at, guard, has_group, is_local, short_name
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
@@ -176,12 +176,7 @@ def _may_have_buffers(script: Script, module: ast.expr | None) -> bool:
 
 
 def _is_shown(script: Script, origin: object) -> bool:
-    while (
-        isinstance(origin, ast.Call)
-        and name_of(origin.func) in ("to", "cuda")
-        and isinstance(origin.func, ast.Attribute)
-    ):
-        origin = origin.func.value
+    origin = unmoved(origin)
     if not isinstance(origin, ast.Call):
         return isinstance(origin, ast.Name) and all(
             _is_shown(script, o) for o in script.origins(origin) if o is not origin

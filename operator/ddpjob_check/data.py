@@ -1,11 +1,21 @@
-"""The samples of a rank: samplers, batch sizes, partitions, downloads."""
+"""The samples of a rank: samplers, batch sizes, partitions, downloads, and the workers that load them."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from ddpjob_check.nodes import Function, Marker, before, has_hidden_arguments, is_method, is_true, name_of, words_of
+from ddpjob_check.nodes import (
+    Function,
+    Marker,
+    before,
+    has_hidden_arguments,
+    is_method,
+    is_true,
+    name_of,
+    words_in,
+    words_of,
+)
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Kind, Script
@@ -43,8 +53,7 @@ def _samples_itself(script: Script, call: ast.Call) -> bool:
 
 def _is_for_training(script: Script, call: ast.Call) -> bool:
     """It shuffles, or its batches are followed by backward()."""
-    shuffle = script.argument(call, "shuffle", 2)
-    if is_true(shuffle):
+    if is_true(script.argument(call, "shuffle", 2)):
         return True
     loops = [n for n in script.nodes if isinstance(n, ast.For) and call in script.origins(_iterated(script, n))]
     return any(is_method(n, "backward") for loop in loops for statement in loop.body for n in ast.walk(statement))
@@ -61,9 +70,7 @@ def _iterated(script: Script, loop: ast.For) -> ast.expr:
 def _is_chosen(script: Script, call: ast.Call) -> bool:
     """`if distributed: loader with a sampler, else: this one`."""
     hints = {"distributed", "ddp", "world", "parallel", "sampler", "initialized", "single", "multi", "nproc"}
-    return any(
-        not words_of(name_of(n)).isdisjoint(hints) for test in script.enclosing_tests(call) for n in ast.walk(test)
-    )
+    return any(words_in(test) & hints for test in script.enclosing_tests(call))
 
 
 def _is_whole(script: Script, dataset: ast.expr) -> bool:
@@ -370,6 +377,8 @@ def _is_none(node: object) -> bool:
     return node is Marker.UNKNOWN or (isinstance(node, ast.Constant) and node.value is None)
 
 
+# ---------------------------------------------------------------- workers when the training is told to stop
+
 _SAVES_AT_A_STOP = (
     "ddpjob.should_stop",
     "ddpjob.group.stop.should_stop",
@@ -410,16 +419,12 @@ def workers_get_sigterm(script: Script, job: Job) -> Iterator[Found]:
 
 def _saves_at_a_stop(script: Script) -> bool:
     """By the library, or by a handler of its own."""
-    if script.calls_to(*_SAVES_AT_A_STOP):
-        return True
-    handlers = [_handler_of_sigterm(script, call) for call in script.calls_to("signal.signal")]
-    return any(h is not None and name_of(h) not in ("SIG_IGN", "SIG_DFL") for h in handlers)
-
-
-def _handler_of_sigterm(script: Script, call: ast.Call) -> ast.expr | None:
-    number = script.argument(call, "signalnum", 0)
-    is_sigterm = number is not None and name_of(number) == "SIGTERM"
-    return script.argument(call, "handler", 1) if is_sigterm else None
+    for call in script.calls_to("signal.signal"):
+        number, handler = script.argument(call, "signalnum", 0), script.argument(call, "handler", 1)
+        is_sigterm = number is not None and name_of(number) == "SIGTERM"
+        if is_sigterm and handler is not None and name_of(handler) not in ("SIG_IGN", "SIG_DFL"):
+            return True
+    return bool(script.calls_to(*_SAVES_AT_A_STOP))
 
 
 def _is_some(script: Script, workers: ast.expr) -> bool:

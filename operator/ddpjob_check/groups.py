@@ -9,9 +9,8 @@ from itertools import pairwise
 
 from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
 from ddpjob_check.options import UNKNOWN, ScriptOptions
-from ddpjob_check.otherwise import is_otherwise
 from ddpjob_check.ranks import at
-from ddpjob_check.reached import goes_on
+from ddpjob_check.reached import goes_on, is_otherwise
 from ddpjob_check.rule import Found, Job, Severity, rule
 from ddpjob_check.script import INIT, Script
 from ddpjob_operator.job.launcher import NO_RENDEZVOUS_HOST

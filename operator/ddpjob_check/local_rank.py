@@ -116,7 +116,7 @@ def _options(script: Script) -> Iterator[ast.Call]:
 
 
 def _names(call: ast.Call) -> list[str]:
-    return [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return [text for a in call.args if (text := text_in(a))]
 
 
 def _has_only_the_old_name(call: ast.Call) -> bool:

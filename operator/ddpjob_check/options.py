@@ -64,6 +64,8 @@ def literal(node: ast.expr | None) -> Any:
         return UNKNOWN
 
 
+# ---------------------------------------------------------------- functions that click, typer or fire call
+
 # With these, an option may get its value elsewhere.
 _OTHER_SOURCES_OF_CLICK = ("default_map", "auto_envvar_prefix")
 _OTHER_SOURCES = ("set_defaults", "add_subparsers", "fromfile_prefix_chars", "parents")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ddpjob_check.nodes import Function, before, has_hidden_arguments, means_one_process, name_of
-from ddpjob_check.otherwise import is_otherwise
+from ddpjob_check.reached import is_otherwise
 from ddpjob_check.rule import Found, Job, Severity, rule
 from ddpjob_check.script import DDP, INIT, Kind, Script
 

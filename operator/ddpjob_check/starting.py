@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddpjob_check.data import LOADER
-from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of
+from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of, text_in
 from ddpjob_check.options import ScriptOptions
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import Found, Job, command_line, rule
@@ -270,7 +270,7 @@ def launch_deprecated(script: Script, job: Job) -> Iterator[Found]:
     """torch.distributed.launch warns at each start that it will be removed; torchrun takes the same options."""
     for node in script.nodes:
         imports = isinstance(node, ast.Import | ast.ImportFrom) and _imports_launch(node)
-        if imports or (isinstance(node, ast.Constant) and _is_command(node.value) and _is_run(script, node)):
+        if imports or _starts_launch(script, node):
             yield at(node, DEPRECATED)
             return
 
@@ -281,14 +281,11 @@ DEPRECATED = (
 )
 
 
-def _is_command(text: object) -> bool:
-    return isinstance(text, str) and (text == _LAUNCH or f"-m {_LAUNCH} " in text)
-
-
-def _is_run(script: Script, node: ast.AST) -> bool:
-    """Whether a text is a command that a call starts, and not help or a message."""
+def _starts_launch(script: Script, node: ast.AST) -> bool:
+    """Whether a text is a command with it that a call starts, and not help or a message."""
+    text = text_in(node)
     calls = [p for child, p in script.above(node) if isinstance(p, ast.Call) and child is not p.func]
-    return any(name_of(c.func) in _RUNNERS for c in calls)
+    return (text == _LAUNCH or f"-m {_LAUNCH} " in text) and any(name_of(c.func) in _RUNNERS for c in calls)
 
 
 _RUNNERS = {"run", "call", "check_call", "check_output", "Popen", "system", "execvp", "execv"}

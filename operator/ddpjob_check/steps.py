@@ -217,6 +217,8 @@ def _head(script: Script, loop: Loop) -> str:
     return f"for {script.text_of(loop.target)} in {script.text_of(loop.iter)}"
 
 
+# ---------------------------------------------------------------- values that each rank computes for itself
+
 # A call that is named so may make one value of those of all ranks.
 _AGREES = {
     "agree", "agreed", "average", "averaged", "barrier", "broadcast", "bcast", "collect", "consensus", "dist",
