@@ -124,7 +124,7 @@ def spawn_of_itself(script: Script, job: Job) -> Iterator[Found]:
     for call in script.calls_to(*STARTERS):
         function = script.function(call)
         target = script.argument(call, "fn", 0)
-        if function is None or target is None or is_conditional(script, call):
+        if function is None or target is None or is_conditional(script, call, frozenset({function})):
             continue
         if function in script.functions_meant(target):
             yield at(

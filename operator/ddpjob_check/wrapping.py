@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 from ddpjob_check.checkpoints import is_module
 from ddpjob_check.gradients import exchanges
-from ddpjob_check.nodes import is_method, name_of, unmoved
+from ddpjob_check.nodes import Function, is_main_guard, is_method, name_of, unmoved
 from ddpjob_check.ranks import COLLECTIVES, at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
-from ddpjob_check.starting import is_conditional
 
 # What averages gradients, or trains otherwise than by the same model on every rank.
 _WRAPPERS = {
@@ -183,8 +182,7 @@ def init_missing(script: Script, job: Job) -> Iterator[Found]:
     if script.inits or script.uses_a_framework or script.mentions(*_FORMS_A_GROUP) or not _shows_all(script):
         return
     for call in script.calls:
-        is_certain = script.on_every_rank(call) and not is_conditional(script, call)
-        if script.called(call) in _NEEDS_A_GROUP and is_certain:
+        if script.called(call) in _NEEDS_A_GROUP and _runs_always(script, call):
             yield at(
                 call,
                 f"{script.text_of(call.func)}(…): this script never forms a process group; call "
@@ -199,3 +197,16 @@ def _shows_all(script: Script) -> bool:
     relative = any(isinstance(n, ast.ImportFrom) and n.level for n in script.nodes)
     tops = {full.split(".")[0] for full in script.imported.values()}
     return not relative and not _has_star_import(script) and tops <= known
+
+
+def _runs_always(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
+    """Whether this certainly runs when the file is started: no condition but the main guard leads to it."""
+    if any(not is_main_guard(test) for test in script.enclosing_tests(node)):
+        return False
+    if any(isinstance(parent, ast.Try | ast.ClassDef) for _, parent in script.above(node)):
+        return False
+    function = script.function(node)
+    if function is None:
+        return True
+    callers = () if function in seen else script.callers(function)
+    return any(_runs_always(script, c.call, seen | {function}) for c in callers)
