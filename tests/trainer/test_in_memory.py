@@ -19,9 +19,9 @@ from memory_node import Node, parts, rescue, settle, steps
 import ddpjob
 from ddpjob import process
 from ddpjob.checkpoint import writers
-from ddpjob.checkpoint.in_memory import recall
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
+from ddpjob.group import gather
 from ddpjob_core import memory
 from ddpjob_core.memory import Held, Version
 from ddprun.memory import Memory
@@ -1343,7 +1343,7 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
 ) -> None:
     """Their old ones went with the node: the result is another one, and a user who compares must know why. What the
     new node is sent comes in pieces, the last of which is shorter."""
-    monkeypatch.setattr(recall, "PIECE_BYTES", 100)
+    monkeypatch.setattr(gather, "PIECE_BYTES", 100)
     monkeypatch.chdir(tmp_path)
     job = Node(tmp_path, run_ranks, nodes=2)
 

@@ -70,7 +70,6 @@ from ddpjob_core.memory import FoundState, Version, is_newer
 
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # the name has 12 digits for the step
-BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
 HASHED_BYTES = 1024 * 1024
 OFFERS_MAX = 3  # states of one rank waiting in the store; rank 0 is at most one save behind
 RNG_WAIT_SECONDS = 2.0  # the writing thread waits this long for other ranks' random states; training does not wait
@@ -767,10 +766,7 @@ class Snapshot:
         """Send rank 0's bytes to all ranks in chunks, so that a large state needs no second copy on the device."""
         size = self._broadcast(None if data is None else len(data))
         received = bytearray(size if data is None else data)
-        for piece in torch.split(torch.frombuffer(received, dtype=torch.uint8), BROADCAST_CHUNK_BYTES):
-            on_device = piece.to(gather.device_for(None))
-            dist.broadcast(on_device, src=0)
-            piece.copy_(on_device)
+        gather.broadcast(torch.frombuffer(received, dtype=torch.uint8), 0, is_written=self.rank != 0)
         return bytes(received)
 
     # ---- what the other ranks have ------------------------------------------------------------------

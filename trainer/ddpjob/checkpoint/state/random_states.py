@@ -33,14 +33,7 @@ _numpy = _Seen(None, None, b"", None)
 
 def current() -> dict[str, Any]:
     """Of Python, numpy where it is imported, torch and this rank's CUDA device, as values that can be saved."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = (name, keys.tolist(), int(position), int(has_gauss), float(cached))
-    return state
+    return expanded(compact())
 
 
 def compact() -> dict[str, Any]:
