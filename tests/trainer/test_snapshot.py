@@ -602,12 +602,18 @@ def test_a_folder_of_an_older_version_which_knew_no_generations_is_read_and_writ
     assert attempt(1, generation=1).load() == 11
 
 
-def test_two_processes_cannot_take_the_same_number(tmp_path):
+def test_two_processes_cannot_take_the_same_number(tmp_path, monkeypatch):
+    """Also on a file system without hard links."""
     from ddpjob.checkpoint import snapshot as file
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no links")
 
     assert file.create_exclusively(tmp_path, 1, "{}")
     assert not file.create_exclusively(tmp_path, 1, "{}")
-    assert not file.create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
+    monkeypatch.setattr(os, "link", refuse)
+    assert not file.create_exclusively(tmp_path, 1, "{}")
+    assert file.create_exclusively(tmp_path, 2, "{}")
 
 
 # ---- processes of the same attempt --------------------------------------------------------------------------

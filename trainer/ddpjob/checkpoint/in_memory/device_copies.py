@@ -123,6 +123,7 @@ class DeviceCopies(Copies):
     _least = copies.EVERY_LEAST_ON_DEVICE
     _later = copies.LATER_ON_DEVICE
     _because = ON_DEVICE
+    _on_device = True
 
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams) -> None:
         super().__init__(shared, rank, world_size, store)
@@ -137,14 +138,6 @@ class DeviceCopies(Copies):
         self._in_torch = threading.Lock()  # held by a thread while it is in torch's C++, and from the exit on
         self._pid = os.getpid()
 
-    @property
-    def instead(self) -> bool:
-        return True
-
-    @property
-    def by_cadence(self) -> bool:
-        return True
-
     def stop(self) -> None:
         """No copy becomes valid from now on. Any thread may call this."""
         with self._lock:
@@ -157,15 +150,8 @@ class DeviceCopies(Copies):
             self.stop()
             self._in_torch.acquire()
 
-    def _versions_of(self, kept: Kept) -> list[Any]:
-        return kept.counters()  # no values: the host would see those of any moment, and wait for them
-
     def give_up_last(self) -> None:
-        self._leave()
-
-    def forget(self) -> None:
-        self._leave()
-        super().forget()
+        self._left, self._flight = self._flight or self._left, None
 
     # ---- at a boundary -------------------------------------------------------------------------------------
 
@@ -178,7 +164,9 @@ class DeviceCopies(Copies):
         super().boundary(at)
 
     def _copy(self, at: Boundary, every: int) -> None:
-        self._bring_down()
+        if self._flight is not None and self._flight.come_down():
+            self._count()
+        self.give_up_last()
         began = time.perf_counter()
         self._write_slot(at)
         flight = _Flight(at, self._in_torch)
@@ -233,12 +221,6 @@ class DeviceCopies(Copies):
         if self._flight is not None and self._flight.is_down():
             self._count()
 
-    def _bring_down(self) -> None:
-        """Wait for the last copy and make it valid."""
-        if self._flight is not None and self._flight.come_down():
-            self._count()
-        self._leave()
-
     def _count(self) -> None:
         flight, self._flight = self._flight, None
         assert flight is not None, "it was looked at"
@@ -248,9 +230,6 @@ class DeviceCopies(Copies):
                 held = flight.held._replace(total=flight.total)
                 self._shared.describe_copy(flight.area, held)
                 self._shared.count_copy(flight.area, held)
-
-    def _leave(self) -> None:
-        self._left, self._flight = self._flight or self._left, None
 
     # ---- the next optimizer step ---------------------------------------------------------------------------
 
@@ -262,7 +241,7 @@ class DeviceCopies(Copies):
         is_new = flight is not None and flight.passed is None
         if flight is not None and is_new and flight.counts:
             if not flight.is_saved and not self._is_as_it_was(kept, flight.versions):
-                self._leave()
+                self.give_up_last()
                 self.begin_with_changes(f"parameters changed after step {flight.step}, and by no optimizer.step()")
                 return
             self.before_other_step()

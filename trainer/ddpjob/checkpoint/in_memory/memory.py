@@ -34,7 +34,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
-from ddpjob.checkpoint.in_memory import copies, room
+from ddpjob.checkpoint.in_memory import copies
 from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
 from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
 from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
@@ -44,7 +44,7 @@ from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.in_memory.slots import PLACE, Early, Slots
 from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
 from ddpjob.checkpoint.in_memory.streams import Streams
-from ddpjob.checkpoint.in_memory.survivor import AGAIN_SECONDS, Loaded, Survivor
+from ddpjob.checkpoint.in_memory.survivor import Loaded, Survivor
 from ddpjob.checkpoint.state import packed, random_states
 from ddpjob.checkpoint.state.alike import moved
 from ddpjob.errors import StateError
@@ -571,23 +571,9 @@ class Keeper:
         long.
         """
         with self._guarded():
-            while self.shared.reserved() < size:
-                with self.shared.locked() as alone:
-                    if alone and self.shared.reserved() < size:
-                        self._take(memory.area_bytes(size))
-                        break
-                time.sleep(AGAIN_SECONDS)
+            self.shared.take(memory.area_bytes(size), 1, later=0 if self.copies is None else memory.AREAS)
             with self.lock:  # the objects may have changed, and the proof with them: then it is nothing
                 self._to("reserved")
-
-    def _take(self, size: int) -> None:
-        """Reserve memory for this many bytes. Raises StateError, OSError."""
-        reserved = [self.shared.reserved(area) for area in range(memory.AREAS)]
-        both = 0 if self.copies is None else memory.missing(size, reserved, memory.AREAS)
-        if short := room.shortage(memory.missing(size, reserved, 1), with_later=both):
-            process.current.limit_needed = short.limit_needed
-            raise StateError(short.why)
-        self.shared.reserve(size)
 
     # ---- the optimizer's step ------------------------------------------------------------------------------
 

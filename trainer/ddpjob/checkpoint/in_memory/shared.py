@@ -4,11 +4,14 @@ import contextlib
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from ddpjob import process
+from ddpjob.checkpoint.in_memory import room
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
@@ -31,6 +34,7 @@ from ddpjob_core.memory import (
     Version,
 )
 
+AGAIN_SECONDS = 0.001
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: give the process all pages at once; one by one that takes ten times as long
 _OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY
 
@@ -144,6 +148,26 @@ class Shared:
             # A virtual machine may get its memory when that is first written to: a rescue of 1,500 MB then takes 4 s.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
             self.node[memory.area_cell(area, RESERVED)] = size
+
+    def take(self, size: int, areas: int, *, later: int = 0) -> None:
+        """Wait until no other rank writes, and reserve this many bytes for each of these areas.
+
+        later: number of areas that will be needed, for the limit that is named if there is no room. Raises StateError,
+        OSError.
+        """
+        while True:
+            with self.locked() as alone:
+                if alone:
+                    reserved = [self.reserved(area) for area in range(memory.AREAS)]
+                    missing, both = (memory.missing(size, reserved, count) for count in (areas, later))
+                    if missing and (short := room.shortage(missing, with_later=both)):
+                        process.current.limit_needed = short.limit_needed
+                        what = f"two copies of {size >> 20} MiB have no room: " if areas > 1 else ""
+                        raise StateError(what + short.why)
+                    for area in range(areas):
+                        self.reserve(size, area)
+                    return
+            time.sleep(AGAIN_SECONDS)
 
     def reserved(self, area: int = 0) -> int:
         """For how many bytes of an area memory is taken."""

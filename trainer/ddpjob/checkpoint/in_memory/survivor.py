@@ -29,7 +29,7 @@ from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.in_memory.mode import Mode
 from ddpjob.checkpoint.in_memory.places import Places
-from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob.reporting import termination
@@ -38,7 +38,6 @@ from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE,
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _FORWARD, _BACKWARD = DistributedDataParallel.forward.__code__, torch.autograd.backward.__code__
-AGAIN_SECONDS = 0.001
 DIRTY_SECONDS = 0.05  # more than an optimizer step usually takes
 TRIES_LEAST = 50  # attempts to write; a rank that gets CPU time makes hundreds
 HELD_UP = 4  # wait at most this many times the usual duration if the main thread is runnable
@@ -174,7 +173,7 @@ class Survivor:
         shared, kept = self._keeper.shared, self._keeper.kept
         if kept is None or self._keeper.mode is Mode.OFF or not shared.is_current:
             return UNABLE
-        if self._keeper.copies is not None and self._keeper.copies.finish_saved():
+        if self._keeper.copies is not None and self._keeper.copies.count_saved():
             return SAVED
         kept.check_gone()
         if self._keeper.places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
