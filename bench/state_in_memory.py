@@ -307,7 +307,7 @@ def gpu_cost(sizes: list[int], rounds: int) -> None:
     """A table: steps on one GPU with copies and without, in turns."""
     import torch
 
-    from ddpjob.checkpoint.in_memory.streams import CudaStreams
+    from ddpjob.checkpoint.in_memory.streams import Streams
 
     if not torch.cuda.is_available():
         sys.exit("no CUDA device is here")
@@ -316,7 +316,7 @@ def gpu_cost(sizes: list[int], rounds: int) -> None:
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     print("| state | steps in a block | copies | without | with | cost |\n|---|---|---|---|---|---|")
     for megabytes in sizes:
-        print(device_cost(megabytes, rounds, CudaStreams(device), torch.cuda.synchronize), flush=True)
+        print(device_cost(megabytes, rounds, Streams(device), torch.cuda.synchronize), flush=True)
 
 
 def device_cost(

@@ -195,7 +195,7 @@ class Walk:
             model.set([model.on_host], step + 1.0)
             step += 1
             if step % self.gap == 0:
-                small = {"of": (rank.number, len(self.ranks)), "rng": step, "small": kept.small(buffers=False)}
+                small = {"of": (rank.number, len(self.ranks)), "rng": step, "small": kept.settings()}
                 own.boundary(Boundary(kept, step, False, lambda small=small: small, False))  # type: ignore[misc]
                 for thread in threading.enumerate():
                     if thread.name == "ddpjob-memory-room":

@@ -263,7 +263,7 @@ def test_copies_without_room_are_said_with_the_reason(
     """Two of them take twice the memory, and a container over its limit is killed."""
     from ddpjob.checkpoint.in_memory import room
 
-    monkeypatch.setattr(room, "shortage", lambda size: room.Shortage(f"{size} bytes are too many", size))
+    monkeypatch.setattr(room, "shortage", lambda size, with_later: room.Shortage(f"{size} bytes are too many", size))
 
     def train() -> Any:
         clipped(16, "first")
@@ -282,8 +282,8 @@ def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
 
     with_copies: list[bool] = []
 
-    def shortage(size: int, *, with_later: int | None = None) -> room.Shortage | None:
-        if with_later is None:
+    def shortage(size: int, *, with_later: int) -> room.Shortage | None:
+        if not with_later:
             return room.Shortage("the limit is too small", size)
         with_copies.append(with_later == 2 * size)
         return None

@@ -324,7 +324,7 @@ class Keeper:
         self.thread = threading.get_ident()
         kept.check_gone()
         self._check_makers()
-        rng, settings = random_states.compact(), self._slots.settings(kept)
+        rng, settings = random_states.compact(), kept.settings()
         self._learn(kept, step, self._watched_with(kept, random_states.mark(rng), settings), named=named)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
@@ -372,7 +372,7 @@ class Keeper:
 
     def _watched_with(self, kept: Kept, mark: int, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """settings: the current ones, if the caller has them already."""
-        settings = self._slots.settings(kept) if settings is None else settings
+        settings = kept.settings() if settings is None else settings
         named = {name: value for name, value in settings.items() if name not in kept.by_value}
         return named | kept.untrained() | {RANDOM: mark}
 
@@ -465,7 +465,7 @@ class Keeper:
 
     def at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
         def small() -> dict[str, Any]:
-            small = kept.small(buffers=not self.on_device) | self._place(kept)
+            small = ({} if self.on_device else kept.buffers()) | kept.settings() | self._place(kept)
             return self._slots.value(kept, random_states.compact(), small)
 
         return Boundary(kept, step, named, small, self.assumed, must_copy)
