@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_node import Node, parts, rescue, settle, steps
+from memory_node import Node, begin, parts, rescue, saved, settle, steps
 
 import ddpjob
 from ddpjob import process
@@ -61,8 +61,7 @@ def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = 
         if place == "before save":
             clip(model)
         if step in saves:
-            snapshot.save(step, **objects)
-            snapshot.wait()
+            saved(snapshot, step, **objects)
     return began, digest(model)
 
 
@@ -72,8 +71,7 @@ def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
     """Nobody outlives it: all steps since the last save were lost."""
 
     def train(until: int) -> int:
-        objects = parts()
-        step = ddpjob.Snapshot("snapshots").load(**objects)
+        objects, _, step = begin()
         steps(step, until, **objects)
         return step
 
@@ -89,8 +87,7 @@ def test_a_rank_that_trains_alone_and_ends_by_an_exception_repeats_no_step(node:
     """It still can write what it holds, which is newer than the last copy."""
 
     def train(until: int) -> int:
-        objects = parts()
-        step = ddpjob.Snapshot("snapshots").load(**objects)
+        objects, _, step = begin()
         steps(step, until, **objects)
         rescue()
         return step
@@ -164,15 +161,13 @@ def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_
 
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
         world = ddpjob.init()
-        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
-        began = snapshot.load(**objects)
+        objects, snapshot, began = begin()
         for step in range(began + 1, until + 1):
             if step > 8:  # when all has been proved
                 clip(objects["model"])
             steps(step - 1, step, **objects)
             if step in saves:
-                snapshot.save(step, **objects)
-                snapshot.wait()
+                saved(snapshot, step, **objects)
         clip(objects["model"])
         if world.rank == 1:
             rescue()
@@ -187,8 +182,7 @@ def saved_otherwise(until: int, who_saves: str) -> int:
     """Train with weights that are clipped at the beginning of each step, and saved at steps 2 and 40: at the second one
     save finds other weights than should_stop. Where it began."""
     world = ddpjob.init()
-    objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
-    began = snapshot.load(**objects)
+    objects, snapshot, began = begin()
     model = world.wrap(objects["model"])
     for step in range(began + 1, until + 1):
         clip(model)
@@ -196,8 +190,7 @@ def saved_otherwise(until: int, who_saves: str) -> int:
         if step == 40:
             clip(model)
         if step in (2, 40) and (world.rank == 0 or who_saves == "all ranks"):
-            snapshot.save(step, **objects)
-            snapshot.wait()
+            saved(snapshot, step, **objects)
     return began
 
 
@@ -231,8 +224,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node:
     """One area alone would be torn in that moment, and nothing be left."""
 
     def train(until: int, dies_at: int = 0) -> int:
-        objects = parts()
-        step = ddpjob.Snapshot("snapshots").load(**objects)
+        objects, _, step = begin()
 
         def die() -> None:
             copy = packed.copy_piece
@@ -291,8 +283,7 @@ def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
     monkeypatch.setattr(room, "shortage", shortage)
 
     def train() -> Any:
-        objects = parts()
-        ddpjob.Snapshot("snapshots").load(**objects)
+        objects, _, _ = begin()
         steps(0, 12, **objects)
         rescue()
         return process.current.not_kept, with_copies

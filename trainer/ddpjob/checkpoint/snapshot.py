@@ -213,10 +213,10 @@ class Snapshot:
         refuse_sharded(state)
         self._memory.saved(step, state, kept_alone=True)
         if self._owed is not None:
-            self._owed.kept = (step, state)
+            self._owed.keep(step, state)
 
     def _save(self, step: int, state: Mapping[str, Any], *, in_thread: bool = True) -> None:
-        self._owe(None)
+        self._owed = None
         if self.rank != 0:
             self._offer(step, state)
             return
@@ -286,13 +286,6 @@ class Snapshot:
         writers.note_saving(self.folder, writer)
         return writer
 
-    def _owe(self, owed: "_Owed | None") -> None:
-        if self._owed is not None:
-            self._owed.close()
-        self._owed = owed
-        if owed is not None:
-            process.current.unsaved.add(self)
-
     def wait(self) -> None:
         """Wait until the last saved state is in the folder; write it again if that failed.
 
@@ -310,9 +303,16 @@ class Snapshot:
         unwritten, self._unwritten = self._unwritten, None
         if self._owed is None:
             process.current.unsaved.discard(self)
-        if unwritten is not None and unwritten.pid == os.getpid():
-            with pause("save"):
-                self._write_again(unwritten)
+        if unwritten is None or unwritten.pid != os.getpid():
+            return
+        with pause("save"):
+            try:
+                self._write(self._claim_to_save(), unwritten)
+            except SnapshotError:
+                raise
+            except Exception as error:
+                step = unwritten.document["step"]
+                raise SnapshotError(f"the state of step {step} was not saved: {self._why_unwritten(error)}.") from error
 
     def close(self) -> None:
         """Wait as `wait` does, at the end of the script.
@@ -321,9 +321,6 @@ class Snapshot:
         saved nor named any step. That state would be lost.
         """
         self.wait()
-        self._refuse_lost_state()
-
-    def _refuse_lost_state(self) -> None:
         owed = self._owed
         if owed is None or owed.pid != os.getpid() or self.rank != 0 or not owed.is_lost():
             return
@@ -347,16 +344,6 @@ class Snapshot:
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
-
-    def _write_again(self, unwritten: "_Unwritten") -> None:
-        try:
-            writer = self._claim_to_save()
-            self._write(writer, unwritten)
-        except SnapshotError:
-            raise
-        except Exception as error:
-            step = unwritten.document["step"]
-            raise SnapshotError(f"the state of step {step} was not saved: {self._why_unwritten(error)}.") from error
 
     def _write_or_note(self, writer: int, unwritten: "_Unwritten") -> None:
         try:
@@ -571,7 +558,7 @@ class Snapshot:
             if self.rank == 0 and is_restart and process.current.loader is self._memory:
                 self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
             return 0
-        self._owe(None)
+        self._owed = None
         entry, document = read
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
@@ -624,7 +611,8 @@ class Snapshot:
         origin = f"{'a copy in ' if found.held.every else ''}{origin}{_seeded(fetched.seeded)}"
         if self._folder is not None:
             before = {} if self._owed is None else self._owed.objects  # from an earlier load() that named other objects
-            self._owe(_Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value))
+            self._owed = _Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value)
+            process.current.unsaved.add(self)
         if self.rank == 0:
             process.log(f"resumed at step {step} from {origin}")
         report_resumed(step, origin, saved=False)
@@ -840,41 +828,39 @@ class _Owed:
         self, version: Version, objects: Mapping[str, Any], state: Mapping[str, Any], *, by_value: bool
     ) -> None:
         self.version, self.objects, self.pid = version, objects, os.getpid()
-        self.kept: tuple[int, Mapping[str, Any]] | None = None  # arguments of keep() after the last step
+        self._kept: tuple[int, Mapping[str, Any], int] | None = None  # arguments of the last keep(), and when
         self._state = state
         self._knows_all = not by_value and objects.keys() == state.keys()
-        self._has_stepped, self._names_steps = False, False
+        self._began = process.current.optimizer_steps
         process.current.marked = None
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def close(self) -> None:
-        """Stop tracking: the folder has this state or a newer one."""
-        self._hook.remove()
+    def keep(self, step: int, state: Mapping[str, Any]) -> None:
+        """The script has named its state."""
+        self._kept = step, state, process.current.optimizer_steps
 
-    def _before_step(self, *_: Any) -> None:
-        self._names_steps |= self._is_named()
-        self._has_stepped, process.current.marked, self.kept = True, None, None
-
-    def _is_named(self) -> bool:
-        return process.current.marked is not None or self.kept is not None
+    @property
+    def _has_stepped(self) -> bool:
+        return process.current.optimizer_steps > self._began
 
     def step_now(self) -> int | None:
         """Step number of the current state; None if it is not known."""
+        now, marked = process.current.optimizer_steps, process.current.marked
         if not self._has_stepped:
             return self.version.step
-        if self.kept is not None:
-            return self.kept[0]
-        return process.current.marked if self._knows_all else None
+        if self._kept is not None and self._kept[2] == now:
+            return self._kept[0]
+        return marked[0] if self._knows_all and marked is not None and marked[1] == now else None
 
     def state(self) -> Mapping[str, Any]:
         """Current state, under the names given to `save`."""
         if not self._has_stepped:
             return {**self._state, **self.objects}
-        return self.objects if self.kept is None else self.kept[1]
+        is_now = self._kept is not None and self._kept[2] == process.current.optimizer_steps
+        return self._kept[1] if self._kept is not None and is_now else self.objects
 
     def is_lost(self) -> bool:
         """True if steps followed and the script named none of them, so their number is unknown."""
-        return self._has_stepped and not self._names_steps and not self._is_named()
+        return self._has_stepped and self._kept is None and process.current.marked is None
 
 
 def _write_at_end(owner: "weakref.ref[Snapshot]") -> None:

@@ -82,13 +82,10 @@ class Copies:
         """True if parameters change between a boundary and the next step."""
         self.saved: Version | None = None
         """Version of the last copy that was made for save()."""
-        self.loaded: Version | None = None
-        """Version that this generation loaded from memory."""
         self._plan: CopyPlan | None = None
         self._next: CopyPlan | None = None  # published, not in force yet
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
         self._step = self._before = self._counted = 0  # this boundary, the one before, the last that counted
-        self._resumed = 0  # step that was loaded, and so is in memory already
         self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and its `named`
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has named a state
@@ -125,10 +122,6 @@ class Copies:
         self.forget()
         if self._rank == 0 and not is_placed:
             process.log(f"{why}: the state is copied at the steps that save() or keep() name, from the first one on")
-
-    def resumed(self, step: int) -> None:
-        """Record that the state of this step is in memory already."""
-        self._resumed = step
 
     def stop(self) -> None:
         """Make no further copy."""
@@ -203,7 +196,8 @@ class Copies:
         self._is_placed, self._shared.node[COPIES] = False, CHANGED
 
     def _copy_if_due(self, at: Boundary) -> None:
-        if self._stopped or at.step == self._resumed:
+        loaded = self._shared.loaded
+        if self._stopped or (loaded is not None and at.step == loaded.version.step):
             return
         self._is_named |= at.named
         if at.must_be_copied:
@@ -261,7 +255,7 @@ class Copies:
         if own in versions:  # the same step is saved again, perhaps with other values
             slot = COPY_SLOTS[versions.index(own)]
         else:
-            slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
+            slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, shared.loaded and shared.loaded.version)]
         shared.write_slot(slot, at.step, packed.dumps(at.small()))
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> tuple[int, Held] | None:
@@ -277,7 +271,7 @@ class Copies:
         if state.size > min(map(shared.reserved, range(memory.AREAS))):
             self._room = None
             return None
-        with shared.alone():  # survivors of a failure may be writing
+        with shared.locked(waits=True):  # survivors of a failure may be writing
             area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
             shared.write_copy(area, state, held)
             return area, held

@@ -62,12 +62,10 @@ class InMemory:
         self._loads = 0
         self._named: set[str] = set()  # by the calls of load() that take one step
         self._taken: FoundState | None = None  # what they take; None: what the folder has
-        self._used = wanted and world is not None and _is_rank(world) and "DDPJOB_MEMORY" in os.environ
-
-    @property
-    def is_on(self) -> bool:
-        """Whether what it is told is kept."""
-        return self._keeper is not None and self._keeper.is_on
+        self._used = wanted and world is not None and "DDPJOB_MEMORY" in os.environ
+        if self._used and world is not None:  # it is what the agent has started, and not a process that the script has
+            place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
+            self._used = (world.rank, world.world_size) == place
 
     @property
     def _otherwise(self) -> str:
@@ -139,10 +137,8 @@ class InMemory:
                 holder.forget_copy()
             raise StateError(_half(self._named, found, objects))
         if holder is not None and not self._named:
-            holder.count_load(found.held.version)
+            holder.set_loads(found.held.version, found.held.loads + 1)
         self._took(found, objects)
-        if self._keeper is not None:
-            self._keeper.loads(found.held.version)
         return fetched
 
     def _took(self, found: FoundState | None, objects: Mapping[str, Any]) -> None:
@@ -157,7 +153,7 @@ class InMemory:
         """
         if self._keeper is not None:
             self._keeper.goes_on(found.held.version.step)
-            self._keeper.resumed(found.held.version.step, found.held.loads + 1, found.held.total)
+            self._keeper.resumed(found.held)
         if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
             if found.held.assumed:
                 self._keeper.assume(objects)
@@ -217,8 +213,3 @@ def _half(named: set[str], found: FoundState, objects: Mapping[str, Any]) -> str
         f"{found.held.version.step}, at which {before} was loaded from memory; the next restart does not use that. "
         f"Name all in one call of load(), and give keep() all that save() is given."
     )
-
-
-def _is_rank(world: World) -> bool:
-    """Whether it is what the agent has started, and not a process that the script has."""
-    return (world.rank, world.world_size) == (process.number("RANK", -1), process.number("WORLD_SIZE", -1))

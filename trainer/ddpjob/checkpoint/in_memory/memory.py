@@ -44,12 +44,12 @@ from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.in_memory.slots import PLACE, Early, Slots
 from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
 from ddpjob.checkpoint.in_memory.streams import Streams
-from ddpjob.checkpoint.in_memory.survivor import Loaded, Survivor
+from ddpjob.checkpoint.in_memory.survivor import Survivor
 from ddpjob.checkpoint.state import packed, random_states
 from ddpjob.checkpoint.state.alike import moved
 from ddpjob.errors import StateError
 from ddpjob_core import memory
-from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Version
+from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
 
 PROOF_STEPS = 3
 RANDOM = "random numbers"
@@ -95,7 +95,6 @@ class Keeper:
         self._outgrown: Mapping[str, Any] | None = None
         self.assumed = False
         self.lock = threading.Lock()
-        self.loaded = Loaded(None, 0, 0, 0)
         self.dirty_since = self.dirty_seconds = 0.0
         self.names_each_step = False
         self.places, self.thread, self.pid = Places(), threading.get_ident(), os.getpid()
@@ -116,7 +115,7 @@ class Keeper:
         self._proofs_left = self._proofs_needed
         self._sum: tuple[int, int] | None = None  # (step, sum) to compare before the next step
         self._room: threading.Thread | None = None
-        self._told: set[str] = set()  # kinds of lines that are logged once
+        self._has_told_of_saves = False
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self)
@@ -132,7 +131,8 @@ class Keeper:
 
     @property
     def _is_off(self) -> bool:
-        return self.mode is Mode.OFF
+        """Also in a forked process: its objects are not part of this training."""
+        return self.mode is Mode.OFF or os.getpid() != self.pid
 
     def _to(self, event: Event) -> None:
         """Go on to the mode that follows, and tell the agent if it may wait for this rank to write the state."""
@@ -154,10 +154,10 @@ class Keeper:
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Keep these objects from now on. Plain values are captured only at the boundary at which they are passed."""
-        if os.getpid() != self.pid:
-            return  # objects of a forked process are not part of this training
+        if self._is_off:
+            return
         was_assumed, self.assumed = self.assumed, False
-        if self._is_off or (self.kept is not None and self.kept.is_of(objects)):
+        if self.kept is not None and self.kept.is_of(objects):
             return
         with self._guarded():
             kept = Kept(objects)
@@ -183,9 +183,8 @@ class Keeper:
             for last in kept.first_gradients
         ]
         self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in kept.called]
-        if kept.by_value and self.has_folder and "saves" not in self._told and self._rank == 0:
-            self._told.add("saves")
-            process.log(
+        if kept.by_value and self.has_folder:
+            self._tell_of_saves(
                 f"{', '.join(kept.by_value)}: saved by value, so the memory has that state until the next optimizer "
                 f"step, and then {self._otherwise}: give save() objects with state_dict(), or call keep(step, …) after "
                 f"each step"
@@ -202,7 +201,7 @@ class Keeper:
 
     def forget_assumed(self) -> None:
         """The assumed objects are not the trained ones: keep nothing until `save` names some."""
-        if self.assumed and os.getpid() == self.pid:
+        if self.assumed and not self._is_off:
             self.assumed = False
             self._forget_assumed()
 
@@ -222,53 +221,15 @@ class Keeper:
         if self.copies is not None:
             self.copies.give_up_last()
 
-    def _drop(self, why: str) -> None:
-        """Keep nothing until the next save: the script trains other objects than it passed."""
-        self._prove_again()
-        if self._rank == 0:
-            process.log(
-                f"{why}: the state is kept in memory again from the next save() or keep() on; until then "
-                f"{self._otherwise}"
-            )
-
-    def _has_outgrown(self, why: str) -> None:
-        """The objects have other parameters now, so what was noted about them is void. Keep them again from the next
-        boundary.
-        """
-        kept = self.kept
-        self._prove_again()
-        with contextlib.suppress(ReplacedError):
-            self._outgrown = None if kept is None else kept.objects
-        if self.survivor.is_answering:
-            process.log(f"rank {self._rank}: the state is not written: {why} than before; {self._otherwise}")
-        elif self._rank == 0:
-            process.log(f"{why} than before: until it was trained for {PROOF_STEPS} steps, {self._otherwise}")
-
-    def _check_named(self, kept: Kept, optimizer: Any) -> None:
-        """Check that the script trains with the objects that it passed. Raises OutgrownError."""
-        kept.check_counts()
-        if self._makers.is_unknown(kept, optimizer):
-            self._drop("an optimizer makes steps that save() was not given")
-
     def goes_on(self, step: int) -> None:
         """Called when `load` returns this step: forget the step numbers that came before."""
         self._numbers = Numbers(step)
 
-    def loads(self, version: Version) -> None:
-        """Called when all ranks load this version from memory."""
+    def resumed(self, held: Held) -> None:
+        """Record that all ranks have loaded this state from memory."""
         if self.shared.proven_elsewhere:
             self.shared.node[PROVEN] = self.shared.proven_elsewhere
-        self.loaded, self._proofs_left = self.loaded._replace(version=version), self._proofs_needed
-        if self.copies is not None:
-            self.copies.loaded = version
-
-    def resumed(self, step: int, loads: int, total: int) -> None:
-        """Record that this state was loaded from memory and is unchanged. loads: how often so far. total: sum of its
-        bits.
-        """
-        self.loaded = self.loaded._replace(step=step, loads=loads, total=total)
-        if self.copies is not None:
-            self.copies.resumed(step)
+        self.shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
 
     def boundary(self, step: int, *, named: bool = False, saved: bool = False) -> None:
         """Parameters and optimizer state are those of this step.
@@ -283,7 +244,7 @@ class Keeper:
                 self._keep(Kept(self._outgrown))
         self._check_number(step, named)
         kept = self.kept
-        if kept is None or self._is_off or os.getpid() != self.pid:
+        if kept is None or self._is_off:
             return
         must_copy = saved and self._must_copy(kept, step)
         # within an accumulation a new mark would repeat the micro-batches before it
@@ -316,14 +277,18 @@ class Keeper:
         if not self._copies_instead and memory.step_of(self.shared.cells[CLOCK]) != step:
             self._stepped = True  # otherwise a state already marked by another number would not be copied
         if self.copies is None:
-            self.copies = self._new_copies()
+            self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
         self._is_copied |= not self._has_other(step)
         return True
 
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool) -> None:
         self.thread = threading.get_ident()
         kept.check_gone()
-        self._check_makers()
+        if self._makers.boundary():
+            self._tell_not_kept(
+                "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
+                "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
+            )
         rng, settings = random_states.compact(), kept.settings()
         self._learn(kept, step, self._watched_with(kept, random_states.mark(rng), settings), named=named)
         if not self._copies_instead and (self._stepped or named):
@@ -337,27 +302,18 @@ class Keeper:
             own.renew(self.at(kept, step, named))  # the copy made at should_stop is not what a folder would have
         if own is not None and (own.instead or self.mode is not Mode.PROVING or must_copy):
             self._copy(own, self.at(kept, step, named, must_copy))
-        if must_copy and not self._is_off:
-            self._tell_of_saves(kept)
-
-    def _tell_of_saves(self, kept: Kept) -> None:
-        if "saves" not in self._told and self._rank == 0 and not process.current.not_kept:
-            self._told.add("saves")
+        if must_copy and not self._is_off and not process.current.not_kept:
             values = ", ".join(kept.by_value)
             why = f"{values}: saved by value" if values else "there are steps that the script does not mark"
-            process.log(
+            self._tell_of_saves(
                 f"{why}, so what is saved is copied into memory, and a restart goes on from the last save(): to repeat "
                 f"no step call {'keep(step, …)' if values else 'should_stop(step)'} after each step"
             )
 
-    def _check_makers(self) -> None:
-        """Check that the kept optimizers made the last step. Raises ReplacedError."""
-        if self._makers.boundary() and "mixed" not in self._told:
-            self._told.add("mixed")
-            self._tell_not_kept(
-                "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
-                "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
-            )
+    def _tell_of_saves(self, text: str) -> None:
+        if not self._has_told_of_saves and self._rank == 0:
+            self._has_told_of_saves = True
+            process.log(text)
 
     def _tell_not_kept(self, why: str) -> None:
         """Log and report in the status that memory lacks some steps."""
@@ -367,21 +323,18 @@ class Keeper:
                 process.log(f"{why}; {self._otherwise}")
 
     def watched(self, kept: Kept) -> dict[str, Any]:
-        """Values that are compared between a boundary and the next step, by name."""
-        return self._watched_with(kept, self._marked_now())
+        """Values that are compared between a boundary and the next step, by name.
 
-    def _watched_with(self, kept: Kept, mark: int, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """settings: the current ones, if the caller has them already."""
-        settings = kept.settings() if settings is None else settings
+        Of the random states those when the next step began; the current ones if it has not begun.
+        """
+        mark = self.places.marked.get(RANDOM, 0) if self._begun is None else self._begun
+        if self._begun is None and self._notices_begin and not self.has_begun:
+            mark = random_states.mark(random_states.compact())
+        return self._watched_with(kept, mark, kept.settings())
+
+    def _watched_with(self, kept: Kept, mark: int, settings: Mapping[str, Any]) -> dict[str, Any]:
         named = {name: value for name, value in settings.items() if name not in kept.by_value}
         return named | kept.untrained() | {RANDOM: mark}
-
-    def _marked_now(self) -> int:
-        """Mark of the random states when the next step began; of the current ones if it has not begun."""
-        if self._begun is not None:
-            return self._begun
-        is_known = self._notices_begin and not self.has_begun
-        return random_states.mark(random_states.compact()) if is_known else self.places.marked.get(RANDOM, 0)
 
     def step_begins(self, sampler: Any = None) -> None:
         """The next step begins: random numbers drawn from here on belong to it.
@@ -389,7 +342,7 @@ class Keeper:
         sampler: the one that is iterated. It counts only if it is kept, because an evaluation may use another sampler.
         """
         kept = self.kept
-        if kept is None or self._begun is not None or not self.places.is_open or os.getpid() != self.pid:
+        if kept is None or self._begun is not None or not self.places.is_open or self._is_off:
             return
         if sampler is not None and not any(kept.objects[name] is sampler for name in kept.samplers()):
             return
@@ -439,7 +392,7 @@ class Keeper:
         if not self.places.is_open:
             return
         mark = self.places.marked.get(RANDOM, 0) if self._begun is None else self._begun
-        new = self.places.step(self._watched_with(kept, mark), [*kept.optimizers, RANDOM])
+        new = self.places.step(self._watched_with(kept, mark, kept.settings()), [*kept.optimizers, RANDOM])
         if self.places.is_loose and self.copies is not None:
             self.copies.give_up_last()
         self._loose_steps = self._loose_steps + 1 if self.places.is_loose else 0
@@ -451,7 +404,7 @@ class Keeper:
 
     def _check_number(self, step: int, named: bool) -> None:
         """Check that the step number is the one that `save` would be given, because `load` would return it."""
-        if self._is_off or os.getpid() != self.pid:
+        if self._is_off:
             return
         if why := self._numbers.problem(int(step), named=named, is_kept=self.kept is not None):
             self.shared.node[MISCOUNTED] = 1
@@ -492,17 +445,11 @@ class Keeper:
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         if self.copies is None:
-            self.copies = self._new_copies()
+            self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
         self._sum = None
         self._to("changes")
         self.shared.forget_slot(EARLY)  # no copy needs it
         self.copies.begin_with_changes(why)
-
-    def _new_copies(self) -> Copies:
-        found = Copies(self.shared, self._rank, self._world_size, self._store)
-        found.resumed(self.loaded.step)
-        found.loaded = self.loaded.version
-        return found
 
     def _note(self, kept: Kept, step: int, rng: dict[str, Any], settings: Mapping[str, Any]) -> None:
         shared = self.shared
@@ -585,8 +532,8 @@ class Keeper:
         if self.assumed and self.kept is not None and not self.kept.has(optimizer):
             self.forget_assumed()
         kept = self.kept
-        if kept is None or self._is_off or self._stepped or os.getpid() != self.pid:
-            if not self._is_off and os.getpid() == self.pid:
+        if kept is None or self._is_off or self._stepped:
+            if not self._is_off:
                 self._other_step(optimizer)
             self._stepped = True
             if kept is None and optimizer is not None:
@@ -609,16 +556,17 @@ class Keeper:
         """Handle the first optimizer step after a boundary."""
         if self.copies is not None:
             self.copies.count_saved()
-        self._check_named(kept, optimizer)
-        if self.kept is kept:
-            self._leave(kept)
-        if self.kept is kept and self._sum is not None:
-            self._compare(kept)
-        if self.kept is kept and self.copies is not None:
+        kept.check_counts()
+        if self._makers.is_unknown(kept, optimizer):
+            raise ReplacedError("an optimizer makes steps that save() was not given")
+        self._leave(kept)
+        if self._sum is not None:
+            self._compare(kept, *self._sum)
+        if self.copies is not None:
             self.copies.before_step(kept)
             if self.copies.changes:
                 self._to("changes")
-        if self.kept is kept and not (self._copies_instead or self.has_begun):
+        if not (self._copies_instead or self.has_begun):
             self._early.write(kept, self._slots, self.shared)
 
     def _other_step(self, optimizer: Any) -> None:
@@ -633,7 +581,7 @@ class Keeper:
 
     def _count_step(self, optimizer: Any) -> None:
         """Count the step. Without frequent boundaries no slot would tell that steps followed the loaded state."""
-        if self._is_off or os.getpid() != self.pid:
+        if self._is_off:
             return
         kept = self.kept
         self._makers.step(kept, optimizer)
@@ -643,13 +591,12 @@ class Keeper:
             return
         self._is_copied = False
         made = [steps.one_more(optimizer) for steps in self._unmarked]
-        if made[0] == 2 and self.loaded.version is not None and self.shared.local_rank == 0:
-            self.shared.forget_loads(self.loaded.version)
+        if made[0] == 2 and self.shared.loaded is not None and self.shared.local_rank == 0:
+            self.shared.set_loads(self.shared.loaded.version, 0)
 
-    def _compare(self, kept: Kept) -> None:
-        step, before = self._sum or (0, 0)
+    def _compare(self, kept: Kept, step: int, before: int) -> None:
         self._sum = None
-        counted = not kept.changed() or step == self.loaded.step
+        counted = not kept.changed() or (self.shared.loaded is not None and step == self.shared.loaded.version.step)
         if kept.total() != before or not counted:
             self.shared.node[PROVEN] = 0
             self._copy_because_of_changes(
@@ -668,7 +615,7 @@ class Keeper:
         After that the other ranks may finish the step while this rank is killed in it.
         """
         kept = self.kept
-        if kept is None or self._is_off or os.getpid() != self.pid:
+        if kept is None or self._is_off:
             return
         self._numbers.has_worked = True
         self._makers.backward(has_stepped=self._stepped)
@@ -688,11 +635,21 @@ class Keeper:
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        if isinstance(error, OutgrownError):
-            self._has_outgrown(str(error))
-        elif isinstance(error, ReplacedError):
-            self._drop(str(error))
-        elif isinstance(error, StateError):
-            self.turn_off(str(error))
+        """Keep nothing for good; until the next boundary if the objects have other parameters now, and until the next
+        save if the script trains other objects than it passed.
+        """
+        if not isinstance(error, OutgrownError | ReplacedError):
+            self.turn_off(str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}")
+            return
+        kept = self.kept
+        self._prove_again()
+        if isinstance(error, ReplacedError):
+            until = ": the state is kept in memory again from the next save() or keep() on; until then"
         else:
-            self.turn_off(f"{type(error).__name__}: {error}")
+            until = f" than before: until it was trained for {PROOF_STEPS} steps,"
+            with contextlib.suppress(ReplacedError):
+                self._outgrown = None if kept is None else kept.objects
+        if isinstance(error, OutgrownError) and self.survivor.is_answering:
+            process.log(f"rank {self._rank}: the state is not written: {error} than before; {self._otherwise}")
+        elif self._rank == 0:
+            process.log(f"{error}{until} {self._otherwise}")

@@ -18,7 +18,7 @@ import torch
 
 from ddpjob import process
 from ddpjob.checkpoint.in_memory.kept import BUFFERS, merged
-from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.in_memory.shared import Shared, write_record
 from ddpjob.checkpoint.in_memory.slots import PLACE
 from ddpjob.checkpoint.state import packed, random_states
 from ddpjob.checkpoint.state.alike import digest
@@ -142,7 +142,10 @@ def fetch(
         if rank == troubled[0]:
             process.log(f"step {version.step} in memory is not used: rank {rank}: {trouble[0]}")
         return None
-    _set_generators(own or early, first["rng"], version.step, rank)
+    if (left := own or early) is not None:
+        random_states.set_to(random_states.expanded(left["rng"]))
+    else:
+        random_states.seed(random_states.expanded(first["rng"]), version.step, rank)
     return Fetched(state, first["by_value"], [number for number, row in enumerate(rows) if not any(row)])
 
 
@@ -253,9 +256,10 @@ def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) 
         own, early = _left(shared, version, rank, world_size)
         found = None, own or early
     if found != (None, None):
-        shared.cells[LOADED_STEP] = 0
-        shared.cells[LOADED_FROM], shared.cells[LOADED_BY] = version.generation, shared.generation
-        shared.cells[LOADED_STEP] = version.step
+        write_record(
+            shared.cells,
+            {LOADED_STEP: version.step, LOADED_FROM: version.generation, LOADED_BY: shared.generation},
+        )
     return *found, version
 
 
@@ -272,13 +276,6 @@ def _left(shared: Shared, version: Version, rank: int, world_size: int) -> tuple
                 value = shared.read_slot(slot)
         found.append(value if value is not None and value["of"] == (rank, world_size) else None)
     return found[0], found[1]
-
-
-def _set_generators(own: Any, source: Any, step: int, rank: int) -> None:
-    if own is not None:
-        random_states.set_to(random_states.expanded(own["rng"]))
-    else:
-        random_states.seed(random_states.expanded(source), step, rank)
 
 
 def _exchanged(own: Any, world_size: int) -> list[Any]:

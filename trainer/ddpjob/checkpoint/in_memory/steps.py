@@ -56,26 +56,21 @@ class Numbers:
 
         named: save() or keep() made the boundary. is_kept: its objects are known, so their backward passes are seen.
         """
-        why = self._of_save(step) if named else self._of_mark(step, is_kept=is_kept)
-        if not named:
-            self._marked = step
+        has_stepped, last, marked = self._has_stepped, self._last, self._marked
         self._last, self._has_stepped = (step, named), False
-        return why
-
-    def _of_save(self, step: int) -> str:
-        if self._marked not in (None, step):
-            return f"should_stop({self._marked}) and the state of step {step} that save() or keep() names are one"
-        if self._has_stepped and self._last == (step, False):
-            return f"should_stop({step}) was called before the step that save() or keep() calls {step}"
-        return ""
-
-    def _of_mark(self, step: int, *, is_kept: bool) -> str:
-        if self._last is not None:
-            is_other = self._has_stepped and self._last[0] == step
+        if named:
+            if marked not in (None, step):
+                return f"should_stop({marked}) and the state of step {step} that save() or keep() names are one"
+            if has_stepped and last == (step, False):
+                return f"should_stop({step}) was called before the step that save() or keep() calls {step}"
+            return ""
+        self._marked = step
+        if last is not None:
+            is_other = has_stepped and last[0] == step
             return f"an optimizer made a step between two boundaries that are both called {step}" if is_other else ""
         if is_kept and step > self._began and not self.has_worked:
             return f"should_stop({step}) is called before step {step} is made"
-        if step == self._began and self._has_stepped:
+        if step == self._began and has_stepped:
             return f"should_stop({step}) is called after the step that follows step {step}"
         return ""
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -43,17 +43,6 @@ TRIES_LEAST = 50  # attempts to write; a rank that gets CPU time makes hundreds
 HELD_UP = 4  # wait at most this many times the usual duration if the main thread is runnable
 
 
-class Loaded(NamedTuple):
-    """The state that this generation has loaded from memory."""
-
-    version: Version | None
-    step: int
-    loads: int
-    """How often it was loaded so far."""
-    total: int
-    """The sum of its bits."""
-
-
 class Keeps(Protocol):
     """What a survivor sees of what is kept: its thread reads, and the training thread writes."""
 
@@ -67,7 +56,6 @@ class Keeps(Protocol):
     """The objects come from load(); save() has named none yet."""
     lock: threading.Lock
     """Held while parameters and optimizer state must not change."""
-    loaded: Loaded
     dirty_since: float
     dirty_seconds: float
     """The longest time from an optimizer step to the next boundary."""
@@ -253,8 +241,9 @@ class Survivor:
         script may change the optimizer's state before its first step. If the bits differ, nothing is lost: the nodes
         still have the state that was loaded.
         """
-        if step == self._keeper.loaded.step:
-            if packed.total(packed.tensors_of(kept.large())) != self._keeper.loaded.total:
+        loaded = self._keeper.shared.loaded
+        if loaded is not None and step == loaded.version.step:
+            if packed.total(packed.tensors_of(kept.large())) != loaded.total:
                 raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
         elif name := kept.changed():
             self._keeper.shared.node[COPIES] = memory.CHANGED  # for the next generation
@@ -270,8 +259,8 @@ class Survivor:
 
     def _write(self, kept: Kept, step: int) -> int | None:
         """Write the state; None while another rank of this node is writing. If that rank dies, this one writes."""
-        shared, loaded = self._keeper.shared, self._keeper.loaded
-        loads = loaded.loads if step == loaded.step else 0
+        shared, loaded = self._keeper.shared, self._keeper.shared.loaded
+        loads = loaded.loads if loaded is not None and step == loaded.version.step else 0
         if self._keeper.copies is not None and self._keeper.copies.write_now(self._keeper.at(kept, step, False), loads):
             return SAVED
         with shared.locked() as alone:
