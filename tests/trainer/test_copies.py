@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,17 @@ from ddpjob_core import copies
 
 
 @pytest.fixture
-def node(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]
-) -> Node:
+def node(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """Where a copy costs nothing, so that each step is copied."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    return Node(tmp_path, run_ranks)
+    return node
+
+
+@pytest.fixture
+def nodes(nodes: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """The same, of two nodes."""
+    monkeypatch.setattr(copies, "COST_MAX", 1e9)
+    return nodes
 
 
 def clip(model: Any) -> None:
@@ -152,12 +155,9 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_the
 
 
 def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_ranks_of_all_nodes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Any
+    nodes: Node,
 ) -> None:
     """Rank 0 makes the plans. Where it was the one that was killed, the others waited for a plan for ever."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    nodes = Node(tmp_path, run_ranks, nodes=2)
 
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
         world = ddpjob.init()
@@ -196,24 +196,18 @@ def saved_otherwise(until: int, who_saves: str) -> int:
 
 @pytest.mark.parametrize(("who_saves", "until"), [("all ranks", 43), ("rank 0", 46)])
 def test_once_save_finds_other_weights_than_should_stop_nothing_is_copied_at_should_stop_any_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Any, who_saves: str, until: int
+    nodes: Node, who_saves: str, until: int
 ) -> None:
     """Ranks went on with it up to the next plan, and a restart began with weights that no step begins with."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    nodes = Node(tmp_path, run_ranks, nodes=2)
     assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40
 
 
 def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Any
+    nodes: Node,
 ) -> None:
     """The node that never saves knew better, from before: all copied at should_stop again."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    nodes = Node(tmp_path, run_ranks, nodes=2)
     assert nodes.run(0, lambda: saved_otherwise(18, "rank 0"), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
     assert nodes.run(2, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40

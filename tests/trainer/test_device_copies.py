@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LastMoment:
 
 
 @pytest.fixture
-def node(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    run_ranks: Callable[[Callable[[int], Any], int], list[Any]],
-    device: LastMoment,
-) -> Node:
+def node(node: Node, monkeypatch: pytest.MonkeyPatch, device: LastMoment) -> Node:
     """Where a copy costs nothing, so that every fourth step is copied."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    return Node(tmp_path, run_ranks)
+    return node
 
 
 def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, fails: bool = False) -> Any:

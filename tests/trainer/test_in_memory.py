@@ -26,15 +26,6 @@ from ddpjob_core import memory
 from ddpjob_core.memory import Held, Version
 from ddprun.memory import Memory
 
-
-@pytest.fixture
-def node(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]
-) -> Node:
-    monkeypatch.chdir(tmp_path)
-    return Node(tmp_path, run_ranks)
-
-
 # ---- from load on, before the first save -------------------------------------------------------------------
 
 
@@ -1290,16 +1281,11 @@ def _full(*_: object, **__: object) -> None:
 
 
 def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_and_the_log_says_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run_ranks: Callable[[Callable[[int], Any], int], list[Any]],
-    capfd: pytest.CaptureFixture[str],
+    nodes: Node, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Their old ones went with the node: the result is another one, and a user who compares must know why. What the
     new node is sent comes in pieces, the last of which is shorter."""
     monkeypatch.setattr(gather, "PIECE_BYTES", 100)
-    monkeypatch.chdir(tmp_path)
-    job = Node(tmp_path, run_ranks, nodes=2)
 
     def train_both(until: int) -> Any:
         world = ddpjob.init()
@@ -1316,15 +1302,15 @@ def test_ranks_of_a_node_that_was_lost_draw_new_numbers_the_same_at_each_resume_
             assert "random states of rank 1 were lost" in process.current.resumed_from
         return step, drawn
 
-    job.run(0, lambda: train_both(6), ranks=2)
-    job.lose(1)
-    (step, kept), (_, seeded) = job.run_all(1, lambda: train_both(6), ranks=2)
+    nodes.run(0, lambda: train_both(6), ranks=2)
+    nodes.lose(1)
+    (step, kept), (_, seeded) = nodes.run_all(1, lambda: train_both(6), ranks=2)
     assert step == 6
     assert kept != seeded
     said = "from the memory on the node of rank 0 (random states of rank 1 were lost, and are seeded"
     assert said in capfd.readouterr().err
-    job.lose(1)
-    assert job.run_all(2, lambda: train_both(6), ranks=2)[1] == (6, seeded)
+    nodes.lose(1)
+    assert nodes.run_all(2, lambda: train_both(6), ranks=2)[1] == (6, seeded)
 
 
 @pytest.mark.parametrize("each", [1, 4])
@@ -1430,15 +1416,6 @@ def test_a_rank_that_dies_within_its_step_has_left_the_buffers_of_all_its_micro_
 
     before, after = (node.run_all(generation, train, ranks=2) for generation in range(2))
     assert after == before
-
-
-@pytest.fixture
-def nodes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]
-) -> Node:
-    """Two of them."""
-    monkeypatch.chdir(tmp_path)
-    return Node(tmp_path, run_ranks, nodes=2)
 
 
 @pytest.mark.parametrize("steps_made", [0, 1])

@@ -19,14 +19,6 @@ from ddpjob.checkpoint.state import packed
 from ddpjob_core import memory
 
 
-@pytest.fixture
-def node(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]
-) -> Node:
-    monkeypatch.chdir(tmp_path)
-    return Node(tmp_path, run_ranks)
-
-
 class Tied(torch.nn.Module):
     """The output layer has the weights of the input layer, as in language models."""
 

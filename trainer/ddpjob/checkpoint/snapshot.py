@@ -334,9 +334,7 @@ class Snapshot:
         )
 
     def _join(self) -> None:
-        """Wait for the writing thread. Raises its error if this process must end; a failed write is left in
-        `_unwritten`.
-        """
+        """Wait for the writing thread, and raise its error if this process must end."""
         if self._thread is not None:
             with pause("save"):
                 self._thread.join()
@@ -494,9 +492,7 @@ class Snapshot:
         return process.current.writers.setdefault(os.path.realpath(self.folder), set())
 
     def _refuse_folder_of(self, claim: "_Claim", writer: int) -> None:
-        """Raise if the folder belongs to a later attempt of this job, or to another process or job that is still
-        running.
-        """
+        """Raise if a later attempt of this job owns the folder, or another process or job that is running."""
         if claim.job == self._own_claim.job:
             if claim > self._own_claim:
                 raise self._superseded()
@@ -687,9 +683,7 @@ class Snapshot:
         return None
 
     def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
-        """Return rank 0's choice, or raise its SnapshotError on all ranks. Also sends rank 0's folder name to all
-        ranks.
-        """
+        """Return rank 0's choice, or raise its SnapshotError, on all ranks. They also get its folder's name."""
         answer: Any = None
         if self.rank == 0 or self.world_size == 1:
             try:
@@ -704,10 +698,7 @@ class Snapshot:
         return answer
 
     def _on_all_ranks(self, file: BinaryIO | None) -> BinaryIO | None:
-        """Return the file if all ranks can read it, else a copy of rank 0's bytes on all ranks; None if rank 0 cannot
-        read
-        it.
-        """
+        """Return the file if all ranks can read it, else a copy of rank 0's; None if rank 0 cannot either."""
         if self.world_size == 1:
             return file
         missing = gather.numbers(torch.tensor([int(file is None)], device="cpu")).flatten().tolist()
@@ -735,10 +726,7 @@ class Snapshot:
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any]) -> None:
-        """Send this rank's part to rank 0 through the store. A collective would make `save` on rank 0 alone wait for
-        the
-        others.
-        """
+        """Send this rank's part to rank 0 by the store. In a collective a save on rank 0 alone would hang."""
         store = self._store()
         if store is None:
             return
@@ -864,9 +852,7 @@ class _Owed:
 
 
 def _write_at_end(owner: "weakref.ref[Snapshot]") -> None:
-    """Write the last state at the end of the process, for scripts that do not call close(). Fails the process if it
-    cannot.
-    """
+    """Write the last state at the end of a script that did not call close(), or fail the process."""
     snapshot, error = owner(), termination.ending()
     is_failure = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
     if snapshot is None or is_failure:  # a failure is already reported; nobody should wait for a disk
@@ -982,9 +968,7 @@ class _Claim(NamedTuple):
         return f"attempt {self.attempt}" + (f", generation {self.generation}" if self.generation else "")
 
     def as_json(self) -> str:
-        """JSON of the claim. A generation of 0 is left out, because older versions of this library do not know the
-        field.
-        """
+        """JSON of the claim, without a generation of 0: older versions of this library do not know the field."""
         return json.dumps({name: value for name, value in self._asdict().items() if name != "generation" or value})
 
 

@@ -321,9 +321,7 @@ class Copies:
         self.begin_with_changes(f"parameters changed after step {step}, and by no optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
-        """A rank has failed: make the last copy valid if every rank has written its slot. Returns the answer for the
-        agent.
-        """
+        """Return the answer for the agent: the last copy counts after a failure if every rank has written its slot."""
         if self.count_saved():
             return SAVED
         with self._lock:

@@ -254,8 +254,7 @@ class DeviceCopies(Copies):
                 self._looked = mark
 
     def before_other_step(self) -> None:
-        """A second optimizer may use another stream. What was copied counts as soon as it can, where no boundary is
-        near."""
+        """Wait for the copy on the device again: a second optimizer may use another stream."""
         if self._flight is not None and self._flight.is_saved:
             self._land()
         if self._flight is not None and self._flight.ticket is not None and self._flight.counts:

@@ -92,7 +92,11 @@ class InMemory:
         world, device = self._world, streams.for_device(self._world.device)
         if device is None and world.device.type != "cpu":
             return
-        if why := _why_not(world, where):
+        why = _REFUSED
+        if where:  # DDPJOB_MEMORY is empty if there is no file
+            is_killed = process.number("DDPJOB_OUT_OF_MEMORY", 0)
+            why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
+        if why:
             process.current.not_kept = why
             if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # other pods may keep it
                 process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
@@ -182,15 +186,6 @@ class InMemory:
         if self._keeper is not None:
             self._keeper.register(objects)
             self._keeper.boundary(step, named=True, saved=not kept_alone)
-
-
-def _why_not(world: World, where: str) -> str:
-    """Why nothing is kept here from the start; "" where it is. where: DDPJOB_MEMORY."""
-    if not where:
-        return _REFUSED
-    if process.number("DDPJOB_OUT_OF_MEMORY", 0):
-        return _KILLED
-    return device_copies.would_go_on(world.backend, world.world_size, os.environ)
 
 
 def _refuse(name: str) -> None:

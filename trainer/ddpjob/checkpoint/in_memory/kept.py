@@ -396,8 +396,10 @@ class _Counters:
     def record(self) -> None:
         """Remember the counters."""
         self._boundaries += 1
-        if self._moves is not None and self._boundaries < RECORD_STEPS and self._few_are_as_expected():
-            return
+        if self._moves is not None and self._boundaries < RECORD_STEPS:
+            expected = [counter + self.steps * move for counter, move in self._few_moves]
+            if list(map(_version_of, self._few)) == expected:
+                return
         tensors, before, moves, steps = self._now(), self._counters, self._moves, self.steps
         is_same, counters = before is not None and self._is_of(tensors), list(map(_version_of, tensors))
         self._tensors, self._counters, self.steps, self._boundaries, self._moves = tensors, counters, 0, 0, None
@@ -411,10 +413,6 @@ class _Counters:
         if is_known:
             self._moves, stride = moves, max(1, len(tensors) // READ_AT_EACH)
             self._few, self._few_moves = tensors[::stride], list(zip(counters, moves, strict=True))[::stride]
-
-    def _few_are_as_expected(self) -> bool:
-        steps = self.steps
-        return list(map(_version_of, self._few)) == [counter + steps * move for counter, move in self._few_moves]
 
     def changed(self) -> str:
         """Return PARAMETERS or "state" if something other than steps has changed them since `record`, else ""."""

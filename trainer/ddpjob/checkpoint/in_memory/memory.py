@@ -58,9 +58,7 @@ LOOSE_STEPS = 2  # in a row; a single one may be the end of an epoch
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
-    """Forward pre-hook of trained models. A module-level function, because a copy or a pickle of the model refers to
-    it.
-    """
+    """Forward pre-hook of trained models; at module level, because a pickle of the model refers to it."""
     if not torch.compiler.is_compiling() and module.training and (keeper := process.current.keeper) is not None:
         keeper.step_begins()
 
@@ -393,9 +391,9 @@ class Keeper:
             return
         mark = self.places.marked.get(RANDOM, 0) if self._begun is None else self._begun
         new = self.places.step(self._watched_with(kept, mark, kept.settings()), [*kept.optimizers, RANDOM])
-        if self.places.is_loose and self.copies is not None:
+        if self.places.loose and self.copies is not None:
             self.copies.give_up_last()
-        self._loose_steps = self._loose_steps + 1 if self.places.is_loose else 0
+        self._loose_steps = self._loose_steps + 1 if self.places.loose else 0
         if new:
             self._tell_of_places(new, "between should_stop() and the next optimizer.step()")
         if self._loose_steps == LOOSE_STEPS:
@@ -424,9 +422,7 @@ class Keeper:
         return Boundary(kept, step, named, small, self.assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
-        """Describe this rank's position in the step: the next generation finds out if ranks left different moments of
-        it.
-        """
+        """Describe this rank's moment in the step: the next generation compares those of all ranks."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
         place = {"named": self.places.is_named, "moved": moved_ones, "sample": sample}
@@ -440,8 +436,7 @@ class Keeper:
             own.boundary(at)
 
     def _copy_because_of_changes(self, why: str) -> None:
-        """Copy the state regularly, because parameters change between a boundary and the next step. why: for
-        the log."""
+        """Copy the state from now on: parameters change between a boundary and the next step. why: for the log."""
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         if self.copies is None:
@@ -484,8 +479,7 @@ class Keeper:
         return turn
 
     def _is_proven(self, kept: Kept, step: int) -> bool:
-        """True if it is proven that nothing large changes between a boundary and the next step; else sum this
-        boundary."""
+        """True if it is proven that nothing large changes before the next step; else sum this boundary."""
         if self.shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False
@@ -514,9 +508,7 @@ class Keeper:
             self._room.start()
 
     def _reserve(self, size: int) -> None:
-        """Reserve room, in a thread: the kernel needs half a second for a large area, and no boundary may follow for
-        long.
-        """
+        """Reserve room, in a thread: the kernel needs half a second for a large area."""
         with self._guarded():
             self.shared.take(memory.area_bytes(size), 1, later=0 if self.copies is None else memory.AREAS)
             with self.lock:  # the objects may have changed, and the proof with them: then it is nothing
@@ -570,9 +562,7 @@ class Keeper:
             self._early.write(kept, self._slots, self.shared)
 
     def _other_step(self, optimizer: Any) -> None:
-        """Handle a step without a boundary before it: of a second optimizer, or in a script that does not mark each
-        step.
-        """
+        """Handle a step without a boundary before it: of a second optimizer, or one that the script did not mark."""
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()

@@ -57,17 +57,6 @@ class _Row(NamedTuple):
     miscounted: int = 0
 
 
-def _own_row(shared: Shared | None) -> _Row:
-    if shared is None:
-        return _Row()
-    node = (shared.node[cell] for cell in (COPIES, PROVEN, MISCOUNTED))
-    return _Row(shared.held(), shared.proof(), shared.mark(), *node)
-
-
-def _row_of(held: Any, proof: Any, mark: Any, *node: int) -> _Row:
-    return _Row(held and Held(Version(*held[0]), *held[1:]), proof and Proof(*proof), mark and Mark(*mark), *node)
-
-
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> FoundState | None:
     """The newest whole state in memory, the same answer on all ranks. shared: None where this node has no memory.
 
@@ -75,7 +64,14 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     first what those of rank 0's have, because it may be the only one that calls save. A node that has not what is found
     takes what was proved from those that have it: it shall keep the state before it is the last one that could.
     """
-    rows = [_row_of(*row) for row in _exchanged(_own_row(shared), world_size)]
+    own = _Row()
+    if shared is not None:
+        node = (shared.node[cell] for cell in (COPIES, PROVEN, MISCOUNTED))
+        own = _Row(shared.held(), shared.proof(), shared.mark(), *node)
+    rows = [
+        _Row(held and Held(Version(*held[0]), *held[1:]), proof and Proof(*proof), mark and Mark(*mark), *others)
+        for held, proof, mark, *others in _exchanged(own, world_size)
+    ]
     if shared is not None:
         shared.node[COPIES] = rows[0].copies or max(row.copies for row in rows)
         shared.node[MISCOUNTED] = max(row.miscounted for row in rows)
@@ -162,8 +158,7 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
 
 
 def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
-    """Return work(), or note its error in `trouble`. Nothing is raised before all ranks know; collectives'
-    errors are."""
+    """Return work(), or note its error in `trouble`: all ranks must know before one raises."""
     if trouble:
         with contextlib.suppress(StateError, OSError, KeyError, TypeError):
             work()

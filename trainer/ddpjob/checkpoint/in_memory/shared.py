@@ -226,8 +226,7 @@ class Shared:
             self.node[cell] = value
 
     def count_copy(self, area: int, held: Held) -> bool:
-        """What was written is whole; whether it still is there. Survivors of a failure may have written over it. Raises
-        OSError."""
+        """True if a copy is still there, which counts now: survivors may have written over it. Raises OSError."""
         with self.locked(waits=True):
             if any(self.node[cell] != value for cell, value in _described(area, held)):
                 return False

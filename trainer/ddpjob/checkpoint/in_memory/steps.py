@@ -103,8 +103,7 @@ class Makers:
         self._has_mixed |= has_stepped and bool(self._made)
 
     def boundary(self) -> bool:
-        """True if a backward pass followed the one step of a kept optimizer. Raises ReplacedError if none has made the
-        last step."""
+        """True if a backward pass followed the step of a kept optimizer. Raises ReplacedError if none made it."""
         made, others_make, is_mixed = self._made, self._others_make, self._has_mixed and self._is_once
         self._made, self._is_once, self._others_make, self._has_mixed = set(), True, False, False
         if others_make and not made and self._has_made:

@@ -97,9 +97,7 @@ class Survivor:
         return self._answered.locked()
 
     def _wait(self) -> None:
-        """Wait until the agent closes its end of the pipe, because a rank of the group has failed. Then write the
-        state.
-        """
+        """Write the state when the agent closes its end of the pipe: a rank of the group has failed."""
         with contextlib.suppress(OSError):
             os.read(self._keeper.shared.pipe, 1)
             self.is_asked = True
@@ -144,8 +142,7 @@ class Survivor:
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
-        """True if `part` of the time limit is left. Attempts count too: a rank without CPU time has had no
-        chance yet."""
+        """True if `part` of the time is left, or of the attempts: a rank without CPU time had no chance yet."""
         size, now, wrote = self._keeper.shared.reserved(), time.monotonic(), self._keeper.shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now
@@ -206,8 +203,7 @@ class Survivor:
         return UNABLE if why else SAVED
 
     def _is_in_step(self) -> bool:
-        """True if the training thread has begun the next step: its stack has a forward or backward pass of the
-        model."""
+        """True if the next step has begun: the training thread is in a forward or backward pass of the model."""
         frame = sys._current_frames().get(self._keeper.thread)
         while frame is not None and not self._keeper.has_begun:
             if frame.f_code is _FORWARD and frame.f_locals["self"].module.training:

@@ -41,22 +41,18 @@ def compact() -> dict[str, Any]:
 
     Each is the very object that it was while nothing was drawn, and so is compared and hashed at no cost.
     """
-    state: dict[str, Any] = {"python": _compact_python(), "torch": _compact_torch()}
+    global _torch
+    now = torch.default_generator.get_state()
+    raw: bytes = (ctypes.c_char * now.numel()).from_address(now.data_ptr()).raw
+    if raw != _torch:
+        _torch = raw
+    state: dict[str, Any] = {"python": _compact_python(), "torch": _torch}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())  # 16 bytes that the host has
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _compact_numpy(numpy.random)
     return state
-
-
-def _compact_torch() -> bytes:
-    global _torch
-    now = torch.default_generator.get_state()
-    raw: bytes = (ctypes.c_char * now.numel()).from_address(now.data_ptr()).raw
-    if raw != _torch:
-        _torch = raw
-    return _torch
 
 
 def _compact_python() -> Any:
