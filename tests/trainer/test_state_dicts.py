@@ -341,7 +341,7 @@ def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("saved", "target", "said"),
+    ("value", "target", "said"),
     [
         (torch.ones(1), torch.zeros(3), r"saved was float32 \[1\], to be restored is float32 \[3\]"),
         (torch.ones(3, dtype=torch.float64), torch.zeros(3), "saved was float64"),
@@ -351,10 +351,10 @@ def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
         (1, 2, "a int cannot be restored in place"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, saved, target, said):
+def test_a_value_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, value, target, said):
     """copy_ repeats a single row, and cuts what a smaller type cannot hold, without a word."""
     snapshot, first = ddpjob.Snapshot(tmp_path), torch.zeros(2)
-    saved(snapshot, 1, first=torch.ones(2), second=saved)
+    saved(snapshot, 1, first=torch.ones(2), second=value)
     with pytest.raises(ddpjob.StateError, match=f"second: {said}"):
         ddpjob.Snapshot(tmp_path).load(first=first, second=target)
     assert first.sum() == 0
