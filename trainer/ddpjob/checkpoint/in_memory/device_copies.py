@@ -61,12 +61,9 @@ class _Flight:
         self.area = 0
         self.ticket: Ticket | None = None
         self.total: int | None = None
-        self._parts: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []
+        """Views of the area that are summed."""
         self._summing: threading.Thread | None = None
-
-    def take_off(self, ticket: Ticket, area: int, held: Held, parts: list[torch.Tensor]) -> None:
-        """parts: views of the area that are summed."""
-        self.ticket, self.area, self.held, self._parts = ticket, area, held, parts
 
     def is_down(self) -> bool:
         """True if the copy is complete. Does not wait."""
@@ -107,7 +104,7 @@ class _Flight:
             self._sum()
 
     def _sum(self) -> None:
-        self.total = packed.total(self._parts)
+        self.total = packed.total(self.parts)
 
     @property
     def seconds(self) -> float:
@@ -211,7 +208,7 @@ class DeviceCopies(Copies):
         ticket = self._streams.begin_copy([(target[: len(head)], head), *pairs])
         version = Version(shared.attempt, shared.generation, at.step)
         held = Held(version, 0, state.size, 0, at.assumed, copies.AHEAD_ON_DEVICE * every)
-        flight.take_off(ticket, area, held, parts[:large])
+        flight.ticket, flight.area, flight.held, flight.parts = ticket, area, held, parts[:large]
 
     def _value(self, kept: Kept) -> dict[str, Any]:
         return kept.large_with_buffers(self._streams.clone)

@@ -77,9 +77,8 @@ class Keeper:
         *,
         has_folder: bool = True,
     ) -> None:
-        """otherwise: for the log, what a restart does without memory. store: of the group. streams: of the device that
-        the
-        rank trains on, None for the CPU. has_folder: False if the states are in memory only.
+        """otherwise: for the log, what a restart does without memory. store: of the group. streams: of the rank's
+        device, None for the CPU. has_folder: False if the states are in memory only.
         """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
@@ -89,8 +88,7 @@ class Keeper:
         self._rank, self._world_size, self._otherwise, self._store = rank, world_size, otherwise, store
         self.mode = Mode.EMPTY
         self.kept: Kept | None = None
-        # objects whose parameters have changed; kept again from the next boundary on
-        self._outgrown: Mapping[str, Any] | None = None
+        self._outgrown: Mapping[str, Any] | None = None  # their parameters changed; kept from the next boundary on
         self.assumed = False
         self.lock = threading.Lock()
         self.dirty_since = self.dirty_seconds = 0.0
@@ -454,8 +452,8 @@ class Keeper:
         self.has_begun = False
         with self.lock:
             kept.record()
-        more = {**settings, **self._place(kept)}
-        self._slots.write(self._slot_to_write(step), step, kept, rng, more=more)
+        small = {**kept.buffers(), **settings, **self._place(kept)}
+        self._slots.write(self._slot_to_write(step), step, kept, rng, small)
         with self.lock:
             if self.dirty_since:
                 self.dirty_seconds = max(self.dirty_seconds, time.monotonic() - self.dirty_since)

@@ -1,6 +1,5 @@
 """What a rank writes into its slots at each step: random states, buffers, and settings such as learning rates."""
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 from ddpjob.checkpoint.in_memory.kept import Kept
@@ -18,19 +17,8 @@ class Slots:
     def __init__(self, shared: Shared, rank: int, world_size: int) -> None:
         self._shared, self._of = shared, (rank, world_size)
 
-    def write(
-        self,
-        slot: int,
-        step: int,
-        kept: Kept,
-        rng: dict[str, Any],
-        *,
-        more: Mapping[str, Any] | None = None,
-        leaves_out: Collection[tuple[str, str]] = (),
-    ) -> None:
-        """more: what is written besides random states and buffers. leaves_out: buffers, by the name of the model and
-        their key. Raises StateError, OSError."""
-        small = kept.buffers(leaves_out) | dict(more or {})
+    def write(self, slot: int, step: int, kept: Kept, rng: dict[str, Any], small: dict[str, Any]) -> None:
+        """Raises StateError, OSError."""
         self._shared.write_slot(slot, step, packed.dumps(self.value(kept, rng, small)))
 
     def value(self, kept: Kept, rng: dict[str, Any], small: Any) -> dict[str, Any]:
@@ -78,4 +66,4 @@ class Early:
         # A weight average that is updated after the step is one step older here than on the ranks that finish the step.
         self._forwarded = {key: what for key, what in content.items() if what != self._content.get(key)}
         unchanged = content.keys() - self._forwarded.keys()
-        slots.write(EARLY, step, kept, rng, leaves_out=unchanged)
+        slots.write(EARLY, step, kept, rng, kept.buffers(unchanged))
