@@ -190,6 +190,7 @@ class Snapshot:
         if self.rank == 0:
             self._since_step.refuse_stale_shards(state)
             self._name_half_done(state, step)
+        self._name_end_of_epoch(step, state)
         # The same step may be saved twice (in the loop and at the end). The second save needs keys of its own in the
         # store: the first has already taken the other ranks' values.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
@@ -211,6 +212,7 @@ class Snapshot:
         """
         step = _checked_step(step)
         refuse_sharded(state)
+        self._name_end_of_epoch(step, state)
         self._memory.saved(step, state, kept_alone=True)
         if self._owed is not None:
             self._owed.keep(step, state)
@@ -267,6 +269,16 @@ class Snapshot:
                 f"gradients of {name}",
                 f"{name}: step {step} is saved while gradients wait for optimizer.step(): a restart does not continue "
                 f"the accumulation, and these micro-batches are lost. Save right after an optimizer's step.",
+            )
+
+    def _name_end_of_epoch(self, step: int, state: Mapping[str, Any]) -> None:
+        place, scheduler = half_done.stepped_at_end_of_epoch(step, state)
+        if place and self.rank == 0:
+            self._log_once(
+                f"place in {place}",
+                f"{place}: step {step} is saved at the last batch of an epoch for which {scheduler} has stepped "
+                f"already: a restart goes on at the end of that epoch, and steps it again. Give {place} the next epoch "
+                f"and 0 batches, or save before {scheduler}.step().",
             )
 
     def _log_once(self, what: str, text: str) -> None:

@@ -1,7 +1,7 @@
 """What a state does not hold of work that is half done, named before a restart needs it.
 
 Gradients that wait for an optimizer's step, the state of a communication hook, and what ZeroRedundancyOptimizer has
-consolidated before its last step are in no state_dict().
+consolidated before its last step are in no state_dict(). Nor is what a script has done at the end of an epoch.
 """
 
 import weakref
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ddpjob.errors import StateError
@@ -26,6 +27,20 @@ def hooks_with_state(objects: Mapping[str, Any]) -> dict[str, str]:
             if state is not None and not isinstance(state, dist.ProcessGroup):  # stateless hooks are given the group
                 found[name] = type(state).__name__
     return found
+
+
+def stepped_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str, str]:
+    """Names of a sampler's state that leaves no batch of its epoch, and of a scheduler that has stepped for this epoch
+    already: the resume has no batch, and the script steps the scheduler again. Two empty strings if there are none."""
+    schedulers = {name: value for name, value in objects.items() if isinstance(value, LRScheduler)}
+    for place, state in objects.items():
+        if not isinstance(state, dict) or {"n", "seed", "epoch", "consumed"} != state.keys():
+            continue
+        for name, scheduler in schedulers.items():
+            # one that steps with each batch has stepped as often as the optimizer
+            if state["consumed"] == state["n"] and state["epoch"] + 1 == scheduler.last_epoch < step:
+                return place, name
+    return "", ""
 
 
 class SinceLastStep:
