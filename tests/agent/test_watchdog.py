@@ -176,21 +176,6 @@ def test_a_stall_on_another_node_is_found_and_all_nodes_start_again(launcher: La
     assert "in load_batch" in told(done[1].stderr, 3)
 
 
-def test_as_long_as_a_node_gets_on_the_group_does(launcher: Launcher) -> None:
-    script = launcher.script(
-        """
-        import os, time, ddpjob
-        open("up-" + os.environ["RANK"], "w").close()
-        while not (os.path.exists("up-0") and os.path.exists("up-1")): time.sleep(0.01)
-        for step in range(1, 50):
-            if os.environ["RANK"] == "0" or step < 3: ddpjob.progress(step)
-            time.sleep(0.1)
-        """
-    )
-    done = [finish(agent) for agent in launcher.nodes(2, "--no-preload", script, **LIMIT)]
-    assert [(d.returncode, d.stderr) for d in done] == [(0, ""), (0, "")]
-
-
 def test_when_no_stall_may_be_restarted_here_the_message_says_what_stood(launcher: Launcher) -> None:
     script = launcher.script(TRAIN.format(trouble=f"load_batch() if rank == 1 else {WAIT}"))
     done = launcher.done("--no-preload", "--nproc", 2, "--max-restarts", 0, script, **LIMIT)
