@@ -319,12 +319,13 @@ class LeaderState:
         if self.state == "running" and node in self._here:
             running = self._here - self._current.finished
             self._current.search.heard(node, still=report.still)
-            if self._current.search.answered(node, positions, running):
+            self._current.search.take(node, positions)
+            if self._current.search.is_answered(running):
                 self._settle_search(now)
             elif self._current.standstill.answered(node, report, positions, running):
                 self._settle_standstill(now)
         elif self._current.question.asked and node in self._stopping:
-            self._current.question.answered(node, positions)
+            self._current.question.take(node, positions)
             self._ask_no_more(answered=True)
 
     def termination_requested(self, node: int, now: float) -> None:
@@ -465,9 +466,10 @@ class LeaderState:
 
     def _ask_no_more(self, *, answered: bool = False) -> None:
         """Stop the ranks that were asked for positions. answered: only if all have answered or ended."""
-        if not self._current.question.asked or (answered and self._current.question.is_open(self._stopping)):
+        question = self._current.question
+        if not question.asked or (answered and not question.is_answered(self._stopping)):
             return
-        self._current.waited_for = self._current.question.settle(self._current.failures, self._stopping)
+        self._current.waited_for = question.settle(self._current.failures, self._stopping)
         self.deadline = None
         if self._stopping:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
