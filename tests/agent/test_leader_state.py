@@ -188,34 +188,24 @@ TYPO = "NameError: name 'modle' is not defined"
 
 
 @pytest.mark.parametrize(
-    "exception",
+    ("code", "exception"),
     [
-        TYPO,
-        "python: can't open file '/app/trian.py': [Errno 2] No such file",
-        "SystemExit: /usr/bin/python: No module named trian",
+        (1, TYPO),
+        (1, "python: can't open file '/app/trian.py': [Errno 2] No such file"),
+        (1, "SystemExit: /usr/bin/python: No module named trian"),
+        (2, "train.py: error: unrecognized arguments: --lrr 1"),
+        (127, ""),
     ],
 )
-def test_a_mistake_that_all_nodes_make_before_the_first_step_is_not_tried_again(exception: str) -> None:
-    """`ddprun trian.py` was tried four times."""
+def test_what_fails_on_all_nodes_before_the_first_step_is_not_tried_again(code: int, exception: str) -> None:
+    """`ddprun trian.py` was tried four times, and `--lrr` printed the usage lines of all ranks each time."""
     found = running(2, has_operator=True)
-    found.failed(0, [failure(exception=exception)], T0)
+    found.failed(0, [failure(code=code, exception=exception)], T0)
     taken(found)
     for node in range(2):
-        found.stopped(node, [failure(node, exception=exception)], T0)
+        found.stopped(node, [failure(node, code=code, exception=exception)], T0)
     (order,) = taken(found)
-    assert order.failure.failure_class == "permanent"
-
-
-def test_options_that_all_nodes_refuse_are_not_tried_again() -> None:
-    """Four times the usage lines of all ranks, for `--lrr`."""
-    refused = "train.py: error: unrecognized arguments: --lrr 1"
-    found = running(2, has_operator=True)
-    found.failed(0, [failure(code=2, exception=refused)], T0)
-    taken(found)
-    for node in range(2):
-        found.stopped(node, [failure(node, code=2, exception=refused)], T0)
-    (order,) = taken(found)
-    assert (order.code, order.failure.failure_class) == (2, "permanent")
+    assert (order.code, order.failure.failure_class) == (code, "permanent")
 
 
 def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None:
@@ -300,33 +290,16 @@ def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float)
     assert isinstance(taken(found)[0], StartOrder)
 
 
-def test_a_program_that_one_node_does_not_have_is_looked_for_on_another() -> None:
-    """One node whose volume is not mounted would fail the job for good."""
-    found = running(2, has_operator=True)
-    fail(found, [failure(code=127)])
-    (order,) = taken(found)
-    assert (order.code, order.failure.failure_class) == (127, "infrastructure")
-
-
-def test_a_program_that_no_node_has_is_not_tried_again() -> None:
-    found = running(2, has_operator=True)
-    found.failed(0, [failure(code=127)], T0)
-    taken(found)
-    for node in range(2):
-        found.stopped(node, [failure(node, code=127)], T0)
-    (order,) = taken(found)
-    assert (order.code, order.failure.failure_class) == (127, "permanent")
-
-
 NO_SCRIPT = "ddprun: there is no file train.py in /data"
 
 
-def test_a_script_that_one_node_does_not_have_is_looked_for_on_another() -> None:
-    """The job failed for good at the second try, where one node of many had not mounted the volume."""
+@pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT)], ids=["program", "script"])
+def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str) -> None:
+    """One node whose volume is not mounted would fail the job for good."""
     found = running(2, has_operator=True)
-    fail(found, [failure(code=2, exception=NO_SCRIPT)])
+    fail(found, [failure(code=code, exception=exception)])
     (order,) = taken(found)
-    assert (order.code, order.failure.failure_class) == (2, "infrastructure")
+    assert (order.code, order.failure.failure_class) == (code, "infrastructure")
     assert order.why.endswith("; another node may have it")
 
 
