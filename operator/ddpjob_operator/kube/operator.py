@@ -158,7 +158,15 @@ class Operator:
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
         self.reconciler = Reconciler(
-            self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in, self._observed
+            self.caches,
+            states,
+            self.reports,
+            lookup,
+            executor,
+            runtime,
+            settings.rules,
+            self._ready_in,
+            lambda key: self.queue.observed(key),
         )
         job = self.caches.jobs.get
         told: dict[str, Any] = {"watcher": watchers[0], "kind": lambda key: triggers.kind(job(key))}
@@ -231,14 +239,6 @@ class Operator:
             await server.stop()
         await self._client.close()
 
-    def job_seen(self, kind: str | None, raw: dict[str, Any]) -> None:
-        """Take a watch event of a DDPJob; `kind` is None for an object of a list."""
-        metadata = raw["metadata"]
-        if kind == "DELETED":
-            self.caches.jobs.remove(metadata["namespace"], metadata["name"], metadata["uid"])
-        else:
-            self.caches.jobs.put(raw)
-
     def job_told(self, kind: str | None, metadata: Mapping[str, Any]) -> None:
         """Take kopf's notice that a DDPJob was deleted, or that our copy has a new one."""
         key = (metadata["namespace"], metadata["name"])
@@ -305,7 +305,7 @@ class Operator:
             version=metadata.version("ddpjob"),
             leads=self.leads,
             lease=self.settings.lease_name,
-            queues=[measuring.now_in(queue, name) for queue, name in queues],
+            queues=[queue.measured(name) for queue, name in queues],
             cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
             away=[raw["metadata"]["uid"] for other, raw in there if other],
@@ -375,9 +375,6 @@ class Operator:
             self._events.gone(old["metadata"]["uid"])
         if new is not None:
             self.meter.spends(exposition.job(new), now)
-
-    def _observed(self, key: Key) -> None:
-        self.queue.observed(key)
 
     def _enqueue_all(self) -> None:
         for key in self.caches.jobs:

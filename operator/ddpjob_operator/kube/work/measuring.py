@@ -5,8 +5,7 @@ from __future__ import annotations
 from ddpjob_operator.job import requests
 from ddpjob_operator.kube.api.client import NO_ANSWER
 from ddpjob_operator.kube.watch import reflector
-from ddpjob_operator.kube.work.queue import Queue, QueueMeter
-from ddpjob_operator.metrics import meter as meters
+from ddpjob_operator.kube.work.queue import QueueMeter
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter
 
@@ -75,9 +74,3 @@ class OfQueue(QueueMeter):
             self._meter.count(names.RECONCILES, CONTROLLER, result)
             if result == "error":
                 self._meter.count(names.RECONCILE_ERRORS, CONTROLLER)
-
-
-def now_in(queue: Queue[tuple[str, str]], name: str) -> meters.QueueWaits:
-    """Return the present state of a queue."""
-    depth, oldest = queue.due()
-    return meters.QueueWaits(name, depth, oldest, queue.stuck_seconds(), queue.working, queue.unfinished_seconds())
