@@ -88,7 +88,6 @@ class Operator:
         self._runtime = runtime
         self.meter = meter or Meter()
         self._exposition = exposition.Exposition(self.meter, self.snapshot)
-        self._watcher = measuring.OfWatches(self.meter)
         self.caches = Caches(
             Jobs(self._enqueue, reading.job, self._count_job, settings.room),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
@@ -97,7 +96,7 @@ class Operator:
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
         self._set_up_work()
-        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "watcher": self._watcher}
+        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "meter": self.meter}
         told["away"] = lambda: client.reach.lost
         self.reflectors = [
             Reflector(client, plural, namespace, naming.LABEL_JOB, sink, **told)
@@ -123,7 +122,7 @@ class Operator:
         where = self.settings.watched
         told = (self._enqueue, self._enqueue_all)
         places = self.settings.queue_places
-        about = (self._runtime, self._watcher)
+        about = (self._runtime, self.meter)
         return GangWatch(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
 
     def _set_up_work(self) -> None:

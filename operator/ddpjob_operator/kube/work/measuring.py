@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ddpjob_operator.job import requests
 from ddpjob_operator.kube.api.client import NO_ANSWER
-from ddpjob_operator.kube.watch import reflector
 from ddpjob_operator.kube.work.queue import QueueMeter
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter
@@ -33,21 +32,6 @@ class Requests:
         known = method if method in names.METHODS else "OTHER"
         self._meter.count(names.REQUESTS, known, verb, resource, shown)
         self._meter.observe(names.REQUEST_SECONDS, seconds, verb, resource)
-
-
-class OfWatches(reflector.Watcher):
-    """Counts what the watches of all reflectors do."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def restarted(self, plural: str, cause: str) -> None:
-        """Count the end of a watch."""
-        self._meter.count(names.WATCH_RESTARTS, plural, cause)
-
-    def missed(self, plural: str, count: int) -> None:
-        """Count objects that a list showed and the watch had missed."""
-        self._meter.count(names.MISSED, plural, by=count)
 
 
 class OfQueue(QueueMeter):
