@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_node import saved
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -57,8 +58,7 @@ def test_the_first_save_is_named_too(tmp_path: Path, capfd: pytest.CaptureFixtur
         if step % 4 == 0:
             optimizer.step()
             optimizer.zero_grad()
-    snapshot.save(at, model=model, optimizer=optimizer)
-    snapshot.close()
+    saved(snapshot, at, model=model, optimizer=optimizer)
     assert f"model: step {at} is saved while {WAITING}" in capfd.readouterr().err
 
 
