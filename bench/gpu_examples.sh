@@ -1,6 +1,5 @@
 #!/bin/bash
-# Both examples on one GPU with nccl: what the library chose (backend, device, device_ids, dtype) and tokens per second;
-# then what copies of a GPU's state into memory cost a step.
+# Both examples on one GPU with nccl: what the library chose (backend, device, device_ids, dtype) and tokens per second.
 # Needs torch with CUDA and scikit-learn, no network. From the root of the repository: bash bench/gpu_examples.sh
 set -eu
 export PYTHONPATH=trainer:${PYTHONPATH:-} OMP_NUM_THREADS=4
@@ -28,4 +27,3 @@ run trainer/examples/digits.py
 run trainer/examples/byte_lm.py
 run trainer/examples/byte_lm.py $large
 run trainer/examples/byte_lm.py $large --no-bf16
-python bench/state_in_memory.py --gpu --megabytes 100 1500

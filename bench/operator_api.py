@@ -1,4 +1,4 @@
-"""What the operator costs: API requests per job, CPU time per pod, and how long until all pods are there.
+"""What the operator costs: CPU time per pod, and how long until all pods are there.
 
     KUBECONFIG=… python bench/operator_api.py --jobs 100 --nodes 8 --ends-by KEY=30s
 
@@ -6,15 +6,13 @@ Needs a cluster that plays its nodes (kwok) with a stage that ends pods by an an
 the operator, before and after it, a bare loop creates as many equal pods, with the same client and as many requests in
 flight. Both times end when a watch of whole pods, in this process, has shown the last of them: it competes for the same
 CPUs, so it runs beside the bare loop too, and the CPU of the bare loop has its part. In the midst of the operator's
-jobs one of a single pod is applied. Requests are counted in a second round, through a proxy, which would spoil the
-times of the first. Prints one JSON document on stdout.
+jobs one of a single pod is applied. Prints one JSON document on stdout.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import collections
 import json
 import os
 import platform
@@ -29,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests/support"))
 
 from clusters import Namespace, Operator, installed_crd, until  # noqa: E402
-from faulty_api import OWN_TOKEN, FaultyApi  # noqa: E402
+from faulty_api import FaultyApi  # noqa: E402
 
 from ddpjob_operator.job import validation  # noqa: E402
 from ddpjob_operator.kube.api.client import Client, collection  # noqa: E402
@@ -206,44 +204,18 @@ def timed(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
         ours.remove()
 
 
-def counted(api: FaultyApi, options: argparse.Namespace) -> dict[str, Any]:
-    """Requests per job from create to finish."""
-    space = Namespace(api).make()
-    try:
-        with Operator(api, space.name, token=OWN_TOKEN).watches():
-            began = time.monotonic()
-            asyncio.run(create_jobs(space.name, options.count_jobs, options.nodes, options.run_for))
-            until(lambda: finished(space, options.count_jobs), "all jobs succeed", 600)
-            time.sleep(6)  # the last events
-            seen = [str(s) for s in api.seen if s.at >= began]
-            kept = collections.Counter(s for s in seen if not s.startswith(("watch", "list")))
-            per_job = {what: round(n / options.count_jobs, 2) for what, n in sorted(kept.items())}
-            return {
-                "jobs": options.count_jobs,
-                "requestsPerJob": per_job,
-                "sumPerJob": round(sum(per_job.values()), 2),
-                "listsAndWatchesInAll": sum(s.startswith(("watch", "list")) for s in seen),
-            }
-    finally:
-        space.remove()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="What the operator costs; see the head of this file.")
     parser.add_argument("--jobs", type=int, default=100, help="jobs of the timed round")
     parser.add_argument("--nodes", type=int, default=8, help="pods per job")
-    parser.add_argument("--count-jobs", type=int, default=20, help="jobs of the round that counts requests")
     parser.add_argument(
         "--ends-by", dest="run_for", metavar="KEY=VALUE", required=True, help="annotation that ends a pod"
     )
-    parser.add_argument("--only-creates", action="store_true", help="until all pods exist, and count no requests")
+    parser.add_argument("--only-creates", action="store_true", help="until all pods exist")
     options = parser.parse_args()
     machine = {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count(), "load": os.getloadavg()}
     with FaultyApi() as api, installed_crd():
-        found = {"machine": machine, "timed": timed(api, options)}
-        if not options.only_creates:
-            found["counted"] = counted(api, options)
-        print(json.dumps(found, indent=2))
+        print(json.dumps({"machine": machine, "timed": timed(api, options)}, indent=2))
 
 
 if __name__ == "__main__":

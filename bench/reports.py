@@ -1,7 +1,6 @@
 """What reports of progress cost the operator, without a cluster: its CPU, and how often it writes a status.
 
     python bench/reports.py --jobs 2000 --seconds 60
-    python bench/reports.py --receiver-only --jobs 500 --seconds 10
 
 All jobs run, and the first rank of each of their nodes reports a step every 5 s as the library does: over a connection
 that it keeps, with a token whose signature the operator verifies. Operator and trainers are processes of their own, and
@@ -35,7 +34,7 @@ sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/simulation"), str
 from clusters import Operator, until  # noqa: E402
 from free_port import free_port  # noqa: E402
 from model_server import ModelServer  # noqa: E402
-from storm import MANAGED_FIELDS, manifest  # noqa: E402
+from size import MANAGED_FIELDS, manifest  # noqa: E402
 
 from ddpjob.reporting.progress import encode  # noqa: E402
 from ddpjob_operator.job import api as types  # noqa: E402
@@ -208,38 +207,6 @@ def measure(jobs: int, nodes: int, seconds: float) -> Raw:
         }
 
 
-async def receive_only(pods: int, seconds: float) -> Raw:
-    """CPU of this process for a report that is taken, and for a token that is verified."""
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    documents, taken = _documents(key), 0
-
-    async def get(path: str) -> Raw:
-        return documents[path]
-
-    def take(_sender: receive.Sender, _report: object) -> None:
-        nonlocal taken
-        taken += 1
-
-    verifier = tokens.Verifier(get, print)
-    receiver = receive.Receiver(verifier.pod, lambda pod: receive.Sender(pod.namespace, pod.name, 0, 1), take)
-    texts = [_token(key, {"namespace": "team", "name": f"job-{n}-1-0", "uid": f"uid-{n}"}) for n in range(pods)]
-    cpu = time.process_time()
-    for text in texts:
-        await verifier.pod(text)
-    verified = time.process_time() - cpu
-    await receiver.start("127.0.0.1", 0)
-    try:
-        with _trainers(receiver.port, texts):
-            await asyncio.sleep(INTERVAL_SECONDS)
-            before, cpu = taken, time.process_time()
-            await asyncio.sleep(seconds)
-            count, spent = taken - before, time.process_time() - cpu
-    finally:
-        await receiver.stop()
-    found = {"reports": count, "usOfCpuPerReport": round(1e6 * spent / count)}
-    return {**found, "usOfCpuToVerifyAToken": round(1e6 * verified / pods)}
-
-
 def _at_rest(operator: Operator) -> float:
     """The share of a core that it takes while nobody reports, once its last Events are sent."""
     while True:
@@ -275,16 +242,12 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2_000)
     parser.add_argument("--nodes", type=int, default=1, help="pods per job")
     parser.add_argument("--seconds", type=float, default=60.0, help="of the measurement")
-    parser.add_argument("--receiver-only", action="store_true", help="no operator: the port for reports alone")
     parser.add_argument("--post-to", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.post_to:
         print(json.dumps(post(options.post_to)))
         return
-    if options.receiver_only:
-        found = asyncio.run(receive_only(options.jobs, options.seconds))
-    else:
-        found = measure(options.jobs, options.nodes, options.seconds)
+    found = measure(options.jobs, options.nodes, options.seconds)
     print(json.dumps({"cores": os.cpu_count(), "load": os.getloadavg(), **found}, indent=2))
 
 

@@ -2,15 +2,13 @@
 
     python bench/restart_in_place.py                      # 10 rounds, two ranks of one node
     python bench/restart_in_place.py --nodes 2            # a rank on each of two nodes of this machine; or --nodes 4
-    python bench/restart_in_place.py --start              # the agent alone: until its rank runs, memory and CPU at rest
 
 A step is a backward of DistributedDataParallel over gloo and one of the optimizer; nothing is saved, so it is the
 launcher that is measured. Each round runs every variant once, so that load hits all alike; the ranks are killed in
 turn, --after so many seconds of training: ddprun forks the ranks of the next generation 5 s after those of the present
 one, so with `--after 0` a restart waits for forks. A variant that has not trained on after --limit counts as hung, and
 is left out after three times. The same runs tell how long a cold start takes until every rank has made a step. The
-clock is the machine's monotonic one everywhere. Memory is PSS, from smaps_rollup: what several processes share is
-counted once, a part to each.
+clock is the machine's monotonic one everywhere.
 """
 
 from __future__ import annotations
@@ -222,64 +220,15 @@ def slowest(results: list[Result]) -> float:
     return max(result.restart for result in results)
 
 
-def at_rest(limit: float) -> None:
-    """PSS of the agent, the fork server, the two ranks and the two that wait, with and without preload, and the
-    agent's CPU."""
-    for variant in VARIANTS[:2]:
-        with tempfile.TemporaryDirectory() as folder, Job(variant, 1, Path(folder), limit) as job:
-            ranks = {step.pid for step in job.steps(2)}
-            time.sleep(AFTER_SECONDS)
-            agent = job.agents[0]
-            server = min(agent.children(), key=lambda process: process.pid).pid
-            parts: dict[str, list[float]] = {}
-            for process in [agent, *agent.children(recursive=True)]:
-                known = {agent.pid: "agent", server: "fork server"} | dict.fromkeys(ranks, "rank")
-                who = known.get(process.pid, "spare")
-                parts.setdefault(who, []).append(pss_mib(process.pid))
-            said = ", ".join(f"{who} {' + '.join(f'{mib:.0f}' for mib in its)}" for who, its in parts.items())
-            print(f"{variant.name}: PSS in MiB: {said}; together {sum(map(sum, parts.values())):.0f}")
-            before = sum(agent.cpu_times()[:2])
-            time.sleep(10)
-            print(f"{variant.name}: CPU of the agent in 10 s of training: {sum(agent.cpu_times()[:2]) - before:.2f} s")
-
-
-def pss_mib(pid: int) -> float:
-    with open(f"/proc/{pid}/smaps_rollup") as rollup:
-        return next(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) / 1024
-
-
-def start() -> None:
-    """Until a rank runs, from the start of the agent; beside an empty Python in the same round."""
-    script = "import sys, time; open(sys.argv[1], 'a').write(str(time.monotonic()) + '\\n')"
-    ours, empty = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-        env["PYTHONPYCACHEPREFIX"] = folder  # as in an image, where the package is compiled
-        said = Path(folder, "said")
-        for _ in range(21):
-            for times, words in ((empty, []), (ours, ["-m", DDPRUN, "--no-python", sys.executable])):
-                began = time.monotonic()
-                subprocess.run([sys.executable, *words, "-c", script, str(said)], check=True, env=env)
-                times.append(float(said.read_text().split()[-1]) - began)
-    alone, with_agent = statistics.median(empty[1:]), statistics.median(ours[1:])
-    print(f"until the first line of a Python script: {alone * 1e3:.0f} ms; under ddprun {with_agent * 1e3:.0f} ms")
-    print(f"least: {min(empty) * 1e3:.0f} ms; under ddprun {min(ours) * 1e3:.0f} ms")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--nodes", type=int, default=1, choices=(1, 2, 4))
     parser.add_argument("--limit", type=float, default=60.0, help="seconds until a start or restart counts as hung")
     parser.add_argument("--after", type=float, default=AFTER_SECONDS, help="seconds of training before the kill")
-    parser.add_argument("--start", action="store_true", help="measure the agent alone")
     asked = parser.parse_args()
     print(machine.line())
-    if asked.start:
-        start()
-        at_rest(asked.limit)
-    else:
-        compare(asked.nodes, asked.rounds, asked.limit, asked.after)
+    compare(asked.nodes, asked.rounds, asked.limit, asked.after)
     print(machine.line())
 
 

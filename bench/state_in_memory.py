@@ -4,7 +4,6 @@
     python bench/state_in_memory.py --megabytes 1500 --ranks 4 --rounds 3
     python bench/state_in_memory.py --ways memory --against /tmp/before/trainer  # git archive OLD trainer | tar -x
     python bench/state_in_memory.py --step                # what a step pays, with 300 tensors and AdamW
-    python bench/state_in_memory.py --gpu --megabytes 100 1500  # what copies of a GPU's state cost, on one GPU
 
 A state has parameters and AdamW's two moments; the folder is saved every 10 steps, and rank 1 is killed 7 steps after a
 save. "folder" is the same script with `Snapshot(memory=False)`, "torchrun" one with torch.save and torch.load under
@@ -40,7 +39,7 @@ from ddpjob_core import memory
 from ddprun.memory import Memory
 
 if TYPE_CHECKING:
-    from ddpjob.checkpoint.in_memory.streams import Streams
+    pass
 
 TRAIN = """
 import os, signal, sys, time
@@ -303,77 +302,6 @@ def step_cost(rounds: int) -> None:
         os.waitpid(pid, 0)
 
 
-def gpu_cost(sizes: list[int], rounds: int) -> None:
-    """A table: steps on one GPU with copies and without, in turns."""
-    import torch
-
-    from ddpjob.checkpoint.in_memory.streams import CudaStreams
-
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device is here")
-    device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
-    print("| state | steps in a block | copies | without | with | cost |\n|---|---|---|---|---|---|")
-    for megabytes in sizes:
-        print(device_cost(megabytes, rounds, CudaStreams(device), torch.cuda.synchronize), flush=True)
-
-
-def device_cost(
-    megabytes: int, rounds: int, streams: Streams, synchronize: Callable[[], object], seconds: float = 5.0
-) -> str:
-    """A row of that table: medians of the milliseconds of a step."""
-    import torch
-
-    from ddpjob.checkpoint.in_memory.memory import Keeper
-    from ddpjob.checkpoint.in_memory.shared import Shared
-
-    agent = Memory(1)
-    agent.begin(0)
-    keeper = Keeper(Shared(agent.where(0), 1, 0), 0, 1, "", None, streams)
-    model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(max(1, megabytes // 12))])
-    model.to(streams.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    keeper.register({"model": model, "optimizer": optimizer})
-    data = torch.ones(512, 1024, device=streams.device)
-    made = itertools.count(1)
-
-    def block(steps: int, *, copies: bool) -> tuple[float, int]:
-        """(milliseconds of a step, copies that have begun to count)"""
-        seen, whole = 0, agent.whole
-        synchronize()
-        began = time.perf_counter()
-        for _ in range(steps):
-            step = next(made)
-            optimizer.zero_grad()
-            model(data).square().mean().backward()
-            optimizer.step()
-            if copies:
-                keeper.boundary(step)
-            seen, whole = seen + (agent.whole != whole), agent.whole
-        synchronize()
-        return (time.perf_counter() - began) / steps * 1e3, seen
-
-    pace, until = 1e3, time.monotonic() + 120
-    while agent.whole is None:  # memory is reserved, N is found
-        assert keeper.is_on, "it was turned off"
-        assert time.monotonic() < until, "nothing was copied"
-        pace, _ = block(50, copies=True)
-    steps = max(50, int(seconds * 1e3 / pace))
-    block(steps, copies=True)  # N follows what the first copies have cost
-    found: dict[bool, list[float]] = {False: [], True: []}
-    copied = 0
-    for _ in range(rounds):
-        for copies, its in found.items():
-            milliseconds, seen = block(steps, copies=copies)
-            its.append(milliseconds)
-            copied += seen
-    assert keeper.is_on, "it was turned off"
-    without, with_copies = (statistics.median(its) for its in found.values())
-    cost = f"{(with_copies / without - 1) * 100:.1f} %"
-    return f"| {megabytes} MB | {steps} | {copied / rounds:.1f} | {without:.2f} ms | {with_copies:.2f} ms | {cost} |"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 100])
@@ -382,12 +310,9 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="which variants; all by default")
     parser.add_argument("--against", default="", help="trainer/ of another commit, whose memory is measured in turns")
     parser.add_argument("--step", action="store_true", help="what a step pays")
-    parser.add_argument("--gpu", action="store_true", help="what copies of a GPU's state cost, on one GPU")
     asked = parser.parse_args()
     print(machine.line())
-    if asked.gpu:
-        gpu_cost(asked.megabytes, asked.rounds)
-    elif asked.step:
+    if asked.step:
         step_cost(max(asked.rounds, 7))
     else:
         compare(asked.megabytes, asked.ranks, asked.rounds, asked.ways, asked.against)

@@ -1,5 +1,5 @@
 """Whatever a tenant writes into a DDPJob: each step that the operator does without a pause costs a bounded number of
-calls. `python bench/hostile_specs.py` draws many more, and measures seconds."""
+calls."""
 
 from __future__ import annotations
 
