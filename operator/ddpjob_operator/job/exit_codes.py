@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ddpjob_operator.job import command, programs, shell
 
@@ -33,9 +35,10 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|(\?
 _ALL_OF_ARRAY = re.compile(r"\$\{[A-Za-z_]\w*\[@\]\}")
 _PIPESTATUS = re.compile(r"^\$\{?PIPESTATUS(?:\[(\d)\])?\}?$")
 _ARITHMETIC = re.compile(r"^\s*(!?)\s*(\$?\??\{?\w*\}?)\s*(?:(==|!=|<=|>=|<|>)\s*(\d+))?\s*$")
-_COMPARED = {
-    "=": "==", "==": "==", "!=": "!=", "-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<=",
-    "<": "<", ">": ">", "<=": "<=", ">=": ">=",
+_COMPARED: dict[str, Callable[[Any, Any], bool]] = {
+    **dict.fromkeys(("=", "==", "-eq"), operator.eq), **dict.fromkeys(("!=", "-ne"), operator.ne),
+    **dict.fromkeys((">", "-gt"), operator.gt), **dict.fromkeys((">=", "-ge"), operator.ge),
+    **dict.fromkeys(("<", "-lt"), operator.lt), **dict.fromkeys(("<=", "-le"), operator.le),
 }  # fmt: skip
 
 
@@ -228,7 +231,8 @@ class _ScriptRun:
         }  # fmt: skip
         self._builtins: dict[str, Callable[[list[str], shell.Simple, _State, bool], _Ends]] = {
             "exit": self._exit, "return": self._exit, "break": self._leave, "continue": self._leave,
-            "set": self._set, "trap": self._trap, "wait": self._wait, "eval": self._eval, "kill": self._kill,
+            "set": self._set, "trap": self._trap, "wait": self._wait, "kill": self._kill,
+            "eval": lambda words, _, state, tested: self.run(self._work.parse(" ".join(words[1:])), state, tested),
             "setsid": self._setsid, **dict.fromkeys(("script", "su", "runuser", "flock"), self._script_program),
         }  # fmt: skip
 
@@ -239,47 +243,37 @@ class _ScriptRun:
     def run(self, node: shell.ShellNode, state: _State, tested: bool) -> _Ends:
         """Run a command. tested: whether `set -e` ignores its failure."""
         self._work.take(STEP_WORK + state.size)
-        ends = list(
-            {(end.key, flow): (end, flow) for end, flow in self._by_type[type(node)](node, state, tested)}.values()
-        )
-        if len(ends) > PATHS_MAX:
-            raise _TooMuchError
-        return ends
+        return _distinct(self._by_type[type(node)](node, state, tested))
 
     # ---- how commands are joined ---------------------------------------------------------------------------
 
     def _script(self, node: shell.ShellScript, state: _State, tested: bool) -> _Ends:
         now: _Ends = [(state, "")]
         for part in node.parts:
-            now = [end for before, flow in now for end in self._next(part, before, flow, tested)]
-            now = list({(end.key, flow): (end, flow) for end, flow in now}.values())
-            if len(now) > PATHS_MAX:
-                raise _TooMuchError
+            is_kept = isinstance(part, shell.Simple) and not part.words  # rc=$?
+            ends: _Ends = []
+            for before, flow in now:
+                if not flow and before.status == FAILED and not is_kept:
+                    before = before.lost("next", _short(part.text))
+                ends += [(before, flow)] if flow else self.run(part, before, tested)
+            now = _distinct(ends)
         return now
-
-    def _next(self, part: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
-        if flow:
-            return [(state, flow)]
-        is_kept = isinstance(part, shell.Simple) and not part.words  # rc=$?
-        if state.status == FAILED and not is_kept:
-            state = state.lost("next", _short(part.text))
-        return self.run(part, state, tested)
 
     def _and_or(self, node: shell.AndOr, state: _State, tested: bool) -> _Ends:
         now = self.run(node.first, state, True if node.rest else tested)
-        for number, (operator, other) in enumerate(node.rest, 1):
+        for number, (joined_by, other) in enumerate(node.rest, 1):
             is_tested = tested or number < len(node.rest)
-            now = [end for before, flow in now for end in self._other(operator, other, before, flow, is_tested)]
+            now = [end for before, flow in now for end in self._other(joined_by, other, before, flow, is_tested)]
         return now
 
-    def _other(self, operator: str, node: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
+    def _other(self, joined_by: str, node: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
         if flow:
             return [(state, flow)]
-        wanted = "0" if operator == "&&" else FAILED
+        wanted = "0" if joined_by == "&&" else FAILED
         ends: _Ends = [] if state.status == wanted else [(state, "")]
         if state.status in (wanted, ""):
             goes_on = replace(state, status=wanted)
-            if operator == "||" and state.status == FAILED:
+            if joined_by == "||" and state.status == FAILED:
                 goes_on = goes_on.lost("or", _short(f"|| {node.text}"))
             ends += self.run(node, goes_on, tested)
         return ends
@@ -322,10 +316,10 @@ class _ScriptRun:
     def _apart(self, node: shell.ShellNode, state: _State, tested: bool) -> list[_State]:
         """The states after a subshell: of what it does only its status, and what has run in it, is left."""
         inside = replace(state, traps={}, jobs=())
-        ends = [self._trapped(end, flow) for end, flow in self.run(node, inside, tested)]
-        return [_merged(state, end) for some in ends for end in some]
+        ends = (end for before, _ in self.run(node, inside, tested) for end in self._trapped(before))
+        return [_merged(state, end) for end in ends]
 
-    def _trapped(self, state: _State, _flow: str) -> list[_State]:
+    def _trapped(self, state: _State) -> list[_State]:
         """The states after a shell's EXIT trap."""
         text = state.traps.get("EXIT")
         if not text:
@@ -376,12 +370,10 @@ class _ScriptRun:
                         others.append(end.lost("if", "if") if end.status else end)
             now = others
         for end in now:
-            ends += [(replace(end, status="0"), "")] if node.otherwise is None else self._else(node, end, tested)
+            ends += (
+                [(replace(end, status="0"), "")] if node.otherwise is None else self.run(node.otherwise, end, tested)
+            )
         return ends
-
-    def _else(self, node: shell.If, state: _State, tested: bool) -> _Ends:
-        assert node.otherwise is not None
-        return self.run(node.otherwise, state, tested)
 
     def _loop(self, node: shell.Loop, state: _State, tested: bool) -> _Ends:
         ends: _Ends = []
@@ -502,7 +494,8 @@ class _ScriptRun:
                 return [(replace(state, status="0"), "")]
         name = programs.name(words[0])
         if name in state.functions:
-            return self._called(state.functions[name], words[1:], state, tested)
+            ends = self.run(state.functions[name], replace(state, arguments=tuple(words[1:])), tested)
+            return [(replace(end, arguments=state.arguments), "" if flow == "return" else flow) for end, flow in ends]
         if name in self._builtins:
             return self._builtins[name](words, node, state, tested)
         return self._other_program(name, words, node, state, tested)
@@ -537,10 +530,6 @@ class _ScriptRun:
         if node in self.failing:
             return replace(state, status=FAILED, failed=True, ran=ran, after=frozenset(), how=("", ""))
         return replace(state, status="0", ran=ran, after=state.after | {node} if state.failed else state.after)
-
-    def _called(self, body: shell.ShellNode, arguments: list[str], state: _State, tested: bool) -> _Ends:
-        ends = self.run(body, replace(state, arguments=tuple(arguments)), tested)
-        return [(replace(end, arguments=state.arguments), "" if flow == "return" else flow) for end, flow in ends]
 
     def _shell(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
         """Another shell with its own options."""
@@ -607,9 +596,6 @@ class _ScriptRun:
             state = replace(state, how=("background", "&"))
         return [(replace(state, status=status), "")]
 
-    def _eval(self, words: list[str], _node: shell.Simple, state: _State, tested: bool) -> _Ends:
-        return self.run(self._work.parse(" ".join(words[1:])), state, tested)
-
     def _kill(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
         """`kill $$` ends the shell with another code than 0, but not the first process of a container."""
         if "-0" in words:  # does the process live?
@@ -637,6 +623,14 @@ class _ScriptRun:
         if hands_over:
             return ends
         return [(replace(end.lost("program", "script"), status="0"), flow) for end, flow in ends]
+
+
+def _distinct(ends: _Ends) -> _Ends:
+    """The ends between which anything differs. Raises _TooMuchError if they are too many."""
+    found = list({(end.key, flow): (end, flow) for end, flow in ends}.values())
+    if len(found) > PATHS_MAX:
+        raise _TooMuchError
+    return found
 
 
 def _is_filter(part: shell.ShellNode) -> bool:
@@ -747,16 +741,17 @@ def _negated(status: str, is_negated: bool) -> str:
 def _compared(words: list[str], state: _State) -> str:
     if len(words) != 3 or words[1] not in _COMPARED:
         return ""
-    left, right, operator = _value(words[0], state), _value(words[2], state), _COMPARED[words[1]]
-    if left == FAILED and right == "0":  # an exit code that is not 0 is more than 0
-        return "0" if operator in ("!=", ">", ">=") else FAILED
-    if left is None or right is None or FAILED in (left, right):
+    left, right, compare = _value(words[0], state), _value(words[2], state), _COMPARED[words[1]]
+    if left == FAILED and right == "0":
+        holds = compare(1, 0)  # an exit code that is not 0 is more than 0
+    elif left is None or right is None or FAILED in (left, right):
         return ""
-    if not (left.isdecimal() and right.isdecimal()):
-        holds = {"==": left == right, "!=": left != right}.get(operator)
-        return "" if holds is None else "0" if holds else FAILED
-    a, b = int(left), int(right)
-    holds = {"==": a == b, "!=": a != b, ">": a > b, ">=": a >= b, "<": a < b, "<=": a <= b}[operator]
+    elif left.isdecimal() and right.isdecimal():
+        holds = compare(int(left), int(right))
+    elif compare in (operator.eq, operator.ne):
+        holds = compare(left, right)
+    else:
+        return ""
     return "0" if holds else FAILED
 
 
