@@ -30,16 +30,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import machine
 import psutil
 
 from ddpjob_core import memory
 from ddprun.memory import Memory
-
-if TYPE_CHECKING:
-    pass
 
 TRAIN = """
 import os, signal, sys, time
