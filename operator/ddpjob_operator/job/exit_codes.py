@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator as op
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -33,9 +34,9 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|(\?
 _ALL_OF_ARRAY = re.compile(r"\$\{[A-Za-z_]\w*\[@\]\}")
 _PIPESTATUS = re.compile(r"^\$\{?PIPESTATUS(?:\[(\d)\])?\}?$")
 _ARITHMETIC = re.compile(r"^\s*(!?)\s*(\$?\??\{?\w*\}?)\s*(?:(==|!=|<=|>=|<|>)\s*(\d+))?\s*$")
-_COMPARED = {
-    "=": "==", "==": "==", "!=": "!=", "-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<=",
-    "<": "<", ">": ">", "<=": "<=", ">=": ">=",
+_COMPARED: dict[str, Callable[[object, object], bool]] = {
+    "=": op.eq, "==": op.eq, "!=": op.ne, "-eq": op.eq, "-ne": op.ne, "-gt": op.gt, "-ge": op.ge, "-lt": op.lt,
+    "-le": op.le, "<": op.lt, ">": op.gt, "<=": op.le, ">=": op.ge,
 }  # fmt: skip
 
 
@@ -86,16 +87,13 @@ class _State:
     @property
     def key(self) -> tuple[object, ...]:
         """The same for states between which nothing differs."""
-        known = (self.variables, self.traps, self.functions)
-        options = (self.errexit, self.pipefail, self.jobs, self.pipe, self.arguments, self.program, self.trapped)
-        return (self.status, self.failed, self.ran, self.after, self.how, *options, *(tuple(m.items()) for m in known))
+        return tuple(tuple(value.items()) if isinstance(value, dict) else value for value in vars(self).values())
 
     @property
     def size(self) -> int:
         """How much is compared and copied with each step."""
-        return sum(
-            map(len, (self.variables, self.functions, self.ran, self.after, self.jobs, self.arguments, self.pipe))
-        )
+        parts = (self.variables, self.functions, self.ran, self.after, self.jobs, self.arguments, self.pipe)
+        return sum(map(len, parts))
 
     def lost(self, how: str, at: str) -> _State:
         """The state once the launcher's exit code is overwritten; the first time counts."""
@@ -190,12 +188,12 @@ def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _ScriptRun, work
     for other, started in run.started.items():
         succeeding.started.setdefault(other, started)
     name = succeeding.started[node].launcher
-    instead = [_only_then(state, run, node, succeeding) for state in ends]
+    alone = [state for state in ends if not _only_then(state, run, node, succeeding)]
     after = {run.started[other].launcher for state in ends for other in state.after}
-    certain = all(state.status == FAILED or has_other for state, has_other in zip(ends, instead, strict=True))
-    replaced = bool(after - {"ddprun", "python"}) or any(instead)
+    certain = all(state.status == FAILED for state in alone)
+    replaced = bool(after - {"ddprun", "python"}) or len(alone) < len(ends)
     fate = Fate(name, shell=run.shell_of.get(node, ""), replaced=replaced, certain=certain)
-    zero = [state for state, has_other in zip(ends, instead, strict=True) if state.status == "0" and not has_other]
+    zero = [state for state in alone if state.status == "0"]
     if not zero or any(state.status == FAILED for state in ends):
         return fate
     how, at = zero[0].how
@@ -239,27 +237,17 @@ class _ScriptRun:
     def run(self, node: shell.ShellNode, state: _State, tested: bool) -> _Ends:
         """Run a command. tested: whether `set -e` ignores its failure."""
         self._work.take(STEP_WORK + state.size)
-        ends = list(
-            {(end.key, flow): (end, flow) for end, flow in self._by_type[type(node)](node, state, tested)}.values()
-        )
-        if len(ends) > PATHS_MAX:
-            raise _TooMuchError
-        return ends
+        return _distinct(self._by_type[type(node)](node, state, tested))
 
     # ---- how commands are joined ---------------------------------------------------------------------------
 
     def _script(self, node: shell.ShellScript, state: _State, tested: bool) -> _Ends:
         now: _Ends = [(state, "")]
         for part in node.parts:
-            now = [end for before, flow in now for end in self._next(part, before, flow, tested)]
-            now = list({(end.key, flow): (end, flow) for end, flow in now}.values())
-            if len(now) > PATHS_MAX:
-                raise _TooMuchError
+            now = _distinct(_then(now, functools.partial(self._next, part, tested)))
         return now
 
-    def _next(self, part: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
-        if flow:
-            return [(state, flow)]
+    def _next(self, part: shell.ShellNode, tested: bool, state: _State) -> _Ends:
         is_kept = isinstance(part, shell.Simple) and not part.words  # rc=$?
         if state.status == FAILED and not is_kept:
             state = state.lost("next", _short(part.text))
@@ -269,12 +257,10 @@ class _ScriptRun:
         now = self.run(node.first, state, True if node.rest else tested)
         for number, (operator, other) in enumerate(node.rest, 1):
             is_tested = tested or number < len(node.rest)
-            now = [end for before, flow in now for end in self._other(operator, other, before, flow, is_tested)]
+            now = _then(now, functools.partial(self._other, operator, other, is_tested))
         return now
 
-    def _other(self, operator: str, node: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
-        if flow:
-            return [(state, flow)]
+    def _other(self, operator: str, node: shell.ShellNode, tested: bool, state: _State) -> _Ends:
         wanted = "0" if operator == "&&" else FAILED
         ends: _Ends = [] if state.status == wanted else [(state, "")]
         if state.status in (wanted, ""):
@@ -286,7 +272,7 @@ class _ScriptRun:
 
     def _pipeline(self, node: shell.Pipeline, state: _State, tested: bool) -> _Ends:
         if len(node.parts) == 1:
-            return [self._inverted(end) for end in self.run(node.parts[0], state, True)]
+            return _then(self.run(node.parts[0], state, True), _inverted)
         now: list[tuple[_State, tuple[str, ...]]] = [(state, ())]
         tested = tested or node.negated
         self._pipes += 1
@@ -301,15 +287,8 @@ class _ScriptRun:
                 rest = [part.text for part in node.parts[codes.index(FAILED) + 1 :]]
                 end = end.lost("pipe", _short("".join(f" | {text}" for text in rest).strip()))
             end = replace(end, status=status, pipe=codes)
-            ends += [self._inverted((end, ""))] if node.negated else self._checked(end, tested)
+            ends += _inverted(end) if node.negated else self._checked(end, tested)
         return ends
-
-    def _inverted(self, end: tuple[_State, str]) -> tuple[_State, str]:
-        state, flow = end
-        if flow:
-            return end
-        state = state.lost("not", "!") if state.status == FAILED else state
-        return replace(state, status={"0": FAILED, FAILED: "0"}.get(state.status, "")), ""
 
     def _background(self, node: shell.Background, state: _State, _tested: bool) -> _Ends:
         ends: _Ends = []
@@ -322,10 +301,9 @@ class _ScriptRun:
     def _apart(self, node: shell.ShellNode, state: _State, tested: bool) -> list[_State]:
         """The states after a subshell: of what it does only its status, and what has run in it, is left."""
         inside = replace(state, traps={}, jobs=())
-        ends = [self._trapped(end, flow) for end, flow in self.run(node, inside, tested)]
-        return [_merged(state, end) for some in ends for end in some]
+        return [_merged(state, end) for last, _ in self.run(node, inside, tested) for end in self._trapped(last)]
 
-    def _trapped(self, state: _State, _flow: str) -> list[_State]:
+    def _trapped(self, state: _State) -> list[_State]:
         """The states after a shell's EXIT trap."""
         text = state.traps.get("EXIT")
         if not text:
@@ -376,12 +354,8 @@ class _ScriptRun:
                         others.append(end.lost("if", "if") if end.status else end)
             now = others
         for end in now:
-            ends += [(replace(end, status="0"), "")] if node.otherwise is None else self._else(node, end, tested)
+            ends += self.run(node.otherwise, end, tested) if node.otherwise else [(replace(end, status="0"), "")]
         return ends
-
-    def _else(self, node: shell.If, state: _State, tested: bool) -> _Ends:
-        assert node.otherwise is not None
-        return self.run(node.otherwise, state, tested)
 
     def _loop(self, node: shell.Loop, state: _State, tested: bool) -> _Ends:
         ends: _Ends = []
@@ -460,7 +434,7 @@ class _ScriptRun:
             own = before.status if has_runs else "0"
             before = replace(before, status=state.status)
             if not words or (len(words) == 1 and words[0].startswith(("$(", "`")) and has_runs):
-                done: _Ends = [(_assigned(node, before, own), "")]
+                done: _Ends = [(_assigned(((n, word.value) for n, word in node.assigned), before, own, node.text), "")]
             else:
                 if has_runs and own == FAILED and before.failed and not state.failed:
                     before = before.lost("words", _short(node.text))
@@ -520,7 +494,8 @@ class _ScriptRun:
         if (started := _starts(words[begin:])) is not None:
             return [(self._launched(node, started, state), "")]
         if name in _DECLARES:
-            return [(_assigned_by_words(words[1:], state), "")]
+            named = (word.partition("=") for word in words[1:])
+            return [(_assigned(((n, text) for n, has_value, text in named if has_value), state), "")]
         if name == "false" or name in _NEVER_FAIL:
             return [(replace(state, status=FAILED if name == "false" else "0"), "")]
         # `ls model.pt || exit 1`: the file is there only if the training has written it.
@@ -639,6 +614,25 @@ class _ScriptRun:
         return [(replace(end.lost("program", "script"), status="0"), flow) for end, flow in ends]
 
 
+def _then(ends: _Ends, following: Callable[[_State], _Ends]) -> _Ends:
+    """The ends of what follows where the flow goes on, and the others as they are."""
+    return [end for state, flow in ends for end in ([(state, flow)] if flow else following(state))]
+
+
+def _distinct(ends: _Ends) -> _Ends:
+    """Those between which something differs. Raises _TooMuchError."""
+    different = list({(state.key, flow): (state, flow) for state, flow in ends}.values())
+    if len(different) > PATHS_MAX:
+        raise _TooMuchError
+    return different
+
+
+def _inverted(state: _State) -> _Ends:
+    """What ! makes of an end."""
+    state = state.lost("not", "!") if state.status == FAILED else state
+    return [(replace(state, status=_negated(state.status, True)), "")]
+
+
 def _is_filter(part: shell.ShellNode) -> bool:
     """True for `grep -v warning` at the end of a pipe: it shows the output of the ranks, and ends with 0 if there is
     any. `grep -q done` is a test."""
@@ -686,24 +680,14 @@ def _known(found: re.Match[str], state: _State) -> str:
     return value if name and value and value != FAILED and not value.startswith("job ") else found[0]
 
 
-def _assigned(node: shell.Simple, state: _State, status: str) -> _State:
+def _assigned(named: Iterable[tuple[str, str]], state: _State, status: str = "0", command_text: str = "") -> _State:
+    """NAME=value, and ARRAY+=(value) where the command says so."""
     variables = dict(state.variables)
-    for name, word in node.assigned:
-        value = _value(word.value, state)
-        before = variables.get(name, "") if f"{name}+=(" in node.text else ""
-        variables[name] = f"{before} {value if value is not None else word.value}".lstrip()
+    for name, text in named:
+        value = _value(text, state)
+        before = variables.get(name, "") if f"{name}+=(" in command_text else ""
+        variables[name] = f"{before} {text if value is None else value}".lstrip()
     return replace(state, status=status, variables=variables)
-
-
-def _assigned_by_words(words: Iterable[str], state: _State) -> _State:
-    """local name=value."""
-    variables = dict(state.variables)
-    for word in words:
-        name, has_value, text = word.partition("=")
-        if has_value:
-            value = _value(text, state)
-            variables[name] = value if value is not None else text
-    return replace(state, status="0", variables=variables)
 
 
 def _value(text: str, state: _State) -> str | None:
@@ -747,17 +731,16 @@ def _negated(status: str, is_negated: bool) -> str:
 def _compared(words: list[str], state: _State) -> str:
     if len(words) != 3 or words[1] not in _COMPARED:
         return ""
-    left, right, operator = _value(words[0], state), _value(words[2], state), _COMPARED[words[1]]
+    left, right, compare = _value(words[0], state), _value(words[2], state), _COMPARED[words[1]]
     if left == FAILED and right == "0":  # an exit code that is not 0 is more than 0
-        return "0" if operator in ("!=", ">", ">=") else FAILED
+        return "0" if compare(1, 0) else FAILED
     if left is None or right is None or FAILED in (left, right):
         return ""
-    if not (left.isdecimal() and right.isdecimal()):
-        holds = {"==": left == right, "!=": left != right}.get(operator)
-        return "" if holds is None else "0" if holds else FAILED
-    a, b = int(left), int(right)
-    holds = {"==": a == b, "!=": a != b, ">": a > b, ">=": a >= b, "<": a < b, "<=": a <= b}[operator]
-    return "0" if holds else FAILED
+    if left.isdecimal() and right.isdecimal():
+        return "0" if compare(int(left), int(right)) else FAILED
+    if compare not in (op.eq, op.ne):
+        return ""
+    return "0" if compare(left, right) else FAILED
 
 
 def _matches(value: str | None, pattern: str) -> bool | None:
