@@ -168,8 +168,9 @@ def settle(
         _end(context, _as_recorded(pod, first), outside=outside and pod.name == first.pod)
         for pod in sorted(failed, key=lambda pod: (pod.place, pod.uid))
     ]
-    recorded = _recorded(first, ends)
-    cause = _first([*recorded, *ends], first.pod)
+    all_ends = [*_recorded(first, ends), *ends]
+    number = len({end.failure.node_rank for end in all_ends}) if nodes is None else nodes
+    cause = _first(all_ends, first.pod)
     if lost and cause.precedence in _MAY_FOLLOW_A_LOST_NODE:
         cause = _first([PodEnd(gone) for gone in lost])
     early = early or next((end.failure for end in ends if end.done), None)
@@ -179,9 +180,11 @@ def settle(
         return cause.failure, "infrastructure"
     if not cannot_start(cause.failure):
         found = rules.classify(_with_evidence(cause.failure))
-        repeats = found == "application" and untried and _repeats(cause, [*recorded, *ends], nodes)
+        repeats = found == "application" and untried and _repeats(cause, all_ends, number)
         return cause.failure, "permanent" if repeats else found
-    everywhere = _on_all_nodes([*recorded, *ends], nodes)
+    # Else the node may be the reason. Agents that end by agreement have compared their nodes.
+    unable = {end.failure.node_rank for end in all_ends if rules.cannot_start(_with_evidence(end.failure))}
+    everywhere = any(end.everywhere for end in all_ends) or len(unable) >= number
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
 
 
@@ -419,9 +422,10 @@ def _read(pod: Pod, port: int | None = None) -> ContainerReport:
     if not own.rank and port and rules.port_in_use(own.exception) == port:
         # Another process took the port that the operator chose; the next attempt gets another one.
         own = own._replace(symptom=True)
-    if own.symptom and _was_killed(pod.trainer.exit_code):
-        # A rank complained, and then the container was killed.
-        own = own._replace(symptom=False, exit_code=pod.trainer.exit_code, rank=None, exception="")
+    code = pod.trainer.exit_code
+    if own.symptom and signal_name(code) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED):
+        # A rank complained, and then the container was killed: with NCCL, aborts follow a lost peer.
+        own = own._replace(symptom=False, exit_code=code, rank=None, exception="")
     return report._replace(failure=own)
 
 
@@ -455,11 +459,6 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
         return False
     # Launchers and interpreters answer SIGTERM with one of these two codes.
     return bool(own.exception) or own.exit_code is not None or code not in (None, 1, _ABORTED)
-
-
-def _was_killed(code: int | None) -> bool:
-    """True if a signal ended it that no lost peer explains: with NCCL, aborts follow a lost peer."""
-    return bool(signal_name(code)) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED)
 
 
 def _ended_from_outside(first: api.JobFailure) -> bool:
@@ -507,17 +506,7 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
     return [PodEnd(merged)]
 
 
-def _on_all_nodes(ends: Sequence[PodEnd], nodes: int | None) -> bool:
-    """True if no node could start it; otherwise the node may be the reason. Agents that end by agreement have compared
-    their nodes.
-    """
-    if any(end.everywhere for end in ends):
-        return True
-    unable = {end.failure.node_rank for end in ends if rules.cannot_start(_with_evidence(end.failure))}
-    return len(unable) >= (len({end.failure.node_rank for end in ends}) if nodes is None else nodes)
-
-
-def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int | None) -> bool:
+def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int) -> bool:
     """True if a retry would end in the same way: a mistake of the script, made on all nodes."""
     exception = cause.failure.exception
     code = cause.failure.exit_code
@@ -526,8 +515,7 @@ def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int | None) -> bool:
     if not is_own or not rules.is_mistake(exception, code):
         return False
     alike = {e.failure.node_rank for e in ends if exception in (e.failure.exception, *e.raised)}
-    all_nodes = len({e.failure.node_rank for e in ends}) if nodes is None else nodes
-    return cause.everywhere or rules.is_refused_by_launcher(exception, code) or len(alike) >= all_nodes
+    return cause.everywhere or rules.is_refused_by_launcher(exception, code) or len(alike) >= nodes
 
 
 def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:

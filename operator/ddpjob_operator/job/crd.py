@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -286,14 +287,10 @@ def _type(kind: types.Type, checked: bool) -> Schema:
         limits = _limits(checked, minItems=kind.min_length, maxItems=kind.max_length)
         return {"type": "array", "items": _type(kind.item_type, checked)} | limits
     if isinstance(kind, types.DictType):
-        return {"type": "object"} | _values(kind.value_type, checked)
+        is_any = isinstance(kind.value_type, types.AnyType)
+        values = _open({}) if is_any else {"additionalProperties": _type(kind.value_type, checked)}
+        return {"type": "object"} | values
     return _scalar(kind, checked)
-
-
-def _values(kind: types.Type, checked: bool) -> Schema:
-    if isinstance(kind, types.AnyType):
-        return {"x-kubernetes-preserve-unknown-fields": True}
-    return {"additionalProperties": _type(kind, checked)}
 
 
 def _scalar(kind: types.Type, checked: bool) -> Schema:
@@ -322,19 +319,16 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
     first, word = sorted(options, key=lambda t: isinstance(t, types.LiteralType))
     assert isinstance(word, types.LiteralType)
     if isinstance(first, types.IntType):
-        return _int_or(word.values[0], first.ge, first.le)
+        given, low, high = word.values[0], first.ge, first.le
+        rule = {
+            "rule": f"type(self) == int ? self >= {low} && self <= {high} : self == '{given}'",
+            "message": f"must be {given} or a whole number from {low} to {high}.",
+        }
+        return {"x-kubernetes-int-or-string": True, "x-kubernetes-validations": [rule]}
     assert isinstance(first, types.BoolType)
     # A structural schema has no "boolean or string", but the type may be left out where unknown fields are kept, and
     # the enum is checked nevertheless: "true" in quotes, 5 and {} are refused with the three values.
     return {"x-kubernetes-preserve-unknown-fields": True, "enum": [True, False, *word.values]}
-
-
-def _int_or(word: object, minimum: object, maximum: object) -> Schema:
-    rule = {
-        "rule": f"type(self) == int ? self >= {minimum} && self <= {maximum} : self == '{word}'",
-        "message": f"must be {word} or a whole number from {minimum} to {maximum}.",
-    }
-    return {"x-kubernetes-int-or-string": True, "x-kubernetes-validations": [rule]}
 
 
 def _template() -> Schema:
@@ -444,12 +438,7 @@ def _docstrings() -> dict[tuple[str, str], str]:
 
 
 def _documented(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
-        ):
-            yield field.target.id, " ".join(below.value.value.split())
+    for pair in itertools.pairwise(node.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())

@@ -13,6 +13,7 @@ import operator as op
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ddpjob_operator.job import command, programs, shell
 
@@ -34,7 +35,7 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(?:\[[@*]\])?\}|(\?
 _ALL_OF_ARRAY = re.compile(r"\$\{[A-Za-z_]\w*\[@\]\}")
 _PIPESTATUS = re.compile(r"^\$\{?PIPESTATUS(?:\[(\d)\])?\}?$")
 _ARITHMETIC = re.compile(r"^\s*(!?)\s*(\$?\??\{?\w*\}?)\s*(?:(==|!=|<=|>=|<|>)\s*(\d+))?\s*$")
-_COMPARED: dict[str, Callable[[object, object], bool]] = {
+_COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "=": op.eq, "==": op.eq, "!=": op.ne, "-eq": op.eq, "-ne": op.ne, "-gt": op.gt, "-ge": op.ge, "-lt": op.lt,
     "-le": op.le, "<": op.lt, ">": op.gt, "<=": op.le, ">=": op.ge,
 }  # fmt: skip

@@ -33,8 +33,11 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
         return None
     attempt, gang = _upcoming(status), status.gang
     is_chosen = gang is not None and gang.attempt == attempt and not unavailable(view, status)
+    is_in_queue = gang is not None and _is_queue(view, gang.kind) and not _is_begun(status)
+    may_leave = is_in_queue and not view.active_of_all_attempts
     is_later = status.attempt_time is not None and status.attempt_time > view.now
-    if (is_chosen and not _is_queued(view, status)) or is_later or _has_pods(view, status):
+    has_pods = attempt == status.attempt and bool(view.pods or view.deleted_pods or status.started)
+    if (is_chosen and not may_leave) or is_later or has_pods:
         return None
     kind, why = _chosen(view, status)
     if kind == "none" and not view.seen.gang_apis:
@@ -311,17 +314,3 @@ def _is_stopping(view: View) -> bool:
 
 def _is_begun(status: api.Status) -> bool:
     return status.attempt > 0 and status.state != "Suspended"
-
-
-def _is_queued(view: View, status: api.Status) -> bool:
-    """True if the job waits in a queue and has no pods."""
-    adapter = adapter_of(view, status)
-    waits = adapter is not None and adapter.admits_first and not _is_begun(status)
-    return waits and not view.active_of_all_attempts
-
-
-def _has_pods(view: View, status: api.Status) -> bool:
-    """True if pods of this attempt were made already."""
-    if _upcoming(status) != status.attempt:
-        return False
-    return bool(view.pods or view.deleted_pods or status.started)

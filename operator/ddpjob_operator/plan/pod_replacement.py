@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from ddpjob_operator.failures import root_cause, termination_message
 from ddpjob_operator.job import api, ranges, reasons, wording
 from ddpjob_operator.job.status import unsettled_failure
-from ddpjob_operator.observed.cluster import Pod
 from ddpjob_operator.plan import gang, group_restart
 from ddpjob_operator.plan.actions import Decision
 from ddpjob_operator.plan.settlement import Settled, settle
@@ -52,7 +51,11 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     known = set(view.pods) | status.started
     lost = sorted((known - waiting).intersection(view.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
-    if any(_group_ended(p) for p in ended) or not _one_was_in_the_last_group(view, status, waiting, lost):
+    # Where an agent ended because the group did, no restart in place follows, and its peers end as well.
+    words = (termination_message.read_message(p.trainer.message) for p in ended)
+    if any(word is not None and word.ended for word in words) or not _one_was_in_the_last_group(
+        view, status, waiting, lost
+    ):
         return []
     return lost
 
@@ -78,12 +81,6 @@ def _one_was_in_the_last_group(view: View, status: api.Status, waiting: set[int]
     first = waiting & ran if ran.intersection(lost) else waiting
     numbers = ((place, naming.replacement(status, place)) for place in waiting)
     return any((number == 0 and place in first) or (place, number) in started for place, number in numbers)
-
-
-def _group_ended(pod: Pod) -> bool:
-    """True if its agent ended because the group did: then no restart in place follows, and its peers end as well."""
-    message = termination_message.read_message(pod.trainer.message)
-    return message is not None and message.ended
 
 
 def _replaced(view: View, status: api.Status, settled: Settled, lost: list[int]) -> api.Status:

@@ -43,18 +43,15 @@ def _with_findings(status: api.Status, view: View) -> api.Status:
     """The status with what makes a success suspicious, each fact once. It outlives the pods that report it."""
     if not status.attempt:
         return status
-    found = list(dict.fromkeys((*status.findings, *_of_rank_0(view, status), *_of_pods(view))))[:FINDINGS_MAX]
+    found = list(dict.fromkeys((*status.findings, *_found(view, status))))[:FINDINGS_MAX]
     return replace(status, findings=found) if found != status.findings else status
 
 
-def _of_rank_0(view: View, status: api.Status) -> Iterator[api.StoredFinding]:
-    """Under torchrun the library alone knows that no group was formed."""
+def _found(view: View, status: api.Status) -> Iterator[api.StoredFinding]:
     report = view.seen.reports.get(0)
+    # Under torchrun the library alone knows that no group was formed.
     if report is not None and report.alone and report.attempt == status.attempt:
         yield _as_finding(trained_alone(report.world_size or topology.world_size(view.spec)))
-
-
-def _of_pods(view: View) -> Iterator[api.StoredFinding]:
     for _, pod in sorted(view.known_pods.items()):
         if pod.has_completed and pod.trainer.message:
             for found in termination_message.findings(pod.trainer.message, trusted=view.hands_over_exit_code):
