@@ -184,13 +184,16 @@ def test_a_job_suspended_while_it_restarts_stops_and_later_goes_on() -> None:
     assert [n for n in world.names() if not n.startswith("digits-1")] == ["digits-3-0", "digits-3-1"]
 
 
-def test_a_failure_that_came_before_a_suspension_is_charged() -> None:
+@pytest.mark.parametrize("resumed", ["when its pods have stopped", "before"])
+def test_a_failure_that_came_before_a_suspension_is_charged(resumed: str) -> None:
     """Who suspends and resumes a script that always fails got a free restart, with every restart of its budget left."""
-    world = digits(backoffLimit=3).running().exits(1, code=1).settle()
-    world.change(suspend=True).settle().stops_all().settle().change(suspend=False).settle()
-    assert world.status.restarts is not None
-    assert world.status.restarts.application == 1
-    assert cause(world).failure_class == "application"
+    world = digits(backoffLimit=3).running().exits(1, code=1).settle().change(suspend=True).settle()
+    if resumed == "before":
+        world.change(suspend=False).settle().stops_all().settle()
+        assert (world.status.state, world.status.attempt) == ("Restarting", 2)
+    else:
+        world.stops_all().settle().change(suspend=False).settle()
+    assert (charges(world), cause(world).failure_class) == ((1, 0, 0), "application")
 
 
 def test_a_job_without_a_restart_left_that_is_suspended_after_a_failure_fails() -> None:
@@ -198,14 +201,6 @@ def test_a_job_without_a_restart_left_that_is_suspended_after_a_failure_fails() 
     world = digits(backoffLimit=0).running().exits(1, code=1).settle().change(suspend=True).settle()
     world.stops_all().settle()
     assert (world.status.state, world.status.reason) == ("Failed", "BackoffLimitExceeded")
-
-
-def test_a_job_that_is_suspended_and_resumed_while_a_failure_is_settled_goes_on_restarting() -> None:
-    world = digits(backoffLimit=3).running().exits(1, code=1).settle()
-    world.change(suspend=True).settle().change(suspend=False).settle().stops_all().settle()
-    assert (world.status.state, world.status.attempt) == ("Restarting", 2)
-    assert world.status.restarts is not None
-    assert world.status.restarts.application == 1
 
 
 def test_the_deadline_also_ends_a_job_that_restarts() -> None:
@@ -259,17 +254,6 @@ def test_lost_nodes_and_evictions_never_eat_the_backoff_limit() -> None:
     assert charges(world) == (0, 5, 0)
     assert world.status.state == "Restarting"
     assert "not charged to backoffLimit; 5 so far" not in world.status.message, "by now it waits for its pods"
-
-
-def test_the_first_restart_is_immediate_and_further_ones_wait_longer_each_time() -> None:
-    world = digits(backoffLimit=9).started()
-    waits = []
-    for _ in range(5):
-        world.runs(0, 1).settle().exits(1, code=1).restarted()
-        assert world.status.attempt_time is not None
-        waits.append((world.status.attempt_time - world.now).total_seconds())
-        world.after(waits[-1]).settle()
-    assert waits == [0, 1, 2, 4, 8]
 
 
 def test_while_it_backs_off_nothing_is_made_and_the_wait_is_said() -> None:
@@ -984,22 +968,19 @@ def test_a_rank_that_waited_in_vain_for_a_node_without_a_gpu_costs_nothing(min_n
     assert (world.status.state, world.status.starting_since) == ("Running", None)
 
 
-def test_who_gave_up_waiting_and_for_what_is_said() -> None:
-    world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(600)
+@pytest.mark.parametrize(
+    ("other", "lacks"),
+    [(NO_GPU, f"2 of 3 pods: {NO_GPU}"), ("no volume", f"2 of 3 pods: {NO_GPU} (digits-1-1); no volume (digits-1-2)")],
+)
+def test_who_gave_up_waiting_and_for_what_is_said(other: str, lacks: str) -> None:
+    world = digits(nodes=3).started().runs(0).unschedulable(1, NO_GPU).unschedulable(2, other).settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
     assert plan.status is not None
     assert (plan.status.state, plan.status.reason) == ("Pending", "Unschedulable")
     assert plan.status.message == (
-        f"Unschedulable: 1 of 2 pods: {NO_GPU}, for more than 10m; digits-1-0 gave up waiting for them, so all pods "
-        "are made again: attempt 2"
+        f"Unschedulable: {lacks}, for more than 10m; digits-1-0 gave up waiting for them, so all pods are made again: "
+        "attempt 2"
     )
-
-
-def test_who_gave_up_waiting_for_pods_that_lack_different_things_says_both() -> None:
-    world = digits(nodes=3).started().runs(0).unschedulable(1, NO_GPU).unschedulable(2, "no volume").settle()
-    plan = world.after(600).exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
-    assert plan.status is not None
-    assert f"2 of 3 pods: {NO_GPU} (digits-1-1); no volume (digits-1-2), for more" in plan.status.message
 
 
 def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_is_named() -> None:
@@ -1029,19 +1010,13 @@ def test_the_start_deadline_counts_from_the_first_of_the_attempts_that_found_no_
     assert world.status.reason == "Unschedulable", "the next try has its own time"
 
 
-def test_a_rank_that_complains_at_once_beside_an_unschedulable_pod_has_failed() -> None:
-    """Else a script that fails in its first second would be started again and again, for free."""
-    world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(5)
-    world.exits(0, code=1, message=f"{NOBODY_CAME}\n").settle()
-    assert world.status.last_failure is not None
+@pytest.mark.parametrize(("seconds", "said"), [(5, NOBODY_CAME), (600, "ValueError: no such shard")])
+def test_a_script_that_fails_by_itself_beside_an_unschedulable_pod_has_failed(seconds: float, said: str) -> None:
+    """Else one that fails in its first second would be started again and again, for free."""
+    world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(seconds)
+    world.exits(0, code=1, message=f"{said}\n").settle()
+    assert cause(world).exception == said
     assert world.status.restarts is not None
-
-
-def test_an_error_of_the_script_beside_an_unschedulable_pod_is_a_failure() -> None:
-    world = digits().started().runs(0).unschedulable(1, NO_GPU).settle().after(600)
-    world.exits(0, code=1, message="ValueError: no such shard").settle()
-    assert world.status.last_failure is not None
-    assert world.status.last_failure.exception == "ValueError: no such shard"
 
 
 # ---------------------------------------------------------------- the same mistake twice, on the machine of its author

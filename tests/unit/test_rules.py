@@ -422,12 +422,6 @@ def test_the_first_restart_is_at_once_then_after_1_2_4_seconds_up_to_5_minutes()
     assert budget.back_off_seconds(10**9) == 300
 
 
-def test_a_new_step_makes_the_next_restart_immediate() -> None:
-    tired = RestartHistory(infrastructure=9, in_a_row=9)
-    assert fails("infrastructure", attempt=GOOD, history=tired).wait_seconds == 0
-    assert fails("infrastructure", attempt=USELESS, history=tired).wait_seconds == 256
-
-
 def test_a_job_that_reports_nothing_is_forgiven_when_it_ran_for_ten_minutes() -> None:
     tired = RestartHistory(application=2, in_a_row=9)
     assert fails("application", attempt=SILENT._replace(ran_seconds=600), history=tired).wait_seconds == 0
