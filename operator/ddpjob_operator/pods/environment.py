@@ -19,9 +19,12 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
     """Return the variables of a place's pod; the user's own outrank them. rendezvous: address of rank 0."""
     nproc, node_rank = nproc_per_node(job.spec), members(job.spec).node_rank(place)
     least = launcher.facts(job.spec).min_nodes
+    # For scripts without a launcher, only if a node has one process. With more they would mislead scripts that start
+    # processes themselves: the imagenet example multiplies WORLD_SIZE by its GPUs.
+    of_script = {"RANK": str(node_rank), "WORLD_SIZE": str(job.spec.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     every = {
         **_rendezvous(job, node_rank, nproc, rendezvous),
-        **(_single_process(job, node_rank) if nproc == 1 and least is None else {}),
+        **(of_script if nproc == 1 and least is None else {}),
         **_torchrun(job, attempt, node_rank if least is None else None, nproc, rendezvous),
         **({} if least is None else _elastic(job, least, node_rank, rendezvous)),
         "DDPJOB_NAME": job.metadata.name,
@@ -73,13 +76,6 @@ def _rendezvous(job: api.DDPJob, node_rank: int, nproc: int, rendezvous: Endpoin
         "NPROC_PER_NODE": str(nproc),
         "DDPJOB_WORLD_SIZE": str(members(job.spec).world_size(nproc)),
     }
-
-
-def _single_process(job: api.DDPJob, node_rank: int) -> dict[str, str]:
-    """Variables for scripts without a launcher, only if a node has one process. With more they would mislead scripts
-    that start processes themselves: the imagenet example multiplies WORLD_SIZE by its GPUs.
-    """
-    return {"RANK": str(node_rank), "WORLD_SIZE": str(job.spec.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 
 
 def _torchrun(job: api.DDPJob, attempt: int, node_rank: int | None, nproc: int, rendezvous: Endpoint) -> dict[str, str]:
