@@ -558,8 +558,10 @@ def test_a_preemption_ends_in_one_stop_with_full_grace_and_gives_the_quota_back_
 
 
 def test_a_job_that_is_admitted_again_while_its_pods_stop_stops_them_all_and_starts_anew() -> None:
-    world = admitted().admits("evicted", "preempted by resnet", holds_quota=True).settle().admits().settle()
-    assert world.names() == ["digits-1-0", "digits-1-1"], "what stops, stops"
+    world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
+    world.step()
+    world.admits().settle()
+    assert all(pod.deletion_requested_at for pod in world.pods.values()), "what stops, stops"
     assert world.stops_all().settle().names() == ["digits-2-0", "digits-2-1"]
 
 
