@@ -159,7 +159,7 @@ async def measure(jobs: int, nodes: int) -> Raw:
             page = []
     listed = time.process_time() - began - made
     for number in range(jobs):
-        operator.job_seen(None, reading.job(orjson.loads(orjson.dumps(settled(operator, job_of(number, nodes))))))
+        operator.caches.jobs.put(reading.job(orjson.loads(orjson.dumps(settled(operator, job_of(number, nodes))))))
     for reflector in operator.reflectors:
         reflector.synced.set()
     for number in range(min(CLUSTER_NODES, jobs * nodes)):

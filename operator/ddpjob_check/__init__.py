@@ -16,7 +16,9 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from ddpjob_check import (
     alone,
@@ -24,7 +26,6 @@ from ddpjob_check import (
     collectives,
     data,
     elastic,
-    folders,
     gradients,
     groups,
     local_rank,
@@ -32,7 +33,6 @@ from ddpjob_check import (
     schedulers,
     starting,
     steps,
-    stops,
     wrapping,
 )
 from ddpjob_check.reached import Certainty
@@ -45,7 +45,7 @@ _IGNORE = re.compile(r"#\s*ddpjob:\s*ignore\[([\w\s,-]*)\]")
 _NOTHING_KNOWN = Job()
 LEFT_OUT_MAX = 5  # rules that are named
 _MODULES = (
-    ranks, collectives, wrapping, steps, gradients, data, stops, folders, checkpoints, groups, starting,
+    ranks, collectives, wrapping, steps, gradients, data, checkpoints, groups, starting,
     local_rank, alone, schedulers, elastic,
 )  # fmt: skip
 RULES = tuple(r for module in _MODULES for r in vars(module).values() if isinstance(r, Rule))
@@ -92,35 +92,23 @@ def _of_syntax(file: str, text: str, error: SyntaxError) -> Finding:
 
 def _findings(file: str, script: Script, job: Job, limited: Limited) -> Iterator[Finding]:
     certainty = Certainty(script, job)
-    left_out = []
+    left_out = [rule.name for rule in RULES]
     for rule in RULES:
-        findings = _of_rule(rule, file, script, job, certainty, limited)
-        if findings is None:
-            left_out.append(rule.name)
-        yield from findings or ()
+        with suppress(TooLongError):
+            yield from limited(partial(list, _of_rule(rule, file, script, job, certainty)))
+            left_out.remove(rule.name)
     if left_out:
         more = f" and {len(left_out) - LEFT_OUT_MAX} more" if len(left_out) > LEFT_OUT_MAX else ""
         why = f"this file takes too long to follow, so it is not checked for {', '.join(left_out[:LEFT_OUT_MAX])}{more}"
         yield Finding(file, 1, 1, LEFT_OUT, "warning", why)
 
 
-def _of_rule(
-    rule: Rule, file: str, script: Script, job: Job, certainty: Certainty, limited: Limited
-) -> list[Finding] | None:
-    """What a rule finds; None if that takes too long."""
-
-    def find() -> Iterator[Finding]:
-        for found in rule.find(script, job):
-            severity = found.severity or rule.severity
-            if severity == "error" and found.node is not None and not certainty.runs(found.node):
-                severity = "warning"
-            yield Finding(file, found.line, found.column, rule.name, severity, found.message)
-
-    try:
-        findings: list[Finding] = limited(lambda: list(find()))
-    except TooLongError:
-        return None
-    return findings
+def _of_rule(rule: Rule, file: str, script: Script, job: Job, certainty: Certainty) -> Iterator[Finding]:
+    for found in rule.find(script, job):
+        severity = found.severity or rule.severity
+        if severity == "error" and found.node is not None and not certainty.runs(found.node):
+            severity = "warning"
+        yield Finding(file, found.line, found.column, rule.name, severity, found.message)
 
 
 def kept(findings: Iterable[Finding], text: str) -> list[Finding]:

@@ -9,8 +9,7 @@ from typing import Any
 
 from ddpjob_check.local_rank import default_means_alone
 from ddpjob_check.nodes import name_of, text_in, words_of
-from ddpjob_check.option import UNKNOWN
-from ddpjob_check.options import ScriptOptions
+from ddpjob_check.options import UNKNOWN, ScriptOptions
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import Paths
 from ddpjob_check.rule import Found, Job, rule
@@ -29,20 +28,29 @@ def group_needs_option(script: Script, job: Job) -> Iterator[Found]:
     many separate models as there are ranks, and the job succeeds."""
     if not _has_several(job) or default_means_alone(script) is not None:
         return
-    seen = _SeenNames(script, job)
-    paths = Paths(script, seen.value)
-    forming = list(_forming(script))
-    if forming and not any(paths.reaches(call) for call in forming) and seen.options:
-        name, default = seen.options[-1]
-        call = forming[0]
+    options, seen = ScriptOptions(script, job.words), list[tuple[str, Any]]()
+
+    def value(node: ast.expr) -> Any:
+        """As the options have it; notes those that were asked for."""
+        value = options.value(node)
+        if value is not UNKNOWN and not isinstance(node, ast.Constant) and (found := options.declaration(node)):
+            seen.append((found.name, value))
+        return value
+
+    paths, forming = Paths(script, value), list(_forming(script))
+    if forming and not any(paths.reaches(call) for call in forming) and seen:
+        name, default = seen[-1]
         yield at(
-            call,
-            f"{script.text_of(call.func)}(…) is not reached with {name} as it is ({default!r}): no group is formed, "
-            f"and each rank trains alone; give the script another {name}",
+            forming[0],
+            f"{script.text_of(forming[0].func)}(…) is not reached with {name} as it is ({default!r}): no group is "
+            f"formed, and each rank trains alone; give the script another {name}",
         )
-    elif not forming and (option := seen.launcher()) is not None:
+    option = None if forming else options.declared.get("launcher")
+    # OpenMMLab's scripts form the group in another file.
+    is_theirs = option is not None and any(text_in(n) == "pytorch" for n in ast.walk(option.node))
+    if option is not None and is_theirs and options.given(option) in _ALONE:
         yield at(
-            option,
+            option.node,
             "--launcher is none: no group is formed, and each rank trains alone; give the script --launcher pytorch",
         )
 
@@ -73,29 +81,6 @@ _FORM_NO_GROUP = (sys.stdlib_module_names - {"importlib", "multiprocessing", "ru
 def _has_several(job: Job) -> bool:
     by_launcher = job.by_torchrun or job.launcher in ("ddprun", "")
     return not job.has_one_rank and ((job.nodes or 1) > 1 or (by_launcher and (job.nproc or 1) > 1))
-
-
-class _SeenNames:
-    """The values of options, and which of them were asked for."""
-
-    def __init__(self, script: Script, job: Job) -> None:
-        self._options = ScriptOptions(script, job.words)
-        self.options: list[tuple[str, Any]] = []
-
-    def value(self, node: ast.expr) -> Any:
-        """As Options has it."""
-        value = self._options.value(node)
-        if value is not UNKNOWN and not isinstance(node, ast.Constant):
-            option = self._options.declaration(node)
-            if option is not None:
-                self.options.append((option.name, value))
-        return value
-
-    def launcher(self) -> ast.AST | None:
-        """The option --launcher of OpenMMLab's scripts where it is none."""
-        option = self._options.declared.get("launcher")
-        is_theirs = option is not None and any(text_in(n) == "pytorch" for n in ast.walk(option.node))
-        return option.node if option is not None and is_theirs and self._options.given(option) in _ALONE else None
 
 
 def _forming(script: Script) -> Iterator[ast.Call]:

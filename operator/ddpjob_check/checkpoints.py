@@ -1,10 +1,10 @@
-"""Checkpoints: which rank saves, what is saved, and onto which device it is loaded."""
+"""Folders and checkpoints: which rank makes and saves them, what is saved, and onto which device it is loaded."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ddpjob_check.groups import backends
 from ddpjob_check.nodes import (
@@ -15,14 +15,86 @@ from ddpjob_check.nodes import (
     name_of,
     parameters_of,
     text_in,
-    words_of,
+    words_in,
 )
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
 
+_OF_ITS_OWN = {"getpid", "mkdtemp", "TemporaryDirectory", "uuid1", "uuid4", "gettempdir"}
+_TAKES_TURNS = {"lock", "first", "suppress"}
+
+
+@rule("warning", wrong='os.makedirs("runs/1")', right='os.makedirs("runs/1", exist_ok=True)')
+def folder_on_every_rank(script: Script, job: Job) -> Iterator[Found]:
+    """Ranks that share a disk make the same folder at the same time: all but one end with a FileExistsError, also after
+    `if not os.path.exists(…)`, because the folder appears between the two lines."""
+    by_job = job.known and script.uses_torch and (job.by_torchrun or job.launcher == "ddprun")
+    has_ranks = script.inits or script.calls_to(DDP) or (by_job and not script.uses_a_framework)
+    if job.has_one_rank or not has_ranks:
+        return
+    for call in script.calls:
+        path = _made(script, call)
+        if path is None or _is_own(script, path) or _expects_it(script, call) or not script.on_every_rank(call):
+            continue
+        fix = "use os.makedirs(…, exist_ok=True)" if script.called(call) == "os.mkdir" else "add exist_ok=True"
+        yield at(
+            call,
+            f"{script.text_of(call)}: every rank makes this folder, and all but the first end with FileExistsError, "
+            f"also after a test whether it exists; {fix}, or make it on rank 0",
+        )
+
+
+def _made(script: Script, call: ast.Call) -> ast.expr | None:
+    """The folder that a call makes, where it must not exist."""
+    name = script.called(call)
+    if name in ("os.makedirs", "os.mkdir"):
+        path = script.argument(call, "name" if name == "os.makedirs" else "path", 0)
+    elif is_method(call, "mkdir") and isinstance(call.func, ast.Attribute) and _is_path(script, call.func.value):
+        path = call.func.value
+    else:
+        return None
+    may_exist = script.argument(call, "exist_ok", None if name == "os.mkdir" else 2)
+    allowed = may_exist is not None and not (isinstance(may_exist, ast.Constant) and not may_exist.value)
+    return None if allowed or has_hidden_arguments(call) else path
+
+
+def _is_path(script: Script, node: ast.expr) -> bool:
+    """True for Path("a"), Path("a") / "b", and names for these."""
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        node = node.left
+    for origin in script.origins(node):
+        while isinstance(origin, ast.BinOp) and isinstance(origin.op, ast.Div):
+            origin = origin.left
+        inner = script.origins(origin) if isinstance(origin, ast.Name) else [origin]
+        if any(script.called(o).startswith("pathlib.") for o in inner):
+            return True
+    return False
+
+
+def _is_own(script: Script, path: ast.expr) -> bool:
+    """True for a path that differs by rank or by process."""
+    made = [n for o in (path, *script.origins(path)) if isinstance(o, ast.expr) for n in ast.walk(o)]
+    return script.depends_on_rank(path, by_arguments=True) or any(name_of(n) in _OF_ITS_OWN for n in made)
+
+
+def _expects_it(script: Script, call: ast.Call) -> bool:
+    """True if an error is handled, or the ranks come one after the other: try, suppress(…), FileLock(…)."""
+    for child, parent in script.above(call):
+        if isinstance(parent, ast.Try) and parent.handlers and child in parent.body:
+            return True
+        if isinstance(parent, ast.With | ast.AsyncWith):
+            words = {word for item in parent.items for word in words_in(item.context_expr)}
+            if words & _TAKES_TURNS or any("lock" in word for word in words):
+                return True
+    return False
+
+
 _WRAPPERS = {DDP, "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "torch.compile", "torch.nn.DataParallel"}
 _DEVICE_WORDS = ("cuda", "gpu", "device", "cpu")
+
+
+# ---------------------------------------------------------------- checkpoints
 
 
 @rule(
@@ -129,15 +201,13 @@ def state_of_wrapper(script: Script, job: Job) -> Iterator[Found]:
 
 def _is_asked_for(script: Script, call: ast.Call) -> bool:
     """True for `model.module.state_dict() if isinstance(model, DDP) else model.state_dict()`."""
-    words = (words_of(name_of(n)) for test in script.enclosing_tests(call) for n in ast.walk(test))
-    return any(w & _ASKS for w in words)
+    return any(words_in(test) & _ASKS for test in script.enclosing_tests(call))
 
 
 _ASKS = {"ddp", "distributed", "gpus", "hasattr", "isinstance", "module", "multi", "parallel", "world"}
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a state lies: in which file, and under which key of the dict there; "": it is the whole file."""
 
     path: ast.expr
@@ -178,8 +248,7 @@ def _is_the_same_file(script: Script, saved: _Place, loaded: _Place) -> bool:
     if {o for o in script.origins(saved.path) if isinstance(o, ast.expr)} & set(script.origins(loaded.path)):
         return True
     texts = script.texts(saved.path)
-    words = {w for n in ast.walk(loaded.path) for w in words_of(name_of(n))}
-    return bool(texts and texts == script.texts(loaded.path)) or bool(words & _GOES_ON)
+    return bool(texts and texts == script.texts(loaded.path)) or bool(words_in(loaded.path) & _GOES_ON)
 
 
 _GOES_ON = {"resume", "resumed", "latest"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 
-from ddpjob_check.nodes import Function, before, leaves, means_one_process, name_of, parameters_of, words_of
+from ddpjob_check.nodes import Function, before, leaves, means_one_process, name_of, parameters_of, unmoved, words_of
 from ddpjob_check.ranks import COLLECTIVES, Guard, at, guard, has_group, is_local, short_name
-from ddpjob_check.rule import Found, Job, Severity, rule
+from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
 
 _NEW_GROUP = "torch.distributed.new_group"
@@ -33,7 +33,8 @@ def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
         # The collective that a call certainly leads to: itself, or one in a function of the file.
         waits = call if _waits(script, call) else collective_in(script, script.functions_called(call))
         if waits is not None and not _others_join(script, call, guarding, waits):
-            yield at(call, _message(script, call, guarding, waits), _severity(script, job, guarding))
+            certain = guarding.is_certain and (job.nproc is not None or not is_local(script, guarding.test))
+            yield at(call, _message(script, call, guarding, waits), "error" if certain else "warning")
         elif waits is None and (model := _forward(script, call)) and not _others_run(script, call, guarding):
             yield at(call, _of_forward(script, call, guarding, model), "warning")
 
@@ -45,11 +46,6 @@ def _is_worth_a_look(script: Script, call: ast.Call) -> bool:
 
 def _calls_a_value(call: ast.Call) -> bool:
     return name_of(call.func).lower().endswith(("model", "net", "ddp"))
-
-
-def _severity(script: Script, job: Job, guarding: Guard) -> Severity:
-    certain = guarding.is_certain and (job.nproc is not None or not is_local(script, guarding.test))
-    return "error" if certain else "warning"
 
 
 def _message(script: Script, call: ast.Call, guarding: Guard, waits: ast.Call) -> str:
@@ -180,12 +176,7 @@ def _may_have_buffers(script: Script, module: ast.expr | None) -> bool:
 
 
 def _is_shown(script: Script, origin: object) -> bool:
-    while (
-        isinstance(origin, ast.Call)
-        and name_of(origin.func) in ("to", "cuda")
-        and isinstance(origin.func, ast.Attribute)
-    ):
-        origin = origin.func.value
+    origin = unmoved(origin)
     if not isinstance(origin, ast.Call):
         return isinstance(origin, ast.Name) and all(
             _is_shown(script, o) for o in script.origins(origin) if o is not origin

@@ -1,11 +1,21 @@
-"""The samples of a rank: samplers, batch sizes, partitions, downloads."""
+"""The samples of a rank: samplers, batch sizes, partitions, downloads, and the workers that load them."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
 
-from ddpjob_check.nodes import Function, Marker, before, has_hidden_arguments, is_method, is_true, name_of, words_of
+from ddpjob_check.nodes import (
+    Function,
+    Marker,
+    before,
+    has_hidden_arguments,
+    is_method,
+    is_true,
+    name_of,
+    words_in,
+    words_of,
+)
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Kind, Script
@@ -43,8 +53,7 @@ def _samples_itself(script: Script, call: ast.Call) -> bool:
 
 def _is_for_training(script: Script, call: ast.Call) -> bool:
     """It shuffles, or its batches are followed by backward()."""
-    shuffle = script.argument(call, "shuffle", 2)
-    if is_true(shuffle):
+    if is_true(script.argument(call, "shuffle", 2)):
         return True
     loops = [n for n in script.nodes if isinstance(n, ast.For) and call in script.origins(_iterated(script, n))]
     return any(is_method(n, "backward") for loop in loops for statement in loop.body for n in ast.walk(statement))
@@ -61,9 +70,7 @@ def _iterated(script: Script, loop: ast.For) -> ast.expr:
 def _is_chosen(script: Script, call: ast.Call) -> bool:
     """`if distributed: loader with a sampler, else: this one`."""
     hints = {"distributed", "ddp", "world", "parallel", "sampler", "initialized", "single", "multi", "nproc"}
-    return any(
-        not words_of(name_of(n)).isdisjoint(hints) for test in script.enclosing_tests(call) for n in ast.walk(test)
-    )
+    return any(words_in(test) & hints for test in script.enclosing_tests(call))
 
 
 def _is_whole(script: Script, dataset: ast.expr) -> bool:
@@ -368,3 +375,73 @@ def _comes_first_on_one(script: Script, call: ast.Call) -> bool:
 
 def _is_none(node: object) -> bool:
     return node is Marker.UNKNOWN or (isinstance(node, ast.Constant) and node.value is None)
+
+
+# ---------------------------------------------------------------- workers when the training is told to stop
+
+_SAVES_AT_A_STOP = (
+    "ddpjob.should_stop",
+    "ddpjob.group.stop.should_stop",
+    "ddpjob.huggingface.StopTogether",
+    "ddpjob.lightning.JobCallback",
+)
+
+
+@rule(
+    "warning",
+    wrong="command: [torchrun, train.py]    # DataLoader(dataset, num_workers=4), ddpjob.should_stop(step)",
+    right="DataLoader(dataset, num_workers=4, worker_init_fn=ddpjob.ignore_sigterm)\n# or: command: [ddprun, train.py]",
+)
+def workers_get_sigterm(script: Script, job: Job) -> Iterator[Found]:
+    """torchrun sends SIGTERM to the workers of a DataLoader as well. The loader raises when one of them ends, so a
+    training that would save at a stop (a drain, a suspend, Ctrl-C) saves nothing."""
+    if not job.by_torchrun or not _saves_at_a_stop(script):
+        return
+    for call in script.calls_to(LOADER):
+        workers = script.argument(call, "num_workers", 5)
+        if workers is not None and _is_some(script, workers) and _lets_workers_end(script, call):
+            yield at(
+                call,
+                f"DataLoader(…, num_workers={script.text_of(workers)}) under torchrun: at a stop torchrun "
+                "signals the workers as well, the loader raises, and nothing is saved; pass "
+                "worker_init_fn=ddpjob.ignore_sigterm, or start the script with ddprun",
+            )
+    for call in script.calls:
+        workers = script.argument(call, "dataloader_num_workers")
+        if workers is not None and _is_some(script, workers):
+            yield at(
+                call,
+                f"dataloader_num_workers={script.text_of(workers)} under torchrun: at a stop torchrun sends SIGTERM to "
+                "the workers as well, the loader raises, and nothing is saved; ddpjob.ignore_sigterm cannot be given "
+                "to the Trainer's own loader, so start the script with ddprun",
+            )
+
+
+def _saves_at_a_stop(script: Script) -> bool:
+    """By the library, or by a handler of its own."""
+    for call in script.calls_to("signal.signal"):
+        number, handler = script.argument(call, "signalnum", 0), script.argument(call, "handler", 1)
+        is_sigterm = number is not None and name_of(number) == "SIGTERM"
+        if is_sigterm and handler is not None and name_of(handler) not in ("SIG_IGN", "SIG_DFL"):
+            return True
+    return bool(script.calls_to(*_SAVES_AT_A_STOP))
+
+
+def _is_some(script: Script, workers: ast.expr) -> bool:
+    """Whether it is certainly a number above 0."""
+    origins = script.origins(workers)
+    numbers = [o.value for o in origins if isinstance(o, ast.Constant) and isinstance(o.value, int)]
+    counts = [o for o in origins if script.called(o) in ("os.cpu_count", "multiprocessing.cpu_count")]
+    return len(numbers) + len(counts) == len(origins) and all(number > 0 for number in numbers)
+
+
+def _lets_workers_end(script: Script, call: ast.Call) -> bool:
+    """Whether no function of its workers can have them ignore the signal: there is none, or it does other things."""
+    if has_hidden_arguments(call):
+        return False
+    given = script.argument(call, "worker_init_fn", 10)
+    if given is None or (isinstance(given, ast.Constant) and given.value is None):
+        return True
+    defined = script.definition(given)
+    names = {name_of(node) for node in ast.walk(defined)} if defined is not None else None
+    return names is not None and names.isdisjoint({"signal", "ignore_sigterm"})

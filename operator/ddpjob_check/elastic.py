@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ddpjob_check.data import SAMPLER
 from ddpjob_check.groups import fixed_texts
-from ddpjob_check.nodes import has_hidden_arguments, leaves, name_of
+from ddpjob_check.nodes import ends_the_run, has_hidden_arguments, name_of
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import INIT, Script
@@ -97,8 +97,7 @@ def _test_of_all(node: ast.AST) -> ast.Compare | None:
     if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.Eq):
         return node.test
     if isinstance(node, ast.If) and isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.NotEq):
-        ends = leaves(node.body) and not isinstance(node.body[-1], ast.Return | ast.Continue | ast.Break)
-        return node.test if ends else None
+        return node.test if ends_the_run(node.body) else None
     return None
 
 

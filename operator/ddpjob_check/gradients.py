@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpjob_check.nodes import Function, before, is_method, leaves, name_of, text_in, words_of
+from ddpjob_check.nodes import Function, before, is_method, leaves, name_of, text_in, words_in
 from ddpjob_check.ranks import COLLECTIVES, at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
@@ -153,7 +153,10 @@ def no_sync_always(script: Script, job: Job) -> Iterator[Found]:
     backwards = script.methods_called("backward")
     contexts = [_no_sync(script, call) for call in backwards]
     first = contexts[0] if contexts else None
-    if first is not None and None not in contexts and _all_forward_inside(script):
+    # DDP decides in the forward pass: the wrapped model must be called within no_sync() as well.
+    forwards = [c for c in script.calls if isinstance(c.func, ast.Name | ast.Attribute) and script.is_wrapped(c.func)]
+    is_inside = any(_no_sync(script, c) is not None for c in forwards)
+    if first is not None and None not in contexts and is_inside:
         yield at(
             first,
             f"with {script.text_of(first)}: every backward() of this script is inside, so no gradient is averaged; "
@@ -194,16 +197,10 @@ def _entered(statement: ast.AST) -> ast.expr | None:
     return call.args[0] if isinstance(call, ast.Call) and is_entered and is_method(call.args[0], "no_sync") else None
 
 
-def _all_forward_inside(script: Script) -> bool:
-    """True if the wrapped model is called within no_sync() as well: DDP decides in the forward pass."""
-    forwards = [c for c in script.calls if isinstance(c.func, ast.Name | ast.Attribute) and script.is_wrapped(c.func)]
-    return bool(forwards) and any(_no_sync(script, c) is not None for c in forwards)
-
-
 def exchanges(script: Script, call: ast.Call) -> bool:
     """Whether a call may send something other than a measure, such as the loss for a log."""
     name = script.called(call)
     if not name.startswith("torch.distributed.") or name in _NO_AVERAGE:
         return False
-    words = {w for n in ast.walk(call.args[0]) for w in words_of(name_of(n))} if call.args else set()
+    words = words_in(call.args[0]) if call.args else set()
     return name not in COLLECTIVES or words.isdisjoint(_MEASURES) or bool(words & {"grad", "param", "params"})

@@ -8,11 +8,9 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, name_of, words_of
-from ddpjob_check.option import UNKNOWN
-from ddpjob_check.options import ScriptOptions
-from ddpjob_check.otherwise import is_otherwise
+from ddpjob_check.options import UNKNOWN, ScriptOptions
 from ddpjob_check.ranks import at
-from ddpjob_check.reached import goes_on
+from ddpjob_check.reached import goes_on, is_otherwise
 from ddpjob_check.rule import Found, Job, Severity, rule
 from ddpjob_check.script import INIT, Script
 from ddpjob_operator.job.launcher import NO_RENDEZVOUS_HOST
@@ -152,21 +150,11 @@ def fixed_texts(script: Script, value: ast.expr, node: ast.AST) -> list[str]:
     """The literal value of a variable that is set unconditionally; none where a condition or an argument decides."""
     if any(not is_main_guard(test) for test in script.enclosing_tests(node)) or is_otherwise(script, node):
         return []
-    values = [script.texts(v) for v in _plain(script, value)]
-    return [text for texts in values for text in texts] if all(values) else []
-
-
-def _plain(script: Script, value: ast.expr) -> list[ast.expr]:
-    """The value without str(…) around it; a number as the text that it becomes."""
     if script.called(value) == "str" and isinstance(value, ast.Call) and len(value.args) == 1:
         value = value.args[0]
-    plain: list[ast.expr] = []
-    for origin in script.origins(value):
-        if isinstance(origin, ast.Constant) and isinstance(origin.value, str | int):
-            plain.append(ast.Constant(str(origin.value)))
-        else:
-            return [value]
-    return plain
+    origins = script.origins(value)
+    texts = [str(o.value) for o in origins if isinstance(o, ast.Constant) and isinstance(o.value, str | int)]
+    return texts if len(texts) == len(origins) else []
 
 
 @rule(

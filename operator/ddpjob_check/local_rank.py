@@ -9,7 +9,7 @@ from typing import Any
 
 from ddpjob_check.groups import backends
 from ddpjob_check.nodes import bindings_in, is_main_guard, is_true, name_of, text_in
-from ddpjob_check.option import UNKNOWN
+from ddpjob_check.options import UNKNOWN
 from ddpjob_check.ranks import at
 from ddpjob_check.reached import Paths
 from ddpjob_check.rule import Found, Job, Severity, command_line, rule
@@ -50,8 +50,7 @@ def local_rank_one_spelling(script: Script, job: Job) -> Iterator[Found]:
     """torch.distributed.launch passes --local-rank since torch 2.0 and passed --local_rank before: a script with only
     the old one, or with neither, exits with “unrecognized arguments” (exit code 2). The new one alone works with all
     versions that DDPJob supports. torchrun passes none, so it must not be required there."""
-    launched = job.launcher.startswith(_LAUNCH) or job.launcher == "launch.py"
-    if launched and "use_env" not in job.launcher_options:
+    if _launch_passes_it(job):
         yield from _refuses_what_is_passed(script, job)
     elif job.by_torchrun or job.launcher == "ddprun":
         yield from _requires_what_is_not_passed(script, job)
@@ -117,7 +116,7 @@ def _options(script: Script) -> Iterator[ast.Call]:
 
 
 def _names(call: ast.Call) -> list[str]:
-    return [a.value for a in call.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return [text for a in call.args if (text := text_in(a))]
 
 
 def _has_only_the_old_name(call: ast.Call) -> bool:
@@ -160,18 +159,22 @@ def local_rank_not_passed(script: Script, job: Job) -> Iterator[Found]:
     starts_ranks = job.by_torchrun or job.launcher == "ddprun" or (job.launcher == "python" and (job.nodes or 1) > 1)
     if not starts_ranks or job.has_one_rank or _is_given(job):
         return
-    option, so = (
-        default_means_alone(script),
-        "the script forms no group, so each rank trains alone and the job succeeds",
-    )
-    severity: Severity = "error"
-    if option is None and (job.nproc or 1) > 1 and job.gpus != 0:
-        option, so = default_is_one_gpu(script), f"all {job.nproc} ranks of a node use its first GPU"
-        severity = "error" if backends(script, job) == {"nccl"} else "warning"
-    if option is None and job.gpus != 0:
-        option, so = default_is_no_device(script), "set_device(None) raises an error"
-        severity = "error"
+    option = _option_that_alone_says_it(script)
     if option is None or (_NEW in _names(option) and _launch_passes_it(job)):
+        return
+    default = _default(script, option)
+    severity: Severity = "error"
+    hides_others = any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set)
+    if default_means_alone(script):
+        so = "the script forms no group, so each rank trains alone and the job succeeds"
+    elif job.gpus == 0 or not _sets_its_device(script):
+        return
+    elif default in (0, -1) and (job.nproc or 1) > 1 and not hides_others:  # set_device(-1) does nothing
+        so = f"all {job.nproc} ranks of a node use its first GPU"
+        severity = "error" if backends(script, job) == {"nccl"} else "warning"
+    elif default is None:
+        so = "set_device(None) raises an error"
+    else:
         return
     yield at(
         option,
@@ -189,22 +192,6 @@ def default_means_alone(script: Script) -> ast.Call | None:
         return None
     alone = Paths(script, lambda node: default if _is_local_rank(script, node) else UNKNOWN)
     return None if any(alone.reaches(call) for call in script.calls_to(INIT)) else option
-
-
-def default_is_one_gpu(script: Script) -> ast.Call | None:
-    """The option for the local rank whose default every rank of a node takes for its GPU: 0, or -1, which
-    set_device() ignores."""
-    option = _option_that_alone_says_it(script)
-    hides_others = any(name == "CUDA_VISIBLE_DEVICES" for name, _, _ in script.variables_set)
-    if option is None or _default(script, option) not in (0, -1) or hides_others:
-        return None
-    return option if _sets_its_device(script) else None
-
-
-def default_is_no_device(script: Script) -> ast.Call | None:
-    """The option for the local rank without a default that every rank gives to set_device()."""
-    option = _option_that_alone_says_it(script)
-    return option if option is not None and _default(script, option) is None and _sets_its_device(script) else None
 
 
 def _sets_its_device(script: Script) -> bool:

@@ -41,6 +41,11 @@ def leaves(body: list[ast.stmt]) -> bool:
     return isinstance(call, ast.Call) and dotted(call.func).rsplit(".", 1)[-1] in ("exit", "_exit", "quit")
 
 
+def ends_the_run(body: list[ast.stmt]) -> bool:
+    """Whether a block ends by an error or sys.exit(): then nobody waits for this rank."""
+    return leaves(body) and not isinstance(body[-1], ast.Return | ast.Continue | ast.Break)
+
+
 def is_main_guard(test: ast.expr) -> bool:
     """`if __name__ == "__main__":`"""
     return isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__"
@@ -112,6 +117,18 @@ def parts_of(expression: ast.AST, *, with_arguments: bool) -> Iterator[ast.AST]:
             todo.append(node.func)
         else:
             todo += ast.iter_child_nodes(node)
+
+
+def words_in(node: ast.AST) -> set[str]:
+    """The words of all names in an expression."""
+    return {word for n in ast.walk(node) for word in words_of(name_of(n))}
+
+
+def unmoved(maker: object) -> object:
+    """`Net()` for `Net().to(rank)`: on another device it is the same model."""
+    while isinstance(maker, ast.Call) and isinstance(maker.func, ast.Attribute) and maker.func.attr in ("to", "cuda"):
+        maker = maker.func.value
+    return maker
 
 
 def name_of(node: ast.AST) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ddpjob_check.nodes import Function, before, has_hidden_arguments, means_one_process, name_of
-from ddpjob_check.otherwise import is_otherwise
+from ddpjob_check.reached import is_otherwise
 from ddpjob_check.rule import Found, Job, Severity, rule
 from ddpjob_check.script import DDP, INIT, Kind, Script
 
@@ -215,15 +215,10 @@ def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
 
 
 def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
-    for sibling in before(parent, child):
-        if isinstance(sibling, ast.If) and _goes_around(sibling.body):
-            yield Guard(sibling.test, False, (), sibling.body)
-        if isinstance(sibling, ast.If) and _goes_around(sibling.orelse):
-            yield Guard(sibling.test, True, (), sibling.orelse)
-
-
-def _goes_around(block: list[ast.stmt]) -> bool:
-    return bool(block) and isinstance(block[-1], ast.Return | ast.Continue | ast.Break)
+    for sibling in (s for s in before(parent, child) if isinstance(s, ast.If)):
+        for branch, holds in ((sibling.body, False), (sibling.orelse, True)):
+            if branch and isinstance(branch[-1], ast.Return | ast.Continue | ast.Break):
+                yield Guard(sibling.test, holds, (), branch)
 
 
 def is_for_some(script: Script, test: ast.expr, *, holds: bool = True) -> bool:

@@ -11,10 +11,17 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
-from ddpjob_check.nodes import Function, before, is_main_guard, leaves, means_one_process, name_of
-from ddpjob_check.option import UNKNOWN
-from ddpjob_check.options import ScriptOptions
-from ddpjob_check.otherwise import means_otherwise
+from ddpjob_check.nodes import (
+    Function,
+    before,
+    ends_the_run,
+    is_main_guard,
+    leaves,
+    means_one_process,
+    name_of,
+    text_in,
+)
+from ddpjob_check.options import UNKNOWN, ScriptOptions, literal
 from ddpjob_check.rule import Job
 from ddpjob_check.script import Script
 
@@ -51,10 +58,7 @@ class Paths:
     def _ends_before(self, node: ast.AST) -> bool:
         """True for `if args.launcher == "none": raise …` before a node: the run ends there."""
         return any(
-            isinstance(earlier, ast.If)
-            and leaves(earlier.body)
-            and not isinstance(earlier.body[-1], ast.Return | ast.Continue | ast.Break)
-            and self.holds(earlier.test) is True
+            isinstance(earlier, ast.If) and ends_the_run(earlier.body) and self.holds(earlier.test) is True
             for child, parent in self._script.above(node)
             for earlier in before(parent, child)
         )
@@ -80,7 +84,7 @@ class Paths:
 
     def _compares(self, test: ast.Compare) -> bool | None:
         compare = _COMPARISONS.get(type(test.ops[0]))
-        left, right = self._value(test.left), _literal(test.comparators[0])
+        left, right = self._value(test.left), literal(test.comparators[0])
         if len(test.ops) != 1 or compare is None or left is UNKNOWN or right is UNKNOWN:
             return None
         try:
@@ -89,27 +93,14 @@ class Paths:
             return None
 
 
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError):
-        return UNKNOWN
-
-
 class Certainty:
     """Which lines some rank of the job certainly executes, unless another error ends it before."""
 
     def __init__(self, script: Script, job: Job) -> None:
         self._script, self._job = script, job
         self._skips: dict[ast.AST, bool] = {}
-
-    @cached_property
-    def _paths(self) -> Paths:
-        return Paths(self._script, self._value)
-
-    @cached_property
-    def _options(self) -> ScriptOptions:
-        return ScriptOptions(self._script, self._job.words)
+        self._paths = Paths(script, self._value)
+        self._options = ScriptOptions(script, job.words)
 
     def _value(self, node: ast.expr) -> Any:
         if self._script.called(node) == "torch.cuda.is_available":
@@ -203,28 +194,78 @@ class Certainty:
     def _counters(self) -> dict[ast.AST, set[str]]:
         counters: dict[ast.AST, set[str]] = {}
         for node in self._script.nodes:
-            if isinstance(node, ast.For | ast.AugAssign):
-                target = node.target
-                if (
-                    isinstance(node, ast.For)
-                    and isinstance(target, ast.Tuple)
-                    and name_of_call(node.iter) == "enumerate"
-                ):
+            if not isinstance(node, ast.For | ast.AugAssign):
+                continue
+            target: ast.expr = node.target
+            if isinstance(node, ast.For):
+                iterates = name_of(node.iter.func) if isinstance(node.iter, ast.Call) else ""
+                if iterates == "enumerate" and isinstance(target, ast.Tuple):
                     target = target.elts[0]
-                elif isinstance(node, ast.For) and name_of_call(node.iter) not in ("range", "trange", "tqdm", "count"):
+                elif iterates not in ("range", "trange", "tqdm", "count"):
                     continue
-                if isinstance(target, ast.Name):
-                    counters.setdefault(self._script.scope(node), set()).add(target.id)
+            if isinstance(target, ast.Name):
+                counters.setdefault(self._script.scope(node), set()).add(target.id)
         return counters
-
-
-def name_of_call(node: ast.expr) -> str:
-    """range for `range(n)`; "" for what is no call."""
-    return name_of(node.func) if isinstance(node, ast.Call) else ""
 
 
 def goes_on(handler: ast.ExceptHandler) -> bool:
     """True if a script may go on after an error: `except RuntimeError: init_process_group("gloo")`."""
-    last = handler.body[-1]
-    ends = leaves(handler.body) and not isinstance(last, ast.Return | ast.Continue | ast.Break)
-    return not ends and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
+    return not ends_the_run(handler.body) and (handler.type is None or name_of(handler.type) != "KeyboardInterrupt")
+
+
+# What a script does if it is not started as in the job: without a launcher, as one process, or on Windows.
+_SET_BY_THE_JOB = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"}
+_WINDOWS = ("win32", "nt", "Windows")
+
+
+def is_otherwise(script: Script, node: ast.AST, seen: frozenset[Function] = frozenset()) -> bool:
+    """Whether a node runs only there, by a condition around it or around all calls of its function, or after an
+    exception: `except KeyError` where RANK is read."""
+    if any(_says_otherwise(script, parent, child) for child, parent in script.above(node)):
+        return True
+    function = script.function(node)
+    callers = [] if function is None or function in seen else script.callers(function)
+    return bool(callers) and all(is_otherwise(script, c.call, seen | {function}) for c in callers if function)
+
+
+def _says_otherwise(script: Script, parent: ast.AST, child: ast.AST) -> bool:
+    if isinstance(parent, ast.ExceptHandler):
+        return True
+    if not isinstance(parent, ast.If) or child is parent.test:
+        return False
+    holds = child in parent.body
+    is_the_only_one = len(script.inits) < 2  # of two, the second is for where the first was not called
+    one_process = means_one_process(parent.test, holds=holds, forming=is_the_only_one)
+    return one_process or means_otherwise(script, parent.test, holds)
+
+
+def means_otherwise(script: Script, test: ast.expr, holds: bool) -> bool:
+    """True if a condition means, where it holds or where it does not, that there is no launcher, or that this is
+    Windows."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        return means_otherwise(script, test.operand, not holds)
+    if isinstance(test, ast.BoolOp):
+        said = [means_otherwise(script, value, holds) for value in test.values]
+        return any(said) if isinstance(test.op, ast.And) == holds else all(said)
+    if isinstance(test, ast.Compare) and len(test.ops) == 1:
+        return _compares(script, test, holds)
+    if isinstance(test, ast.Name):
+        origins = script.origins(test)
+        only = origins[0] if len(origins) == 1 else test
+        tests = [only] if isinstance(only, ast.Compare | ast.BoolOp | ast.UnaryOp) else []
+        return any(means_otherwise(script, only, holds) for only in tests)
+    return not holds and script.variable_read(test) in _SET_BY_THE_JOB
+
+
+def _compares(script: Script, test: ast.Compare, holds: bool) -> bool:
+    """`"RANK" not in os.environ`, `os.environ.get("RANK") is None`, `int(os.environ.get("RANK", -1)) == -1`."""
+    operator, other = test.ops[0], test.comparators[0]
+    if isinstance(operator, ast.In | ast.NotIn):
+        asked = text_in(test.left) in _SET_BY_THE_JOB and script.full_name(other) == "os.environ"
+        return asked and holds == isinstance(operator, ast.NotIn)
+    if isinstance(operator, ast.Eq | ast.NotEq) and text_in(other) in _WINDOWS:
+        return holds == isinstance(operator, ast.Eq)
+    absent = (isinstance(other, ast.Constant) and other.value is None) or ast.unparse(other) == "-1"
+    reads = any(script.variable_read(n) in _SET_BY_THE_JOB for n in ast.walk(test.left))
+    equal = isinstance(operator, ast.Is | ast.Eq)
+    return absent and reads and isinstance(operator, ast.Is | ast.IsNot | ast.Eq | ast.NotEq) and holds == equal

@@ -103,13 +103,10 @@ class Job:
         """Whether the number of ranks may change while the job trains."""
         return self.min_nodes is not None
 
-    def nodes_of(self, script: Script) -> int | None:
-        """How many nodes: of the job, else 1 for a script whose rendezvous is on this machine's own address."""
-        return 1 if self.nodes is None and script.is_for_one_node else self.nodes
-
     def several_nodes(self, script: Script) -> tuple[Severity, str] | None:
         """Severity and wording of a mistake that matters on several nodes only; None where there is one node."""
-        nodes = self.nodes_of(script)
+        # Without a job, a script whose rendezvous is on this machine's own address is for one node.
+        nodes = 1 if self.nodes is None and script.is_for_one_node else self.nodes
         if nodes is None:
             return "warning", "with more than one node"
         return ("error", f"on {nodes} nodes") if nodes > 1 else None

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddpjob_check.data import LOADER
-from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of
+from ddpjob_check.nodes import Function, before, has_hidden_arguments, is_main_guard, leaves, name_of, text_in
 from ddpjob_check.options import ScriptOptions
 from ddpjob_check.ranks import at
 from ddpjob_check.rule import Found, Job, command_line, rule
@@ -124,7 +124,7 @@ def spawn_of_itself(script: Script, job: Job) -> Iterator[Found]:
     for call in script.calls_to(*STARTERS):
         function = script.function(call)
         target = script.argument(call, "fn", 0)
-        if function is None or target is None or not _always_comes(script, call, function):
+        if function is None or target is None or is_conditional(script, call, frozenset({function})):
             continue
         if function in script.functions_meant(target):
             yield at(
@@ -132,14 +132,6 @@ def spawn_of_itself(script: Script, job: Job) -> Iterator[Found]:
                 f"mp.spawn({script.text_of(target)}) in {function.name} itself: every process starts more, without "
                 "end; spawn a function that does the work of one rank",
             )
-
-
-def _always_comes(script: Script, call: ast.Call, function: Function) -> bool:
-    """Whether a call runs unconditionally: no condition around it, and none before it that leaves."""
-    if any(True for _ in script.enclosing_tests(call)) or any(isinstance(p, ast.Try) for _, p in script.above(call)):
-        return False
-    earlier = [s for s in function.body if s.lineno < call.lineno]
-    return not any(isinstance(n, ast.If) and leaves(n.body) for s in earlier for n in ast.walk(s))
 
 
 @rule("error", wrong="def train(): …\nmp.spawn(train, nprocs=4)", right="def train(rank): …\nmp.spawn(train, nprocs=4)")
@@ -278,7 +270,7 @@ def launch_deprecated(script: Script, job: Job) -> Iterator[Found]:
     """torch.distributed.launch warns at each start that it will be removed; torchrun takes the same options."""
     for node in script.nodes:
         imports = isinstance(node, ast.Import | ast.ImportFrom) and _imports_launch(node)
-        if imports or (isinstance(node, ast.Constant) and _is_command(node.value) and _is_run(script, node)):
+        if imports or _starts_launch(script, node):
             yield at(node, DEPRECATED)
             return
 
@@ -289,14 +281,11 @@ DEPRECATED = (
 )
 
 
-def _is_command(text: object) -> bool:
-    return isinstance(text, str) and (text == _LAUNCH or f"-m {_LAUNCH} " in text)
-
-
-def _is_run(script: Script, node: ast.AST) -> bool:
-    """Whether a text is a command that a call starts, and not help or a message."""
+def _starts_launch(script: Script, node: ast.AST) -> bool:
+    """Whether a text is a command with it that a call starts, and not help or a message."""
+    text = text_in(node)
     calls = [p for child, p in script.above(node) if isinstance(p, ast.Call) and child is not p.func]
-    return any(name_of(c.func) in _RUNNERS for c in calls)
+    return (text == _LAUNCH or f"-m {_LAUNCH} " in text) and any(name_of(c.func) in _RUNNERS for c in calls)
 
 
 _RUNNERS = {"run", "call", "check_call", "check_output", "Popen", "system", "execvp", "execv"}

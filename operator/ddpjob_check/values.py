@@ -94,7 +94,9 @@ class Values:
         self._origins: dict[ast.expr | None, list[Origin]] = {}
         self._is_complete = False
         self._note_definitions()
-        self._note_values()
+        for node in self.nodes:
+            for target, value in bindings_in(node):
+                self._note(target, value, node)
         self._note_callers()
         self._is_complete = True  # what is found from here on is kept
 
@@ -405,11 +407,6 @@ class Values:
                 if isinstance(node, Function) and isinstance(scope, ast.ClassDef):
                     self._methods[node.name].append(node)
 
-    def _note_values(self) -> None:
-        for node in self.nodes:
-            for target, value in bindings_in(node):
-                self._note(target, value, node)
-
     def _note(self, target: ast.AST, value: Origin, node: ast.AST) -> None:
         if isinstance(target, ast.Starred):
             self._note(target.value, Marker.UNKNOWN, node)
@@ -487,14 +484,12 @@ class Values:
         plain = given is None or (
             isinstance(given, ast.Tuple | ast.List) and not any(isinstance(e, ast.Starred) for e in given.elts)
         )
-        values = tuple(map(self._number_of_process, given.elts)) if isinstance(given, ast.Tuple | ast.List) else ()
+        values = given.elts if isinstance(given, ast.Tuple | ast.List) else []
         first: tuple[Origin, ...] = (Marker.INDEX,) if spawns else ()
         known = plain and self.argument(call, "kwargs") is None
-        return target, Caller(call, (*first, *values), starts_process=True, all_known=known)
-
-    def _number_of_process(self, value: ast.expr) -> Origin:
-        """for rank in range(n): Process(target=run, args=(rank, n))."""
-        return Marker.INDEX if self.origins(value) == [Marker.COUNT] else value
+        # for rank in range(n): Process(target=run, args=(rank, n))
+        numbers = (Marker.INDEX if self.origins(v) == [Marker.COUNT] else v for v in values)
+        return target, Caller(call, (*first, *numbers), starts_process=True, all_known=known)
 
 
 def _item(value: ast.expr, number: int, target: ast.Tuple | ast.List) -> Origin:

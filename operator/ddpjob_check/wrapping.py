@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ddpjob_check.checkpoints import is_module
 from ddpjob_check.gradients import exchanges
-from ddpjob_check.nodes import Function, is_main_guard, is_method, name_of
+from ddpjob_check.nodes import Function, is_main_guard, is_method, name_of, unmoved
 from ddpjob_check.ranks import COLLECTIVES, at
 from ddpjob_check.rule import Found, Job, rule
 from ddpjob_check.script import DDP, Script
@@ -75,7 +75,7 @@ def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
     """Whether the ranks mean to train different models, or a function of another file may wrap this one."""
     makers = set(script.origins(model))
     others = [*call.args[1:], *(k.value for k in call.keywords if k.arg != "params")]
-    made_from = [*others, *(_unmoved(m) for m in makers if isinstance(m, ast.expr))]
+    made_from = [*others, *(m for m in map(unmoved, makers) if isinstance(m, ast.expr))]
     if any(script.depends_on_rank(value, by_arguments=True) for value in made_from):
         return True
     return any(
@@ -84,13 +84,6 @@ def _varies_or_leaves(script: Script, call: ast.Call, model: ast.expr) -> bool:
         for given in (*other.args, *(k.value for k in other.keywords))
         if isinstance(given, ast.Name | ast.Attribute)
     )
-
-
-def _unmoved(maker: ast.expr) -> ast.expr:
-    """`Net()` for `Net().to(rank)`: on another device it is the same model."""
-    while isinstance(maker, ast.Call) and isinstance(maker.func, ast.Attribute) and maker.func.attr in ("to", "cuda"):
-        maker = maker.func.value
-    return maker
 
 
 def _keeps(script: Script, call: ast.Call) -> bool:

@@ -53,7 +53,6 @@ def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: 
     trainer = template["spec"]["containers"][own[-1]] = copy.deepcopy(template["spec"]["containers"][own[-1]])
     path_of_trainer = (*path, *own)
     _by_job(trainer, path_of_trainer, result)
-    _remove_variables(trainer, path_of_trainer, result)
     namespace = re.escape(str(result.metadata.get("namespace", ""))) or r"[a-z0-9-]+(?=\.svc\b)"
     # Not a folder or a file that is called so.
     rank0 = re.compile(
@@ -69,11 +68,16 @@ def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: 
         result.remark((*path_of_trainer, *place), told)
         return rank0.sub("$(MASTER_ADDR)", text)
 
-    for part in ("command", "args"):
-        if isinstance(trainer.get(part), list):
-            trainer[part] = [moved(word, part, i) for i, word in enumerate(trainer[part])]
+    lists = {part: words for part in ("command", "args") if isinstance(words := trainer.get(part), list)}
+    for part, words in lists.items():
+        trainer[part] = [moved(word, part, i) for i, word in enumerate(words)]
     for i, entry in enumerate(mappings(trainer, "env")):
-        entry |= {"value": moved(entry["value"], "env", i)} if "value" in entry else {}
+        if (name := str(entry.get("name"))) in VARIABLES:
+            text = f"{name}: not needed: the job sets it itself, and this would override it; removed"
+            result.remark((*path_of_trainer, "env", i), text)
+            entry.clear()
+        elif "value" in entry:
+            entry["value"] = moved(entry["value"], "env", i)
     job = result.metadata.get("name")
     for place, text in _texts(template, path):
         for name in dict.fromkeys(re.findall(rf"(?<![\w-]){any_of}(?![\w-])", text)):
@@ -82,18 +86,11 @@ def move(template: dict[str, Any], first: str, any_of: str, path: Path, result: 
                 f"{name}: a DDPJob has no such name. In the trainer $(MASTER_ADDR) is node 0; with spec.dns: all the "
                 f"nodes are {job}-0.{job}, {job}-1.{job}, ...",
             )
-    if isinstance(trainer.get("env"), list) and not all(trainer["env"]):  # only now, because paths have their numbers
-        trainer["env"] = [entry for entry in trainer["env"] if entry]
+    env = trainer.get("env")
+    # Only now, because paths have their numbers.
+    trainer |= {"env": [entry for entry in env if entry]} if isinstance(env, list) else {}
     if trainer.get("env") == []:
         del trainer["env"]
-
-
-def _remove_variables(trainer: dict[str, Any], path: Path, result: Converted) -> None:
-    for i, entry in enumerate(mappings(trainer, "env")):
-        if str(entry.get("name")) in VARIABLES:
-            text = f"{entry['name']}: not needed: the job sets it itself, and this would override it; removed"
-            result.remark((*path, "env", i), text)
-            entry.clear()
 
 
 def _by_job(trainer: dict[str, Any], path: Path, result: Converted) -> None:

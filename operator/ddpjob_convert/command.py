@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 from ddpjob_convert import address, common
 from ddpjob_convert.address import VARIABLES
-from ddpjob_convert.fields import ConvertError
+from ddpjob_convert.fields import SET_BY_THE_JOB, ConvertError
 from ddpjob_convert.result import Converted
 from ddpjob_operator.job import bounds, programs
 from ddpjob_operator.job.command import (
@@ -64,7 +65,8 @@ def is_command(word: str) -> bool:
 
 def convert(words: Sequence[str], name: str | None = None, image: str | None = None) -> Converted:
     """The DDPJob that runs a command line on all its nodes. Raises ConvertError; a remark's path is ("command",)."""
-    variables, command = _variables(list(words))
+    given = list(itertools.takewhile(_ASSIGNMENT.fullmatch, words))
+    variables, command = dict(word.split("=", 1) for word in given), list(words[len(given) :])
     result = Converted("Converted from a command line by `ddpjob convert`.", {"name": "train"})
     if not command:
         raise ConvertError(("command",), "is empty: give a command, as in `ddpjob convert -- torchrun train.py`")
@@ -94,15 +96,6 @@ def convert(words: Sequence[str], name: str | None = None, image: str | None = N
         result.remark(("command",), f"image: {IMAGE} stands for the image with your script; --image sets it")
     result.set("template", {"spec": {"containers": [container]}})
     return result
-
-
-def _variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """NAME=VALUE before the program."""
-    found = {}
-    while words and (match := _ASSIGNMENT.fullmatch(words[0])):
-        found[match[1]] = match[2]
-        del words[0]
-    return found, words
 
 
 def _of_the_job(wrapper: list[str], variables: dict[str, str], result: Converted) -> list[str]:
@@ -296,4 +289,4 @@ def _count(name: str, text: str) -> int:
 
 def _say_dropped(words: Iterator[str], result: Converted) -> None:
     if dropped := " ".join(words):
-        result.remark(("command",), f"{dropped}: {common.SET_BY_THE_JOB}")
+        result.remark(("command",), f"{dropped}: {SET_BY_THE_JOB}")

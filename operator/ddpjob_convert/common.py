@@ -6,22 +6,13 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from ddpjob_convert.fields import ConvertError, Fields
+from ddpjob_convert.fields import SET_BY_THE_JOB, ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job import api, bounds
 from ddpjob_operator.job.command import by_torchrun, options_begin, split_options
 from ddpjob_operator.job.podspec import TRAINER, command_of, containers, gpus, mapping
 
-GANG = (
-    "the gang of a DDPJob has all its nodes, or minNodes of an elastic one; spec.gang: native where the operator and "
-    "the API server have PodGroups, and startDeadlineSeconds releases the pods if not all of them start"
-)
 NO_ELASTIC = "an elastic job needs torchrun in the command: this one always has spec.nodes nodes"
-NO_SCALER = (
-    "no HorizontalPodAutoscaler is made; one of your own, its minReplicas no less than minNodes, may change spec.nodes "
-    "of an elastic job while it runs"
-)
-SET_BY_THE_JOB = "not needed: the job sets the rendezvous of each node"
 KUEUE = "the job waits in this queue where the operator has gang.kueue.enabled; elsewhere it starts at once"
 SUSPENDED_BY_KUEUE = (
     "Kueue sets it and takes it away; a DDPJob waits in its queue without it, and with it for ever; dropped"
@@ -29,10 +20,6 @@ SUSPENDED_BY_KUEUE = (
 _QUEUE = "kueue.x-k8s.io/queue-name"
 
 _KEPT = ("name", "namespace", "labels", "annotations")
-_OF_THE_OBJECT = dict.fromkeys(
-    ("clusterName", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "ownerReferences"),
-    "is of the object in the cluster; a new one has its own; dropped",
-)
 _OF_THE_SERVER = "kubectl.kubernetes.io/last-applied-configuration"
 # Options of torchrun that say which machine it runs on: the job sets them for each node.
 IDENTITY = {
@@ -59,7 +46,7 @@ def begin(document: Mapping[str, Any]) -> tuple[Converted, Fields]:
         result.remark(("metadata", "generateName"), f"a name is needed; {name} stands for one: change it for each job")
     for known in (*_KEPT, *api.SET_BY_THE_SERVER, "generateName"):
         of_object.take(known)
-    of_object.rest(result, _OF_THE_OBJECT)
+    of_object.rest(result)
     labels = metadata.get("labels")
     if isinstance(labels, dict) and _QUEUE in labels:
         result.remark(("metadata", "labels", _QUEUE), KUEUE)
@@ -114,24 +101,16 @@ def strip_launcher(trainer: dict[str, Any], path: Path, result: Converted) -> st
     if not all(isinstance(words, list) and all(isinstance(w, str) for w in words) for words in (command, args)):
         return ""
     words = [*command, *args]
-    found = by_torchrun(words)
-    kept, dropped = without_identity(words)
+    found, begin = by_torchrun(words), options_begin(words)
+    options, rest = split_options(words[begin:]) if begin is not None else ([], [])
+    dropped = [word for name, group in options if name in IDENTITY for word in group]
     if dropped:
+        kept = [*words[:begin], *(w for name, group in options if name not in IDENTITY for w in group), *rest]
         trainer |= {"command": kept} if command else {"args": kept}
         if command:
             trainer.pop("args", None)
         result.remark(path, f"{' '.join(dropped)}: {SET_BY_THE_JOB}; removed")
     return found.options.get("nnodes", "") if found else ""
-
-
-def without_identity(words: list[str]) -> tuple[list[str], list[str]]:
-    """A launcher's command without the options that identify the machine, and those."""
-    begin = options_begin(words)
-    if begin is None:
-        return words, []
-    options, rest = split_options(words[begin:])
-    kept = [word for name, group in options if name not in IDENTITY for word in group]
-    return [*words[:begin], *kept, *rest], [word for name, group in options if name in IDENTITY for word in group]
 
 
 def set_processes(

@@ -11,6 +11,45 @@ from typing import Any
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job.wording import say
 
+SET_BY_THE_JOB = "not needed: the job sets the rendezvous of each node"
+GANG = (
+    "the gang of a DDPJob has all its nodes, or minNodes of an elastic one; spec.gang: native where the operator and "
+    "the API server have PodGroups, and startDeadlineSeconds releases the pods if not all of them start"
+)
+SET_IT = "set it in metadata of the job, or of its template"
+# What has no counterpart, by the name of the field: no name has two meanings in the documents that are converted.
+_REASONS = {
+    # metadata
+    **dict.fromkeys(
+        ("clusterName", "deletionGracePeriodSeconds", "deletionTimestamp", "finalizers", "ownerReferences"),
+        "is of the object in the cluster; a new one has its own; dropped",
+    ),
+    # PyTorchJob
+    **dict.fromkeys(("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone"), SET_BY_THE_JOB),
+    "masterPort": SET_BY_THE_JOB,
+    "minAvailable": GANG,
+    "minResources": GANG,
+    "queue": "a DDPJob has no queue; " + GANG,
+    "backend": "not taken over: auto is nccl with GPUs and gloo without; set spec.backend for another",
+    "pytorchImage": "set image in the template",
+    "runtimeId": "is of the object in the cluster; dropped",
+    "schedulerName": "set it in the template's spec",
+    "terminationPolicy": "a DDPJob succeeds when the trainers of all its nodes have ended with 0",
+    "metrics": "no HorizontalPodAutoscaler is made; one of your own, its minReplicas no less than minNodes, may change "
+    "spec.nodes of an elastic job while it runs",
+    # TrainJob
+    "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
+    "labels": "set them in metadata.labels of the template",
+    "annotations": "set them in metadata.annotations of the template",
+    "metadata": f"is not that of the pods: {SET_IT}",
+    # its runtime
+    **dict.fromkeys(("parallelism", "completions", "replicas"), "the number of nodes is spec.nodes"),
+    "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
+    "activeDeadlineSeconds": "is for one attempt there; spec.activeDeadlineSeconds is for all of them together",
+    "podFailurePolicy": "write its rules for exit codes as spec.failurePolicy",
+    "dependsOn": "a DDPJob waits for no other Job: an init container can wait, or do its work",
+}
+
 
 class ConvertError(Exception):
     """Something that cannot be converted; `path` is its field in the source, or, after `runtime`, in that document."""
@@ -66,9 +105,8 @@ class Fields:
             raise ConvertError((*self.path, name), f"must be a list, is {say(value)}")
         yield from (Fields(item, (*self.path, name, i)) for i, item in enumerate(value))
 
-    def rest(self, result: Converted, reasons: Mapping[str, str] | None = None) -> None:
-        """Remark on each field that was not taken, by its reason where there is one."""
+    def rest(self, result: Converted) -> None:
+        """Remark on each field that was not taken."""
         for name, value in self.given.items():
             if name not in self._taken and value not in (None, {}, [], ""):
-                reason = (reasons or {}).get(name, "a DDPJob has no such field")
-                result.remark((*self.path, name), reason)
+                result.remark((*self.path, name), _REASONS.get(name, "a DDPJob has no such field"))

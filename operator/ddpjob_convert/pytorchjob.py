@@ -21,28 +21,11 @@ _CONTAINER = "pytorch"
 _PORT = "pytorchjob-port"
 _DIFFERENCES_MAX = 10
 
-_ELASTIC = {
-    "metrics": common.NO_SCALER,
-    **dict.fromkeys(("rdzvBackend", "rdzvHost", "rdzvPort", "rdzvId", "rdzvConf", "standalone"), common.SET_BY_THE_JOB),
-}
-_SCHEDULING = {
-    "minAvailable": common.GANG,
-    "minResources": common.GANG,
-    "queue": "a DDPJob has no queue; " + common.GANG,
-}
 _KINDS = ("Master", "Worker")
 # Fields of runPolicy, which stood in spec before there was a runPolicy.
 _RUN_POLICY = (
     "activeDeadlineSeconds backoffLimit cleanPodPolicy managedBy schedulingPolicy suspend ttlSecondsAfterFinished"
 ).split()
-_SPEC = {
-    "backend": "not taken over: auto is nccl with GPUs and gloo without; set spec.backend for another",
-    "masterPort": common.SET_BY_THE_JOB,
-    "pytorchImage": "set image in the template",
-    "runtimeId": "is of the object in the cluster; dropped",
-    "schedulerName": "set it in the template's spec",
-    "terminationPolicy": "a DDPJob succeeds when the trainers of all its nodes have ended with 0",
-}
 
 
 def convert(document: Mapping[str, Any]) -> Converted:
@@ -66,9 +49,9 @@ def convert(document: Mapping[str, Any]) -> Converted:
     common.set_processes(nproc, where, template, result)
     _restarts([group for _, group in groups], policy, elastic, result)
     _run_policy(policy, template, result)
-    elastic.rest(result, _ELASTIC)
+    elastic.rest(result)
     policy.rest(result)
-    spec.rest(result, _SPEC)
+    spec.rest(result)
     result.set("template", template)
     return result
 
@@ -175,4 +158,4 @@ def _run_policy(policy: Fields, template: dict[str, Any], result: Converted) -> 
     if seconds := scheduling.number("scheduleTimeoutSeconds"):
         comment = "schedulingPolicy.scheduleTimeoutSeconds: all nodes run by then, else all pods are released"
         result.set("startDeadlineSeconds", seconds, comment)
-    scheduling.rest(result, _SCHEDULING)
+    scheduling.rest(result)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddpjob_convert import address, common
-from ddpjob_convert.fields import ConvertError, Fields
+from ddpjob_convert.fields import GANG, SET_IT, ConvertError, Fields
 from ddpjob_convert.result import Converted, Path
 from ddpjob_operator.job import podspec
 from ddpjob_operator.job.wording import count, say
@@ -23,25 +23,6 @@ _MERGE_KEYS = dict.fromkeys(
     ("containers", "initContainers", "volumes", "env", "imagePullSecrets", "schedulingGates"), "name"
 )
 _MERGE_KEYS["volumeMounts"] = "mountPath"
-
-_JOB_FIELDS = {
-    "parallelism": "the number of nodes is spec.nodes",
-    "completions": "the number of nodes is spec.nodes",
-    "backoffLimit": "restarts pods one by one; a DDPJob restarts all nodes: set spec.backoffLimit",
-    "activeDeadlineSeconds": "is for one attempt there; spec.activeDeadlineSeconds is for all of them together",
-}
-_JOB_FIELDS["podFailurePolicy"] = "write its rules for exit codes as spec.failurePolicy"
-_REPLICATED = {
-    "dependsOn": "a DDPJob waits for no other Job: an init container can wait, or do its work",
-    "replicas": "the number of nodes is spec.nodes",
-}
-_SET_IT = "set it in metadata of the job, or of its template"
-_PATCHED = {"metadata": f"is not that of the pods: {_SET_IT}"}
-_JOB_SPEC = {
-    "initializer": "no initializer Job is made: download in an init container, or mount a volume that has the data",
-    "labels": "set them in metadata.labels of the template",
-    "annotations": "set them in metadata.annotations of the template",
-}
 
 
 def convert(document: Mapping[str, Any], runtimes: Sequence[Mapping[str, Any]]) -> Converted:
@@ -67,16 +48,24 @@ def _convert(spec: Fields, runtime: Mapping[str, Any], result: Converted) -> Con
     of_runtime = torch.take("numProcPerNode")
     if nproc is None:
         nproc, path = of_runtime, (*torch.path, "numProcPerNode")
-    common.set_processes(nproc, path, template, result, _cpus(template))
+    # Kubeflow Trainer counts processes by the CPUs of a pod: those requested, else the limit, rounded up.
+    resources = podspec.mapping(podspec.trainer_container(template) or {}, "resources")
+    requested, limit = (podspec.mapping(resources, name).get("cpu") for name in ("requests", "limits"))
+    cpus = math.ceil(podspec.quantity(requested) or podspec.quantity(limit))
+    common.set_processes(nproc, path, template, result, cpus)
     elastic = torch.fields("elasticPolicy")
     _restarts(elastic, result)
     command, where = podspec.command_of(template), (*trainer.path, "numNodes")
     common.set_elastic(elastic, ("minNodes", "maxNodes"), nnodes, command, where, result)
-    elastic.rest(result, {"metrics": common.NO_SCALER})
+    elastic.rest(result)
     common.set_own(spec, _OWN_CONTROLLER, result)
-    _gang(own, result)
+    group = own.fields("podGroupPolicy")
+    if seconds := group.fields("coscheduling").number("scheduleTimeoutSeconds"):
+        result.set("startDeadlineSeconds", seconds, "scheduleTimeoutSeconds: all nodes run by then, or are released")
+    for name in group.given:
+        result.remark((*group.path, name), GANG)
     for fields in (trainer, spec, torch, own):
-        fields.rest(result, _JOB_SPEC)
+        fields.rest(result)
     result.set("template", template)
     return result
 
@@ -102,7 +91,13 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
     job = _trainer_job(job_set, result)
     of_job = job.fields("template")
     job_spec = of_job.fields("spec")
-    _job_policies(job_set, result)
+    failure = job_set.fields("failurePolicy")
+    if (restarts := failure.number("maxRestarts")) is not None:
+        result.set("backoffLimit", restarts, "the JobSet's failurePolicy.maxRestarts")
+    if (seconds := job_set.number("ttlSecondsAfterFinished")) is not None:
+        result.set("ttlSecondsAfterFinished", seconds)
+    for fields in (failure, job_set):
+        fields.rest(result)
     _say_around(of_job_set, job, of_job, result)
     path = (*job_spec.path, "template")
     template = copy.deepcopy(dict(job_spec.fields("template").given))
@@ -123,7 +118,7 @@ def _template(own: Fields, spec: Fields, trainer: Fields, result: Converted) -> 
     where = (*trainer.path, "command" if "command" in trainer.given else "args")
     nnodes = common.strip_launcher(container, where if own_command else (*path, "spec", "containers"), result)
     _address(template, trainer, job.text("name"), path, result)
-    job_spec.rest(result, _JOB_FIELDS)
+    job_spec.rest(result)
     return template, nnodes
 
 
@@ -147,19 +142,12 @@ def _say_around(of_job_set: Fields, job: Fields, of_job: Fields, result: Convert
         for name in ("labels", "annotations"):
             given = metadata.fields(name)
             if own := ", ".join(key for key in given.given if key != _STEP):
-                result.remark(given.path, f"{own}: not on the pods there: {_SET_IT}")
-        metadata.rest(result, _PATCHED)
+                result.remark(given.path, f"{own}: not on the pods there: {SET_IT}")
+        metadata.rest(result)
         fields.rest(result)
     for name in ("name", "groupName", *(("replicas",) if job.given.get("replicas") == 1 else ())):
         job.take(name)  # the API server writes the last two into each runtime
-    job.rest(result, _REPLICATED)
-
-
-def _cpus(template: Mapping[str, Any]) -> int:
-    """CPUs of a pod as Kubeflow Trainer counts processes by them: those requested, else the limit, rounded up."""
-    resources = podspec.mapping(podspec.trainer_container(template) or {}, "resources")
-    requested, limit = (podspec.mapping(resources, name).get("cpu") for name in ("requests", "limits"))
-    return math.ceil(podspec.quantity(requested) or podspec.quantity(limit))
+    job.rest(result)
 
 
 def _trainer_job(job_set: Fields, result: Converted) -> Fields:
@@ -181,16 +169,6 @@ def _trainer_job(job_set: Fields, result: Converted) -> Fields:
     return found
 
 
-def _job_policies(job_set: Fields, result: Converted) -> None:
-    failure = job_set.fields("failurePolicy")
-    if (restarts := failure.number("maxRestarts")) is not None:
-        result.set("backoffLimit", restarts, "the JobSet's failurePolicy.maxRestarts")
-    if (seconds := job_set.number("ttlSecondsAfterFinished")) is not None:
-        result.set("ttlSecondsAfterFinished", seconds)
-    failure.rest(result)
-    job_set.rest(result)
-
-
 def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str, Any]]:
     """What the TrainJob changes in the runtime's pod template, by any version of the field."""
     for patch in spec.mappings("runtimePatches"):
@@ -201,11 +179,11 @@ def _patches(spec: Fields, job: str, result: Converted) -> Iterator[Mapping[str,
             if replicated.text("name") == job:
                 of_job = replicated.fields("template")
                 yield of_job.fields("spec").fields("template").given
-                of_job.rest(result, _PATCHED)
+                of_job.rest(result)
             else:
                 result.remark(replicated.path, f"is for another Job than {job}")
         for fields in (own, template, job_set):
-            fields.rest(result, _PATCHED)
+            fields.rest(result)
     for name in ("podTemplateOverrides", "podSpecOverrides"):
         for override in spec.mappings(name):
             if job in [target.text("name") for target in override.mappings("targetJobs")]:
@@ -244,12 +222,3 @@ def _restarts(elastic: Fields, result: Converted) -> None:
             restarts_of_set = count(result.spec["backoffLimit"], "restart")
             result.remark(path, f"{restarts_of_set} of the JobSet: elasticPolicy.maxRestarts counts before it")
         result.set("backoffLimit", restarts, "elasticPolicy.maxRestarts")
-
-
-def _gang(own: Fields, result: Converted) -> None:
-    group = own.fields("podGroupPolicy")
-    seconds = group.fields("coscheduling").number("scheduleTimeoutSeconds")
-    if seconds:
-        result.set("startDeadlineSeconds", seconds, "scheduleTimeoutSeconds: all nodes run by then, or are released")
-    for name in group.given:
-        result.remark((*group.path, name), common.GANG)

@@ -40,10 +40,15 @@ def stop(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
         found.stopped(node, failures if node == 0 else [], at)
 
 
+def fail(found: LeaderState, failures: list[Failure], at: float = T0) -> None:
+    """Ranks of node 0 do, and all nodes stop."""
+    found.failed(0, failures, at)
+    stop(found, failures, at)
+
+
 def fails(found: LeaderState, at: float, then: StartOrder | type[EndOrder]) -> None:
     """A rank does, after a long time."""
-    found.failed(0, [failure(code=9)], at)
-    stop(found, [failure(code=9)], at)
+    fail(found, [failure(code=9)], at)
     found.tick(at + 400)  # the longest back-off is 300
     (order,) = taken(found)
     assert order == then or type(order) is then
@@ -52,8 +57,7 @@ def fails(found: LeaderState, at: float, then: StartOrder | type[EndOrder]) -> N
 def fail_twice(found: LeaderState) -> None:
     """It waits a second then."""
     for _ in range(2):
-        found.failed(0, [failure()], T0)
-        stop(found, [failure()])
+        fail(found, [failure()])
         found.orders.clear()
     assert found.state == "pausing"
 
@@ -115,13 +119,11 @@ def test_the_job_ends_when_all_nodes_have_finished_and_not_before() -> None:
 def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
     found, at = running(1, restarts), T0
     for generation in range(1, restarts + 1):
-        found.failed(0, [failure(code=9)], at)
-        stop(found, [failure(code=9)], at)
+        fail(found, [failure(code=9)], at)
         at += budget.back_off_seconds(generation)
         found.tick(at)
         assert taken(found) == [start(found, generation)]
-    found.failed(0, [failure(code=9)], at)
-    stop(found, [failure(code=9)], at)
+    fail(found, [failure(code=9)], at)
     (order,) = taken(found)
     assert (order.code, order.failure.exit_code) == (9, 9)
 
@@ -139,8 +141,7 @@ def test_the_budget_is_spent_to_the_last_and_not_overrun(restarts: int) -> None:
 def test_what_the_operator_has_charged_meanwhile_comes_with_a_new_pod(grant: Grant, restarts: int) -> None:
     """Else a script whose pods run out of memory now and then restarts more often than its user allowed."""
     found = running(2, restarts=3, has_operator=True)
-    found.failed(0, [failure()], T0)
-    stop(found, [failure()])
+    fail(found, [failure()])
     assert taken(found) == [start(found, 1)]
     found.lost(1, T0)
     stop(found, [])
@@ -162,16 +163,14 @@ def test_a_pod_that_was_made_earlier_knows_nothing_new_of_the_budget() -> None:
 
 def test_infrastructure_has_its_own_limit_too() -> None:
     found = running(1, restarts=0)
-    found.failed(0, [failure(code=143)], T0)
-    stop(found, [failure(code=143)])
+    fail(found, [failure(code=143)])
     assert taken(found)[0].code == 143
 
 
 def test_a_second_failure_in_a_row_waits_and_one_after_a_long_run_does_not() -> None:
     found = running(1)
     for at, pause in ((T0, 0), (T0, 1), (T0 + 700, 0)):
-        found.failed(0, [failure()], at)
-        stop(found, [failure()], at)
+        fail(found, [failure()], at)
         if pause:
             assert taken(found) == []
             assert found.deadline == at + pause
@@ -181,8 +180,7 @@ def test_a_second_failure_in_a_row_waits_and_one_after_a_long_run_does_not() -> 
 
 def test_what_can_never_start_is_not_tried_again() -> None:
     found = running(1)
-    found.failed(0, [failure(code=127)], T0)
-    stop(found, [failure(code=127)])
+    fail(found, [failure(code=127)])
     assert taken(found)[0].code == 127
 
 
@@ -190,34 +188,24 @@ TYPO = "NameError: name 'modle' is not defined"
 
 
 @pytest.mark.parametrize(
-    "exception",
+    ("code", "exception"),
     [
-        TYPO,
-        "python: can't open file '/app/trian.py': [Errno 2] No such file",
-        "SystemExit: /usr/bin/python: No module named trian",
+        (1, TYPO),
+        (1, "python: can't open file '/app/trian.py': [Errno 2] No such file"),
+        (1, "SystemExit: /usr/bin/python: No module named trian"),
+        (2, "train.py: error: unrecognized arguments: --lrr 1"),
+        (127, ""),
     ],
 )
-def test_a_mistake_that_all_nodes_make_before_the_first_step_is_not_tried_again(exception: str) -> None:
-    """`ddprun trian.py` was tried four times."""
+def test_what_fails_on_all_nodes_before_the_first_step_is_not_tried_again(code: int, exception: str) -> None:
+    """`ddprun trian.py` was tried four times, and `--lrr` printed the usage lines of all ranks each time."""
     found = running(2, has_operator=True)
-    found.failed(0, [failure(exception=exception)], T0)
+    found.failed(0, [failure(code=code, exception=exception)], T0)
     taken(found)
     for node in range(2):
-        found.stopped(node, [failure(node, exception=exception)], T0)
+        found.stopped(node, [failure(node, code=code, exception=exception)], T0)
     (order,) = taken(found)
-    assert order.failure.failure_class == "permanent"
-
-
-def test_options_that_all_nodes_refuse_are_not_tried_again() -> None:
-    """Four times the usage lines of all ranks, for `--lrr`."""
-    refused = "train.py: error: unrecognized arguments: --lrr 1"
-    found = running(2, has_operator=True)
-    found.failed(0, [failure(code=2, exception=refused)], T0)
-    taken(found)
-    for node in range(2):
-        found.stopped(node, [failure(node, code=2, exception=refused)], T0)
-    (order,) = taken(found)
-    assert (order.code, order.failure.failure_class) == (2, "permanent")
+    assert (order.code, order.failure.failure_class) == (code, "permanent")
 
 
 def test_a_mistake_that_one_node_makes_twice_is_not_tried_a_third_time() -> None:
@@ -298,40 +286,20 @@ def test_a_mistake_is_tried_again_once_the_job_has_trained(step: int, at: float)
     """A rare batch may raise what the next try does not."""
     found = running(1)
     found.reached(step)
-    found.failed(0, [failure(exception=TYPO)], at)
-    stop(found, [failure(exception=TYPO)], at)
+    fail(found, [failure(exception=TYPO)], at)
     assert isinstance(taken(found)[0], StartOrder)
-
-
-def test_a_program_that_one_node_does_not_have_is_looked_for_on_another() -> None:
-    """One node whose volume is not mounted would fail the job for good."""
-    found = running(2, has_operator=True)
-    found.failed(0, [failure(code=127)], T0)
-    stop(found, [failure(code=127)])
-    (order,) = taken(found)
-    assert (order.code, order.failure.failure_class) == (127, "infrastructure")
-
-
-def test_a_program_that_no_node_has_is_not_tried_again() -> None:
-    found = running(2, has_operator=True)
-    found.failed(0, [failure(code=127)], T0)
-    taken(found)
-    for node in range(2):
-        found.stopped(node, [failure(node, code=127)], T0)
-    (order,) = taken(found)
-    assert (order.code, order.failure.failure_class) == (127, "permanent")
 
 
 NO_SCRIPT = "ddprun: there is no file train.py in /data"
 
 
-def test_a_script_that_one_node_does_not_have_is_looked_for_on_another() -> None:
-    """The job failed for good at the second try, where one node of many had not mounted the volume."""
+@pytest.mark.parametrize(("code", "exception"), [(127, ""), (2, NO_SCRIPT)], ids=["program", "script"])
+def test_what_one_node_does_not_have_is_looked_for_on_another(code: int, exception: str) -> None:
+    """One node whose volume is not mounted would fail the job for good."""
     found = running(2, has_operator=True)
-    found.failed(0, [failure(code=2, exception=NO_SCRIPT)], T0)
-    stop(found, [failure(code=2, exception=NO_SCRIPT)])
+    fail(found, [failure(code=code, exception=exception)])
     (order,) = taken(found)
-    assert (order.code, order.failure.failure_class) == (2, "infrastructure")
+    assert (order.code, order.failure.failure_class) == (code, "infrastructure")
     assert order.why.endswith("; another node may have it")
 
 
@@ -470,8 +438,7 @@ def test_complaints_about_lost_peers_alone_are_free_once_and_not_for_ever() -> N
     """A collective that only some ranks call ends so every time: it would start again until the nodes are needed."""
     found = running(2, restarts=9)
     for at, charged in ((T0, "infrastructure"), (T0 + 4000, "application"), (T0 + 8000, "application")):
-        found.failed(0, [failure(symptom=True)], at)
-        stop(found, [failure(symptom=True)], at)
+        fail(found, [failure(symptom=True)], at)
         assert f"charged to {charged}" in found.said
         found.tick(at + 400)
         taken(found)
@@ -481,8 +448,7 @@ def test_the_operator_says_whether_complaints_were_free_already() -> None:
     found = LeaderState(Members(range(1)), Budget(9, 9, 9, 9, RestartHistory(peers_lost=1)), JOIN_SECONDS, T0)
     found.joined(0, T0)
     taken(found)
-    found.failed(0, [failure(symptom=True)], T0)
-    stop(found, [failure(symptom=True)])
+    fail(found, [failure(symptom=True)])
     assert "charged to application" in found.said
 
 
@@ -490,8 +456,7 @@ def test_ranks_that_could_not_be_started_are_no_complaint_and_free_each_time() -
     """A machine without a process left is no mistake of the script."""
     found = running(1, restarts=9)
     for at in (T0, T0 + 4000, T0 + 8000):
-        found.failed(0, [failure(code=75, symptom=True, unstarted=True)], at)
-        stop(found, [failure(code=75, symptom=True, unstarted=True)], at)
+        fail(found, [failure(code=75, symptom=True, unstarted=True)], at)
         assert "charged to infrastructure" in found.said
         found.tick(at + 400)
         taken(found)
@@ -811,8 +776,7 @@ def test_the_users_failure_policy_decides_by_the_exit_code(code: int, order: typ
     rules_ = (PolicyRule("FailJob", frozenset({3}), False), PolicyRule("Ignore", frozenset({4}), False),
               PolicyRule("Count", frozenset({3, 4}), True))  # fmt: skip
     found = running(1, policy=rules_)
-    found.failed(0, [failure(code=code)], T0)
-    stop(found, [failure(code=code)])
+    fail(found, [failure(code=code)])
     assert [type(one) for one in taken(found)] == [order]
     assert [one.charged_to for one in found.charged] == ([charged] if charged else [])
 
@@ -825,8 +789,7 @@ def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
     found.joined(0, T0)
     taken(found)
     assert (found.counts["inARow"], found.counts["chargedInARow"], found.restarts) == (4, 2, 0)
-    found.failed(0, [failure()], T0)
-    stop(found, [failure()])
+    fail(found, [failure()])
     assert found.deadline == T0 + budget.back_off_seconds(5)
     assert (found.counts["inARow"], found.counts["chargedInARow"], found.counts["application"]) == (5, 3, 1)
 
@@ -834,8 +797,7 @@ def test_restarts_in_a_row_go_on_from_where_the_operators_stand() -> None:
 def test_the_last_five_failures_are_kept_with_their_class_and_budget() -> None:
     found, at = running(1, restarts=9), T0
     for code in range(1, 8):
-        found.failed(0, [failure(code=code)], at)
-        stop(found, [failure(code=code)], at)
+        fail(found, [failure(code=code)], at)
         at += 700  # long enough for each to be forgiven
         found.tick(at)
         taken(found)

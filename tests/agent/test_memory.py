@@ -6,12 +6,11 @@ torch is imported: warm.py.
 
 from __future__ import annotations
 
-import json
 import time
-from typing import Any
 
 import pytest
-from agents import Launcher, finish
+from agents import Launcher
+from killed_training import began, trained, words
 
 from ddpjob_core import memory
 
@@ -77,31 +76,10 @@ with ddpjob.init() as world:
 """
 
 
-def words(done: list[Any], first: str) -> list[list[str]]:
-    """The lines of the ranks that begin so, without that word."""
-    return [line.split()[1:] for d in done for line in d.stdout.splitlines() if line.startswith(first)]
-
-
-def trained(
-    launcher: Launcher, kill: dict[str, Any], *, nodes: int = 1, nproc: int = 2, text: str = TRAIN, **env: str
-) -> list[Any]:
-    """The training to its end, with these kills; what each agent has said."""
-    script = launcher.script(text)
-    env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
-    agents = (
-        launcher.nodes(nodes, "--nproc", nproc, "--max-restarts", 99, script, is_warm=True, **env)
-        if nodes > 1
-        else [launcher.warm("--nproc", nproc, "--max-restarts", 99, script, **env)]
-    )
-    done = [finish(agent, 150) for agent in agents]
-    assert [d.returncode for d in done] == [0] * nodes, "\n".join(d.stderr for d in done)
-    return done
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     """How the training ends when nothing happens: of each rank the bits of its model and its next random numbers."""
-    return sorted(words(trained(Launcher(tmp_path_factory.mktemp("undisturbed")), {}), "END"))
+    return sorted(words(trained(Launcher(tmp_path_factory.mktemp("undisturbed")), TRAIN, {}), "END"))
 
 
 def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is_the_same_bit_for_bit(
@@ -114,8 +92,8 @@ def test_a_rank_that_is_killed_anywhere_in_a_step_repeats_none_and_the_result_is
         "2": [["boundary", 17, 1]],
         "3": [["forward", 22, 0]],
     }
-    done = trained(launcher, kill, SAVE_AT="9")
-    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 8, 11, 17, 21], done[0].stderr
+    done = trained(launcher, TRAIN, kill, SAVE_AT="9")
+    assert began(done) == [0, 8, 11, 17, 21], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
     for step in (8, 11, 17, 21):
         assert f"resumed at step {step} from the memory on the nodes of ranks 0, 1" in done[0].stderr
@@ -126,8 +104,8 @@ def test_a_rank_that_is_killed_within_the_optimizers_step_leaves_its_random_stat
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
     """The others are a step further than what it wrote last: it drops out the neurons that it would have."""
-    done = trained(launcher, {"0": [["optimizer", 9, 1]], "1": [["optimizer", 13, 0]]})
-    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 9, 13], done[0].stderr
+    done = trained(launcher, TRAIN, {"0": [["optimizer", 9, 1]], "1": [["optimizer", 13, 0]]})
+    assert began(done) == [0, 9, 13], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
 
 
@@ -135,8 +113,8 @@ def test_a_node_without_survivors_gets_the_state_from_another_nodes_memory(
     launcher: Launcher, undisturbed: list[list[str]]
 ) -> None:
     """A pod has one rank where it has one GPU: its own memory then never has a state that a survivor wrote."""
-    done = trained(launcher, {"0": [["forward", 9, 1]], "1": [["all-reduce", 13, 0]]}, nodes=2, nproc=1)
-    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 8, 12], done[0].stderr
+    done = trained(launcher, TRAIN, {"0": [["forward", 9, 1]], "1": [["all-reduce", 13, 0]]}, nodes=2, nproc=1)
+    assert began(done) == [0, 8, 12], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
     assert "from the memory on the node of rank 0" in done[0].stderr
     assert "from the memory on the node of rank 1" in done[0].stderr
@@ -152,31 +130,14 @@ def test_a_place_in_the_data_that_the_script_names_itself_is_that_of_the_step(la
         "    now = lambda: {**objects, 'sampler': sampler.state_dict()}\n    while step < STEPS",
     )
     kill = {"0": [["forward", 9, 1]], "1": [["all-reduce", 9, 1]], "2": [["forward", 14, 0]]}
-    done = trained(launcher, kill, text=ahead)
-    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 8, 8, 13], done[0].stderr
-
-
-def test_without_a_folder_a_script_that_only_saves_goes_on_from_what_it_saved_last(
-    launcher: Launcher, undisturbed: list[list[str]]
-) -> None:
-    """It would begin at step 0: what survivors hold between two saves has no place in the data, and no number."""
-    only_saves = TRAIN.replace('"snapshots", world', "world=world").replace("ddpjob.should_stop(step)", "")
-    by_value = only_saves.replace("snapshot.save(step, **objects)", "snapshot.save(step, **objects, best=step)")
-    kill = {
-        "0": [["forward", 9, 0]],
-        "1": [["forward", 15, 1]],  # after the save of step 14 and before the next step
-        "2": [["forward", 20, 0], ["forward", 20, 1]],
-    }
-    done = trained(launcher, kill, text=by_value)
-    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 4, 14, 14], done[0].stderr
-    assert sorted(words(done, "END")) == undisturbed, done[0].stderr
+    done = trained(launcher, ahead, kill)
+    assert began(done) == [0, 8, 8, 13], done[0].stderr
 
 
 def test_all_ranks_killed_at_once_go_on_from_the_folder(launcher: Launcher, undisturbed: list[list[str]]) -> None:
     """Nobody is left to write the state: what counts is the last save, and the job says so."""
-    done = trained(launcher, {"0": [["forward", 9, 0], ["forward", 9, 1]]})
-    (first, second) = (int(step) for (step,) in words(done, "BEGIN"))
-    assert (first, second) == (0, 4), done[0].stderr
+    done = trained(launcher, TRAIN, {"0": [["forward", 9, 0], ["forward", 9, 1]]})
+    assert began(done) == [0, 4], done[0].stderr
     assert sorted(words(done, "END")) == undisturbed, done[0].stderr
 
 
@@ -230,11 +191,10 @@ def test_another_survivor_writes_the_state_of_one_that_dies_and_one_that_stands_
 ) -> None:
     """One more failure in that moment must not cost the steps. A rank that is stopped while it writes keeps the others
     from writing until its agent ends it: then the folder counts, and a restart comes all the same."""
-    done = trained(launcher, {}, nproc=4, text=IN_PIECES)
-    began, killed = words(done, "BEGIN"), words(done, "KILL")
-    assert began[1][:2] == killed[0][:2], done[0].stderr
-    assert [int(step) for step, *_ in began[:2]] == [0, 8], done[0].stderr
-    assert len(began) == 3, done[0].stderr
+    done = trained(launcher, IN_PIECES, {}, nproc=4)
+    assert words(done, "BEGIN")[1][:2] == words(done, "KILL")[0][:2], done[0].stderr
+    assert began(done)[:2] == [0, 8], done[0].stderr
+    assert len(began(done)) == 3, done[0].stderr
 
 
 SILENT = """

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+import killed_training
 import pytest
-from agents import Launcher, finish
+from agents import Launcher
+from killed_training import began, words
 
 # Weights are clipped at the begin of each step, so between the last boundary and the optimizer's step they change.
 TRAIN = """
@@ -32,18 +33,6 @@ def copy_and_die_within(target, source):
     copy(target, source)
 
 packed.copy_piece = copy_and_die_within
-if os.environ.get("DEVICE"):
-    import last_moment
-    from ddpjob.checkpoint.in_memory import streams
-
-    def copy_and_die(self):
-        for target, source in self._pairs:
-            target.copy_(source)
-            strike("copy", step, world.rank)
-        self._pairs = []
-
-    last_moment.Ticket.hold = copy_and_die
-    streams.for_device = lambda device: last_moment.LastMoment()
 with ddpjob.init() as world:
     torch.manual_seed(7 + world.rank)
     model = world.wrap(torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Linear(32, 1)))
@@ -82,32 +71,16 @@ with ddpjob.init() as world:
 """
 
 
-def words(done: list[Any], first: str) -> list[list[str]]:
-    """The lines of the ranks that begin so, without that word."""
-    return [line.split()[1:] for d in done for line in d.stdout.splitlines() if line.startswith(first)]
-
-
-def trained(folder: Path, kill: dict[str, Any], *, nodes: int = 1, nproc: int = 1, **env: str) -> list[Any]:
-    """The training to its end, with these kills; what each agent has said."""
+def trained(folder: Path, kill: dict[str, Any], *, nproc: int = 1, **how: Any) -> Any:
     folder.mkdir()
-    launcher = Launcher(folder)
-    script = launcher.script(TRAIN)
-    env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
-    agents = (
-        launcher.nodes(nodes, "--nproc", nproc, "--max-restarts", 99, script, is_warm=True, **env)
-        if nodes > 1
-        else [launcher.warm("--nproc", nproc, "--max-restarts", 99, script, **env)]
-    )
-    done = [finish(agent, 150) for agent in agents]
-    assert [d.returncode for d in done] == [0] * nodes, "\n".join(d.stderr for d in done)
-    return done
+    return killed_training.trained(Launcher(folder), TRAIN, kill, nproc=nproc, **how)
 
 
 def test_a_rank_that_trains_alone_is_killed_and_goes_on_from_the_last_copy_with_the_same_bits(tmp_path: Path) -> None:
     """All steps since the last save were lost: nobody outlives it."""
     undisturbed = words(trained(tmp_path / "one", {}), "END")
     done = trained(tmp_path / "other", {"0": [["forward", 20, 0]], "1": [["copy", 30, 0]]})
-    assert [int(step) for (step,) in words(done, "BEGIN")] == [0, 18, 29], done[0].stderr
+    assert began(done) == [0, 18, 29], done[0].stderr
     assert words(done, "END") == undisturbed
     said = done[0].stderr
     assert "the state is copied at each step, because a rank that trains alone leaves nobody who could write it" in said
@@ -130,32 +103,12 @@ def test_weights_that_the_script_changes_itself_come_back_from_a_copy_with_the_s
     }
     done = trained(tmp_path / "other", kill, **how)
     said = "\n".join(d.stderr for d in done)
-    began = [int(step) for (step,) in words(done, "BEGIN")]
-    assert began[0] == 0, said
-    assert began[1] in (18, 19), "the copy of step 19 counts where its writer has heard of the failure in time"
-    assert began[2] == 30, said
-    assert began[3] in (42, 43), said
+    steps = began(done)
+    assert steps[0] == 0, said
+    assert steps[1] in (18, 19), "the copy of step 19 counts where its writer has heard of the failure in time"
+    assert steps[2] == 30, said
+    assert steps[3] in (42, 43), said
     assert sorted(words(done, "END")) == undisturbed, said
     assert "the state is copied at each step, because parameters or optimizer state change" in said
-    assert f"resumed at step {began[1]} from a copy in the memory on the node" in said
-    assert "seeded" not in said
-
-
-def test_ranks_on_devices_are_killed_and_go_on_from_the_last_copy_with_the_same_bits(tmp_path: Path) -> None:
-    """On a GPU each failure cost the steps since the last save. The last rank is killed, then the one that writes, in
-    the middle of a copy, then all at once."""
-    how: dict[str, Any] = {"nproc": 2, "DEVICE": "1"}
-    undisturbed = sorted(words(trained(tmp_path / "one", {}, **how), "END"))
-    kill = {
-        "0": [["forward", 24, 1]],
-        "1": [["copy", 36, 0]],
-        "2": [["forward", 47, 0], ["forward", 47, 1]],  # about when this generation begins to copy
-    }
-    done = trained(tmp_path / "other", kill, **how)
-    said = "\n".join(d.stderr for d in done)
-    began = [int(step) for (step,) in words(done, "BEGIN")]
-    assert began[0] == 0, said
-    assert (began[1] in (12, 16, 20), began[2] in (28, 32), began[3] in (32, 36, 40)) == (True, True, True), said
-    assert sorted(words(done, "END")) == undisturbed, said
-    assert "the state is copied each 4 steps, because after a failure nobody knows which step a GPU has come to" in said
+    assert f"resumed at step {steps[1]} from a copy in the memory on the node" in said
     assert "seeded" not in said

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
+import killed_training
 import pytest
-from agents import Launcher, finish
+from agents import Launcher
+from killed_training import began, words
 
 # At step 10 a layer with a BatchNorm comes, with weights that are the same on all ranks. How large the model is depends
 # on the step, and the script asks for that before it builds the model: `load` without objects, then `state`.
@@ -85,22 +86,8 @@ with ddpjob.init() as world:
 """
 
 
-def words(done: Any, first: str) -> list[list[str]]:
-    """The lines of the ranks that begin so, without that word."""
-    return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith(first)]
-
-
-def began(done: Any) -> list[int]:
-    """The steps at which its generations began."""
-    return [int(step) for (step,) in words(done, "BEGIN")]
-
-
-def trained(launcher: Launcher, folder: str, kill: dict[str, Any], *, nproc: int = 2, **env: str) -> Any:
-    """The training to its end, with these kills."""
-    env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill), "SNAPSHOTS": folder} | env
-    done = finish(launcher.warm("--nproc", nproc, "--max-restarts", 99, launcher.script(TRAIN), **env), 150)
-    assert done.returncode == 0, done.stderr
-    return done
+def trained(launcher: Launcher, folder: str, kill: dict[str, Any], **how: Any) -> Any:
+    return killed_training.trained(launcher, TRAIN, kill, SNAPSHOTS=folder, **how)
 
 
 @pytest.mark.parametrize("width", ["4", "4096"], ids=["within its room", "beyond its room"])
@@ -115,10 +102,10 @@ def test_a_model_that_grows_goes_on_with_the_same_bits_from_the_folder_and_soon_
         (16, 15, "resumed at step 15 from the memory on the nodes of ranks 0, 1"),
     ]:
         done = trained(launcher, f"killed-{step}", {"0": [["backward", step, 1]]}, WIDTH=width)
-        assert began(done) == [0, first], done.stderr
-        assert sorted(words(done, "END")) == ends, done.stderr
-        assert said in done.stderr
-        assert "parameters changed" not in done.stderr, "DistributedDataParallel wrote them when it took the model"
+        assert began(done) == [0, first], done[0].stderr
+        assert sorted(words(done, "END")) == ends, done[0].stderr
+        assert said in done[0].stderr
+        assert "parameters changed" not in done[0].stderr, "DistributedDataParallel wrote them when it took the model"
 
 
 def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_the_log_says_why(
@@ -127,10 +114,10 @@ def test_a_script_that_begins_with_the_small_model_goes_on_from_the_folder_and_t
     """load_state_dict() failed on all ranks at once, which ended the job for good, with hours of work in the folder."""
     ends = sorted(words(trained(launcher, "undisturbed", {}, BUILDS_SMALL="1"), "END"))
     done = trained(launcher, "killed", {"0": [["backward", 16, 1]]}, BUILDS_SMALL="1")
-    assert began(done) == [0, 3], done.stderr
-    assert sorted(words(done, "END")) == ends, done.stderr
-    assert "step 15 in memory is not used: rank 0: model is not as it was: Unexpected key(s)" in done.stderr
-    assert "Traceback" not in done.stderr.partition("restart 1:")[2]
+    assert began(done) == [0, 3], done[0].stderr
+    assert sorted(words(done, "END")) == ends, done[0].stderr
+    assert "step 15 in memory is not used: rank 0: model is not as it was: Unexpected key(s)" in done[0].stderr
+    assert "Traceback" not in done[0].stderr.partition("restart 1:")[2]
 
 
 def test_a_new_optimizer_that_save_was_not_given_is_no_state_to_go_on_from(launcher: Launcher) -> None:
@@ -138,9 +125,11 @@ def test_a_new_optimizer_that_save_was_not_given_is_no_state_to_go_on_from(launc
     ends = sorted(words(trained(launcher, "undisturbed", {}, HOW="optimizer"), "END"))
     kill = {"0": [["backward", 15, 1]], "1": [["backward", 21, 0]]}
     done = trained(launcher, "killed", kill, HOW="optimizer")
-    assert began(done) == [0, 3, 20], done.stderr
-    assert sorted(words(done, "END")) == ends, done.stderr
-    assert "optimizer: the script has replaced what save() was given: the state is kept in memory again" in done.stderr
+    assert began(done) == [0, 3, 20], done[0].stderr
+    assert sorted(words(done, "END")) == ends, done[0].stderr
+    assert (
+        "optimizer: the script has replaced what save() was given: the state is kept in memory again" in done[0].stderr
+    )
 
 
 def test_a_rank_that_trains_alone_goes_on_from_a_copy_of_its_grown_model(launcher: Launcher) -> None:
@@ -149,5 +138,5 @@ def test_a_rank_that_trains_alone_goes_on_from_a_copy_of_its_grown_model(launche
     for step, possible in [(11, [9, 10]), (13, [9, 10]), (20, [18, 19])]:
         done = trained(launcher, f"killed-{step}", {"0": [["backward", step, 0]]}, nproc=1, COPIES="1")
         assert began(done)[0] == 0
-        assert began(done)[1] in possible, done.stderr
-        assert words(done, "END") == ends, done.stderr
+        assert began(done)[1] in possible, done[0].stderr
+        assert words(done, "END") == ends, done[0].stderr

@@ -139,12 +139,6 @@ def test_when_the_budget_is_spent_only_the_guilty_node_has_the_code_and_the_mess
     assert {k: message(launcher, 1)[k] for k in ("rank", "exitCode")} == {"rank": 2, "exitCode": 9}
 
 
-def test_a_node_that_has_finished_runs_again_when_another_fails(launcher: Launcher) -> None:
-    script = launcher.script(TRAIN + "if life == '0' and rank == 1: time.sleep(0.5); sys.exit(1)")
-    assert codes(launcher.nodes(2, "--no-preload", script)) == [0, 0]
-    assert [rank for rank, _, _ in starts(launcher)["1"]] == [0, 1]
-
-
 def test_node_0_may_come_last(launcher: Launcher) -> None:
     script = launcher.script(TRAIN)
     first, second = group(launcher, 2, "--no-preload", script)
@@ -291,16 +285,6 @@ def test_when_an_agent_is_lost_the_others_stop_and_go_on_with_its_replacement(la
     forget_killed(launcher)
 
 
-def test_without_a_replacement_the_others_leave_the_job_to_the_operator(launcher: Launcher) -> None:
-    script = launcher.script(TRAIN + "time.sleep(1000)")
-    agents = launcher.nodes(3, "--rdzv-conf", "join_timeout=5", "--no-preload", script)
-    up(launcher, "0", 3)
-    agents[2].kill()
-    agents[2].communicate()
-    assert codes(agents[:2]) == [75, 75]
-    forget_killed(launcher)
-
-
 def test_when_one_node_is_told_to_stop_the_ranks_of_all_may_save(launcher: Launcher) -> None:
     """As with the library: all agree on a step, and those that were not told end with 75."""
     script = launcher.script(
@@ -322,16 +306,6 @@ sys.exit(75)
     assert codes(agents) == [75, 75, 75]
     assert len(list(launcher.folder.glob("saved-*"))) == 3
     assert list(starts(launcher)) == ["0"], "no generation follows"
-
-
-def test_a_job_that_is_deleted_ends_on_every_node(launcher: Launcher) -> None:
-    script = launcher.script(TRAIN + "time.sleep(1000)")
-    agents = launcher.nodes(2, "--no-preload", script)
-    up(launcher, "0", 2)
-    for agent in agents:
-        agent.terminate()
-    assert set(codes(agents)) <= {143, 75}
-    assert list(starts(launcher)) == ["0"]
 
 
 def test_strangers_and_agents_of_other_jobs_do_not_disturb(launcher: Launcher) -> None:

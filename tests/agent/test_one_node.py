@@ -208,18 +208,6 @@ def test_a_failure_starts_all_ranks_again_on_another_port(launcher: Launcher, st
     assert ports["0"] != ports["1"] != ports["2"], "what is left of an old generation finds nobody at its port"
 
 
-def test_without_a_restart_left_the_job_ends_with_the_last_failure(launcher: Launcher) -> None:
-    script = launcher.script("import os; raise SystemExit(3 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
-    assert launcher.done("--no-preload", "--max-restarts", 1, script).returncode == 4
-
-
-def test_what_the_operator_says_is_left_counts_where_the_command_does_not(launcher: Launcher) -> None:
-    script = launcher.script("import os; print('run'); raise SystemExit(3)")
-    left = {"DDPJOB_RESTARTS_LEFT": '{"application": 1, "infrastructure": 9, "stall": 9}', "PET_MAX_RESTARTS": "0"}
-    assert launcher.done("--no-preload", script, **left).stdout == "run\nrun\n"
-    assert launcher.done("--no-preload", script, PET_MAX_RESTARTS="0").stdout == "run\n"
-
-
 def test_a_program_that_cannot_be_started_is_not_tried_again(launcher: Launcher) -> None:
     done = launcher.done("--no-python", "no-such-program")
     assert done.returncode == 127
@@ -437,12 +425,6 @@ def test_a_rank_is_given_no_descriptor_but_its_streams(launcher: Launcher, start
     assert launcher.done(start, script).stdout == f"{expected}\n"
 
 
-@STARTS
-def test_a_script_that_closes_all_descriptors_still_ends_in_order(launcher: Launcher, start: str) -> None:
-    script = launcher.script("import os; os.closerange(0, 100); os._exit(0)")
-    assert launcher.done(start, script).returncode == 0
-
-
 # ---- output ------------------------------------------------------------------------------------------------
 
 
@@ -518,26 +500,6 @@ def test_filtered_lines_are_collected(launcher: Launcher) -> None:
     assert done.returncode == 0
     (filtered,) = (launcher.folder / "logs").rglob("filtered_stdout.log")
     assert filtered.read_text() == "[default0]:apple\n"
-
-
-def test_ten_thousand_lines_a_second_lose_none_and_do_not_delay_sigterm(launcher: Launcher) -> None:
-    """Nobody reads the console: the agent must not wait for it."""
-    script = launcher.script(
-        """
-        import signal, sys, time
-        for i in range(50_000): print("x" * 40, i)
-        open("written", "w").close()
-        time.sleep(1000)
-        """
-    )
-    agent = launcher.ddprun("--no-preload", "--tee", "3", "--log-dir", "logs", script)
-    eventually((launcher.folder / "written").exists)
-    began = time.monotonic()
-    agent.terminate()
-    out, _ = agent.communicate(timeout=30)
-    assert time.monotonic() - began < 10
-    assert agent.returncode == 143
-    assert out.count("\n") == 50_000
 
 
 PRINTS = "import time\nwhile True:\n    print('line')\n    time.sleep(0.01)"

@@ -201,16 +201,12 @@ def test_a_pod_is_told_as_of_when_the_budget_was_so_and_what_was_known_of_whose_
         Grant.read(text.replace("3}", "-3}"))
 
 
-@pytest.mark.parametrize(("said", "seconds"), [("900", 900.0), ("0", 0.0), ("", None), (None, None)])
-def test_how_long_a_group_may_stand_still(said: str | None, seconds: float | None) -> None:
-    environ = {} if said is None else {"DDPJOB_STALL_TIMEOUT": said}
-    assert options("train.py", **environ).stall_seconds == seconds
-
-
-@pytest.mark.parametrize(("said", "seconds"), [("10", 10.0), ("0", 0.0), ("", 0.1), (None, 0.1)])
-def test_how_long_ranks_get_when_another_one_has_failed(said: str | None, seconds: float) -> None:
-    environ = {} if said is None else {"DDPJOB_RESTART_GRACE": said}
-    assert options("train.py", **environ).broken_grace_seconds == seconds
+@pytest.mark.parametrize(("said", "stall", "grace"), [("900", 900.0, 900.0), ("0", 0.0, 0.0), ("", None, 0.1)])
+def test_how_long_a_group_may_stand_still_and_ranks_get_when_another_one_has_failed(
+    said: str, stall: float | None, grace: float
+) -> None:
+    found = options("train.py", DDPJOB_STALL_TIMEOUT=said, DDPJOB_RESTART_GRACE=said)
+    assert (found.stall_seconds, found.broken_grace_seconds) == (stall, grace)
 
 
 def test_the_failure_policy_is_read_as_the_operator_writes_it() -> None:

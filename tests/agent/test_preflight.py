@@ -175,21 +175,6 @@ def test_a_bad_node_ends_the_pods_with_75_before_anything_trains(stubbed: Launch
     assert "pre-flight: node 1 is slow: 1 GB/s" in done[0].stderr
 
 
-def test_a_preflight_that_cannot_run_is_said_and_the_training_starts(stubbed: Launcher) -> None:
-    done = [finish(a) for a in stubbed.nodes(2, "--no-preload", stubbed.script(TRAIN), **ASKED, CHECK="broken")]
-    assert [d.returncode for d in done] == [0, 0], [d.stderr for d in done]
-    assert [name for name in traces(stubbed.folder) if "trained" in name] == ["trained-0-0", "trained-1-0"]
-    assert "the pre-flight failed: rank" in done[0].stderr
-    assert "training starts without it" in done[0].stderr
-    assert not list(stubbed.folder.glob("termination*"))
-
-
-def test_who_is_not_asked_measures_nothing(stubbed: Launcher) -> None:
-    done = [finish(a) for a in stubbed.nodes(2, "--no-preload", stubbed.script(TRAIN))]
-    assert [d.returncode for d in done] == [0, 0]
-    assert traces(stubbed.folder) == ["trained-0-0", "trained-1-0"]
-
-
 def test_the_real_one_in_the_fork_server_tells_its_table(launcher: Launcher) -> None:
     # Two "nodes" on the same processors, with as many threads each, would wait for each other in every product.
     asked = ASKED | {"OMP_NUM_THREADS": "1"}

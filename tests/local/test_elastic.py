@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from elastic_training import SCRIPT, alone, result
-from free_port import free_port
-from shell import Cli, eventually, status_of
-from worlds import job as elastic_job
-
-from ddpjob_operator.pods import environment
-from ddpjob_operator.pods.naming import Endpoint
+from shell import Cli, status_of
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -70,38 +59,3 @@ def test_a_range_that_cannot_be_is_refused_before_anything_starts(
     done = cli.here("run", job, *words)
     assert done.returncode == 2
     assert text in done.stderr
-
-
-@pytest.mark.long  # by day the same runs on real pods (tests/cluster/test_elastic.py)
-def test_over_two_nodes_one_and_two_again_a_training_ends_as_in_one_process(tmp_path: Path) -> None:
-    """Its steps are those of one process, whatever the number of nodes is meanwhile."""
-    what, snapshots = elastic_job(nodes=2, minNodes=1), tmp_path / "shared"
-    command = ["torchrun", "--no-python", sys.executable, "-u", "-c", SCRIPT, str(snapshots), "0.05"]
-
-    def node(attempt: int, place: int, port: int) -> subprocess.Popen[bytes]:
-        """What the pod of a place runs."""
-        own = environment.environment(what, attempt, place, Endpoint("127.0.0.1", port))
-        own["DDPJOB_TERMINATION_LOG"] = str(tmp_path / f"end-{attempt}-{place}")
-        log = (tmp_path / f"{attempt}-{place}.log").open("wb")
-        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return subprocess.Popen(command, env={**os.environ, **own, "PATH": path}, stdout=log, stderr=log)
-
-    def says(attempt: int, words: str) -> Any:
-        logs = [tmp_path / f"{attempt}-{place}.log" for place in (0, 1)]
-        return eventually(lambda: any(words in log.read_text() for log in logs if log.exists()), 120)
-
-    port = free_port()
-    first = [node(1, place, port) for place in (0, 1)]
-    says(1, "with 2")
-    for process in first:
-        process.send_signal(signal.SIGTERM)
-    for process in first:
-        process.wait(60)
-    port = free_port()
-    second = [node(2, 0, port)]
-    says(2, "with 1")
-    second.append(node(2, 1, port))
-    says(2, "with 2")
-    assert [process.wait(200) for process in second] == [0, 0]
-    logs = "".join((tmp_path / f"2-{place}.log").read_text() for place in (0, 1))  # on one machine any may have rank 0
-    assert result(logs) == pytest.approx(alone(tmp_path), abs=1e-5)

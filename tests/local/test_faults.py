@@ -111,16 +111,6 @@ def test_kills_at_an_interval_say_how_many_restarts_there_are_and_if_none_happen
     assert "--fail every=10m: did not happen; no rank of the job trained for so long" in told
 
 
-def test_several_faults_in_one_run_are_each_told(cli: Cli) -> None:
-    faults = ("--fail", "rank=0,step=12,exit=7", "--fail", "rank=1,step=35,attempt=2,signal=SEGV")
-    done, status, _ = run(cli, *faults, script=COUNTS_TOGETHER)  # else rank 1 may have ended in attempt 1
-    assert done.returncode == 0
-    assert [re.search(r"exit code 7|SIGSEGV", f["message"])[0] for f in status["failures"]] == [
-        "exit code 7",
-        "SIGSEGV",
-    ]
-
-
 @pytest.mark.parametrize("command", ["python", "ddprun"])
 def test_every_fault_happens_once_in_whichever_attempt_or_generation_reaches_its_step(cli: Cli, command: str) -> None:
     """Under ddprun all but the first were ignored, and the run ended as if everything had been tested."""
@@ -150,14 +140,6 @@ def test_a_fault_that_did_not_happen_is_named_and_one_that_did_is_not(cli: Cli) 
     assert f"--fail {early}" not in told
 
 
-def test_a_script_that_always_fails_ends_the_job_after_its_budget(cli: Cli) -> None:
-    done, status, told = run(cli, script="raise OSError('no such shard: 7')", backoffLimit=1)
-    assert done.returncode == 1
-    assert (status["state"], status["reason"], status["attempt"]) == ("Failed", "BackoffLimitExceeded", 2)
-    assert "OSError: no such shard: 7" in status["message"]
-    assert "gave up after 1 restart (backoffLimit: 1)" in told
-
-
 def test_a_mistake_that_all_ranks_make_is_not_tried_again_and_shown_once(cli: Cli) -> None:
     """A typo cost four attempts, 36 s and 334 lines."""
     done, status, told = run(cli, script="def main():\n    [].apend(1)\nmain()", nodes=1)
@@ -165,19 +147,6 @@ def test_a_mistake_that_all_ranks_make_is_not_tried_again_and_shown_once(cli: Cl
     assert "in train.py:2 (AttributeError: " in told.splitlines()[-1]
     assert done.stdout.count("Traceback") == 1
     assert len((done.stdout + told).splitlines()) < 15
-
-
-def test_a_fault_that_did_not_happen_is_an_error(cli: Cli) -> None:
-    """A test of restarts that broke nothing has passed."""
-    done, _, told = run(cli, "--fail", "rank=1,step=5,exit=3", script="import ddpjob\nprint('reports nothing')")
-    assert done.returncode == 1
-    assert "--fail rank=1,step=5,exit=3: did not happen; that rank did not call ddpjob.progress()" in told
-
-
-def test_a_fault_at_a_step_that_no_script_reports_is_refused_at_the_start(cli: Cli) -> None:
-    done, _, told = run(cli, "--fail", "rank=1,step=5,exit=3", script="print('reports nothing')")
-    assert done.returncode == 2
-    assert "--fail rank=1,step=5,exit=3: train.py reports no steps" in told
 
 
 @pytest.mark.parametrize(

@@ -99,14 +99,6 @@ def test_a_script_that_always_fails_ends_the_job_with_its_budget(cli: Cli) -> No
     assert "gave up after 1 restart (backoffLimit: 1)" in told
 
 
-def test_a_code_for_which_the_user_says_failjob_is_not_tried_again(cli: Cli) -> None:
-    rules = [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [78]}}]
-    done, status, _ = run(cli, script="raise SystemExit(78)", failurePolicy={"rules": rules})
-    assert done.returncode == 1
-    assert (status["reason"], status["restarts"]["total"]) == ("PermanentFailure", 0)
-    assert status["lastFailure"]["exitCode"] == 78
-
-
 # Saves step 10 and keeps every one in memory.
 KEEPS = """
     import time

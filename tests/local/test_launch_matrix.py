@@ -124,40 +124,11 @@ def test_under_each_launcher_ranks_meet_by_env_tcp_and_file(cli: Cli, alone: str
     assert trained(cli, job) == {f"PARAMS {alone} world {nodes * nproc}"}
 
 
-@pytest.mark.long  # by day ranks of two nodes meet in a file above, and a hostPath is one folder in test_pod_process.py
-def test_nodes_that_share_a_folder_meet_in_a_file_there(cli: Cli, alone: str) -> None:
-    text = (ROOT / "examples/notes/init-file.yaml").read_text()
-    (cli.folder / "meet").mkdir()
-    shared = text.replace("nodes: 1", "nodes: 2").replace("emptyDir: {}", f"hostPath: {{path: {cli.folder}/meet}}")
-    (cli.folder / "job.yaml").write_text(shared)
-    assert trained(cli, "job.yaml") == {f"PARAMS {alone} world 4"}
-
-
 @pytest.mark.parametrize(
     ("command", "spec", "sentence"),
     [
-        ("torchrun x.py", {"backend": "mpi"}, '"mpi" needs a PyTorch built with MPI'),
         ("torchrun --standalone x.py", {}, "torchrun --standalone is for one node, and spec.nodes is 2"),
-        ("torchrun --nnode=1 x.py", {}, "torchrun --nnodes=1 contradicts spec.nodes: 2"),
-        ("torchrun --nnodes=3:4 x.py", {}, "contradicts spec.nodes: 2"),
-        ("ddprun x.py", {"minNodes": 1}, "ddprun cannot train with a changing number of nodes"),
-        ("torchrun --nproc_per_node=4 x.py", {"nprocPerNode": 2}, "contradicts spec.nprocPerNode: 2"),
         ("torchrun --rdzv-backend=c10d x.py", {}, "Add --rdzv_endpoint=$(MASTER_ADDR):$(MASTER_PORT)"),
-        (
-            "torchrun --rdzv-backend=c10d --rdzv-endpoint=localhost:0 x.py",
-            {},
-            "is not an address at which 2 nodes can find rank 0",
-        ),
-        ("python -m torch.distributed.launch --node_rank=0 x.py", {}, "gives all 2 nodes the same rank"),
-        (
-            "python -m torch.distributed.launch --master_addr=127.0.0.1 x.py",
-            {},
-            "is not an address at which 2 nodes can find rank 0",
-        ),
-        ("python -m torch.distributed.launch --master_port=0 x.py", {}, "port 0 is another port on each of 2 nodes"),
-        ("python -m torch.distributed.launch --no_python ./x", {}, "cannot hand over --local-rank"),
-        ("python -m torch.distributed.launch --nproc_per_node=gpu x.py", {}, "the trainer's limits have no GPU"),
-        ("python /a/torch/distributed/launch.py --nnodes=1 x.py", {}, "--nnodes=1 contradicts spec.nodes: 2"),
         (
             "python x.py --dist-url file:///tmp/meet",
             {},
@@ -175,29 +146,15 @@ def test_a_way_that_cannot_work_is_refused_before_anything_starts(
     assert (done.returncode, done.stdout) == (2, "")
 
 
-@pytest.mark.parametrize(
-    ("command", "sentence"),
-    [
-        pytest.param(
-            *("backend.py --backend=mpi", 'backend: "mpi" needs a PyTorch built with MPI; no published wheel has it.'),
-            marks=pytest.mark.long,  # by day in a process that has torch: tests/trainer/test_init.py
-        ),
-        ("backend.py --backend=nccl", 'backend: "nccl"'),  # not in this PyTorch, or no CUDA device
-        pytest.param(
-            *("-m torch.distributed.launch launch_underscore.py", "the following arguments are required: --local_rank"),
-            marks=pytest.mark.long,  # what the script says of itself; by day launch-underscore starts, above
-        ),
-    ],
-)
-def test_what_only_the_script_can_know_it_refuses_before_anyone_waits(cli: Cli, command: str, sentence: str) -> None:
+def test_what_only_the_script_can_know_it_refuses_before_anyone_waits(cli: Cli) -> None:
     trainer = {
-        "command": ["python", *command.split()],
+        "command": ["python", "backend.py", "--backend=nccl"],  # not in this PyTorch, or no CUDA device
         "workingDir": str(ROOT / "trainer/examples/notes"),
         "env": [{"name": "CUDA_VISIBLE_DEVICES", "value": ""}],
     }
     done = cli.run("run", cli.file("", container=trainer, nodes=1, backoffLimit=0))
     assert done.returncode == 1
-    assert sentence in done.stdout
+    assert 'backend: "nccl"' in done.stdout
 
 
 def trained(cli: Cli, job: Path | str, *options: str) -> set[str]:

@@ -43,34 +43,6 @@ def run_often(base: Path, times: int = RUNS) -> None:
         RunFolder("job", base).close()
 
 
-def test_a_data_set_with_the_name_of_the_job_is_whole_after_many_runs(tmp_path: Path) -> None:
-    """A user loses a data set: the folders of its classes were taken for old runs."""
-    for i in range(RUNS):
-        fill(tmp_path / "job" / f"class{i}")
-    before = files_below(tmp_path)
-    run_often(tmp_path)
-    assert before.items() <= files_below(tmp_path).items()
-
-
-def test_folders_of_other_tools_that_are_named_by_a_uuid_stay(tmp_path: Path) -> None:
-    """A user loses what another tool keeps under random names."""
-    for _ in range(RUNS):
-        fill(tmp_path / "job" / str(uuid.uuid4()))
-    before = files_below(tmp_path)
-    run_often(tmp_path)
-    assert before.items() <= files_below(tmp_path).items()
-
-
-def test_the_command_line_leaves_other_peoples_folders_alone(cli: Cli) -> None:
-    """A user loses a data set by `ddpjob run --logs .` beside it."""
-    for i in range(RUNS):
-        fill(cli.folder / "job" / f"class{i}")
-    before = files_below(cli.folder / "job")
-    job = cli.file("pass")
-    assert cli.run("run", job, "--logs", ".").returncode == 0
-    assert before.items() <= files_below(cli.folder / "job").items()
-
-
 def test_nothing_outside_is_removed_through_a_link(tmp_path: Path) -> None:
     """A user loses what a link in the folder of a run points at."""
     outside = tmp_path / "outside"

@@ -128,14 +128,6 @@ def test_a_report_is_written_at_the_end_and_printed_again_later(cli: Cli) -> Non
     assert "exit code 3" in printed
 
 
-def test_a_report_that_cannot_be_written_is_refused_before_anything_starts(cli: Cli) -> None:
-    """A user trains for a week, and then there is no such folder."""
-    done = cli.run("run", cli.file("print(1)"), "--report", "nowhere/run.html")
-    assert done.returncode == 2
-    assert "--report nowhere/run.html: there is no such folder" in done.stderr
-    assert done.stdout == ""
-
-
 def test_logs_that_the_disk_has_no_room_for_are_one_line(cli: Cli) -> None:
     """`ddpjob logs > all.log` ended in a stack of this program."""
     assert cli.run("run", cli.file("print(1)")).returncode == 0

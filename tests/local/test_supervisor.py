@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import selectors
 import signal
-import subprocess
 import sys
 import time
 import uuid
@@ -21,15 +19,7 @@ from pathlib import Path
 import pytest
 
 from ddpjob_cli.local.processes import node as node_module
-from ddpjob_cli.local.processes.node import (
-    Event,
-    Exited,
-    Lingering,
-    NodeProcess,
-    NotStarted,
-    Started,
-    SupervisorLost,
-)
+from ddpjob_cli.local.processes.node import End, NodeProcess
 from ddprun.processes import become_subreaper
 
 PYTHON = [sys.executable, "-I", "-S", "-c"]
@@ -61,36 +51,6 @@ select.select(workers, [], [])
 raise SystemExit(1)
 """
 
-# What `ddpjob run` does with its nodes, and nothing else: two of them, lines prefixed, orphans of a lost one ended.
-RUNNER = """
-import os, selectors, sys
-from ddprun.processes import become_subreaper
-from ddpjob_cli.local.processes.node import NodeProcess, SupervisorLost, kill_orphans
-become_subreaper()
-selector, nodes = selectors.DefaultSelector(), [NodeProcess(0), NodeProcess(1)]
-for node in nodes:
-    env = {**os.environ, "NODE": f"{os.environ['DDPJOB_TEST_TREE']}.{node.number}"}
-    node.start(sys.argv[1:], env, os.getcwd(), 5)
-    print(f"{node.number} supervisor {node.pid}", flush=True)
-    selector.register(node.output, selectors.EVENT_READ, ("output", node))
-    selector.register(node.report, selectors.EVENT_READ, ("report", node))
-while selector.get_map():
-    for key, _ in selector.select():
-        kind, node = key.data
-        if kind == "report":
-            for event in node.handle_report():
-                if isinstance(event, SupervisorLost):
-                    kill_orphans({other.pid for other in nodes})
-                print(f"{node.number} event {event}", flush=True)
-            if node.exit:
-                selector.unregister(node.report)
-        elif data := os.read(node.output, 65536):
-            for line in data.decode().splitlines():
-                print(f"{node.number} {line}", flush=True)
-        else:
-            selector.unregister(node.output)
-"""
-
 
 def alive(tag: str) -> set[int]:
     """The processes that carry `tag` in their environment; a zombie has none left."""
@@ -119,19 +79,11 @@ def tag() -> Iterator[str]:
             os.kill(pid, signal.SIGKILL)
 
 
-@pytest.fixture
-def node() -> Iterator[NodeProcess]:
-    one = NodeProcess(1)
-    yield one
-    one.close()
-
-
 class Watch:
     """A node followed to its end: what it printed and what its supervisor said."""
 
     def __init__(self, node: NodeProcess) -> None:
         self.node, self.printed = node, b""
-        self.events: list[Event] = []
         self.selector = selectors.DefaultSelector()
         self.selector.register(node.output, selectors.EVENT_READ)
         self.selector.register(node.report, selectors.EVENT_READ)
@@ -140,7 +92,7 @@ class Watch:
         deadline = time.monotonic() + BOUND_SECONDS
         while not condition():
             ready = self.selector.select(max(0, deadline - time.monotonic()))
-            assert ready, f"nothing more came; printed {self.printed!r}, reported {self.events}"
+            assert ready, f"nothing more came; printed {self.printed!r}, ended {self.node.end}"
             for key, _ in ready:
                 self.take(key.fd)
 
@@ -151,123 +103,59 @@ class Watch:
             if not data:
                 self.selector.unregister(fd)
         else:
-            self.events += self.node.handle_report()
-            if self.node.exit is not None:
+            self.node.handle_report()
+            if self.node.end is not None:
                 self.selector.unregister(fd)
 
     def until_printed(self, text: bytes) -> None:
         self.until(lambda: text in self.printed)
 
-    def until_end(self) -> Exited:
+    def until_end(self) -> End:
         self.until(lambda: not self.selector.get_map())
         self.selector.close()
-        assert isinstance(self.node.exit, Exited), self.events
-        return self.node.exit
+        assert self.node.end is not None
+        return self.node.end
 
 
-def started(
-    node: NodeProcess, argv: list[str], *, cwd: str = "/", grace_seconds: float = 5, env: dict[str, str] | None = None
-) -> Watch:
-    node.start(argv, {"PATH": os.environ["PATH"], **(env or {})}, cwd, grace_seconds)
-    return Watch(node)
+@pytest.fixture
+def started() -> Iterator[Start]:
+    watches: list[Watch] = []
+
+    def start(argv: list[str], *, cwd: str = "/", grace_seconds: float = 5, env: dict[str, str] | None = None) -> Watch:
+        node = NodeProcess(1, argv, {"PATH": os.environ["PATH"], **(env or {})}, cwd, grace_seconds)
+        watches.append(Watch(node))
+        return watches[-1]
+
+    yield start
+    for watch in watches:
+        watch.node.close()
+
+
+Start = Callable[..., Watch]
 
 
 # Nothing survives
 
 
-class Tree:
-    """A runner process with two nodes of LAUNCHER, once all of it is up: pids by name, as `0 worker1`."""
-
-    def __init__(self, tag: str, folder: Path) -> None:
-        (folder / "runner.py").write_text(RUNNER)
-        self.tag, self.lines, self.pids = tag, list[str](), dict[str, int]()
-        self.runner = subprocess.Popen(
-            [sys.executable, str(folder / "runner.py"), *PYTHON, LAUNCHER],
-            env={"PATH": os.environ["PATH"], "PYTHONPATH": OPERATOR, TAG: tag},
-            stdout=subprocess.PIPE,
-            bufsize=0,  # whole lines come in one write; a buffer of ours would hide some from select
-        )
-        while len(self.pids) < 8:
-            node, name, value, *_ = self.line().split(maxsplit=2)
-            if name != "event":
-                self.pids[f"{node} {name}"] = int(value)
-        self.pids["runner"] = self.runner.pid
-
-    def line(self) -> str:
-        assert self.runner.stdout is not None
-        assert select.select([self.runner.stdout], [], [], BOUND_SECONDS)[0], f"nothing more came after {self.lines}"
-        line = self.runner.stdout.readline().decode()
-        assert line, f"the runner ended, code {self.runner.wait()}, after {self.lines}"
-        self.lines.append(line.rstrip())
-        return line
-
-    def until_line(self, text: str) -> str:
-        while text not in (line := self.line()):
-            pass
-        return line
-
-    def close(self) -> None:
-        self.runner.kill()
-        self.runner.communicate()
-
-
-@pytest.fixture
-def tree(tag: str, tmp_path: Path) -> Iterator[Tree]:
-    tree = Tree(tag, tmp_path)
-    yield tree
-    tree.close()
-
-
-def test_after_kill_9_of_the_runner_no_process_of_any_node_holds_a_gpu_or_a_port(tree: Tree) -> None:
-    os.kill(tree.pids["runner"], signal.SIGKILL)
-    until(lambda: not alive(tree.tag), f"processes outlived the runner: {tree.pids}")
-
-
-@pytest.mark.parametrize(
-    ("killed", "said"),
-    [
-        ("0 supervisor", "the supervisor of node 0 was killed by SIGKILL"),
-        ("0 launcher", "code=None, signal=9"),
-        ("0 worker1", "code=1, signal=None"),
-    ],
-)
-def test_after_kill_9_within_a_node_the_node_is_gone_and_its_end_is_told_while_the_other_node_trains_on(
-    tree: Tree, killed: str, said: str
-) -> None:
-    other = alive(f"{tree.tag}.1")
-    os.kill(tree.pids[killed], signal.SIGKILL)
-    tree.until_line(said)
-    assert not (left := alive(f"{tree.tag}.0")), f"reported as ended, but {left} of {tree.pids} still runs"
-    assert alive(f"{tree.tag}.1") == other
-    assert len(other) == 4, "a launcher, its child and two workers"
-
-
-def test_after_kill_9_of_a_supervisor_then_of_the_runner_nothing_is_left_either(tree: Tree) -> None:
-    os.kill(tree.pids["1 supervisor"], signal.SIGKILL)
-    tree.until_line("1 event SupervisorLost")
-    os.kill(tree.pids["runner"], signal.SIGKILL)
-    until(lambda: not alive(tree.tag), f"processes outlived the runner: {tree.pids}")
-
-
-def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(node: NodeProcess, tag: str) -> None:
-    watch = started(node, ["sh", "-c", "setsid sleep 1000 & exit 0"], env={TAG: tag})
-    watch.until(lambda: node.exit is not None)
+def test_a_helper_that_outlives_the_trainer_is_gone_before_the_end_is_reported(started: Start, tag: str) -> None:
+    watch = started(["sh", "-c", "setsid sleep 1000 & exit 0"], env={TAG: tag})
+    watch.until(lambda: watch.node.end is not None)
     assert not alive(tag), "the next attempt would start beside a process of this one"
     assert watch.until_end().code == 0
 
 
 def test_a_trainer_dies_with_its_supervisor_at_once_and_not_only_when_the_runner_has_noticed(
-    node: NodeProcess, tag: str
+    started: Start, tag: str
 ) -> None:
-    watch = started(node, ["sleep", "1000"], env={TAG: tag})
-    watch.until(lambda: bool(watch.events))
-    os.kill(node.pid, signal.SIGKILL)
+    watch = started(["sleep", "1000"], env={TAG: tag})
+    watch.until(lambda: watch.node.trainer_pid is not None)
+    os.kill(watch.node.pid, signal.SIGKILL)
     until(lambda: not alive(tag), "a runner that dies in the same moment would leave the trainer behind")
 
 
 def test_closing_a_node_kills_what_still_runs(tag: str) -> None:
-    node = NodeProcess(1)
-    started(node, [*PYTHON, LAUNCHER], env={TAG: tag}).until_printed(b"launcher")
+    node = NodeProcess(1, [*PYTHON, LAUNCHER], {"PATH": os.environ["PATH"], TAG: tag}, "/", 5)
+    Watch(node).until_printed(b"launcher")
     node.close()
     assert not alive(tag)
 
@@ -275,22 +163,22 @@ def test_closing_a_node_kills_what_still_runs(tag: str) -> None:
 # Stopping
 
 
-def test_a_stop_lets_the_trainer_save_and_end_itself_and_says_that_it_was_asked_for(node: NodeProcess) -> None:
+def test_a_stop_lets_the_trainer_save_and_end_itself_and_says_that_it_was_asked_for(started: Start) -> None:
     script = """
 import signal, sys
 signal.signal(15, lambda *_: (print("saved"), sys.exit(0)))
 print("up", flush=True)
 signal.pause()
 """
-    watch = started(node, [*PYTHON, script])
+    watch = started([*PYTHON, script])
     watch.until_printed(b"up")
-    node.stop(BOUND_SECONDS)
+    watch.node.stop(BOUND_SECONDS)
     end = watch.until_end()
-    assert (end.code, end.stop_requested, end.killed_after_grace) == (0, True, False)
+    assert (end.code, end.ended_first) == (0, False)
     assert watch.printed == b"up\nsaved\n"
 
 
-def test_sigterm_goes_to_the_first_process_alone_as_the_kubelet_sends_it(node: NodeProcess) -> None:
+def test_sigterm_goes_to_the_first_process_alone_as_the_kubelet_sends_it(started: Start) -> None:
     script = """
 import os, signal
 if os.fork() == 0:
@@ -299,10 +187,10 @@ if os.fork() == 0:
 signal.signal(15, lambda *_: os._exit(0))
 signal.pause()
 """
-    watch = started(node, [*PYTHON, script])
+    watch = started([*PYTHON, script])
     watch.until_printed(b"up")
-    node.stop(BOUND_SECONDS)
-    assert watch.until_end().stop_requested
+    watch.node.stop(BOUND_SECONDS)
+    assert not watch.until_end().ended_first
     assert watch.printed == b"up"
 
 
@@ -311,64 +199,45 @@ IGNORES_SIGTERM = "import signal; signal.signal(15, signal.SIG_IGN); print('up',
 
 @pytest.mark.parametrize("graces", [[0.05], [600, 0.05], [0.05, 600], [600, 0]], ids=str)
 def test_a_trainer_that_ignores_sigterm_is_killed_after_the_shortest_grace_it_was_given(
-    node: NodeProcess, graces: list[float]
+    started: Start, graces: list[float]
 ) -> None:
-    watch = started(node, [*PYTHON, IGNORES_SIGTERM])
+    watch = started([*PYTHON, IGNORES_SIGTERM])
     watch.until_printed(b"up")
     for grace_seconds in graces:
-        node.stop(grace_seconds)
+        watch.node.stop(grace_seconds)
     end = watch.until_end()
-    assert (end.code, end.signal, end.stop_requested, end.killed_after_grace) == (None, 9, True, True)
+    assert (end.code, end.ended_first) == (137, False)
 
 
-def test_kill_ends_everything_at_once_and_not_for_want_of_grace(node: NodeProcess) -> None:
-    watch = started(node, [*PYTHON, IGNORES_SIGTERM])
+def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(started: Start) -> None:
+    watch = started([*PYTHON, IGNORES_SIGTERM], grace_seconds=0.05)
     watch.until_printed(b"up")
-    node.kill()
+    os.kill(watch.node.pid, signal.SIGTERM)
     end = watch.until_end()
-    assert (end.signal, end.stop_requested, end.killed_after_grace) == (9, True, False)
+    assert (end.code, end.ended_first) == (137, False)
 
 
-def test_sigterm_to_the_supervisor_itself_is_a_stop_with_the_grace_of_its_order(node: NodeProcess) -> None:
-    watch = started(node, [*PYTHON, IGNORES_SIGTERM], grace_seconds=0.05)
-    watch.until_printed(b"up")
-    os.kill(node.pid, signal.SIGTERM)
+def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(started: Start) -> None:
+    watch = started(["true"])
     end = watch.until_end()
-    assert (end.stop_requested, end.killed_after_grace) == (True, True)
-
-
-def test_a_stop_after_the_end_is_harmless_and_does_not_turn_a_success_into_a_stop(node: NodeProcess) -> None:
-    watch = started(node, ["true"])
-    end = watch.until_end()
-    node.stop(1)
-    node.kill()
-    assert node.exit == end
-    assert (end.code, end.stop_requested) == (0, False)
+    watch.node.stop(1)
+    assert watch.node.end == end
+    assert (end.code, end.ended_first) == (0, True)
 
 
 # The end, told exactly
 
 
 @pytest.mark.parametrize(
-    ("script", "code", "number"),
-    [
-        ("exit 0", 0, None),
-        ("exit 3", 3, None),
-        ("exit 255", 255, None),
-        ("ulimit -c 0; kill -SEGV $$", None, signal.SIGSEGV),
-        ("kill -KILL $$", None, signal.SIGKILL),
-        ("kill -TERM 0", None, signal.SIGTERM),
-    ],
+    ("script", "code"),
+    [("exit 0", 0), ("exit 255", 255), ("ulimit -c 0; kill -SEGV $$", 139), ("kill -TERM 0", 143)],
 )
-def test_the_exit_code_or_signal_is_the_trainers_own(
-    node: NodeProcess, script: str, code: int | None, number: int | None
-) -> None:
+def test_the_exit_code_or_signal_is_the_trainers_own(started: Start, script: str, code: int) -> None:
     before = time.time()
-    watch = started(node, ["sh", "-c", script])
+    watch = started(["sh", "-c", script])
     end = watch.until_end()
-    assert (end.code, end.signal, end.stop_requested, end.killed_after_grace) == (code, number, False, False)
-    assert [type(event) for event in watch.events] == [Started, Exited]
-    assert before <= watch.events[0].time <= end.time <= time.time()  # type: ignore[union-attr]
+    assert (end.code, end.reason, end.ended_first) == (code, "Error" if code else "Completed", True)
+    assert before <= end.time <= time.time()
 
 
 NO_INTERPRETER = "the file is there: the program in its #! line is not"
@@ -397,51 +266,31 @@ def programs(tmp_path: Path) -> Path:
     ids=["missing", "missing with a folder", "not executable", "no interpreter", "no #! line", "too long", "NUL"],
 )
 def test_a_command_that_cannot_start_is_told_with_the_code_of_a_shell_and_the_name_the_user_wrote(
-    node: NodeProcess, programs: Path, argv: list[str], code: int, sentence: str
+    started: Start, programs: Path, argv: list[str], code: int, sentence: str
 ) -> None:
-    watch = started(node, argv, cwd=str(programs))
+    watch = started(argv, cwd=str(programs))
     watch.until(lambda: not watch.selector.get_map())
-    end = node.exit
-    assert isinstance(end, NotStarted), watch.events
-    assert (end.code, end.error) == (code, sentence)
-    assert watch.events == [end]
+    assert watch.node.end is not None
+    assert (watch.node.end.reason, watch.node.end.code, watch.node.end.message) == ("StartError", code, sentence)
+    assert watch.node.trainer_pid is None
 
 
-def test_a_working_folder_that_is_missing_is_told_by_its_name(node: NodeProcess) -> None:
-    watch = started(node, ["true"], cwd="/no/such/folder")
-    watch.until(lambda: node.exit is not None)
-    assert node.exit == NotStarted(errno=2, error="/no/such/folder: No such file or directory", code=127)
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    """A supervisor with `change` made to it, in the place of the real one."""
-    program = f"from ddpjob_cli.local.processes import supervisor; {change}; supervisor.main()"
-    monkeypatch.setattr(node_module, "SUPERVISOR", program)
-
-
-def test_a_process_that_sigkill_does_not_end_is_named_and_the_node_has_not_ended_before_it(
-    node: NodeProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    change = "supervisor.LINGERING_SECONDS = 0.02; supervisor.processes.kill = lambda pids: None"
-    stand_in(monkeypatch, change)
-    watch = started(node, ["sh", "-c", "sleep 3 & echo $!"])
-    end = watch.until_end()
-    lingering = [event for event in watch.events if isinstance(event, Lingering)]
-    assert [event.pids for event in lingering] == [[int(watch.printed)]]
-    assert end.code == 0
-    assert end.time < lingering[0].time, "the time is that of the trainer's end, which orders failures across nodes"
+def test_a_working_folder_that_is_missing_is_told_by_its_name(started: Start) -> None:
+    end = started(["true"], cwd="/no/such/folder").until_end()
+    assert (end.code, end.message) == (127, "/no/such/folder: No such file or directory")
 
 
 def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback_is_in_the_log(
-    node: NodeProcess, tag: str, monkeypatch: pytest.MonkeyPatch
+    started: Start, tag: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_in(monkeypatch, "supervisor.Supervisor.stop = None")
-    watch = started(node, [*PYTHON, LAUNCHER], env={TAG: tag})
+    program = "from ddpjob_cli.local.processes import supervisor; supervisor.Supervisor.stop = None; supervisor.main()"
+    monkeypatch.setattr(node_module, "SUPERVISOR", program)
+    watch = started([*PYTHON, LAUNCHER], env={TAG: tag})
     watch.until_printed(b"launcher")
-    node.stop(600)
+    watch.node.stop(600)
     watch.until(lambda: not watch.selector.get_map())
-    assert isinstance(node.exit, SupervisorLost)
-    assert node.exit.error.startswith("the supervisor of node 1 ended with code 1 before its trainer did")
+    assert watch.node.end is not None
+    assert watch.node.end.message.startswith("the supervisor of node 1 ended with code 1 before its trainer did")
     assert b"'NoneType' object is not callable" in watch.printed
     assert not alive(tag)
 
@@ -449,30 +298,30 @@ def test_a_mistake_of_the_supervisor_ends_the_node_and_is_told_and_its_traceback
 # What the trainer finds
 
 
-def test_the_trainer_has_three_descriptors_and_neither_the_control_nor_the_report_pipe(node: NodeProcess) -> None:
+def test_the_trainer_has_three_descriptors_and_neither_the_control_nor_the_report_pipe(started: Start) -> None:
     script = """
 import os
 fds = [fd for fd in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + fd)]
 print(sorted(fds), os.readlink("/proc/self/fd/0"), os.readlink("/proc/self/fd/1") == os.readlink("/proc/self/fd/2"))
 """
-    watch = started(node, [*PYTHON, script])
+    watch = started([*PYTHON, script])
     watch.until_end()
     assert watch.printed == b"['0', '1', '2'] /dev/null True\n"
 
 
 def test_the_trainer_leads_a_session_of_its_own_so_that_kill_0_in_a_launch_script_spares_the_supervisor(
-    node: NodeProcess,
+    started: Start,
 ) -> None:
-    watch = started(node, [*PYTHON, "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"])
+    watch = started([*PYTHON, "import os; print(os.getsid(0) == os.getpgid(0) == os.getpid())"])
     watch.until_end()
     assert watch.printed == b"True\n"
 
 
-def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_ignores_some(node: NodeProcess) -> None:
+def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_ignores_some(started: Start) -> None:
     hup = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1])
     try:
-        watch = started(node, ["cat", "/proc/self/status"])
+        watch = started(["cat", "/proc/self/status"])
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGHUP, hup)
@@ -483,9 +332,9 @@ def test_the_trainer_starts_with_default_signals_even_when_the_runner_blocks_or_
     assert others == [0, 0], "blocked or ignored: the trainer would be deaf to its stop"
 
 
-def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(node: NodeProcess) -> None:
+def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(started: Start) -> None:
     env = {f"BIG{number}": "x" * 100_000 for number in range(4)} | {"BYTES": "caf\udce9 \N{SNOWMAN}"}
-    watch = started(node, ["env", "-0"], env=env)
+    watch = started(["env", "-0"], env=env)
     watch.until_end()
     found = dict(entry.split(b"=", 1) for entry in watch.printed.split(b"\0") if entry)
     wanted = {**env, "PATH": os.environ["PATH"]}
@@ -493,39 +342,27 @@ def test_the_environment_is_the_orders_alone_whatever_its_size_and_bytes(node: N
 
 
 def test_a_program_is_found_in_the_path_of_the_order_and_a_relative_one_in_its_folder(
-    node: NodeProcess, tmp_path: Path
+    started: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "train").symlink_to("/bin/pwd")
-    watch = started(node, ["train"], cwd=str(tmp_path), env={"PATH": f"/no/such:{tmp_path}"})
+    watch = started(["train"], cwd=str(tmp_path), env={"PATH": f"/no/such:{tmp_path}"})
     assert watch.until_end().code == 0
     assert watch.printed.decode().strip() == str(tmp_path)
 
 
-def test_stdout_and_stderr_keep_their_order(node: NodeProcess) -> None:
-    watch = started(node, [*PYTHON, "import os\nfor i in range(200): os.write(1 + i % 2, b'%d ' % i)"])
+def test_stdout_and_stderr_keep_their_order(started: Start) -> None:
+    watch = started([*PYTHON, "import os\nfor i in range(200): os.write(1 + i % 2, b'%d ' % i)"])
     watch.until_end()
     assert watch.printed.split() == [b"%d" % i for i in range(200)]
 
 
-def test_output_flows_while_the_supervisor_is_stopped(node: NodeProcess) -> None:
-    watch = started(node, [*PYTHON, "import os\nos.write(1, b'up')\nwhile True: os.write(1, b'x' * 65536)"])
+def test_the_supervisor_sleeps_while_the_trainer_works(started: Start) -> None:
+    watch = started(["sh", "-c", "sleep 0.1; echo up; sleep 0.5; echo worked; exec sleep 1000"])
     watch.until_printed(b"up")
-    os.kill(node.pid, signal.SIGSTOP)
-    try:
-        watch.until(lambda: len(watch.printed) > 1_000_000)
-    finally:
-        os.kill(node.pid, signal.SIGCONT)
-    node.kill()
-    watch.until_end()
-
-
-def test_the_supervisor_sleeps_while_the_trainer_works(node: NodeProcess) -> None:
-    watch = started(node, ["sh", "-c", "sleep 0.1; echo up; sleep 0.5; echo worked; exec sleep 1000"])
-    watch.until_printed(b"up")
-    until(lambda: "(sleeping)" in Path(f"/proc/{node.pid}/status").read_text(), "the supervisor never rests")
-    before = switches(node.pid)
+    until(lambda: "(sleeping)" in Path(f"/proc/{watch.node.pid}/status").read_text(), "the supervisor never rests")
+    before = switches(watch.node.pid)
     watch.until_printed(b"worked")
-    assert switches(node.pid) - before <= 1, "a supervisor that wakes by itself takes CPU from the training"
+    assert switches(watch.node.pid) - before <= 1, "a supervisor that wakes by itself takes CPU from the training"
 
 
 def switches(pid: int) -> int:

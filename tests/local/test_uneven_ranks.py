@@ -62,18 +62,9 @@ def uneven(cli: Cli, command: list[str], nodes: int, nproc: int, script: str = U
         # torchrun itself waits ten seconds for the node that has ended.
         pytest.param(["torchrun", "train.py"], 2, 1, COMPLAINS, marks=pytest.mark.long),
         (["ddprun", "--preload=json", "train.py"], 2, 1, COMPLAINS),
-        pytest.param(["torchrun", "train.py"], 2, 1, UNEVEN, marks=pytest.mark.long),
-        pytest.param(["ddprun", "train.py"], 2, 1, UNEVEN, marks=pytest.mark.long),
         pytest.param(["ddprun", "train.py"], 1, 2, UNEVEN, marks=pytest.mark.long),
     ],
-    ids=[
-        "python 2x1, torch",
-        "torchrun 2x1",
-        "ddprun 2x1",
-        "torchrun 2x1, torch",
-        "ddprun 2x1, torch",
-        "ddprun 1x2, torch",
-    ],
+    ids=["python 2x1, torch", "torchrun 2x1", "ddprun 2x1", "ddprun 1x2, torch"],
 )
 def test_a_rank_that_ends_early_is_named_and_charged(
     cli: Cli, command: list[str], nodes: int, nproc: int, script: str
@@ -85,14 +76,3 @@ def test_a_rank_that_ends_early_is_named_and_charged(
     assert (status["state"], status["reason"]) == ("Failed", "BackoffLimitExceeded")
     assert status["restarts"]["total"] == 0, json.dumps(status["restarts"])
     assert (status["lastFailure"]["rank"], status["lastFailure"]["class"]) == (0, "application")
-
-
-# Two attempts of two launchers that import torch. By day test_short_failures.py has such words under torchrun, and the
-# simulation finds complaints that are free more often (test_mutants.py).
-@pytest.mark.long
-@pytest.mark.parametrize("script", [COMPLAINS, UNEVEN], ids=["no torch", "torch"])
-def test_where_torchrun_runs_several_ranks_in_a_pod_complaints_alone_are_free_once(cli: Cli, script: str) -> None:
-    """Its table names only the ranks that failed: that one of them has ended well, nobody says."""
-    status, said = uneven(cli, ["torchrun", "train.py"], 2, 2, script)
-    assert (status["state"], status["reason"]) == ("Failed", "BackoffLimitExceeded"), said
-    assert status["restarts"]["total"] <= 1, json.dumps(status["restarts"])

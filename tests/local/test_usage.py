@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from shell import eventually
 
-from ddpjob_cli.local.shown.usage import SeenUsage, Usages, parse, ranks_of
+from ddpjob_cli.local.processes import ranks as ranks_of_nodes
+from ddpjob_cli.local.shown.usage import SeenUsage, Usages, parse
 from ddprun import processes
 
 SLEEP = "import time; time.sleep(1000)"
@@ -101,7 +102,7 @@ def test_of_a_fork_server_only_the_ranks_count(node: Node, tmp_path: Path, has_f
     pid = node(launcher)
     ranks = eventually(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())
     try:
-        assert ranks_of(pid) == tuple(map(int, ranks.split()))
+        assert ranks_of_nodes.of_node(pid, processes.parents()) == tuple(map(int, ranks.split()))
     finally:
         processes.kill(processes.descendants(pid))  # they lead sessions of their own
 

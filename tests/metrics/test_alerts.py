@@ -348,9 +348,11 @@ class Closing:
 
 async def _watches(operated: Operated, after: float) -> None:
     loop = asyncio.get_running_loop()
-    runtime, told = Runtime(clock=loop.time), measuring.OfWatches(operated.meter)
+    runtime = Runtime(clock=loop.time)
     closing: Any = Closing(after)
-    reflector = Reflector(closing, "pods", "", "", operated.town.operator.caches.pods, runtime=runtime, watcher=told)
+    reflector = Reflector(
+        closing, "pods", "", "", operated.town.operator.caches.pods, runtime=runtime, meter=operated.meter
+    )
     task = loop.create_task(reflector.run())
     await operated.wait(30)
     task.cancel()

@@ -19,7 +19,7 @@ from ddpjob.checkpoint.in_memory.kept import BUFFERS, Kept
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob_core import copies
-from ddpjob_core.memory import AREAS, COPY_SLOTS, FoundState, Version, newest
+from ddpjob_core.memory import AREAS, COPY_SLOTS, FoundState, Held, Version, newest
 from ddprun.memory import Memory
 
 PER_NODE, NODES = 2, 2
@@ -181,8 +181,7 @@ class Walk:
         model, device = rank.model, rank.device
         kept = Kept({"model": model})
         own = DeviceCopies(rank.shared, rank.number, len(self.ranks), store, device)
-        own.loaded = self.loaded
-        own.resumed(self.step)
+        rank.shared.loaded = None if self.loaded is None else Held(self.loaded, 0, 0, 0)
         step = self.step
         while True:
             rank.host.pause()
@@ -195,7 +194,7 @@ class Walk:
             model.set([model.on_host], step + 1.0)
             step += 1
             if step % self.gap == 0:
-                small = {"of": (rank.number, len(self.ranks)), "rng": step, "small": kept.small(buffers=False)}
+                small = {"of": (rank.number, len(self.ranks)), "rng": step, "small": kept.settings()}
                 own.boundary(Boundary(kept, step, False, lambda small=small: small, False))  # type: ignore[misc]
                 for thread in threading.enumerate():
                     if thread.name == "ddpjob-memory-room":
@@ -285,7 +284,7 @@ class Walk:
         assert version == best, "older than what was whole"
         for node in {id(ranks[number].node): ranks[number].node for number in found.ranks}.values():
             self.read(node)
-            node.shared[0].count_load(version)
+            node.shared[0].set_loads(version, found.held.loads + 1)
         is_newer = self.loaded is None or version >= self.loaded
         for rank in ranks:
             if is_newer and self.since[self.nodes.index(rank.node)] <= version.generation:

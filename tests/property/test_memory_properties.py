@@ -1,9 +1,6 @@
-"""Which of the states in memory counts: for any nodes, and for the lives of a whole job."""
+"""Which of the states in memory counts, for any nodes. Whole lives of jobs: test_memory_walks.py."""
 
 from __future__ import annotations
-
-import random
-from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given
@@ -186,117 +183,6 @@ def test_no_part_of_the_layout_overlaps_another() -> None:
         assert all(begin >= end for begin, end in zip([*slots, memory.layout(ranks)[1]], ends, strict=True))
     last = memory.slot_cell(memory.SLOTS - 1, memory.SLOT_BYTES)
     assert last < memory.RANK_CELLS <= memory.PAGE_BYTES // 8
-
-
-# ---- whole lives -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Node:
-    """What a node's memory has, and what only a model of it knows: whose history the state is of."""
-
-    held: Held | None = None
-    history: tuple[int, ...] = ()
-
-
-@dataclass
-class Life:
-    """A job of several nodes: steps, kills at any moment, generations; the rules decide what it goes on from."""
-
-    chance: random.Random
-    nodes: list[Node]
-    mistake: str = ""
-    folder: tuple[Version, tuple[int, ...]] | None = None
-    generation: int = 0
-    step: int = 0
-    history: tuple[int, ...] = ()  # the generation that made each step
-    best: int = 0  # the step that a surviving holder or the folder had whole, when the last generation ended
-    losses: list[int] = field(default_factory=list)
-
-    def train(self) -> None:
-        """Some steps, some of which are saved; then a failure: some nodes are lost, the others write, or cannot."""
-        for _ in range(self.chance.randrange(4)):
-            self.step += 1
-            self.history += (self.generation,)
-            if self.chance.random() < 0.2:
-                self.folder = Version(1, self.generation, self.step), self.history
-        behind = self.chance.random() < 0.3 and len(self.history) > 0
-        for node in self.nodes:
-            fate = self.chance.choice(["lost", "writes", "writes", "torn", "dirty"])
-            own = self.step - (behind and self.chance.random() < 0.5)
-            if fate == "lost":
-                node.held, node.history = None, ()
-            elif fate == "torn":
-                self._tear(node)
-            elif fate == "writes" and own > 0:
-                self._write(node, own)
-            elif fate == "dirty" and self.mistake == "a rescue while dirty":
-                self._write(node, own, wrong=True)
-
-    def _tear(self, node: Node) -> None:
-        if self.mistake == "a part is missing" and self.step:
-            self._write(node, self.step, wrong=True)
-        else:
-            node.held = None
-
-    def _write(self, node: Node, step: int, *, wrong: bool = False) -> None:
-        if step <= 0:
-            return
-        history = self.history[:step]
-        total = hash(history) % 1000
-        node.held = Held(Version(1, self.generation, step), 0, 1, total)
-        node.history = (*history[:-1], -1) if wrong else history
-
-    def restart(self) -> None:
-        """The next generation loads what counts."""
-        self.generation += 1
-        present = Version(1, self.generation, 0)
-        known = [node.held for node in self.nodes]
-        if self.mistake == "an old generation's memory":
-            known = [held and held._replace(version=held.version._replace(generation=0)) for held in known]
-        found = newest(known, present)
-        folder = self.folder
-        if isinstance(found, FoundState) and not (folder is not None and memory.is_newer(folder[0], found.held)):
-            histories = {self.nodes[rank].history for rank in found.ranks}
-            assert len(histories) == 1, "a mix of two states"
-            (history,) = histories
-            assert len(history) == found.held.version.step
-        else:
-            history = self.folder[1] if self.folder is not None else ()
-        self._check(history)
-        self.history, self.step = history, len(history)
-
-    def _check(self, history: tuple[int, ...]) -> None:
-        whole = [(node.held.version, node.history) for node in self.nodes if node.held is not None]
-        if self.folder is not None:
-            whole.append(self.folder)
-        if not whole:
-            return
-        assert -1 not in history, "a state that was not whole"
-        best = max(version for version, _ in whole)
-        assert history == next(its for version, its in whole if version == best), "older than what was whole"
-
-
-def lives(count: int, seed: int, mistake: str = "") -> None:
-    """Whole lives of jobs; raises where one goes on from what it must not."""
-    chance = random.Random(seed)
-    for _ in range(count):
-        life = Life(chance, [Node() for _ in range(chance.randrange(1, 4))], mistake)
-        for _ in range(chance.randrange(1, 12)):
-            life.train()
-            life.restart()
-
-
-def test_in_whole_lives_no_generation_goes_on_from_a_mix_or_from_less_than_what_was_whole() -> None:
-    """A job that silently goes back, or joins two steps, ends with a result that nobody trained."""
-    lives(2_000, seed=1)
-
-
-@pytest.mark.parametrize("mistake", ["a part is missing", "an old generation's memory", "a rescue while dirty"])
-def test_a_seeded_mistake_is_found(mistake: str) -> None:
-    """A model that misses them proves nothing."""
-    with pytest.raises(AssertionError):
-        lives(200, seed=2, mistake=mistake)
 
 
 @pytest.mark.parametrize(

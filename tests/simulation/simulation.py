@@ -172,9 +172,12 @@ class OperatorProcess:
             if not version:
                 raws, version = await self.client.list(JOBS)
                 for raw in raws:
-                    self.operator.job_seen(None, raw)
+                    self.operator.caches.jobs.put(raw)
             async for event in self.client.watch(JOBS, version):
-                self.operator.job_seen(event["type"], event["object"])
+                if event["type"] == "DELETED":
+                    self.operator.job_told("DELETED", event["object"]["metadata"])
+                else:
+                    self.operator.caches.jobs.put(event["object"])
                 version = event["object"]["metadata"]["resourceVersion"]
         except ApiError as error:
             await asyncio.sleep(1)

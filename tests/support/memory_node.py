@@ -83,6 +83,25 @@ def parts() -> dict[str, Any]:
     return {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
 
 
+def begin(folder: str | None = "snapshots") -> tuple[dict[str, Any], ddpjob.Snapshot, int]:
+    """The parts, a Snapshot, and the step that it has loaded into them."""
+    objects, snapshot = parts(), ddpjob.Snapshot(folder)
+    return objects, snapshot, snapshot.load(**objects)
+
+
+def make_step(model: Any, optimizer: Any) -> None:
+    """A step of which the library hears nothing but that the optimizer made it."""
+    optimizer.zero_grad()
+    model(torch.randn(4, 4)).square().sum().backward()
+    optimizer.step()
+
+
+def saved(snapshot: ddpjob.Snapshot, step: int, **state: Any) -> None:
+    """Save, and wait until the folder has it."""
+    snapshot.save(step, **state)
+    snapshot.wait()
+
+
 def steps(
     first: int, last: int, model: Any, optimizer: Any, before_boundary: Callable[[], object] = lambda: None
 ) -> None:

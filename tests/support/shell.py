@@ -15,13 +15,23 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import yaml
 
 from ddpjob_cli.commands.main import main
 
+
+class Done(NamedTuple):
+    """How a command ended in this process."""
+
+    code: int
+    out: str
+    err: str
+
+
+Ddpjob = Callable[..., Done]
 SECONDS_MAX = 150  # two attempts that import torch, on a slow machine
 
 

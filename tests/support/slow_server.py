@@ -110,7 +110,7 @@ class Town:
         raw["metadata"]["generation"] = (old.get("metadata") or {}).get("generation", 0) + 1
         raw["status"] = status or old.get("status") or {}
         self.server.objects[at] = raw = self.server._changed(raw)
-        self.operator.job_seen("MODIFIED", copy.deepcopy(raw))
+        self.operator.caches.jobs.put(copy.deepcopy(raw))
 
     def run_pods(self, namespace: str) -> None:
         """The trainers of all pods of a namespace run, as the watch shows it."""

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch._dynamo  # DistributedDataParallel imports it in its first construction: 1 to 5 s in every forked rank
 from free_port import free_port
+from memory_node import Node
 
 import ddpjob
 from ddpjob.process import replace as new_process_state
@@ -92,6 +93,19 @@ def values_of(body: Callable[[int], Any], world_size: int) -> list[Any]:
 @pytest.fixture
 def run_ranks() -> Callable[[Callable[[int], Any], int], list[Any]]:
     return values_of
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> Node:
+    monkeypatch.chdir(tmp_path)
+    return Node(tmp_path, run_ranks)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[..., list[Any]]) -> Node:
+    """Two of them."""
+    monkeypatch.chdir(tmp_path)
+    return Node(tmp_path, run_ranks, nodes=2)
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def test_who_copies_waits_until_a_survivor_has_written(ranks: list[Shared]) -> N
 
     def copies() -> None:
         began.set()
-        with ranks[0].alone():
+        with ranks[0].locked(waits=True):
             done.set()
 
     with ranks[1].locked():

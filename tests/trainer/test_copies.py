@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from memory_node import Node, parts, rescue, settle, steps
+from memory_node import Node, begin, parts, rescue, saved, settle, steps
 
 import ddpjob
 from ddpjob import process
@@ -22,13 +21,17 @@ from ddpjob_core import copies
 
 
 @pytest.fixture
-def node(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]
-) -> Node:
+def node(node: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
     """Where a copy costs nothing, so that each step is copied."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    return Node(tmp_path, run_ranks)
+    return node
+
+
+@pytest.fixture
+def nodes(nodes: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """The same, of two nodes."""
+    monkeypatch.setattr(copies, "COST_MAX", 1e9)
+    return nodes
 
 
 def clip(model: Any) -> None:
@@ -61,8 +64,7 @@ def clipped(until: int, place: str, *, ranks: int = 1, saves: tuple[int, ...] = 
         if place == "before save":
             clip(model)
         if step in saves:
-            snapshot.save(step, **objects)
-            snapshot.wait()
+            saved(snapshot, step, **objects)
     return began, digest(model)
 
 
@@ -72,8 +74,7 @@ def test_a_rank_that_trains_alone_and_is_killed_goes_on_from_the_last_copy(
     """Nobody outlives it: all steps since the last save were lost."""
 
     def train(until: int) -> int:
-        objects = parts()
-        step = ddpjob.Snapshot("snapshots").load(**objects)
+        objects, _, step = begin()
         steps(step, until, **objects)
         return step
 
@@ -89,8 +90,7 @@ def test_a_rank_that_trains_alone_and_ends_by_an_exception_repeats_no_step(node:
     """It still can write what it holds, which is newer than the last copy."""
 
     def train(until: int) -> int:
-        objects = parts()
-        step = ddpjob.Snapshot("snapshots").load(**objects)
+        objects, _, step = begin()
         steps(step, until, **objects)
         rescue()
         return step
@@ -155,24 +155,19 @@ def test_ranks_that_change_their_weights_copy_at_the_same_steps_and_all_have_the
 
 
 def test_what_the_survivor_of_one_node_finds_out_about_the_script_holds_for_the_ranks_of_all_nodes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Any
+    nodes: Node,
 ) -> None:
     """Rank 0 makes the plans. Where it was the one that was killed, the others waited for a plan for ever."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    nodes = Node(tmp_path, run_ranks, nodes=2)
 
     def train(until: int, saves: tuple[int, ...] = ()) -> int:
         world = ddpjob.init()
-        objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
-        began = snapshot.load(**objects)
+        objects, snapshot, began = begin()
         for step in range(began + 1, until + 1):
             if step > 8:  # when all has been proved
                 clip(objects["model"])
             steps(step - 1, step, **objects)
             if step in saves:
-                snapshot.save(step, **objects)
-                snapshot.wait()
+                saved(snapshot, step, **objects)
         clip(objects["model"])
         if world.rank == 1:
             rescue()
@@ -187,8 +182,7 @@ def saved_otherwise(until: int, who_saves: str) -> int:
     """Train with weights that are clipped at the beginning of each step, and saved at steps 2 and 40: at the second one
     save finds other weights than should_stop. Where it began."""
     world = ddpjob.init()
-    objects, snapshot = parts(), ddpjob.Snapshot("snapshots", world)
-    began = snapshot.load(**objects)
+    objects, snapshot, began = begin()
     model = world.wrap(objects["model"])
     for step in range(began + 1, until + 1):
         clip(model)
@@ -196,31 +190,24 @@ def saved_otherwise(until: int, who_saves: str) -> int:
         if step == 40:
             clip(model)
         if step in (2, 40) and (world.rank == 0 or who_saves == "all ranks"):
-            snapshot.save(step, **objects)
-            snapshot.wait()
+            saved(snapshot, step, **objects)
     return began
 
 
 @pytest.mark.parametrize(("who_saves", "until"), [("all ranks", 43), ("rank 0", 46)])
 def test_once_save_finds_other_weights_than_should_stop_nothing_is_copied_at_should_stop_any_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Any, who_saves: str, until: int
+    nodes: Node, who_saves: str, until: int
 ) -> None:
     """Ranks went on with it up to the next plan, and a restart began with weights that no step begins with."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    nodes = Node(tmp_path, run_ranks, nodes=2)
     assert nodes.run(0, lambda: saved_otherwise(18, who_saves), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(until, who_saves), ranks=2) == 17, "copies at should_stop"
     assert nodes.run(2, lambda: saved_otherwise(until, who_saves), ranks=2) == 40
 
 
 def test_what_rank_0_has_found_about_save_holds_after_a_restart_too(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Any
+    nodes: Node,
 ) -> None:
     """The node that never saves knew better, from before: all copied at should_stop again."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    nodes = Node(tmp_path, run_ranks, nodes=2)
     assert nodes.run(0, lambda: saved_otherwise(18, "rank 0"), ranks=2) == 0
     assert nodes.run(1, lambda: saved_otherwise(41, "rank 0"), ranks=2) == 17
     assert nodes.run(2, lambda: saved_otherwise(70, "rank 0"), ranks=2) == 40
@@ -231,8 +218,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_copy_leaves_the_one_before_it(node:
     """One area alone would be torn in that moment, and nothing be left."""
 
     def train(until: int, dies_at: int = 0) -> int:
-        objects = parts()
-        step = ddpjob.Snapshot("snapshots").load(**objects)
+        objects, _, step = begin()
 
         def die() -> None:
             copy = packed.copy_piece
@@ -263,7 +249,7 @@ def test_copies_without_room_are_said_with_the_reason(
     """Two of them take twice the memory, and a container over its limit is killed."""
     from ddpjob.checkpoint.in_memory import room
 
-    monkeypatch.setattr(room, "shortage", lambda size: room.Shortage(f"{size} bytes are too many", size))
+    monkeypatch.setattr(room, "shortage", lambda size, with_later: room.Shortage(f"{size} bytes are too many", size))
 
     def train() -> Any:
         clipped(16, "first")
@@ -282,8 +268,8 @@ def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
 
     with_copies: list[bool] = []
 
-    def shortage(size: int, *, with_later: int | None = None) -> room.Shortage | None:
-        if with_later is None:
+    def shortage(size: int, *, with_later: int) -> room.Shortage | None:
+        if not with_later:
             return room.Shortage("the limit is too small", size)
         with_copies.append(with_later == 2 * size)
         return None
@@ -291,8 +277,7 @@ def test_a_rank_alone_without_room_for_its_copies_says_so_in_the_status(
     monkeypatch.setattr(room, "shortage", shortage)
 
     def train() -> Any:
-        objects = parts()
-        ddpjob.Snapshot("snapshots").load(**objects)
+        objects, _, _ = begin()
         steps(0, 12, **objects)
         rescue()
         return process.current.not_kept, with_copies

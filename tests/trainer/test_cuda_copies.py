@@ -18,7 +18,7 @@ import real_gpus
 import torch
 from agents import Launcher, finish
 
-from ddpjob.checkpoint.in_memory.streams import CudaStreams, for_device
+from ddpjob.checkpoint.in_memory.streams import Streams, for_device
 
 on_gpu = pytest.mark.skipif(not real_gpus.count(), reason="needs a CUDA device")
 
@@ -327,7 +327,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
 def test_the_copy_begins_after_what_the_device_was_given_and_the_next_step_after_the_copy(told: Told) -> None:
     """In another order the copy has half of the last step, or of the next one; a wait of the host would cost time."""
-    streams = CudaStreams(torch.device("cuda", 1))
+    streams = Streams(torch.device("cuda", 1))
     target, source = torch.zeros(4), torch.ones(4)
     ticket = streams.begin_copy([(target, source)])
     ticket.hold()
@@ -349,7 +349,7 @@ def test_the_copy_begins_after_what_the_device_was_given_and_the_next_step_after
 def test_memory_is_pinned_for_the_rank_s_own_device(told: Told, answer: int, says: str) -> None:
     """It happens in a thread, whose device would be the first one: each rank would take memory of GPU 0."""
     told.answer = answer
-    assert CudaStreams(torch.device("cuda", 1)).pin(torch.zeros(64, dtype=torch.uint8)) == says
+    assert Streams(torch.device("cuda", 1)).pin(torch.zeros(64, dtype=torch.uint8)) == says
     assert told.calls == ["on cuda:1", "pinned 64 1"]
 
 
@@ -357,4 +357,4 @@ def test_only_cuda_has_streams() -> None:
     """On the CPU survivors write the state, which costs less; of other accelerators nothing is known."""
     assert for_device(torch.device("cpu")) is None
     assert for_device(torch.device("xpu", 0)) is None
-    assert isinstance(for_device(torch.device("cuda", 0)), CudaStreams)
+    assert isinstance(for_device(torch.device("cuda", 0)), Streams)

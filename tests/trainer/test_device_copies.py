@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from last_moment import LastMoment
-from memory_node import Node, parts, rescue, settle
+from memory_node import Node, begin, make_step, parts, rescue, saved, settle
 
 import ddpjob
 from ddpjob import process
@@ -36,16 +36,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> LastMoment:
 
 
 @pytest.fixture
-def node(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    run_ranks: Callable[[Callable[[int], Any], int], list[Any]],
-    device: LastMoment,
-) -> Node:
+def node(node: Node, monkeypatch: pytest.MonkeyPatch, device: LastMoment) -> Node:
     """Where a copy costs nothing, so that every fourth step is copied."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(copies, "COST_MAX", 1e9)
-    return Node(tmp_path, run_ranks)
+    return node
 
 
 def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, fails: bool = False) -> Any:
@@ -66,8 +60,7 @@ def train(until: int, *, ranks: int = 1, save_at: int = 0, clips: bool = False, 
         ddpjob.should_stop(step)
         settle()
         if step == save_at:
-            snapshot.save(step, **objects)
-            snapshot.wait()
+            saved(snapshot, step, **objects)
     if fails:
         rescue()
     return began, [value.tolist() for value in objects["model"].state_dict().values()]
@@ -161,13 +154,11 @@ def test_a_state_that_has_grown_has_room_and_counts_again(node: Node) -> None:
     """A copy may be on its way into the memory that is too small now."""
 
     def grow() -> int:
-        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
-        step = snapshot.load(**objects)
+        objects, _snapshot, step = begin()
         for until in (24, 60):
             while step < until:
                 objects["optimizer"].zero_grad()
-                objects["model"](torch.randn(4, 4)).square().sum().backward()
-                objects["optimizer"].step()
+                make_step(objects["model"], objects["optimizer"])
                 step += 1
                 ddpjob.should_stop(step)
                 settle()

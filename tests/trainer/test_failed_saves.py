@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_node import saved
 
 import ddpjob
 from ddpjob import process
@@ -81,8 +82,7 @@ def test_a_script_that_ends_without_its_last_state_fails(end_ranks, tmp_path, di
         os.environ["DDPJOB_TERMINATION_LOG"] = str(tmp_path / "said")
         ddpjob.progress(step=1)
         snapshot = ddpjob.Snapshot(tmp_path / "s", world)
-        snapshot.save(1)
-        snapshot.wait()
+        saved(snapshot, 1)
         disk(errno.ENOSPC)
         if way == "stops":
             process.current.stopped_at = 2
@@ -117,11 +117,9 @@ def test_a_script_that_fails_by_itself_keeps_its_own_error(end_ranks, tmp_path, 
 def test_a_claim_that_somebody_has_tidied_away_is_made_again(tmp_path):
     """The next attempt would take the same number, and its states would count as ours."""
     snapshot = ddpjob.Snapshot(tmp_path)
-    snapshot.save(1)
-    snapshot.wait()
+    saved(snapshot, 1)
     (tmp_path / "writer-000001.json").unlink()
-    snapshot.save(2)
-    snapshot.close()
+    saved(snapshot, 2)
     assert (tmp_path / "writer-000001.json").exists()
     (tmp_path / "writer-000001.json").write_text('{"job": "another", "attempt": 1}')
     with pytest.raises(ddpjob.Superseded, match="belongs to attempt 1 of job another now"):
@@ -131,8 +129,7 @@ def test_a_claim_that_somebody_has_tidied_away_is_made_again(tmp_path):
 def test_what_a_killed_process_has_left_does_not_keep_the_disk_full(tmp_path, monkeypatch):
     """Its half written file was removed only after the next save, which failed because of it."""
     snapshot = ddpjob.Snapshot(tmp_path)
-    snapshot.save(1)
-    snapshot.wait()
+    saved(snapshot, 1)
     left = tmp_path / ".tmp-000001-99999-7"
     left.write_bytes(b"x" * 1000)
     sync = os.fsync
@@ -143,15 +140,13 @@ def test_what_a_killed_process_has_left_does_not_keep_the_disk_full(tmp_path, mo
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full_while_it_is_there)
-    snapshot.save(2)
-    snapshot.close()
+    saved(snapshot, 2)
     assert steps(tmp_path) == [1, 2]
 
 
 def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path, monkeypatch, capfd):
     snapshot = ddpjob.Snapshot(tmp_path, keep=1)
-    snapshot.save(1)
-    snapshot.wait()
+    saved(snapshot, 1)
 
     unlink = Path.unlink
 
@@ -161,8 +156,7 @@ def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path
         unlink(path, **options)
 
     monkeypatch.setattr(Path, "unlink", refuse)
-    snapshot.save(2)
-    snapshot.close()
+    saved(snapshot, 2)
     assert steps(tmp_path) == [1, 2]
     assert "older snapshots in " in capfd.readouterr().err
 

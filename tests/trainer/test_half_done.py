@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_node import saved
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -57,8 +58,7 @@ def test_the_first_save_is_named_too(tmp_path: Path, capfd: pytest.CaptureFixtur
         if step % 4 == 0:
             optimizer.step()
             optimizer.zero_grad()
-    snapshot.save(at, model=model, optimizer=optimizer)
-    snapshot.close()
+    saved(snapshot, at, model=model, optimizer=optimizer)
     assert f"model: step {at} is saved while {WAITING}" in capfd.readouterr().err
 
 
@@ -126,3 +126,34 @@ def test_shards_that_are_older_than_the_last_step_are_refused(run_ranks: Any, tm
         return 0
 
     run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("place", ["last batch", "next epoch"])
+@pytest.mark.parametrize("scheduler", ["each epoch", "each step"])
+def test_a_place_at_the_end_of_an_epoch_whose_scheduler_has_stepped_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], scheduler: str, place: str, drop_last: bool
+) -> None:
+    """The resume had no batch left, and stepped the scheduler a second time: another learning rate from there on."""
+    sampler = ddpjob.GlobalBatchSampler(18, 4, 7, rank=0, world_size=1, drop_last=drop_last)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    halves = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    snapshot = ddpjob.Snapshot(tmp_path / "s")
+    step = snapshot.load(model=model, optimizer=optimizer, scheduler=halves, place=sampler)
+    for epoch in range(2):
+        for batches, _ in enumerate(sampler.epoch(epoch), start=1):
+            optimizer.step()
+            step += 1
+            if scheduler == "each step":
+                halves.step()
+            within = sampler.state_dict(epoch=epoch, batches=batches)
+            snapshot.save(step, model=model, optimizer=optimizer, scheduler=halves, place=within)
+        if scheduler == "each epoch":
+            halves.step()
+        after = within if place == "last batch" else sampler.state_dict(epoch=epoch + 1, batches=0)
+        snapshot.save(step, model=model, optimizer=optimizer, scheduler=halves, place=after)
+    snapshot.close()
+    said = "place: step 5 is saved at the last batch of an epoch for which scheduler has stepped already"
+    said = said.replace("5", "4") if drop_last else said
+    assert capfd.readouterr().err.count(said) == (scheduler, place).count("each epoch") * (place == "last batch")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from memory_node import Node, parts, rescue, settle, steps
+from memory_node import Node, begin, parts, rescue, saved, settle, steps
 
 import ddpjob
 from ddpjob import process
@@ -17,14 +17,6 @@ from ddpjob.checkpoint.in_memory import room
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.state import packed
 from ddpjob_core import memory
-
-
-@pytest.fixture
-def node(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_ranks: Callable[[Callable[[int], Any], int], list[Any]]
-) -> Node:
-    monkeypatch.chdir(tmp_path)
-    return Node(tmp_path, run_ranks)
 
 
 class Tied(torch.nn.Module):
@@ -123,12 +115,10 @@ def test_a_model_that_is_on_another_device_when_a_rank_fails_goes_on_from_the_fo
     """A script may move it away to make room for an evaluation. The meta device stands for any other here."""
 
     def train(until: int, *, moves: bool) -> int:
-        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
-        step = snapshot.load(**objects)
+        objects, snapshot, step = begin()
         if not step:
             steps(0, 4, **objects)
-            snapshot.save(4, **objects)
-            snapshot.wait()
+            saved(snapshot, 4, **objects)
         steps(step or 4, until, **objects)
         if moves:
             objects["model"].to("meta")
@@ -171,8 +161,7 @@ def test_a_limit_that_is_a_byte_too_small_is_said_with_the_one_that_would_do(
         return packed.pack(Kept(objects).large()).size
 
     def train() -> tuple[str, int | None]:
-        objects = parts()
-        ddpjob.Snapshot("snapshots").load(**objects)
+        objects, _, _ = begin()
         steps(0, 6, **objects)
         rescue()
         return process.current.not_kept, process.current.limit_needed
@@ -240,8 +229,7 @@ def accumulated(until: int, *, fails_within: bool, saves_within: bool = True) ->
             x = torch.nn.functional.dropout(torch.full((4, 4), float(step + half)), 0.5)
             objects["model"](x).square().sum().backward()
             if half == 0 and step == 6 and not began and saves_within:
-                snapshot.save(step, **objects)
-                snapshot.wait()
+                saved(snapshot, step, **objects)
                 if fails_within:
                     rescue()
                     return began, []
@@ -259,16 +247,14 @@ def test_ranks_that_mark_other_steps_than_their_peers_go_on_from_the_folder_and_
 
     def train() -> int:
         rank = int(os.environ["RANK"])
-        objects, snapshot = parts(), ddpjob.Snapshot("snapshots")
-        began = snapshot.load(**objects)
+        objects, snapshot, began = begin()
         model = torch.nn.parallel.DistributedDataParallel(objects["model"])
         for step in range(began + 1, began + 9):
             objects["optimizer"].zero_grad()
             model(torch.full((4, 4), float(step))).square().sum().backward()
             objects["optimizer"].step()
             if step == began + 4:
-                snapshot.save(step, **objects)
-                snapshot.wait()
+                saved(snapshot, step, **objects)
             ddpjob.should_stop(step + 5 * rank)
             settle()
         rescue()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_node import saved
 from torch.nn.parallel import DistributedDataParallel
 
 import ddpjob
@@ -51,8 +52,7 @@ def save_readers(world: Any, snapshot: ddpjob.Snapshot) -> None:
     reader = Reader(world.rank)
     reader.state["place"] = 10 * world.rank + 3
     generator = torch.Generator().manual_seed(world.rank)
-    snapshot.save(1, reader=reader, drawn=generator.get_state(), lr=0.1)
-    snapshot.close()
+    saved(snapshot, 1, reader=reader, drawn=generator.get_state(), lr=0.1)
 
 
 def test_each_rank_gets_back_its_own_reader_and_its_own_values(run_ranks: Any, tmp_path: Path) -> None:
@@ -90,8 +90,7 @@ def test_what_is_the_same_on_all_ranks_is_kept_once(run_ranks: Any, tmp_path: Pa
     """A snapshot must not grow with the number of ranks, and fits another number of them."""
 
     def save(world: Any, snapshot: ddpjob.Snapshot) -> None:
-        snapshot.save(1, reader=Reader(7), loss=float("nan"))
-        snapshot.close()
+        saved(snapshot, 1, reader=Reader(7), loss=float("nan"))
 
     in_ranks(run_ranks, tmp_path, "a", 2, save)
     (file,) = (tmp_path / "s").glob("step-*.pt")
@@ -118,8 +117,7 @@ def test_buffers_and_parameters_that_ddp_leaves_to_each_rank_are_its_own(
         model.module.centre.fill_(world.rank)
         with torch.no_grad():
             model.module.own.weight.fill_(world.rank)
-        snapshot.save(1, model=model, optimizer=optimizer)
-        snapshot.close()
+        saved(snapshot, 1, model=model, optimizer=optimizer)
 
     def load(world: Any, snapshot: ddpjob.Snapshot) -> list[float]:
         model, optimizer = made()
@@ -176,8 +174,7 @@ def test_replicas_that_are_out_of_step_are_named_at_a_save(
         with torch.no_grad():
             model.module.weight.mul_(1 + world.rank * differs)
         for step in (1, 2):
-            snapshot.save(step, model=model)
-            snapshot.wait()
+            saved(snapshot, step, model=model)
             gather.numbers(torch.tensor([step]))
         snapshot.close()
 

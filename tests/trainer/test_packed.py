@@ -144,7 +144,7 @@ def test_large_and_small_together_are_what_the_state_dicts_are() -> None:
     """A restart loads them with load_state_dict, as it would what is in the folder."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer, "note": {"best": 0.5}})
-    state = merged(there_and_back(kept.large()), there_and_back(kept.small()))
+    state = merged(there_and_back(kept.large()), there_and_back(kept.buffers() | kept.settings()))
     assert list(state["model"]) == list(model.state_dict())
     assert state["model"]._metadata == model.state_dict()._metadata  # type: ignore[attr-defined]
     assert all(torch.equal(state["model"][key], value) for key, value in model.state_dict().items())
@@ -157,7 +157,7 @@ def test_what_is_small_is_as_it_was_at_the_boundary_also_where_the_module_has_go
     """BatchNorm counts in each forward pass: the running mean of half a step more belongs to no step."""
     model, optimizer = model_and_optimizer()
     kept = Kept({"model": model, "optimizer": optimizer})
-    small = there_and_back(kept.small())
+    small = there_and_back(kept.buffers() | kept.settings())
     before = model.state_dict()["1.running_mean"].clone()
     model(torch.randn(6, 4))
     optimizer.param_groups[0]["lr"] = 7.0

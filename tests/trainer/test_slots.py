@@ -39,13 +39,13 @@ class Rank:
         """Whether what it writes before the next step, and at its boundary, is what there is."""
         self.step += 1
         for slot in (EARLY, self.step % 2):
-            more = None if slot == EARLY else self.slots.settings(self.kept)
-            self.slots.write(slot, self.step, self.kept, random_states.compact(), more=more)
+            small = self.kept.buffers() | ({} if slot == EARLY else self.kept.settings())
+            self.slots.write(slot, self.step, self.kept, random_states.compact(), small)
         early, own = self.shared.read_slot(EARLY), self.shared.read_slot(self.step % 2)
         now = described(random_states.current())
         if any(described(random_states.expanded(found["rng"])) != now for found in (early, own)):
             return False
-        return described(own["small"]) == described(self.kept.small()) and own["of"] == (0, 1)
+        return described(own["small"]) == described(self.kept.buffers() | self.kept.settings()) and own["of"] == (0, 1)
 
 
 def described(value: Any) -> Any:
@@ -129,9 +129,9 @@ def test_another_process_finds_what_was_written() -> None:
     """The rank is dead when it is read."""
     rank = Rank()
     if (pid := os.fork()) == 0:
-        rank.slots.write(0, 1, rank.kept, random_states.compact(), more=rank.slots.settings(rank.kept))
+        rank.slots.write(0, 1, rank.kept, random_states.compact(), rank.kept.settings())
         rank.optimizer.param_groups[0]["lr"] = 7.0
-        rank.slots.write(0, 3, rank.kept, random_states.compact(), more=rank.slots.settings(rank.kept))
+        rank.slots.write(0, 3, rank.kept, random_states.compact(), rank.kept.settings())
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
     assert rank.shared.read_slot(0)["small"]["optimizer"][0]["lr"] == 7.0

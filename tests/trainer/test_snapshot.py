@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from free_port import free_port
+from memory_node import saved
 from shell import eventually
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -55,11 +56,6 @@ def attempt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         return snapshot
 
     return make
-
-
-def saved(snapshot: ddpjob.Snapshot, step: int, **state: Any) -> None:
-    snapshot.save(step, **state)
-    snapshot.wait()
 
 
 # ---- what comes back ---------------------------------------------------------------------------------------
@@ -565,8 +561,7 @@ def test_a_save_that_blocks_the_training_is_a_declared_pause(tmp_path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", slow)
-        snapshot.save(2)
-        snapshot.wait()
+        saved(snapshot, 2)
     assert set(phases) == {"save"}
     assert process.current.paused is None
 
@@ -602,12 +597,18 @@ def test_a_folder_of_an_older_version_which_knew_no_generations_is_read_and_writ
     assert attempt(1, generation=1).load() == 11
 
 
-def test_two_processes_cannot_take_the_same_number(tmp_path):
+def test_two_processes_cannot_take_the_same_number(tmp_path, monkeypatch):
+    """Also on a file system without hard links."""
     from ddpjob.checkpoint import snapshot as file
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no links")
 
     assert file.create_exclusively(tmp_path, 1, "{}")
     assert not file.create_exclusively(tmp_path, 1, "{}")
-    assert not file.create_exclusively_without_links(tmp_path / "writer-000001.json", "{}")
+    monkeypatch.setattr(os, "link", refuse)
+    assert not file.create_exclusively(tmp_path, 1, "{}")
+    assert file.create_exclusively(tmp_path, 2, "{}")
 
 
 # ---- processes of the same attempt --------------------------------------------------------------------------
@@ -897,8 +898,7 @@ def test_a_step_that_is_saved_twice_keeps_every_ranks_random_numbers(run_ranks, 
         with world_of(rank, 2, f"file://{tmp_path}/a"):
             snapshot = ddpjob.Snapshot(tmp_path / "s")
             for value in (1.0, 2.0):
-                snapshot.save(1, weights=torch.full((2,), value))
-                snapshot.wait()
+                saved(snapshot, 1, weights=torch.full((2,), value))
 
     run_ranks(save_twice, 2)
     files = list((tmp_path / "s").glob("step-*.pt"))
@@ -924,8 +924,7 @@ def test_a_rank_that_is_late_once_has_its_random_states_in_all_later_files(run_r
             while rank == 1 and not list(folder.glob("step-*1.*.pt")):  # until it is too late
                 time.sleep(0.01)
             for step in range(1, 13):
-                snapshot.save(step)
-                snapshot.wait()
+                saved(snapshot, step)
                 snapshot_file.RNG_WAIT_SECONDS = 30.0  # longer than this machine is ever held up
                 torch.distributed.barrier()
                 keys.append(importlib.import_module("ddpjob.group.join").store_of(world).num_keys())
@@ -983,9 +982,7 @@ def test_two_folders_of_the_same_last_name_keep_their_random_states_apart(run_ra
             order = [tmp_path / "a" / "ckpt", tmp_path / "b" / "ckpt"]
             for number, folder in enumerate(order if rank == 0 else order[::-1]):
                 torch.manual_seed(10 * rank + number)
-                snapshot = ddpjob.Snapshot(folder)
-                snapshot.save(1)
-                snapshot.wait()
+                saved(ddpjob.Snapshot(folder), 1)
                 drawn.append(float(torch.rand(())))
         return drawn
 
@@ -1156,9 +1153,7 @@ def test_an_optimizer_whose_state_the_ranks_share_is_resumed_once_rank_0_has_all
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
         optimizer.consolidate_state_dict(0)
-        snapshot = ddpjob.Snapshot(tmp_path / "s", world)
-        snapshot.save(1, model=model, optimizer=optimizer)
-        snapshot.close()
+        saved(ddpjob.Snapshot(tmp_path / "s", world), 1, model=model, optimizer=optimizer)
         dist.barrier()
         again = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.5)
         step = ddpjob.Snapshot(tmp_path / "s", world).load(model=model, optimizer=again)

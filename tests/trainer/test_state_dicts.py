@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_node import saved
 
 import ddpjob
 from ddpjob.checkpoint.state import state_dicts
@@ -184,9 +185,7 @@ def bits_of(tensor: torch.Tensor) -> bytes:
 @settings(deadline=None)
 def test_whatever_is_accepted_comes_back_equal(tmp_path_factory, state):
     folder = tmp_path_factory.mktemp("s")
-    snapshot = ddpjob.Snapshot(folder)
-    snapshot.save(1, state=state)
-    snapshot.close()
+    saved(ddpjob.Snapshot(folder), 1, state=state)
     back = ddpjob.Snapshot(folder)
     assert back.load() == 1
     assert same(state, back.state["state"])
@@ -203,8 +202,7 @@ def test_a_tensor_of_every_dtype_comes_back_or_is_refused(tmp_path, dtype):
         with pytest.raises(ddpjob.StateError, match=f"tensor: a tensor of {dtype} cannot be saved"):
             snapshot.save(1, tensor=tensor)
         return
-    snapshot.save(1, tensor=tensor)
-    snapshot.close()
+    saved(snapshot, 1, tensor=tensor)
     back = ddpjob.Snapshot(tmp_path)
     back.load()
     assert same(tensor, back.state["tensor"])
@@ -332,9 +330,7 @@ def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
 
     (optimizer, one), (fresh, other) = made(), made()
     step(one)
-    snapshot = ddpjob.Snapshot(tmp_path)
-    snapshot.save(1, scheduler=one, optimizer=optimizer)
-    snapshot.close()
+    saved(ddpjob.Snapshot(tmp_path), 1, scheduler=one, optimizer=optimizer)
     ddpjob.Snapshot(tmp_path).load(scheduler=other, optimizer=fresh)
     step(one)
     step(other)
@@ -345,7 +341,7 @@ def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("saved", "target", "said"),
+    ("value", "target", "said"),
     [
         (torch.ones(1), torch.zeros(3), r"saved was float32 \[1\], to be restored is float32 \[3\]"),
         (torch.ones(3, dtype=torch.float64), torch.zeros(3), "saved was float64"),
@@ -355,11 +351,10 @@ def test_every_scheduler_of_torch_goes_on_from_a_snapshot(tmp_path, name):
         (1, 2, "a int cannot be restored in place"),
     ],
 )
-def test_a_value_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, saved, target, said):
+def test_a_value_that_does_not_fit_is_named_and_nothing_is_changed(tmp_path, value, target, said):
     """copy_ repeats a single row, and cuts what a smaller type cannot hold, without a word."""
     snapshot, first = ddpjob.Snapshot(tmp_path), torch.zeros(2)
-    snapshot.save(1, first=torch.ones(2), second=saved)
-    snapshot.close()
+    saved(snapshot, 1, first=torch.ones(2), second=value)
     with pytest.raises(ddpjob.StateError, match=f"second: {said}"):
         ddpjob.Snapshot(tmp_path).load(first=first, second=target)
     assert first.sum() == 0
@@ -385,8 +380,7 @@ def sharded_model(rank: int) -> torch.nn.Module:
 def test_a_model_whose_ranks_hold_parts_is_refused_on_every_rank_at_once(end_ranks, tmp_path):
     """Rank 0's part was written and read back by all: a model destroyed without a word. check_replicas never ended."""
     snapshot = ddpjob.Snapshot(tmp_path / "s")
-    snapshot.save(1, model=torch.nn.Linear(8, 1, bias=False))
-    snapshot.close()
+    saved(snapshot, 1, model=torch.nn.Linear(8, 1, bias=False))
 
     def body(rank: int) -> list[str]:
         said = []

@@ -71,6 +71,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mark": ("stop", "stop_top", "stop_some", "keep", "none"),
     "save": ("in_loop", "epoch_end", "rank_0", "other_thread", "never"),
     "every": ("10", "7", "4"),
+    "place_at_end": ("next_epoch", "last_batch"),
     "best": ("none", "second_snapshot"),
     "load": ("at_once", "in_parts"),
     "memory": ("yes", "no"),
@@ -218,6 +219,8 @@ def normal(recipe: Recipe) -> dict[str, str]:
             found["mark"] = "keep"
         if found["scheduler_at"] == "epoch_end" and found["save"] != "epoch_end":
             found["scheduler_at"] = "stepped"
+        if found["data"] != "workers" or found["save"] != "epoch_end":
+            found["place_at_end"] = "next_epoch"
         if found["save"] == "rank_0" and found["optimizer"] == "zero":
             found["save"] = "in_loop"
         if found["average_at"] == "marked" and found["mark"] == "stop_top":
@@ -771,7 +774,7 @@ class _Writer:
         if self.has("scheduler_at", "epoch_end"):
             lines += self._scheduler_step()
         if self.has("save", "epoch_end"):
-            if self.has("data", "workers"):
+            if self.has("data", "workers") and self.has("place_at_end", "next_epoch"):
                 lines += ["epoch, batches = epoch + 1, 0  # its work is done: a resume must not end it again"]
             save = f"snapshot.save(step, {self._state()})"
             lines.append(f"optimizer.consolidate_state_dict(0); {save}" if self.has("optimizer", "zero") else save)

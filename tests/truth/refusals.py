@@ -39,6 +39,11 @@ def _gradients(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
     yield from _model(recipe)
 
 
+def _stepped_again(_: re.Match[str], recipe: Recipe) -> Iterator[Part]:
+    yield from (Part(rank, "scheduler") for rank in (0, 1))
+    yield from _model(recipe)
+
+
 def _generators(found: re.Match[str], _: Recipe) -> Iterator[Part]:
     yield from (Part(int(rank), name) for rank in re.findall(r"\d+", found["ranks"]) for name in GENERATORS)
 
@@ -57,6 +62,7 @@ def _large(found: re.Match[str], _: Recipe) -> Iterator[Part]:
 _SENTENCES = (
     _Sentence(r"(?P<model>\w+): its communication hook has a state \(.*a restart does not continue it", _gradients),
     _Sentence(r"(?P<model>\w+): step \d+ is saved while gradients wait .*a restart does not continue", _gradients),
+    _Sentence(r"\w+: step \d+ is saved at the last batch .* a restart goes on at the end", _stepped_again),
     _Sentence(
         r"(?P<model>\w+): the ranks have different parameters of it: a restart does not give each",
         _gradients,

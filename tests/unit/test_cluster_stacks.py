@@ -6,40 +6,23 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, fake_cluster, pod
-from shell import eventually
+from fake_cluster import FakeCluster, pod
+from shell import Ddpjob, eventually
 from worlds import manifest
 
 from ddpjob_cli.client import stacks
-from ddpjob_cli.commands.main import main
 from ddprun import processes
 
 DDPRUN = {"command": ["ddprun", "train.py"]}
-Ddpjob = Callable[..., tuple[int, str, str]]
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
-    with fake_cluster(tmp_path) as (made, config):
-        monkeypatch.setenv("KUBECONFIG", str(config))
-        monkeypatch.setattr(shutil, "which", lambda _: "/bin/kubectl")
-        yield made
-
-
-@pytest.fixture
-def ddpjob(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ddpjob:
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["ddpjob", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main("ddpjob")
-        return int(ended.value.code or 0), *capfd.readouterr()
-
-    return run
+@pytest.fixture(autouse=True)
+def kubectl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: "/bin/kubectl")
 
 
 def add(cluster: FakeCluster, state: str = "Running", container: dict[str, Any] = DDPRUN) -> None:

@@ -14,7 +14,7 @@ import pytest
 import ddpjob_check as check
 from ddpjob_check.job import known
 from ddpjob_cli.commands import from_script, sources
-from ddpjob_cli.commands.from_script import Start
+from ddpjob_cli.commands.sources import Source
 from ddpjob_cli.manifest import yamlfile
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_convert import command
@@ -34,12 +34,6 @@ dist.init_process_group("nccl")
 data = torchvision.datasets.MNIST(root="/data/mnist")
 torch.save({}, "model.pt")
 """
-SPAWN = """
-import torch.multiprocessing as mp
-def main(i): pass
-if __name__ == "__main__":
-    mp.spawn(main, nprocs=2)
-"""
 JOB = """
 apiVersion: training.ddpjob.io/v1alpha1
 kind: DDPJob
@@ -48,6 +42,13 @@ spec:
   nodes: 2
   template: {spec: {containers: [{name: trainer, image: x, command: [torchrun, train.py, --lr, "1"]}]}}
 """
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
 
 
 def job_of(text: str) -> api.DDPJob:
@@ -60,20 +61,20 @@ def job_of(text: str) -> api.DDPJob:
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_the_job_of_any_script_is_valid(path: Path) -> None:
-    job = job_of(from_script.job_yaml(Start(str(path)), path.read_text()))
+    job = job_of(from_script.job_yaml(Source(str(path)), path.read_text()))
     assert job.spec.nodes in (1, 2)
 
 
 def test_torchrun_starts_a_script_that_forms_a_group_with_its_arguments_as_they_were_typed() -> None:
     words = ["--epochs", "5", "--name", "a: b", "true", "-1"]
-    job = job_of(from_script.job_yaml(Start("src/train.py", nodes="3", nproc="4", arguments=words), TORCHRUN))
+    job = job_of(from_script.job_yaml(Source("src/train.py", nodes="3", nproc="4", arguments=tuple(words)), TORCHRUN))
     assert command_of(job.spec.template) == ["torchrun", "src/train.py", *words]
     assert (job.metadata.name, job.spec.nodes, job.spec.nproc_per_node) == ("train", 3, 4)
 
 
 def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
     """`ddpjob init train.py --nodes 1:3` printed a job with two nodes, always two."""
-    source = sources.Source(str(DIGITS), nodes="1:3")
+    source = Source(str(DIGITS), nodes="1:3")
     printed = job_of(sources.to_yaml(source))
     _, started = sources.load(source)
     for job in (printed, started):
@@ -84,14 +85,7 @@ def test_a_range_of_nodes_makes_an_elastic_job_here_and_in_the_YAML() -> None:
 def test_a_range_that_lacks_a_number_is_refused(nodes: str) -> None:
     """`--nodes 1:` ran one node, by the default of spec.nodes."""
     with pytest.raises(InputError, match="--nodes: must be a number of nodes, or MIN:MAX as 1:3"):
-        sources.load(sources.Source(str(DIGITS), nodes=nodes))
-
-
-def test_a_script_that_starts_its_own_processes_gets_no_launcher() -> None:
-    """torchrun would multiply them."""
-    job = job_of(from_script.job_yaml(Start("train.py"), SPAWN))
-    assert command_of(job.spec.template) == ["python", "train.py"]
-    assert job.spec.nodes == 1
+        sources.load(Source(str(DIGITS), nodes=nodes))
 
 
 ALONE = """
@@ -105,38 +99,28 @@ if args.local_rank != -1:
 SHELL = ["torchrun", "--no-python", "sh", "-c"]
 
 
+LAUNCH = ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b", "$(NODE_RANK)"]
+
+
+@pytest.mark.parametrize("default", ["default=-1", "required=True"])
 @pytest.mark.parametrize(
     ("names", "command"),
     [
         ('"--local_rank"', [*SHELL, "exec python a/b.py --local_rank=$LOCAL_RANK --name 'a b' '$(NODE_RANK)'"]),
-        ('"--local-rank"', ["python", "-m", "torch.distributed.launch", "a/b.py", "--name", "a b", "$(NODE_RANK)"]),
+        ('"--local-rank"', LAUNCH),
+        ('"--local-rank", "--local_rank"', LAUNCH),
     ],
 )
-def test_a_script_that_is_a_single_process_without_its_local_rank_is_given_it(names: str, command: list[str]) -> None:
-    """By torchrun each rank trained a model of its own, and the job was Succeeded."""
-    start = Start("a/b.py", arguments=["--name", "a b", "$(NODE_RANK)"])
-    text = from_script.job_yaml(start, ALONE.replace('"--local_rank"', names))
-    assert command_of(job_of(text).spec.template) == command
-    assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
-
-
-@pytest.mark.parametrize(
-    ("names", "command"),
-    [
-        ('"--local_rank"', [*SHELL, "exec python train.py --local_rank=$LOCAL_RANK"]),
-        ('"--local-rank"', ["python", "-m", "torch.distributed.launch", "train.py"]),
-        ('"--local-rank", "--local_rank"', ["python", "-m", "torch.distributed.launch", "train.py"]),
-    ],
-)
-def test_a_script_that_requires_its_local_rank_is_given_it_and_check_accepts_the_job(
-    names: str, command: list[str]
+def test_a_script_that_does_not_train_as_one_job_without_its_local_rank_is_given_it_and_check_accepts_the_job(
+    names: str, command: list[str], default: str
 ) -> None:
-    """`ddpjob init` wrote a job that `ddpjob check` refused, and that ended with exit code 2."""
-    script = ALONE.replace('"--local_rank"', names).replace("default=-1", "required=True")
-    text = from_script.job_yaml(Start("train.py"), script)
-    assert command_of(job_of(text).spec.template) == command
-    context = known(job_of(text))
-    assert [f for f in check.check("train.py", script, context) if f.severity == "error"] == []
+    """By torchrun each rank trained a model of its own, and the job was Succeeded; or it ended with exit code 2."""
+    script = ALONE.replace('"--local_rank"', names).replace("default=-1", default)
+    text = from_script.job_yaml(Source("a/b.py", arguments=("--name", "a b", "$(NODE_RANK)")), script)
+    job = job_of(text)
+    assert command_of(job.spec.template) == command
+    assert "# Line 4 takes the rank on its node as an option, which torchrun does not pass" in text
+    assert [f for f in check.check("train.py", script, known(job)) if f.severity == "error"] == []
 
 
 @pytest.mark.parametrize(
@@ -157,7 +141,7 @@ def test_a_library_that_forms_the_group_by_itself_is_not_said_to_train_alone(lin
 
 
 def test_what_was_found_stands_in_comments() -> None:
-    text = from_script.job_yaml(Start("train.py"), TORCHRUN)
+    text = from_script.job_yaml(Source("train.py"), TORCHRUN)
     for said in ("nccl, which needs a GPU", "needs: --data", "--epochs (5)", "/data/mnist", "saves files"):
         assert said in text, text
     assert "nvidia.com/gpu: 1" in text
@@ -177,7 +161,7 @@ def test_what_was_found_stands_in_comments() -> None:
 def test_an_argument_that_may_be_absent_is_not_called_needed(nargs: str, said: str) -> None:
     """PyTorch's imagenet example was said to need its folder, which has a default."""
     script = f"import argparse\nargparse.ArgumentParser().add_argument('data', {nargs})\n"
-    assert f"# Arguments that it {said}\n" in from_script.job_yaml(Start("train.py"), script)
+    assert f"# Arguments that it {said}\n" in from_script.job_yaml(Source("train.py"), script)
 
 
 @pytest.mark.parametrize(
@@ -201,10 +185,10 @@ def test_the_name_is_one_of_kubernetes(script: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["y", "no", "on", "null", "true"])
 def test_a_script_whose_name_is_a_word_of_yaml_has_a_job_of_that_name(name: str) -> None:
     """`ddpjob run y.py` was refused: metadata.name was true."""
-    assert job_of(from_script.job_yaml(Start(f"{name}.py"), "")).metadata.name == name
+    assert job_of(from_script.job_yaml(Source(f"{name}.py"), "")).metadata.name == name
 
 
-AWKWARD = [
+AWKWARD = (
     "y",
     "N",
     "=",
@@ -223,32 +207,32 @@ AWKWARD = [
     '"',
     "2026-01-01",
     "1:30",
-]
+)
 
 
 def test_arguments_are_those_that_were_typed() -> None:
     """YAML has words for true, null and numbers."""
-    job = job_of(from_script.job_yaml(Start("train.py", arguments=AWKWARD), ""))
+    job = job_of(from_script.job_yaml(Source("train.py", arguments=AWKWARD), ""))
     assert command_of(job.spec.template) == ["torchrun", "train.py", *AWKWARD]
 
 
 def test_a_script_that_begins_with_a_dash_is_no_option_of_its_launcher() -> None:
-    job = job_of(from_script.job_yaml(Start("-x.py"), ""))
+    job = job_of(from_script.job_yaml(Source("-x.py"), ""))
     assert command_of(job.spec.template) == ["torchrun", "./-x.py"]
 
 
 @pytest.mark.parametrize(
     "start",
     [
-        Start("a\nb.py"),
-        Start("\udcff.py"),
-        Start("a\x1b[31m.py"),
-        Start("a\nb", module=True),
-        Start("a.py", arguments=["\udcff"]),
+        Source("a\nb.py"),
+        Source("\udcff.py"),
+        Source("a\x1b[31m.py"),
+        Source(None, "a\nb"),
+        Source("a.py", arguments=("\udcff",)),
     ],
     ids=repr,
 )
-def test_what_no_yaml_can_name_is_refused_and_shown(start: Start) -> None:
+def test_what_no_yaml_can_name_is_refused_and_shown(start: Source) -> None:
     """A file name with a line break became YAML of its own, one that is not UTF-8 a traceback."""
     with pytest.raises(InputError, match=r"rename it|no job can have it") as refused:
         from_script.job_yaml(start, None if start.module else "")
@@ -259,17 +243,15 @@ NOT_UTF_8 = [{"settings": ("metadata.name=\udcff",)}, {"variables": ("A=\udcff",
 
 
 @pytest.mark.parametrize("words", NOT_UTF_8, ids=repr)
-def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(tmp_path: Path, words: dict[str, Any]) -> None:
+def test_options_of_a_yaml_file_that_are_not_utf_8_are_refused(mine: Path, words: dict[str, Any]) -> None:
     """--dry-run ended in a traceback, and a cluster's client would have."""
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
     with pytest.raises(InputError, match="not UTF-8"):
-        sources.load(sources.Source(str(path), **words))
+        sources.load(Source(str(mine), **words))
 
 
 def test_a_number_of_nodes_is_no_line_of_yaml() -> None:
     with pytest.raises(InputError, match=r"spec.nodes: must be a whole number"):
-        sources.load(sources.Source(None, "mod", nodes="2\n  suspend: true"))
+        sources.load(Source(None, "mod", nodes="2\n  suspend: true"))
 
 
 @pytest.mark.parametrize("name", ["big.py", "big.ipynb"])
@@ -280,21 +262,14 @@ def test_a_file_of_2_gb_is_no_script_and_is_not_read(tmp_path: Path, name: str) 
         file.truncate(2 << 30)
     with (
         pytest.raises(InputError, match=rf"{name}: larger than \d+ MiB"),
-        sources.as_file(sources.Source(str(path))) as given,
+        sources.as_file(Source(str(path))) as given,
     ):
         sources.load(given)
 
 
 def test_a_script_that_is_not_valid_python_is_named_with_its_line() -> None:
     with pytest.raises(InputError, match=r"train.py:2: not valid Python"):
-        from_script.job_yaml(Start("train.py"), "x = 1\nx = = 2\n")
-
-
-def test_arguments_after_dashes_replace_those_of_the_yaml(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
-    _, job = sources.load(sources.Source(str(path), arguments=("--epochs", "2")))
-    assert command_of(job.spec.template) == ["torchrun", "train.py", "--epochs", "2"]
+        from_script.job_yaml(Source("train.py"), "x = 1\nx = = 2\n")
 
 
 @pytest.mark.parametrize(
@@ -310,10 +285,10 @@ def test_arguments_are_those_of_a_command_that_is_set_as_well(tmp_path: Path, co
     file = str(tmp_path / "av.py")
     Path(file).write_text("")
     setting = f"spec.template.spec.containers[0].command={command.format(file=file)}"
-    _, job = sources.load(sources.Source(file, settings=(setting,), arguments=("a", "--log", "5")))
+    _, job = sources.load(Source(file, settings=(setting,), arguments=("a", "--log", "5")))
     assert command_of(job.spec.template) == [word.format(file=file) for word in made]
     with pytest.raises(InputError, match=r"names no script that is plain to see, so -- ARGS cannot be its arguments"):
-        sources.load(sources.Source(file, settings=(setting.partition("=")[0] + "=[sleep, '1']",), arguments=("a",)))
+        sources.load(Source(file, settings=(setting.partition("=")[0] + "=[sleep, '1']",), arguments=("a",)))
 
 
 ABBREVIATE = [["--log", "5"], ["--mo=0.1"], ["x", "--no"], ["--max", "3"], ["--", "x"]]
@@ -327,35 +302,33 @@ def test_arguments_that_resemble_options_of_torchrun_stand_behind_dashes(tmp_pat
     file = tmp_path / "train.py"
     file.write_text("")
     for source, head in (
-        (sources.Source(str(file)), ["torchrun", str(file)]),
-        (sources.Source(None, module="pkg.train"), ["torchrun", "-m", "pkg.train"]),
+        (Source(str(file)), ["torchrun", str(file)]),
+        (Source(None, module="pkg.train"), ["torchrun", "-m", "pkg.train"]),
     ):
         _, job = sources.load(replace(source, arguments=tuple(words)))
         assert command_of(job.spec.template) == [*head, *behind]
     spawns = "import torch.multiprocessing as mp\nmp.spawn(f, nprocs=2)\n"
-    job = job_of(from_script.job_yaml(Start("train.py", arguments=words), spawns))
+    job = job_of(from_script.job_yaml(Source("train.py", arguments=tuple(words)), spawns))
     assert command_of(job.spec.template) == ["python", "train.py", *words], "Python takes nothing away"
     for line in ("torchrun --nnodes 2 train.py", "accelerate launch train.py"):
         made = command.convert([*line.split(), *words]).spec["template"]["spec"]["containers"][0]["command"]
         assert made == ["torchrun", "train.py", *(words if words[:1] == ["--"] else behind)]
 
 
-def test_arguments_after_dashes_replace_those_behind_the_launchers_own(tmp_path: Path) -> None:
-    path = tmp_path / "job.yaml"
-    for given, made in (('--, --lr, "1"', ["--", "--log", "2"]), ('--lr, "1"', ["--", "--log", "2"])):
-        path.write_text(JOB.replace('--lr, "1"', given))
-        _, job = sources.load(sources.Source(str(path), arguments=("--log", "2")))
-        assert command_of(job.spec.template) == ["torchrun", "train.py", *made]
+@pytest.mark.parametrize("given", ['--, --lr, "1"', '--lr, "1"'])
+def test_arguments_after_dashes_replace_those_of_the_yaml_also_behind_the_launchers_own(mine: Path, given: str) -> None:
+    mine.write_text(JOB.replace('--lr, "1"', given))
+    for words, dashes in (("--log", "2"), ["--"]), (("--epochs", "2"), ["--"] if given[:3] == "--," else []):
+        _, job = sources.load(Source(str(mine), arguments=words))
+        assert command_of(job.spec.template) == ["torchrun", "train.py", *dashes, *words]
 
 
-def test_two_values_for_one_field_are_refused(tmp_path: Path) -> None:
+def test_two_values_for_one_field_are_refused(mine: Path) -> None:
     """`--nodes 3 --set spec.nodes=2` ran two nodes."""
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
     with pytest.raises(InputError, match=r"--nodes 3 and --set spec.nodes=2: two values"):
-        sources.load(sources.Source(str(path), nodes="3", settings=("spec.nodes=2",)))
+        sources.load(Source(str(mine), nodes="3", settings=("spec.nodes=2",)))
     with pytest.raises(InputError, match=r"--nodes 1:3 and --set spec.minNodes=2: two values"):
-        sources.load(sources.Source(str(path), nodes="1:3", settings=("spec.minNodes=2",)))
+        sources.load(Source(str(mine), nodes="1:3", settings=("spec.minNodes=2",)))
 
 
 def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
@@ -364,7 +337,7 @@ def test_the_cells_of_a_notebook_are_a_script(tmp_path: Path) -> None:
         '{"cells": [{"cell_type": "markdown", "source": ["# x"]}, '
         '{"cell_type": "code", "source": ["%pip list\\n", "if 1:\\n", "    !ls\\n", "x = !ls"]}]}'
     )
-    with sources.as_file(sources.Source(str(path))) as source:
+    with sources.as_file(Source(str(path))) as source:
         assert source.file is not None
         assert Path(source.file).read_text() == "pass\nif 1:\n    pass\nx = None\n"
     assert not Path(source.file).exists()
@@ -386,18 +359,16 @@ def test_a_yaml_that_would_start_a_notebook_is_not_written(tmp_path: Path) -> No
     path = tmp_path / "try.ipynb"
     path.write_text('{"cells": []}')
     with pytest.raises(InputError, match=r"jupyter nbconvert --to script .*then ddpjob init .*try.py"):
-        sources.to_yaml(sources.Source(str(path)))
+        sources.to_yaml(Source(str(path)))
 
 
-def test_a_variable_without_a_value_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_without_a_value_is_taken_over(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As docker run -e and kubectl users know it."""
-    path = tmp_path / "job.yaml"
-    path.write_text(JOB)
     monkeypatch.setenv("TAKEN", "over")
-    document, _ = sources.load(sources.Source(str(path), variables=("TAKEN",)))
+    document, _ = sources.load(Source(str(mine), variables=("TAKEN",)))
     assert document.data["spec"]["template"]["spec"]["containers"][0]["env"] == [{"name": "TAKEN", "value": "over"}]
     with pytest.raises(InputError, match="NOT_THERE"):
-        sources.load(sources.Source(str(path), variables=("NOT_THERE",)))
+        sources.load(Source(str(mine), variables=("NOT_THERE",)))
 
 
 def test_a_stray_zero_starts_no_thousand_processes() -> None:
@@ -406,9 +377,6 @@ def test_a_stray_zero_starts_no_thousand_processes() -> None:
         sources.warn_of_size(job, allowed=False)
     assert "1,000 processes" in sources.warn_of_size(job, allowed=True)
     assert sources.warn_of_size(job_of(JOB), allowed=False) == ""
-
-
-def test_one_node_is_told_as_one() -> None:
     job = job_of(JOB.replace("nodes: 2", "nodes: 1\n  nprocPerNode: 1000"))
     assert sources.warn_of_size(job, allowed=True).startswith("1 node × 1000 are 1,000 processes on ")
 
@@ -431,5 +399,5 @@ def test_what_is_wrong_with_a_job_that_was_made_for_a_script_has_no_line_of_the_
     """`train.py:15: spec.template…` sent a new user to a line of a script that had ten."""
     script = tmp_path / "train.py"
     script.write_text("import torch\n")
-    document, _ = sources.load(sources.Source(str(script)))
+    document, _ = sources.load(Source(str(script)))
     assert document.place(("spec", "template")) == str(script)

@@ -86,11 +86,3 @@ def test_a_program_that_python_does_not_run_is_refused_with_what_to_give(tmp_pat
         path.write_text(text)
         with pytest.raises(InputError, match="neither a Python script nor a DDPJob: give the command in it"):
             sources.load(sources.Source(str(path)))
-
-
-def test_init_of_a_notebook_says_how_to_make_a_script_of_it(tmp_path: Path) -> None:
-    """It was read as YAML: `kind: must be DDPJob, is empty`."""
-    path = tmp_path / "nb.ipynb"
-    path.write_text('{"cells": []}')
-    with pytest.raises(InputError, match="a command cannot start a notebook: jupyter nbconvert"):
-        sources.load(sources.Source(str(path)))

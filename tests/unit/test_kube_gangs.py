@@ -317,7 +317,7 @@ def test_an_operator_reconciles_the_jobs_without_a_queue_while_the_api_of_the_qu
     for name, labels in (("queued", {kueue.QUEUE_LABEL: "main"}), ("free", {})):
         raw = manifest(name)
         raw["metadata"] |= {"labels": labels, "resourceVersion": "1"}
-        operator.job_seen("ADDED", raw)
+        operator.caches.jobs.put(raw)
     assert operator.reconciler.ready_in(("default", "free")) == 0.0
     assert operator.reconciler.ready_in(("default", "queued")) == UNSYNCED_SECONDS
     assert operator.reconciler.ready_in(("default", "gone")) == 0.0

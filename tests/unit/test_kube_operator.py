@@ -110,7 +110,7 @@ def operator(runtime: Runtime = SYSTEM) -> Operator:
     made = Operator(OperatorSettings(), Client(), runtime=runtime)
     body = manifest()
     body["metadata"]["resourceVersion"] = "1"
-    made.job_seen(None, body)
+    made.caches.jobs.put(body)
     for rank in (0, 1):
         made.caches.pods.put(pod(rank))
     return made
@@ -145,13 +145,13 @@ def test_five_thousand_jobs_that_are_deleted_at_once_leave_nothing_and_cost_no_r
         bodies = [manifest(f"job-{number}") for number in range(5_000)]
         for number, body in enumerate(bodies):
             body["metadata"] |= {"uid": f"uid-{number}", "resourceVersion": "1"}
-            made.job_seen(None, body)
+            made.caches.jobs.put(body)
             key = (body["metadata"]["namespace"], body["metadata"]["name"])
             made.states.parse(key, body)
             made.states.of(key, f"uid-{number}")
         for body in bodies:
-            made.job_seen("DELETED", body)
-        while len(made.queue.schedule) or made.queue.working:
+            made.job_told("DELETED", body["metadata"])
+        while len(made.queue.schedule) or made.queue.schedule.working:
             await asyncio.sleep(0)
         await made.stop()
         return made
@@ -275,14 +275,14 @@ def test_who_stands_by_knows_the_pods_of_a_job_that_was_made_again_and_forgets_o
         before, after = manifest(nodes=1), manifest(nodes=2)
         before["metadata"] |= {"uid": "another uid", "resourceVersion": "1", "generation": 1}
         after["metadata"] |= {"resourceVersion": "9", "generation": 1}
-        made.job_seen(None, before)
+        made.caches.jobs.put(before)
         assert made.states.spec(("default", "digits")) is not None
-        made.job_seen(None, after)
+        made.caches.jobs.put(after)
         made.caches.pods.put(pod(1))
         found = made.locate(BoundPod("default", "digits-1-1", "uid-digits-1-1"))
         assert found is not None
         assert found.node_rank == 1
-        made.job_seen("DELETED", after)
+        made.job_told("DELETED", after["metadata"])
         assert made.states._parsed == {}
 
     asyncio.run(run())
@@ -293,7 +293,7 @@ def test_who_stands_by_queues_nothing_and_who_leads_reconciles_every_job() -> No
         made = Operator(OperatorSettings(), Client(), Election(Client(), "ops", "op", "a", Durations()))
         body = manifest()
         body["metadata"]["resourceVersion"] = "1"
-        made.job_seen(None, body)
+        made.caches.jobs.put(body)
         made.caches.pods.put(pod(0))
         assert len(made.queue.schedule) == 0, "it would grow by every job that ever was"
         made.lead()

@@ -19,7 +19,6 @@ from ddpjob_operator.kube.watch import observe
 from ddpjob_operator.kube.watch.listing import take
 from ddpjob_operator.kube.watch.reflector import STALE_LISTS_MAX, Reflector
 from ddpjob_operator.kube.watch.store import ObjectKey, Store
-from ddpjob_operator.kube.work import measuring
 from ddpjob_operator.metrics.meter import Meter
 
 
@@ -258,7 +257,7 @@ class Neglected:
         async def story() -> None:
             loop = asyncio.get_running_loop()
             assert isinstance(loop, VirtualLoop)
-            about = {"runtime": Runtime(clock=loop.time), "watcher": measuring.OfWatches(self.meter)}
+            about = {"runtime": Runtime(clock=loop.time), "meter": self.meter}
             reflector = Reflector(self.server, "services", "team", "", self.copy, **about)  # type: ignore[arg-type]
             running = asyncio.create_task(reflector.run())
             await reflector.synced.wait()

@@ -192,7 +192,7 @@ def test_the_queue_gets_one_reconcile_for_all_that_is_reported_in_ten_seconds() 
         made = Operator(OperatorSettings(), Client(), runtime=Runtime(clock=lambda: 1000.0))
         body = manifest()
         body["metadata"]["resourceVersion"] = "1"
-        made.job_seen(None, body)
+        made.caches.jobs.put(body)
         schedule, key = made.queue.schedule, ("default", "digits")
         made.states.of(key, UID)
         for step in range(2):

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from worlds import START, UID
 
 from ddpjob_cli.local.kept.history import Facts, History
-from ddpjob_cli.local.kept.report_page import ReportPage, page
+from ddpjob_cli.local.kept.report import page
+from ddpjob_cli.local.kept.runs import Run
 from ddpjob_cli.local.kept.series import POINTS_MAX, Series
 from ddpjob_operator.job import api
 
@@ -46,7 +47,14 @@ def status(seconds: float, step: int, attempt: int, state: Any = "Running", **ot
     return api.Status(state=state, attempt=attempt, progress=progress, **others)
 
 
-def report(name: str = "digits", message: str = "rank 1 failed", log: str = "the end of the log") -> ReportPage:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("run")
+    (made / "digits-1-0.log").touch()
+    return made
+
+
+def report(folder: Path, message: str = "rank 1 failed", log: str = "the end of the log") -> tuple[Run, History]:
     """A run of 100 steps that failed once at step 40 and went on from step 31."""
     history = History()
     for step in range(1, 41):
@@ -61,9 +69,11 @@ def report(name: str = "digits", message: str = "rank 1 failed", log: str = "the
     done = {"goodput": spent, "restarts": api.Restarts(application=1, total=1), "last_failure": last}
     ended = status(140, 100, 2, "Succeeded", **again, **done)
     history.take(ended, START, at(141))
-    return ReportPage(
-        FACTS, ended, "Succeeded", history, at(141), [(f"{name}-1-0.log", "file:///tmp/x/digits-1-0.log")]
-    )
+    return Run(folder, FACTS, ended, running=False), history
+
+
+def shown(folder: Path, message: str = "rank 1 failed", log: str = "the end of the log") -> str:
+    return page(*report(folder, message, log), at(141))
 
 
 class Parsed(HTMLParser):
@@ -94,10 +104,9 @@ class Parsed(HTMLParser):
         return sum(name == tag for name, _ in self.elements)
 
 
-def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs() -> None:
+def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs(folder: Path) -> None:
     """A user who is sent the file still has to ask for the logs."""
-    html = page(report())
-    parsed = Parsed(html)
+    parsed = Parsed(shown(folder))
     for said in (
         "digits: Succeeded",
         "2 nodes × 1 process · gloo",
@@ -115,24 +124,24 @@ def test_it_has_the_curves_the_time_the_attempts_the_failures_and_the_logs() -> 
     assert "loss: from 1 to 0.0198, steps 1 to 100" in images
     assert any(label.startswith("samples/s: ") for label in images)
     assert sum(a.get("class") == "restart" for tag, a in parsed.elements if tag == "line") == 3, "one in each curve"
-    assert ("a", {"href": "file:///tmp/x/digits-1-0.log"}) in parsed.elements
+    assert ("a", {"href": (folder / "digits-1-0.log").as_uri()}) in parsed.elements
 
 
-def test_its_drawings_are_well_formed_and_each_says_in_words_what_it_shows() -> None:
+def test_its_drawings_are_well_formed_and_each_says_in_words_what_it_shows(folder: Path) -> None:
     """A screen reader says "image", and a strict viewer shows nothing."""
-    for drawing in re.findall(r"<svg.*?</svg>", page(report()), re.S):
+    for drawing in re.findall(r"<svg.*?</svg>", shown(folder), re.S):
         root = ET.fromstring(drawing)
         assert root.get("role") == "img"
         assert root.get("aria-label")
         assert root.find("title") is not None
 
 
-def test_it_loads_nothing_and_runs_nothing() -> None:
+def test_it_loads_nothing_and_runs_nothing(folder: Path) -> None:
     """A report that is sent to a colleague calls home, or runs what a script has printed."""
-    parsed = Parsed(page(report(log=HOSTILE, message=HOSTILE)))
+    parsed = Parsed(shown(folder, HOSTILE, HOSTILE))
     assert not {"script", "img", "link", "iframe", "object"} & {tag for tag, _ in parsed.elements}
     addresses = [a[name] for _, a in parsed.elements for name in ("src", "href", "xlink:href") if name in a]
-    assert addresses == ["file:///tmp/x/digits-1-0.log"]
+    assert addresses == [(folder / "digits-1-0.log").as_uri()]
     policy = next(a["content"] for _, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy")
     assert policy == "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -142,22 +151,22 @@ TEXTS = st.one_of(st.just(HOSTILE), st.text(max_size=40))
 
 @settings(max_examples=40, deadline=None)
 @given(TEXTS, TEXTS, st.dictionaries(TEXTS, st.one_of(TEXTS, st.floats().map(repr)), max_size=3))
-def test_whatever_a_script_says_stays_text(message: str, log: str, metrics: dict[str, str]) -> None:
+def test_whatever_a_script_says_stays_text(folder: Path, message: str, log: str, metrics: dict[str, str]) -> None:
     """An exception's text with markup in it changes the page that tells of it."""
-    plain = Parsed(page(report(message="x", log="x")))
-    shown = report(message=message or "x", log=log or "x")
+    plain = Parsed(shown(folder, "x", "x"))
+    run, history = report(folder, message or "x", log or "x")
     for step in (98, 99):
         progress = api.Progress(step=step, attempt=2, metrics=metrics, updated=at(200 + step))
-        shown.history.take(api.Status(state="Running", attempt=2, progress=progress), START, at(200 + step))
-    parsed = Parsed(page(shown))
+        history.take(api.Status(state="Running", attempt=2, progress=progress), START, at(200 + step))
+    parsed = Parsed(page(run, history, at(300)))
     for tag in ("script", "img", "main", "style", "a", "pre"):
         assert parsed.count(tag) == plain.count(tag), tag
 
 
-def test_a_run_of_which_nothing_is_known_has_a_report_too() -> None:
+def test_a_run_of_which_nothing_is_known_has_a_report_too(folder: Path) -> None:
     """A run that failed before its first step ends in a traceback of the report."""
-    empty = ReportPage(FACTS, api.Status(), "Killed", History(), START)
-    assert "reported no metrics" in Parsed(page(empty)).text
+    empty = Run(folder, FACTS, api.Status(), running=False)
+    assert "reported no metrics" in Parsed(page(empty, History(), START)).text
 
 
 def test_a_series_stays_small_and_keeps_the_spikes() -> None:
@@ -171,7 +180,7 @@ def test_a_series_stays_small_and_keeps_the_spikes() -> None:
     assert series.points[-1].step == 199_999
 
 
-def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte() -> None:
+def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte(folder: Path) -> None:
     """A report of a week's training is too large to be sent."""
     history = History()
     for i in range(20_000):
@@ -180,8 +189,8 @@ def test_the_report_of_a_long_run_with_many_metrics_is_below_a_megabyte() -> Non
         history.take(api.Status(state="Running", attempt=1, progress=progress), START, at(i))
     for attempt in range(2, 2000):
         history.take(api.Status(state="Running", attempt=attempt, message="x" * 300), START, at(20_000 + attempt))
-    assert history.changes_left_out > 1000
-    whole = page(ReportPage(FACTS, api.Status(state="Succeeded"), "Succeeded", history, at(30_000)))
+    assert len(history.changes) < 1000
+    whole = page(Run(folder, FACTS, api.Status(state="Succeeded"), running=False), history, at(30_000))
     assert len(whole.encode()) <= 1_000_000
 
 
@@ -193,14 +202,14 @@ def chromium() -> str:
     return found
 
 
-def test_a_real_browser_draws_it_without_a_complaint(chromium: str, tmp_path: Path) -> None:
+def test_a_real_browser_draws_it_without_a_complaint(chromium: str, folder: Path, tmp_path: Path) -> None:
     """What parses may still be blank: a policy that forbids the page's own style, a drawing without a size."""
-    (tmp_path / "run.html").write_text(page(report(message=HOSTILE)))
+    (tmp_path / "run.html").write_text(shown(folder, HOSTILE))
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0"]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", (tmp_path / "run.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr, "a refusal by the policy, or an error of the page"
     drawn = Parsed(done.stdout)
-    assert drawn.count("svg") == Parsed(page(report())).count("svg")
+    assert drawn.count("svg") == Parsed(shown(folder)).count("svg")
     assert drawn.count("script") == 0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cluster import FakeCluster, fake_cluster, pod
+from fake_cluster import FakeCluster, pod
 
 import ddpjob
 from ddpjob_cli.sdk import function
@@ -24,12 +24,9 @@ from ddpjob_cli.sdk import function
 JOBS = "ddpjobs.training.ddpjob.io"
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
-    with fake_cluster(tmp_path) as (made, config):
-        monkeypatch.setenv("KUBECONFIG", str(config))
-        monkeypatch.chdir(tmp_path)
-        yield made
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def in_main(code: str) -> Any:
@@ -279,20 +276,6 @@ def test_without_cloudpickle_it_is_said_what_to_install(monkeypatch: pytest.Monk
 # ---------------------------------------------------------------- the cluster
 
 
-def test_without_a_cluster_the_error_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KUBECONFIG", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises((ddpjob.InputError, ddpjob.ClusterError), match="no cluster is known"):
-        ddpjob.submit(in_main("def work(): pass"))
-
-
-def test_without_rights_nothing_is_left_behind(cluster: FakeCluster) -> None:
-    cluster.forbidden.add("create configmaps")
-    with pytest.raises(ddpjob.ClusterError, match="jane may not create configmaps"):
-        ddpjob.submit(in_main("def work(): pass"))
-    assert cluster.find("ddpjobs") is None
-
-
 def test_a_job_is_suspended_resumed_and_deleted(cluster: FakeCluster) -> None:
     job = ddpjob.submit(in_main("def work(): pass"))
     raw = cluster.find("ddpjobs", "work")
@@ -339,23 +322,3 @@ def test_the_library_loads_the_command_line_only_when_it_is_asked_for() -> None:
         "ddpjob.submit; assert not {'torch', 'cloudpickle', 'kopf'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_a_sweep_is_chosen_by_its_label(cluster: FakeCluster) -> None:
-    """The program of docs/python.md."""
-    work = in_main("def work(rate): return rate")
-    found = [ddpjob.submit(work, args=(r,), name=f"rate-{r}", labels={"sweep": "rates"}) for r in (1, 2)]
-    assert [job.name for job in found] == ["rate-1", "rate-2"]
-    for job in found:
-        cluster.find("ddpjobs", job.name)["status"] = {"state": "Succeeded", "attempt": 1}
-    words = [sys.executable, "-m", "ddpjob_cli"]
-
-    def cli(*more: str) -> str:
-        done = subprocess.run([*words, *more], capture_output=True, text=True, check=False, timeout=60)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
-
-    assert "rate-2" in cli("get", "-l", "sweep=rates")
-    cli("wait", "-l", "sweep=rates", "--timeout", "30s")
-    assert "rate-1 is deleted" in cli("delete", "-l", "sweep=rates")
-    assert cluster.find("ddpjobs") is None

@@ -14,34 +14,23 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 import pytest
 import yaml
-from fake_cluster import FakeCluster, fake_cluster, pod
+from fake_cluster import FakeCluster, pod
+from shell import Ddpjob, Done
 
 from ddpjob_cli.client import pack
-from ddpjob_cli.commands.main import cli, main
+from ddpjob_cli.commands.main import cli
 from ddpjob_cli.manifest import yamlfile
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import validation
 
 LOCAL_RANK = "import os; d.init_process_group('gloo', rank=int(os.environ['LOCAL_RANK']), world_size=4)\n"
 SOUND = "import torch.distributed as dist\nprint('trains')\n"
-
-
-@dataclass(frozen=True)
-class Done:
-    code: int
-    out: str
-    err: str
-
-
-Ddpjob = Callable[..., Done]
 
 
 @pytest.fixture
@@ -52,28 +41,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (path / "train.py").write_text(SOUND)
     monkeypatch.chdir(path)
     return path
-
-
-@pytest.fixture
-def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
-    with fake_cluster(tmp_path) as (made, config):
-        monkeypatch.setenv("KUBECONFIG", str(config))
-        yield made
-
-
-@pytest.fixture
-def ddpjob(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ddpjob:
-    """`ddpjob …` in this process."""
-
-    def run(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["ddpjob", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        out, err = capfd.readouterr()
-        assert "Traceback" not in err, err
-        return Done(int(ended.value.code or 0), out, err)
-
-    return run
 
 
 def unpacked(data: bytes) -> dict[str, str]:
@@ -269,17 +236,13 @@ def test_code_of_the_same_name_with_another_content_is_refused(
     """Somebody has put it there: it would be run as the user's own."""
     ddpjob("submit", "train.py", "--name", "a")
     cluster.find("configmaps")["binaryData"]["code.tar.gz"] = "AAAA"
-    done = ddpjob("submit", "train.py", "--name", "b")
-    assert done.code == 1
-    assert "has not this code" in done.err
+    ddpjob("submit", "train.py", "--name", "b", code=1, says="has not this code")
     assert cluster.find("ddpjobs", "b") is None, "a job that waits for its code for ever is not left behind"
 
 
 def test_what_the_cluster_refuses_leaves_nothing_behind(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     cluster.forbidden = {"create configmaps"}
-    done = ddpjob("submit", "train.py")
-    assert done.code == 1
-    assert "jane may not create configmaps in namespace default" in done.err
+    ddpjob("submit", "train.py", code=1, says="jane may not create configmaps in namespace default")
     assert cluster.objects == {}
 
 
@@ -289,9 +252,7 @@ def test_a_job_of_which_nobody_knows_whether_it_was_created_is_said_to_be_so(
     """Without its code it would wait for ever, and a second try would find its name taken."""
     status = {"kind": "Status", "message": "timeout"}
     cluster.answers["create ddpjobs.training.ddpjob.io for real"] = 504, status
-    done = ddpjob("submit", "train.py")
-    assert done.code == 1
-    assert "Whether train was created is not known: ddpjob get train tells" in done.err
+    ddpjob("submit", "train.py", code=1, says="Whether train was created is not known: ddpjob get train tells")
     cluster.answers = {"create configmaps for real": (504, status)}
     assert ddpjob("submit", "train.py").code == 1
     assert cluster.objects == {}
@@ -301,19 +262,14 @@ def test_a_refusal_names_the_fields_as_the_server_does(folder: Path, cluster: Fa
     causes = [{"field": "spec.nodes", "message": "must be at most 3"}]
     status = {"kind": "Status", "message": "invalid", "details": {"causes": causes}}
     cluster.answers["create ddpjobs.training.ddpjob.io"] = 422, status
-    done = ddpjob("submit", "train.py")
-    assert done.code == 1
-    assert "spec.nodes: must be at most 3" in done.err
+    ddpjob("submit", "train.py", code=1, says="spec.nodes: must be at most 3")
 
 
 def test_a_name_that_is_taken_is_said_with_the_state_of_the_other(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob
 ) -> None:
     ddpjob("submit", "train.py")
-    done = ddpjob("submit", "train.py")
-    assert done.code == 2
-    assert "--name train-2" in done.err
-    assert "ddpjob delete train" in done.err
+    ddpjob("submit", "train.py", code=2, says=("--name train-2", "ddpjob delete train"))
 
 
 def test_a_dry_run_needs_no_cluster_and_prints_what_kubectl_can_apply(
@@ -388,13 +344,8 @@ def test_a_job_of_the_cluster_is_submitted_again_under_another_name(
     (folder / "job.yaml").write_text(JOB)
     assert ddpjob("submit", "job.yaml").code == 0
     first = cluster.find("ddpjobs", "mine")
-    first["metadata"] |= {
-        "resourceVersion": "42",
-        "generation": 1,
-        "managedFields": [],
-        "labels": {"team": "a"},
-        "finalizers": ["x/y"],
-    }
+    first["metadata"] |= {"resourceVersion": "42", "generation": 1, "managedFields": []}
+    first["metadata"] |= {"labels": {"team": "a"}, "finalizers": ["x/y"]}
     first["status"] = {"state": "Failed", "attempt": 1}
     (folder / "again.yaml").write_text(ddpjob("get", "mine", "-o", "yaml").out)
     done = ddpjob("submit", "again.yaml", "--name", "again", "--dry-run")
@@ -516,9 +467,17 @@ def test_a_script_in_a_folder_of_code_elsewhere_is_checked(
     (folder / "src").mkdir()
     (folder / "src/train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
     monkeypatch.chdir(tmp_path)
-    done = ddpjob("submit", folder / "src/train.py", "--code", folder, "--nodes", 2, "--dry-run")
-    assert done.code == 2
-    assert "rank-is-local-rank" in done.err
+    ddpjob(
+        "submit",
+        folder / "src/train.py",
+        "--code",
+        folder,
+        "--nodes",
+        2,
+        "--dry-run",
+        code=2,
+        says="rank-is-local-rank",
+    )
 
 
 def test_a_script_that_starts_its_own_processes_is_not_started_by_torchrun(
@@ -536,13 +495,8 @@ def test_a_script_that_starts_its_own_processes_is_not_started_by_torchrun(
 
 
 def test_namespaces_that_contradict_each_other_are_refused(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    (folder / "job.yaml").write_text(
-        "apiVersion: training.ddpjob.io/v1alpha1\nkind: DDPJob\nmetadata: {name: a, namespace: team-a}\n"
-        "spec: {template: {spec: {containers: [{name: t, image: i, command: [torchrun, train.py]}]}}}\n"
-    )
-    done = ddpjob("submit", "job.yaml", "-n", "team-b")
-    assert done.code == 2
-    assert "job.yaml:3: metadata.namespace is team-a" in done.err
+    (folder / "job.yaml").write_text(JOB.replace("{name: mine}", "{name: a, namespace: team-a}"))
+    ddpjob("submit", "job.yaml", "-n", "team-b", code=2, says="job.yaml:3: metadata.namespace is team-a")
     assert ddpjob("submit", "job.yaml").code == 0
     assert cluster.find("ddpjobs", "a", "team-a") is not None
 
@@ -572,13 +526,8 @@ def test_wrong_input_is_one_line_and_exit_code_2(
 
 def test_a_mistake_that_check_finds_is_not_submitted(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
     """It would cost a queue, an image pull and GPUs to find out."""
-    (folder / "train.py").write_text(
-        "import os, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', rank=int(os.environ['LOCAL_RANK']), world_size=4)\n"
-    )
-    done = ddpjob("submit", "train.py", "--nodes", 2)
-    assert done.code == 2
-    assert "rank-is-local-rank" in done.err
+    (folder / "train.py").write_text(f"import torch.distributed as d\n{LOCAL_RANK}")
+    ddpjob("submit", "train.py", "--nodes", 2, code=2, says="rank-is-local-rank")
     assert cluster.objects == {}
     assert ddpjob("submit", "train.py", "--nodes", 2, "--no-check").code == 0
 
@@ -603,14 +552,19 @@ def _operator(cluster: FakeCluster, state: str, lines: list[str], by: str = " {p
     job["status"] = {"state": state, "reason": "x", "message": "gave up", "attempt": 1, **times}
 
 
+def _followed(cluster: FakeCluster, ddpjob: Ddpjob, *told: Any) -> Done:
+    operator = threading.Thread(target=_operator, args=(cluster, *told))
+    operator.start()
+    done = ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 1, "--follow")
+    operator.join()
+    return done
+
+
 @pytest.mark.parametrize(("state", "code", "says"), [("Succeeded", 0, "✔ train Succeeded in 38s"), ("Failed", 1, "✖")])
 def test_follow_shows_the_logs_of_all_nodes_and_ends_with_the_job(
     folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, state: str, code: int, says: str
 ) -> None:
-    operator = threading.Thread(target=_operator, args=(cluster, state, ["epoch 1", "epoch 2"]))
-    operator.start()
-    done = ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 1, "--follow")
-    operator.join()
+    done = _followed(cluster, ddpjob, state, ["epoch 1", "epoch 2"])
     assert done.code == code
     assert sorted(done.out.splitlines()) == ["[0:0] epoch 1 0", "[0:0] epoch 2 0", "[1:1] epoch 1 1", "[1:1] epoch 2 1"]
     assert "Running: 2 of 2 nodes are running" in done.err
@@ -622,28 +576,21 @@ def test_follow_doubts_a_success_behind_which_a_traceback_is_the_last_word(
 ) -> None:
     """`except Exception: traceback.print_exc()` around the training ends with 0, in a cluster as on this machine."""
     lines = ["Traceback (most recent call last):", '  File "train.py", line 7, in <module>', "ValueError: bad shard"]
-    operator = threading.Thread(target=_operator, args=(cluster, "Succeeded", lines, ""))
-    operator.start()
-    done = ddpjob("submit", "train.py", "--nodes", 2, "--nproc-per-node", 1, "--follow")
-    operator.join()
+    done = _followed(cluster, ddpjob, "Succeeded", lines, "")
     doubt = "a rank has failed in train.py:7, although the exit code is 0: ValueError: bad shard"
     assert done.code == 0
     assert done.err.splitlines()[-1] == f"⚠ but suspicious: {doubt}"
 
 
-def test_a_job_that_is_deleted_while_it_is_followed_is_said(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
-    cluster.after("get ddpjobs.training.ddpjob.io", cluster.objects.clear)
-    done = ddpjob("submit", "train.py", "--follow")
-    assert done.code == 1
-    assert done.err.endswith("train was deleted\n")
-
-
-def test_a_job_that_its_ttl_deletes_may_have_finished(folder: Path, cluster: FakeCluster, ddpjob: Ddpjob) -> None:
+@pytest.mark.parametrize(
+    ("words", "says"), [([], "was deleted\n"), (["--set", "spec.ttlSecondsAfterFinished=0"], "; it may have finished")]
+)
+def test_a_job_that_is_deleted_while_it_is_followed_is_said(
+    folder: Path, cluster: FakeCluster, ddpjob: Ddpjob, words: list[str], says: str
+) -> None:
     """With a TTL of 0 the job is gone before anybody has seen its end."""
     cluster.after("get ddpjobs.training.ddpjob.io", cluster.objects.clear)
-    done = ddpjob("submit", "train.py", "--set", "spec.ttlSecondsAfterFinished=0", "--follow")
-    assert done.code == 1
-    assert "it may have finished" in done.err
+    ddpjob("submit", "train.py", *words, "--follow", code=1, says=says)
 
 
 def test_ctrl_c_ends_following_and_says_that_the_job_goes_on(folder: Path, cluster: FakeCluster) -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpjob_cli.commands import from_script, main, output
+from ddpjob_cli.commands import from_script, main, output, sources
 from ddpjob_cli.describe.terminal import HELD_MAX, TerminalPieces, for_terminal
 
 OBEYED = {
@@ -134,6 +134,6 @@ def test_a_name_in_a_script_adds_no_line_to_the_yaml_of_init(end: str) -> None:
     """The name of an option is a comment there, and its second line was YAML."""
     name = f"--a{end}spec: {{nodes: 99}}"
     text = f"import argparse\np = argparse.ArgumentParser()\np.add_argument({name!r}, default='x')\np.parse_args()\n"
-    made = from_script.job_yaml(from_script.Start("train.py"), text)
+    made = from_script.job_yaml(sources.Source("train.py"), text)
     (document,) = yaml.safe_load_all(made)
     assert document["spec"]["nodes"] == 1

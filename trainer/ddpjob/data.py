@@ -117,7 +117,7 @@ class GlobalBatchSampler:
         self.set_epoch(epoch)
         self._continue_random_numbers()
         order = _shuffled(self.n, self.seed, epoch)
-        while self._samples_left() > 0:
+        while self._samples_left(self._consumed) > 0:
             start, stop = self._consumed, min(self._consumed + self.global_batch, self.n)
             self._consumed = stop
             process.current.sampler = weakref.ref(self)
@@ -187,6 +187,8 @@ class GlobalBatchSampler:
             return {"n": self.n, "seed": self.seed, "epoch": self._epoch, "consumed": self._consumed}
         epoch, batches = _at_least(0, "epoch", epoch), _at_least(0, "batches", batches)
         consumed = min(self._first_of(epoch) + batches * self.global_batch, self.n)
+        if not self._samples_left(consumed):
+            consumed = self.n  # without what drop_last leaves out: Snapshot looks for the end of an epoch
         return {"n": self.n, "seed": self.seed, "epoch": epoch, "consumed": consumed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -237,9 +239,9 @@ class GlobalBatchSampler:
         """The sample with which that epoch began here."""
         return self._began[1] if epoch == self._began[0] else 0
 
-    def _samples_left(self) -> int:
+    def _samples_left(self, consumed: int) -> int:
         """That this epoch still trains. By what is left, because the global batch may have been another one before."""
-        left = self.n - self._consumed
+        left = self.n - consumed
         return left - left % self.global_batch if self.drop_last else left
 
     def _share(self, order: torch.Tensor, start: int, stop: int) -> Batch:

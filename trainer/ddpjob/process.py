@@ -39,8 +39,8 @@ class Process:
         self.stopped_at: int | None = None
         """The step at which `should_stop` has returned True."""
         self.stopped_raised = False
-        self.marked: int | None = None
-        """The step that `should_stop` was called with last."""
+        self.marked: tuple[int, int] | None = None
+        """The step that `should_stop` was called with last, and `optimizer_steps` then."""
         self.fails_at_exit = False
         """Whether the last state could not be saved, which is known too late to be raised."""
 

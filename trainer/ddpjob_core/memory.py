@@ -163,7 +163,9 @@ def newest(
         if mark is not None and _is_apart(mark, best):
             return f"the state is of step {best.version.step}, and rank {rank} was at step {mark.step}"
     most = LOADS_ASSUMED_MAX if best.assumed else LOADS_MAX
-    if best.loads >= most and not any(mark is not None and _follows(mark, best.version) for mark in marks):
+    version = best.version
+    stepped = (mark.generation >= version.generation and mark.step > version.step for mark in marks if mark is not None)
+    if best.loads >= most and not any(stepped):
         return f"step {best.version.step} was loaded before, and no step after it is known"
     return FoundState(best, ranks)
 
@@ -187,11 +189,6 @@ def _is_apart(mark: Mark, held: Held) -> bool:
     if held.every >= EVERY_MAX and ahead < 0:
         return False  # its last save may be any number of steps ago
     return not -stride <= ahead <= stride + 2 * held.every
-
-
-def _follows(mark: Mark, version: Version) -> bool:
-    """True if that rank has made a step after this version."""
-    return mark.generation >= version.generation and mark.step > version.step
 
 
 def _not_replicas(proofs: Sequence[Proof | None]) -> int | None:

@@ -85,7 +85,8 @@ class Agent:
         self.options, self.environ, self.folder = options, environ, folder
         self.code: int | None = None
         self.termination_signal = 0  # 0: no termination was requested
-        self._numbers = [getattr(signal, name) for name in options.signals if not _is_nohup(name)]
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # a closed terminal then stops nothing
+        self._numbers = [getattr(signal, name) for name in options.signals if not (is_nohup and name == "SIGHUP")]
         self._fatal = _fatal() - set(self._numbers)
         # A request for stacks needs a signal that ends nothing, also if the user lets SIGQUIT end the job.
         self._for_stacks = {signal.SIGQUIT, STACKS_SIGNAL} - set(self._numbers)
@@ -305,11 +306,6 @@ def _fatal() -> set[int]:
     """Return the signals that would end this process, without those that were ignored when it started."""
     numbers = (getattr(signal, name) for name in _FATAL)
     return {number for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
-
-
-def _is_nohup(name: str) -> bool:
-    """True for the signal of a closed terminal if the program runs under `nohup`."""
-    return name == "SIGHUP" and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def leave_message(path: str | None, message: dict[str, Any]) -> None:

@@ -102,20 +102,16 @@ class Follower:
         """Node 0 alone is asked for it."""
 
     def tick(self, now: float) -> None:
-        if self._link is not None:
-            self._keep_alive(now)
-        elif self._agent.code is None:
-            self._reconnect(now)
-
-    # ---- with a leader -------------------------------------------------------------------------------------
-
-    def _keep_alive(self, now: float) -> None:
-        if now > self._heard_at + SILENT_SECONDS:
-            return self._disconnect(f"it has been silent for {SILENT_SECONDS:g} s", now)
-        if now >= self._heartbeat_at:
+        if self._link is None:
+            if self._agent.code is None:
+                self._reconnect(now)
+        elif now > self._heard_at + SILENT_SECONDS:
+            self._disconnect(f"it has been silent for {SILENT_SECONDS:g} s", now)
+        elif now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_SECONDS
             self._send({"heartbeat": 1})
-        return None
+
+    # ---- with a leader -------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         assert self._link is not None, "only a link is received from"

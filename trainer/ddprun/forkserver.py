@@ -187,6 +187,8 @@ def reads_recorded() -> Iterator[set[str]]:
 
 def unsafe() -> str:
     """Return why a fork would differ from a new process; "" if it would not."""
+    from ddprun.late_environment import openblas_threads
+
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return "a preloaded module has initialised CUDA, and a forked process cannot use it"
@@ -197,13 +199,6 @@ def unsafe() -> str:
         of_blas = f", of which OpenBLAS has {pool}" if pool else ""
         return f"the preloaded modules run {threads} threads ({', '.join(sorted(names))}){of_blas}: a fork has none"
     return ""
-
-
-def openblas_threads() -> int:
-    """Threads of OpenBLAS, which ends them before a fork and starts them again."""
-    from ddprun.late_environment import of_openblas
-
-    return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
 
 
 def thread_name(task: str) -> str:

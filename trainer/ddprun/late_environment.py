@@ -147,6 +147,11 @@ def of_openblas(verb: str) -> Iterator[Any]:
             yield next(getattr(library, name) for name in names if hasattr(library, name))
 
 
+def openblas_threads() -> int:
+    """Threads of OpenBLAS, which ends them before a fork and starts them again."""
+    return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
+
+
 def _forget_temporary_folder() -> None:
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:

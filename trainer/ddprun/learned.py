@@ -175,13 +175,6 @@ def _resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _openblas_threads() -> int:
-    """Threads of OpenBLAS, which ends them before a fork and starts them again."""
-    from ddprun.late_environment import of_openblas
-
-    return sum(max(0, int(size()) - 1) for size in of_openblas("get"))
-
-
 class _Watch:
     """Watch imports one by one for effects that a fork would not share with a process that imports the module."""
 
@@ -275,10 +268,12 @@ class _Watch:
         return next((why for name, why in names.items() if before[name] not in (after[name], None)), "")
 
     def _state(self) -> dict[str, Any]:
+        from ddprun.late_environment import openblas_threads
+
         torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy.random")
         return {
             "bytes": _resident(),
-            "threads": len(os.listdir("/proc/self/task")) - _openblas_threads(),
+            "threads": len(os.listdir("/proc/self/task")) - openblas_threads(),
             "files": len(os.listdir("/proc/self/fd")),
             "printed": os.fstat(self._out).st_size,
             "cuda": torch is not None and torch.cuda.is_initialized(),

@@ -135,14 +135,12 @@ class LocalRanks:
             return None
         codes = [as_exit_code(code) for code in self._codes.values()]
         others = [code for code in codes if code not in (0, RESUMABLE)]
-        if RESUMABLE in codes and not (others and self._is_unsaved()):
-            return RESUMABLE
+        if RESUMABLE in codes:
+            from ddpjob_core import rules
+
+            if not (others and any(rules.is_unsaved(failure.exception) for failure in self.failures)):
+                return RESUMABLE
         return next(iter(others), 0)
-
-    def _is_unsaved(self) -> bool:
-        from ddpjob_core import rules
-
-        return any(rules.is_unsaved(failure.exception) for failure in self.failures)
 
     def start(self, life: Life) -> None:
         """Start all ranks, at once or when the fork server has its imports."""

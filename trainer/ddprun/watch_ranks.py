@@ -143,7 +143,8 @@ class Watching:
         over = self._over or self._agent.node.ended_well is not None
         found = {rank: self._beats.of(rank) for rank in self._agent.node.running_ranks}
         beats = {rank: beat._replace(over=beat.over or over) for rank, beat in found.items()}
-        seen = {rank: beat for rank, beat in beats.items() if _lives(beat.pid)}
+        # A rank that is a shell script outlives the training in it.
+        seen = {rank: beat for rank, beat in beats.items() if beat.pid > 0 and os.path.exists(f"/proc/{beat.pid}")}
         # Also after a rank has ended: it made progress, and the others may now wait for something else.
         if now - self._looked_at > stall_monitor.GAP_SECONDS or self._paces.keys() - seen.keys():
             self._paces = stall_monitor.restart_clocks(self._paces, now)
@@ -267,8 +268,3 @@ def position(rank: int, step: int, answer: Mapping[str, Any] | None, *, over: bo
     sequence, op, where = int(answer.get("sequence", 0)), str(answer.get("op", "")), str(answer.get("where", ""))
     done, apart, shape = answer.get("done", True) is True, answer.get("apart") is True, str(answer.get("shape", ""))
     return Position(rank, step, sequence, op[:40], done, where[:120], apart=apart, shape=shape[:60])
-
-
-def _lives(pid: int) -> bool:
-    """True if the process exists: a rank that is a shell script outlives the training in it."""
-    return pid > 0 and os.path.exists(f"/proc/{pid}")

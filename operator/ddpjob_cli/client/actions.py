@@ -167,7 +167,9 @@ class _Waiting:
             return True
         self._lines.see(now)
         if goal.true(now):
-            self._say_doubts(now)
+            doubts = ending.suspicions(log_findings.with_findings(self._cluster, now).job.status)
+            if doubts and now.job.status.state == "Succeeded":
+                self._say(f"{self._name} has Succeeded, but suspicious: {doubts}")
             return True
         if goal.is_end and watch.ended(now):
             self._say(f"{self._name} can no longer be {goal.wanted}: it has {now.job.status.state}")
@@ -175,11 +177,6 @@ class _Waiting:
         if goal.end is not None and time.monotonic() >= goal.end:
             raise watch.too_late(now, goal.wanted, goal.seconds)
         return None
-
-    def _say_doubts(self, stored: jobs.Stored) -> None:
-        doubts = ending.suspicions(log_findings.with_findings(self._cluster, stored).job.status)
-        if doubts and stored.job.status.state == "Succeeded":
-            self._say(f"{self._name} has Succeeded, but suspicious: {doubts}")
 
 
 def _condition(wanted: str) -> Callable[[jobs.Stored], bool]:

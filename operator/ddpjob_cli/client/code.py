@@ -19,11 +19,25 @@ FOLDER = "/code"
 ARCHIVE_FOLDER, ARCHIVE = "/ddpjob-code", "code.tar.gz"
 NAME = "ddpjob-code"
 ARCHIVE_VOLUME = f"{NAME}-archive"
-_RESTRICTED = {
-    "allowPrivilegeEscalation": False,
-    "readOnlyRootFilesystem": True,
-    "capabilities": {"drop": ["ALL"]},
-}
+_RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
+IMAGE = "ddpjob-trainer"
+PLACEHOLDER = "my-image"  # what `ddpjob init` writes for people to replace
+
+
+def for_cluster(job: Raw, script: str, below: str) -> None:
+    """Change a job that was made for a script in place, so that a cluster that enforces PodSecurity "restricted" takes
+    it: its script as it is named below the folder of the code, an image, no privileges. What is set stays."""
+    pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
+    if trainer.get("image") == PLACEHOLDER:
+        trainer["image"] = IMAGE
+    # Without a tag the default is Always, and an image that was loaded onto the nodes is in no registry.
+    trainer.setdefault("imagePullPolicy", "IfNotPresent")
+    trainer["command"] = [below if word == script else word for word in trainer.get("command") or ()]
+    pod.setdefault("securityContext", {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}})
+    trainer.setdefault("securityContext", _RESTRICTED)
+    if all(mount.get("mountPath") != "/tmp" for mount in mappings(trainer, "volumeMounts")):  # noqa: S108
+        # The root is read-only, and torchrun keeps its logs there.
+        _mount(pod, trainer, "/tmp", {"name": "tmp", "emptyDir": {}})  # noqa: S108
 
 
 def config_map(archive: Archive) -> Raw:
@@ -43,21 +57,15 @@ def into(job: Raw, archive: Archive) -> Raw:
     Raises InputError where the template mounts something else there.
     """
     job = copy.deepcopy(job)
-    template = job["spec"]["template"]
-    pod, trainer = template["spec"], trainer_container(template)
-    assert trainer is not None, "the job was validated"
+    pod, trainer = job["spec"]["template"]["spec"], _trainer(job)
     folder = trainer["workingDir"] = trainer.get("workingDir") or FOLDER
     mounted = [str(m.get("mountPath")).rstrip("/") for m in mappings(trainer, "volumeMounts")]
     if folder.rstrip("/") in mounted or any(v.get("name") == NAME for v in mappings(pod, "volumes")):
         raise InputError(
             f"--code: the job mounts a volume at {folder} already; leave --code away, or set another workingDir"
         )
-    pod["volumes"] = [
-        *(pod.get("volumes") or ()),
-        {"name": NAME, "emptyDir": {}},
-        {"name": ARCHIVE_VOLUME, "configMap": {"name": config_map(archive)["metadata"]["name"]}},
-    ]
-    trainer["volumeMounts"] = [*(trainer.get("volumeMounts") or ()), {"name": NAME, "mountPath": folder}]
+    _mount(pod, trainer, folder, {"name": NAME, "emptyDir": {}})
+    pod["volumes"] += [{"name": ARCHIVE_VOLUME, "configMap": {"name": config_map(archive)["metadata"]["name"]}}]
     pod["initContainers"] = [_unpacker(trainer, folder), *(pod.get("initContainers") or ())]
     return job
 
@@ -68,13 +76,31 @@ def reference(owner: Raw) -> Raw:
     return {"apiVersion": owner["apiVersion"], "kind": owner["kind"], "name": metadata["name"], "uid": metadata["uid"]}
 
 
+def _trainer(job: Raw) -> Raw:
+    trainer = trainer_container(job["spec"]["template"])
+    assert trainer is not None, "the job was validated"
+    return trainer
+
+
+def _mount(pod: Raw, container: Raw, path: str, volume: Raw) -> None:
+    pod["volumes"] = [*(pod.get("volumes") or ()), volume]
+    container["volumeMounts"] = [
+        *(container.get("volumeMounts") or ()), {"name": volume["name"], "mountPath": path}
+    ]  # fmt: skip
+
+
 def _unpacker(trainer: Raw, folder: str) -> Raw:
     """The trainer's image, which the node has to pull anyway, with the trainer's own limits but GPUs."""
+    resources = {
+        kind: {name: value for name, value in given.items() if "/" not in name}
+        for kind, given in (trainer.get("resources") or {}).items()
+        if kind in ("limits", "requests") and isinstance(given, dict)
+    }
     container = {
         "name": NAME,
         "image": trainer.get("image"),
         "command": ["tar", "-xzf", f"{ARCHIVE_FOLDER}/{ARCHIVE}", "-C", folder],
-        "resources": _without_devices(trainer.get("resources") or {}),
+        "resources": resources,
         "securityContext": trainer.get("securityContext") or _RESTRICTED,
         "volumeMounts": [
             {"name": NAME, "mountPath": folder},
@@ -84,11 +110,3 @@ def _unpacker(trainer: Raw, folder: str) -> Raw:
     if "imagePullPolicy" in trainer:
         container["imagePullPolicy"] = trainer["imagePullPolicy"]
     return container
-
-
-def _without_devices(resources: Raw) -> Raw:
-    return {
-        kind: {name: value for name, value in given.items() if "/" not in name}
-        for kind, given in resources.items()
-        if kind in ("limits", "requests") and isinstance(given, dict)
-    }

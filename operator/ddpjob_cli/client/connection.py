@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 import urllib3
@@ -33,8 +33,12 @@ _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 class Cluster:
     """Requests to one API server, in one namespace. Each method raises ClusterError."""
 
-    def __init__(self, access: kubeconfig.Access, namespace: str, seconds: float, silent: float) -> None:
+    def __init__(
+        self, access: kubeconfig.Access, namespace: str, seconds: float, silent: float, kubectl: Sequence[str]
+    ) -> None:
         self._access = access
+        self.kubectl = kubectl
+        """The options with which kubectl asks the same cluster."""
         self.context = f"{access.context} ({access.server})"
         """The words for it in messages: context kind-test (https://127.0.0.1:6443)."""
         self.namespace = namespace
@@ -114,8 +118,9 @@ class Cluster:
             )  # fmt: skip
 
         try:
-            answer = _within(self._seconds, send)
-        except _OF_NETWORK as error:
+            # Timeouts of sockets bound neither DNS nor an answer that comes in drops.
+            answer = in_background(send).result(self._seconds)
+        except (*_OF_NETWORK, futures.TimeoutError) as error:
             raise NoAnswerError(f"{self.context} does not answer{_why(error, self._seconds)}") from None
         if not 200 <= answer.status < 300:
             raise errors.of_answer(requests.read(method, path), answer.status, answer.data or b"", self.context)
@@ -141,7 +146,9 @@ def connect(
     namespace = namespace or access.namespace
     if not _NAMESPACE.fullmatch(namespace):  # it would be another path of the API
         raise InputError(f"{namespace!r} is not the name of a namespace: lower-case letters, digits and -")
-    return Cluster(access, namespace, seconds, silent)
+    chosen = (("--namespace", namespace), ("--context", context), ("--kubeconfig", file))
+    kubectl = [word for option, value in chosen if value for word in (option, value)]
+    return Cluster(access, namespace, seconds, silent, kubectl)
 
 
 def has_kubeconfig() -> bool:
@@ -149,24 +156,18 @@ def has_kubeconfig() -> bool:
     return bool(os.environ.get("KUBECONFIG")) or os.path.exists(os.path.expanduser("~/.kube/config"))
 
 
-def _within(seconds: float, do: Callable[[], T]) -> T:
-    """What `do` gives, or TimeoutError: timeouts of sockets bound neither DNS nor an answer that comes in drops."""
-    answer: queue.Queue[tuple[T | None, BaseException | None]] = queue.Queue(1)
+def in_background(do: Callable[[], T]) -> futures.Future[T]:
+    """What `do` gives or raises, in a thread for which the end of the program does not wait."""
+    answer: futures.Future[T] = futures.Future()
 
     def run() -> None:
         try:
-            answer.put((do(), None))
+            answer.set_result(do())
         except BaseException as error:
-            answer.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    try:
-        result, error = answer.get(timeout=seconds)
-    except queue.Empty:
-        raise TimeoutError from None
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
+    return answer
 
 
 def _why(error: BaseException, seconds: float) -> str:
@@ -178,6 +179,6 @@ def _why(error: BaseException, seconds: float) -> str:
         if isinstance(cause, ConnectionError) and str(cause):  # of http.client: they have no number
             return f": {cause}"
         cause = cause.__cause__ or cause.__context__
-    if isinstance(error, (TimeoutError, urllib3.exceptions.TimeoutError)):
+    if isinstance(error, (TimeoutError, futures.TimeoutError, urllib3.exceptions.TimeoutError)):
         return f" within {seconds:g} s"
     return f": {kubeconfig.short(error)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -39,7 +40,10 @@ class ExistsError(ClusterError):
 
 def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> ClusterError:
     """The error for an answer of the API server that is not 2xx."""
-    status = _status(body)
+    status: Mapping[str, Any] = {}
+    with contextlib.suppress(ValueError):
+        found = json.loads(body)
+        status = found if isinstance(found, dict) and found.get("kind") == "Status" else {}
     message = str(status.get("message") or body[:300].decode(errors="replace").strip() or f"HTTP {code}")
     if code == 401:
         return ClusterError(f"{context}: the credentials are not accepted (401 Unauthorized); log in again")
@@ -62,8 +66,8 @@ def of_answer(asked: ApiRequest, code: int, body: bytes, context: str) -> Cluste
 
 
 def _not_found(asked: ApiRequest, status: Mapping[str, Any], context: str) -> ClusterError:
-    details = status.get("details") or {}
-    kind = details.get("kind") if isinstance(details, Mapping) else None
+    details = _details(status)
+    kind = details.get("kind")
     if asked.resource == JOBS and kind != api.PLURAL and kind != "namespaces":
         return ClusterError(f"{context}: {NO_OPERATOR}")
     if kind == "namespaces":
@@ -71,18 +75,12 @@ def _not_found(asked: ApiRequest, status: Mapping[str, Any], context: str) -> Cl
     return NotFoundError(f"{asked.resource} {asked.name} is not in namespace {asked.namespace} ({context})")
 
 
-def _status(body: bytes) -> Mapping[str, Any]:
-    """The Status object of a failure, or nothing."""
-    try:
-        status = json.loads(body)
-    except ValueError:
-        return {}
-    return status if isinstance(status, dict) and status.get("kind") == "Status" else {}
+def _details(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    details = status.get("details")
+    return details if isinstance(details, Mapping) else {}
 
 
 def _causes(status: Mapping[str, Any]) -> str:
     """The fields that are refused, one sentence each."""
-    details = status.get("details")
-    listed = details.get("causes") if isinstance(details, Mapping) else None
-    causes = [c for c in listed or () if isinstance(c, Mapping) and c.get("message")]
+    causes = [c for c in _details(status).get("causes") or () if isinstance(c, Mapping) and c.get("message")]
     return "; ".join(f"{c['field']}: {c['message']}" if c.get("field") else str(c["message"]) for c in causes)

@@ -95,8 +95,11 @@ class Ignored:
 
 def patterns(text: str) -> Iterator[Pattern]:
     """The patterns of a .gitignore, in its order; those that git matches with nothing are left out."""
-    for line in text.removeprefix("\ufeff").split("\n"):
-        line = _without_spaces(line.removesuffix("\r"))
+    for given in text.removeprefix("\ufeff").split("\n"):
+        line = given.removesuffix("\r")
+        end = len(line.rstrip(" "))
+        backslashes = end - len(line[:end].rstrip("\\"))
+        line = line[: end + backslashes % 2]  # a backslash keeps one space at the end
         if not line or line.startswith("#") or len(line) > PATTERN_MAX:
             continue
         pattern = _pattern(line)
@@ -124,13 +127,6 @@ def _innermost_first(path: str) -> Iterator[str]:
     while (end := path.rfind("/", 0, end)) >= 0:
         yield path[: end + 1]
     yield ""
-
-
-def _without_spaces(line: str) -> str:
-    """Without the spaces at its end that no backslash precedes."""
-    end = len(line.rstrip(" "))
-    backslashes = end - len(line[:end].rstrip("\\"))
-    return line[: end + 1] if backslashes % 2 and end < len(line) else line[:end]
 
 
 def _tokens(text: str) -> list[str]:

@@ -6,12 +6,11 @@ import contextlib
 import datetime as dt
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, NotFoundError
-from ddpjob_cli.describe.job import EventLine, PodLine
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import api, bounds, launcher, validation
 from ddpjob_operator.job.typos import suggestion
@@ -67,9 +66,14 @@ def items(cluster: Cluster, *, all_namespaces: bool = False, selector: str | Non
 
 def find(cluster: Cluster, name: str) -> Stored:
     """A job by its name. Raises NoJobError with the names that are there, InputError for what is no name."""
-    check_name(name)
+    return _named(cluster, name, cluster.get)
+
+
+def _named(cluster: Cluster, name: str, ask: Callable[[str], Raw]) -> Stored:
+    if not re.fullmatch(api.NAME_PATTERN, name):  # it would be another path of the API
+        raise InputError(f"{name!r} is not the name of a DDPJob: lower-case letters, digits and -")
     try:
-        return of_raw(cluster.get(path_of(cluster, name)))
+        return of_raw(ask(path_of(cluster, name)))
     except NotFoundError:
         raise NoJobError(_not_there(cluster, name)) from None
 
@@ -89,12 +93,8 @@ def again(cluster: Cluster, before: Stored) -> Stored:
 
 
 def patch(cluster: Cluster, name: str, spec: Raw) -> Stored:
-    """Change fields of a spec. Raises InputError where the job is not there."""
-    check_name(name)
-    try:
-        return of_raw(cluster.patch(path_of(cluster, name), {"spec": spec}))
-    except NotFoundError:
-        raise NoJobError(_not_there(cluster, name)) from None
+    """Change fields of a spec. Raises as `find` does."""
+    return _named(cluster, name, lambda path: cluster.patch(path, {"spec": spec}))
 
 
 def pods(cluster: Cluster, name: str) -> list[Raw]:
@@ -114,8 +114,8 @@ def changing_pods(cluster: Cluster, name: str) -> Iterator[Raw]:
                 yield event["object"]
 
 
-def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[EventLine]:
-    """The Events of a job, the newest last; of_pods: those of its pods as well."""
+def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Raw]:
+    """The Events of a job; of_pods: those of its pods as well."""
     name = job.job.metadata.name
     path = f"/api/v1/namespaces/{cluster.namespace}/events"
     params = {} if of_pods else {"fieldSelector": f"involvedObject.name={name},involvedObject.kind={api.KIND}"}
@@ -126,16 +126,7 @@ def events(cluster: Cluster, job: Stored, *, of_pods: bool = False) -> list[Even
             return about.get("name") == name and about.get("uid") in (None, "", job.job.metadata.uid)
         return about.get("kind") == "Pod" and about.get("name") in pod_names
 
-    found = [event for event in cluster.get(path, **params).get("items") or [] if wanted(event["involvedObject"])]
-    return sorted(
-        (_event(event) for event in found), key=lambda e: e.time or dt.datetime.max.replace(tzinfo=dt.timezone.utc)
-    )
-
-
-def pod_line(pod: Raw, trainer: str) -> PodLine:
-    """A pod as describe shows it."""
-    metadata, spec = pod["metadata"], pod.get("spec") or {}
-    return PodLine(metadata["name"], spec.get("nodeName") or "", state_of(pod, trainer))
+    return [event for event in cluster.get(path, **params).get("items") or [] if wanted(event["involvedObject"])]
 
 
 def state_of(pod: Raw, trainer: str) -> str:
@@ -178,12 +169,6 @@ def log_path(pod: Raw) -> str:
     return f"/api/v1/namespaces/{metadata['namespace']}/pods/{metadata['name']}/log"
 
 
-def check_name(name: str) -> None:
-    """Raises InputError for what cannot be a job's name: it would be another path of the API."""
-    if not re.fullmatch(api.NAME_PATTERN, name):
-        raise InputError(f"{name!r} is not the name of a DDPJob: lower-case letters, digits and -")
-
-
 def _not_there(cluster: Cluster, name: str) -> str:
     text = f"no DDPJob {name} in namespace {cluster.namespace}"
     try:
@@ -197,12 +182,3 @@ def _not_there(cluster: Cluster, name: str) -> str:
 def _number(pod: Raw, label: str) -> int:
     text = (pod["metadata"].get("labels") or {}).get(label, "")
     return int(text) if text.isdigit() else 0
-
-
-def _event(raw: Raw) -> EventLine:
-    series = raw.get("series") or {}
-    time = series.get("lastObservedTime") or raw.get("lastTimestamp") or raw.get("eventTime")
-    about = raw["involvedObject"]
-    told = "" if about.get("kind") == api.KIND else f"{str(about.get('kind')).lower()}/{about.get('name')}"
-    text = str(raw.get("message") or "")
-    return EventLine(bounds.time(time), str(raw.get("type") or ""), str(raw.get("reason") or ""), text, told)

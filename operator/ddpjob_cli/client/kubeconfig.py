@@ -17,7 +17,6 @@ import threading
 import urllib.parse
 import urllib.request
 import warnings
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,19 +220,14 @@ def _pool(server: str, cluster: Raw, certificate: list[bytes]) -> urllib3.PoolMa
 def _proxy_of_environment(server: str) -> str | None:
     url, proxies = urllib.parse.urlsplit(server), urllib.request.getproxies()
     host = url.hostname or ""
-    networks = [
-        one for one in re.split("[, ]+", proxies.get("no", "")) if "/" in one
-    ]  # 10.0.0.0/8, as kubectl takes it
-    if urllib.request.proxy_bypass_environment(host, proxies) or _is_in(host, networks):  # type: ignore[attr-defined]
+    if urllib.request.proxy_bypass_environment(host, proxies):  # type: ignore[attr-defined]
         return None
-    return proxies.get(url.scheme)
-
-
-def _is_in(host: str, networks: Iterable[str]) -> bool:
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError):  # a name is in no network
         address = ipaddress.ip_address(host)
-        return any(address in ipaddress.ip_network(network, strict=False) for network in networks)
-    return False
+        networks = [one for one in re.split("[, ]+", proxies.get("no", "")) if "/" in one]  # as kubectl takes them
+        if any(address in ipaddress.ip_network(network, strict=False) for network in networks):
+            return None
+    return proxies.get(url.scheme)
 
 
 def _for_plugin(cluster: Raw) -> Raw:

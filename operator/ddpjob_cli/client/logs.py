@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ddpjob_cli.client import jobs, read_ahead, several, watch
 from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
+from ddpjob_cli.client.watch import Say
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.job import api, launcher, topology
 
@@ -21,8 +22,6 @@ DRAIN_SECONDS = 10.0  # after the job's end, from one line of a log to the next
 _RETRY_SECONDS = 1.0
 _QUEUE_MAX = 10_000  # lines that wait for a reader of stdout that is slower than the job
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,9 @@ class ClusterLogs:
         threading.Thread(target=self._watch_pods, args=(add, streams.is_closed), daemon=True).start()
         try:
             while True:
-                self._look_for_pods(add)
+                with contextlib.suppress(NoAnswerError):  # the look at the job says so
+                    for pod in jobs.pods(self.cluster, self.name):
+                        add(pod)
                 over = watch.ended(seen.now) or (not later and seen.now.job.status.attempt > attempt)
                 if over:
                     yield from streams.rest()
@@ -186,11 +187,6 @@ class ClusterLogs:
     def _end_of(self, failure: api.JobFailure) -> bytes:
         self._say(f"pod {failure.pod} is gone; this is the end of its log, as the job's status keeps it")
         return failure.log_tail.rstrip("\n").encode() + b"\n"
-
-    def _look_for_pods(self, add: Callable[[Raw], None]) -> None:
-        with contextlib.suppress(NoAnswerError):  # the look at the job says so
-            for pod in jobs.pods(self.cluster, self.name):
-                add(pod)
 
     def _watch_pods(self, add: Callable[[Raw], None], is_closed: Callable[[], bool]) -> None:
         """Pods as they change, where the user may watch them; each second is looked anyway."""

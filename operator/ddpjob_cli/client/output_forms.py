@@ -23,14 +23,10 @@ def of_jobs(found: Sequence[Raw], form: str, *, one: bool, namespaces: bool) -> 
     if form == "name":
         return "".join(f"{api.KIND.lower()}.{api.GROUP}/{raw['metadata']['name']}\n" for raw in found)
     if form in ("json", "yaml"):
-        found = [_without_managed_fields(raw) for raw in found]
+        shown = [{name: value for name, value in raw["metadata"].items() if name != "managedFields"} for raw in found]
+        found = [{**raw, "metadata": metadata} for raw, metadata in zip(found, shown, strict=True)]
         return _document(found[0] if one else {"apiVersion": "v1", "kind": "List", "items": list(found)}, form)
     return _text(table.table(found, _now(), wide=form == "wide", namespaces=namespaces))
-
-
-def _without_managed_fields(raw: Raw) -> Raw:
-    metadata = {name: value for name, value in raw["metadata"].items() if name != "managedFields"}
-    return {**raw, "metadata": metadata}
 
 
 def in_full(cluster: Cluster, stored: jobs.Stored, say: Say) -> str:
@@ -39,20 +35,21 @@ def in_full(cluster: Cluster, stored: jobs.Stored, say: Say) -> str:
     stored = log_findings.with_findings(cluster, stored)
     lines = describe.describe(stored.job, stored.created, now)
     try:
-        pods = [jobs.pod_line(pod, stored.trainer) for pod in jobs.pods(cluster, name)]
-        lines += describe.pod_lines(pods)
+        rows = [("NAME", "NODE", "STATE")]
+        for pod in jobs.pods(cluster, name):
+            node = (pod.get("spec") or {}).get("nodeName") or "-"
+            rows.append((pod["metadata"]["name"], node, jobs.state_of(pod, stored.trainer)))
+        lines += describe.titled("Pods:", describe.columns(rows))
     except ClusterError as error:
         say(f"pods are not shown: {error}")
     try:
-        events = jobs.events(cluster, stored)
-        if events:
-            lines += ["", "Events:", *(f"  {line}" for line in describe.event_lines(events, now))]
+        lines += describe.titled("Events:", describe.event_lines(jobs.events(cluster, stored), now))
     except ClusterError as error:
         say(f"Events are not shown: {error}")
     return _text(lines)
 
 
-def of_events(events: Sequence[describe.EventLine]) -> str:
+def of_events(events: Sequence[Raw]) -> str:
     """A table of Events."""
     return _text(describe.event_lines(events, _now()))
 

@@ -139,7 +139,8 @@ def _scan(folder: Folder, below: str, ignored: Ignored) -> list[str]:
     for entry in entries:
         path = below + entry.name
         is_folder = entry.is_dir(follow_symlinks=False)
-        if _is_ignored(path, entry.name, is_folder, ignored):
+        is_no_code = entry.name in _IGNORED_FOLDERS or (not is_folder and _matches(entry.name, _IGNORED_FILES))
+        if is_no_code or ignored.has(path, is_folder=is_folder):
             continue
         if entry.name in _SECRET_FOLDERS if is_folder else _matches(entry.name, _SECRET_FILES):
             folder.secrets.append(path + ("/" if is_folder else ""))
@@ -158,12 +159,6 @@ def _entries(path: Path) -> list[os.DirEntry[str]]:
             return sorted(found, key=lambda entry: entry.name)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}") from None
-
-
-def _is_ignored(path: str, name: str, is_folder: bool, ignored: Ignored) -> bool:
-    if name in _IGNORED_FOLDERS or (not is_folder and _matches(name, _IGNORED_FILES)):
-        return True
-    return ignored.has(path, is_folder=is_folder)
 
 
 def _matches(name: str, patterns: Any) -> bool:

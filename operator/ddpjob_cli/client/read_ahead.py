@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple, TypeVar
+
+from ddpjob_cli.client.connection import in_background
 
 AHEAD_MAX = 16
 """Logs that are read besides the one that is printed."""
@@ -33,38 +35,31 @@ class _Begun(NamedTuple):
 def each(read: Read[T], logs: Sequence[T]) -> Iterator[Iterator[bytes]]:
     """The pieces of each log, in order. They raise what `read` raises."""
     later = iter(logs[1:])
-    ahead: deque[queue.Queue[_Begun]] = deque()
+    ahead: deque[Future[_Begun]] = deque()
     for number, log in enumerate(logs):
         begun = ahead.popleft() if number else None  # the first is printed as it comes
-        ahead.extend(_begin(read, one) for one in itertools.islice(later, AHEAD_MAX - len(ahead)))
+        new = itertools.islice(later, AHEAD_MAX - len(ahead))
+        ahead.extend(in_background(partial(_begun, read, one)) for one in new)
         yield read(log) if begun is None else _pieces(read, log, begun)
 
 
-def _pieces(read: Read[T], log: T, begun: queue.Queue[_Begun]) -> Iterator[bytes]:
-    found = begun.get()
+def _pieces(read: Read[T], log: T, begun: Future[_Begun]) -> Iterator[bytes]:
+    found = begun.result()
     yield from found.pieces if found.is_whole else read(log)
     if found.error is not None:
         raise found.error
 
 
-def _begin(read: Read[T], log: T) -> queue.Queue[_Begun]:
-    """Reads in a thread; where what it has read will be."""
-    answer: queue.Queue[_Begun] = queue.Queue(1)
-
-    def run() -> None:
-        pieces: list[bytes] = []
-        size = 0
-        try:
-            with contextlib.closing(read(log)) as new:
-                for piece in new:
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > BYTES_MAX:
-                        answer.put(_Begun([], is_whole=False))
-                        return
-            answer.put(_Begun(pieces))
-        except BaseException as error:  # raised where the log is printed
-            answer.put(_Begun(pieces, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    return answer
+def _begun(read: Read[T], log: T) -> _Begun:
+    pieces: list[bytes] = []
+    size = 0
+    try:
+        with contextlib.closing(read(log)) as new:
+            for piece in new:
+                pieces.append(piece)
+                size += len(piece)
+                if size > BYTES_MAX:
+                    return _Begun([], is_whole=False)
+    except BaseException as error:  # raised where the log is printed
+        return _Begun(pieces, error)
+    return _Begun(pieces)

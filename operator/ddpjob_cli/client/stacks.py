@@ -36,8 +36,8 @@ exit $asked
 """  # noqa: E501
 
 
-def of_job(cluster: Cluster, stored: jobs.Stored, chosen: Sequence[str], node: int | None) -> list[str]:
-    """Return the texts that the agents of a job print. chosen: kubectl's options for the cluster. node: only this one.
+def of_job(cluster: Cluster, stored: jobs.Stored, node: int | None = None) -> list[str]:
+    """Return the texts that the agents of a job print. node: only this one.
 
     Raises InputError or ClusterError if nothing can be shown.
     """
@@ -51,24 +51,21 @@ def of_job(cluster: Cluster, stored: jobs.Stored, chosen: Sequence[str], node: i
     pods = [pod for pod in pods if jobs.attempt_of(pod) == last and node in (None, jobs.place_of(pod))]
     if not pods:
         raise InputError(f"{name}: no pod is running, so it has no stacks")
-    command = [*_kubectl(stored, pods[0], chosen), "exec", *chosen, "-c", stored.trainer]
+    of_trainer = ["-c", stored.trainer]
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        words = ["kubectl", "exec", *cluster.kubectl, pods[0]["metadata"]["name"], *of_trainer, "--", "kill -QUIT 1"]
+        raise ClusterError(
+            f"kubectl is not on the PATH. Where it is, and ddprun is the container's first program, type "
+            f"`{' '.join(words)}`; the stacks are then in ddpjob logs"
+        )
+    command = [kubectl, "exec", *cluster.kubectl, *of_trainer]
     with ThreadPoolExecutor(TOGETHER_MAX) as threads:
         asked = [threads.submit(_of_pod, cluster, stored, pod, command) for pod in pods]
         found, wrong = several.of_each(asked, lambda future: future.result())
     if not found:
         several.refuse(wrong)
     return [*found, *map(str, wrong)]  # a pod that cannot be asked does not hide what the others show
-
-
-def _kubectl(stored: jobs.Stored, pod: Raw, chosen: Sequence[str]) -> list[str]:
-    found = shutil.which("kubectl")
-    if found is None:
-        words = ["kubectl", "exec", *chosen, pod["metadata"]["name"], "-c", stored.trainer, "--", "kill", "-QUIT", "1"]
-        raise ClusterError(
-            f"kubectl is not on the PATH. Where it is, and ddprun is the container's first program, type "
-            f"`{' '.join(words)}`; the stacks are then in ddpjob logs"
-        )
-    return [found]
 
 
 def _of_pod(cluster: Cluster, stored: jobs.Stored, pod: Raw, command: Sequence[str]) -> str:

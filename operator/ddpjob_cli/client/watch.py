@@ -83,15 +83,15 @@ class Watch:
             time.sleep(self.due_in())
             yield self.look()
 
-    def until(self, true: Callable[[jobs.Stored], bool], what: str, seconds: float | None) -> jobs.Stored:
+    def until(self, true: Callable[[jobs.Stored], bool], what: str, seconds: float) -> jobs.Stored:
         """The job as soon as something is true of it. Raises TooLateError after so many seconds."""
-        end = None if seconds is None else time.monotonic() + seconds
+        end = time.monotonic() + seconds
         for stored in self.states():
             if true(stored):
-                return stored
-            if end is not None and time.monotonic() >= end:
+                break
+            if time.monotonic() >= end:
                 raise too_late(stored, what, seconds)
-        raise AssertionError("states never ends")
+        return self.now
 
 
 class StateLines:
@@ -113,11 +113,14 @@ class StateLines:
     def see(self, stored: jobs.Stored) -> None:
         """A look at the job."""
         from ddpjob_cli.describe import progress
+        from ddpjob_cli.describe.job import UNSEEN
 
         status = stored.job.status
         told = (status.state or "", status.reason)
         if status.state is None:
-            self._see_new(stored)
+            if time.monotonic() >= self._unseen_from:
+                self._unseen_from = math.inf
+                self._say(f"{stored.job.metadata.name}: {UNSEEN}")
         elif status.state == "Running" and not self._running:
             self._said = ("", "")
             return
@@ -128,10 +131,3 @@ class StateLines:
         if status.state == "Running" and step != self._step and time.monotonic() >= self._next:
             self._step, self._next = step, time.monotonic() + self.PROGRESS_SECONDS
             self._say("  ".join(["Running", *progress.step_parts(status), *progress.pace_parts(status)]))
-
-    def _see_new(self, stored: jobs.Stored) -> None:
-        from ddpjob_cli.describe.job import UNSEEN
-
-        if time.monotonic() >= self._unseen_from:
-            self._unseen_from = math.inf
-            self._say(f"{stored.job.metadata.name}: {UNSEEN}")

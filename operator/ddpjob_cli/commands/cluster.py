@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from ddpjob_cli.client.connection import Cluster
     from ddpjob_cli.client.jobs import Stored
-    from ddpjob_cli.client.watch import Say
 
     FloatParam = click.ParamType[float]
     NameParam = click.ParamType[str]
@@ -138,6 +137,7 @@ def _names_there(ctx: click.Context) -> list[str]:
         return []
 
 
+BOTH = "JOB and --selector exclude each other."
 SELECTOR = click.option("-l", "--selector", metavar="LABELS", help="Those with these labels: team=a,!old.")
 
 
@@ -153,7 +153,8 @@ def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: 
 
     if names and all_namespaces:
         raise click.UsageError("JOB and --all-namespaces exclude each other.")
-    _refuse_both(names, selector)
+    if names and selector:
+        raise click.UsageError(BOTH)
     cluster = connect()
     if names:
         found, wrong = several.of_each(names, lambda name: jobs.find(cluster, name).raw)
@@ -169,16 +170,12 @@ def get(connect: Connect, names: tuple[str, ...], selector: str | None, output: 
     return answer(output_forms.of_jobs(found, output, one=False, namespaces=all_namespaces))
 
 
-def _refuse_both(names: tuple[str, ...], selector: str | None) -> None:
-    if names and selector:
-        raise click.UsageError("JOB and --selector exclude each other.")
-
-
 def _chosen(cluster: Cluster, names: tuple[str, ...], selector: str | None) -> tuple[str, ...]:
     """The names, or those of the jobs with some labels."""
     from ddpjob_cli.client import jobs
 
-    _refuse_both(names, selector)
+    if names and selector:
+        raise click.UsageError(BOTH)
     if names:
         return names
     if not selector:
@@ -250,9 +247,11 @@ def wait_for(connect: Connect, names: tuple[str, ...], selector: str | None, wan
 @cluster_options
 def suspend(connect: Connect, names: tuple[str, ...]) -> int:
     """Stop all pods of each JOB, with their grace period to save; `ddpjob resume` goes on."""
-    from ddpjob_cli.client import actions
+    from ddpjob_cli.client import actions, several
 
-    return _do_each(connect(), names, actions.suspend)
+    cluster = connect()
+    several.refuse(several.of_each(names, lambda name: actions.suspend(cluster, name, say))[1])
+    return 0
 
 
 @click.command(short_help="Go on with suspended jobs.", epilog="Example: ddpjob resume digits")
@@ -260,15 +259,10 @@ def suspend(connect: Connect, names: tuple[str, ...]) -> int:
 @cluster_options
 def resume(connect: Connect, names: tuple[str, ...]) -> int:
     """Start the pods of each suspended JOB again, as a new attempt."""
-    from ddpjob_cli.client import actions
+    from ddpjob_cli.client import actions, several
 
-    return _do_each(connect(), names, actions.resume)
-
-
-def _do_each(cluster: Cluster, names: tuple[str, ...], act: Callable[[Cluster, str, Say], None]) -> int:
-    from ddpjob_cli.client import several
-
-    several.refuse(several.of_each(names, lambda name: act(cluster, name, say))[1])
+    cluster = connect()
+    several.refuse(several.of_each(names, lambda name: actions.resume(cluster, name, say))[1])
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import click
@@ -12,8 +12,7 @@ from ddpjob_cli.commands.output import answer
 
 if TYPE_CHECKING:
     from ddpjob_cli.manifest.yamlfile import Document
-    from ddpjob_convert.fields import ConvertError
-    from ddpjob_convert.result import Converted, Path, Remark
+    from ddpjob_convert.result import Converted, Path
 
 EPILOG = """\b
 Examples:
@@ -72,7 +71,7 @@ def convert(source: tuple[str, ...], image: str | None, name: str | None) -> int
     return answer(_checked(converted, "command"))
 
 
-def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
+def _from_files(paths: tuple[str, ...]) -> list[str]:
     from ddpjob_cli.manifest import yamlfile
     from ddpjob_convert import KINDS, advice, left_out
 
@@ -86,16 +85,10 @@ def _from_files(paths: tuple[str, ...]) -> Iterator[str]:
         raise yamlfile.InputError("\n".join(lines))
     used = {id(job.data) for job in jobs}
     texts = [_converted(job, documents, used) for job in jobs]
-    _say_left_out([d for d in everything if id(d.data) not in used])
-    return iter(texts)
-
-
-def _say_left_out(documents: list[Document]) -> None:
-    """Each document that became no part of a DDPJob: whoever pipes a folder would miss it in the cluster only."""
-    from ddpjob_convert import left_out
-
-    for document in documents:
-        say(f"{document.place(())}: {left_out(document.data)}")
+    for document in everything:
+        if id(document.data) not in used:  # whoever pipes a folder would miss it in the cluster only
+            say(f"{document.place(())}: {left_out(document.data)}")
+    return texts
 
 
 def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
@@ -103,27 +96,18 @@ def _converted(job: Document, documents: list[Document], used: set[int]) -> str:
     from ddpjob_cli.manifest.yamlfile import InputError
     from ddpjob_convert import convert as to_job
     from ddpjob_convert.fields import ConvertError
+    from ddpjob_operator.job.validation import dotted
 
-    others = [d.data for d in documents]
     try:
-        result = to_job(job.data, others)
+        result = to_job(job.data, [d.data for d in documents])
     except ConvertError as error:
-        raise InputError(_place(error, job, documents) + f": {error}") from None
+        document, path = _home(error.path, job, error.runtime, documents)
+        raise InputError(f"{document.place(path)}: {dotted(path)}: {error}") from None
     used.add(id(result.runtime))
-    for remark in sorted(result.remarks, key=lambda r: _order(r, job, result, documents)):
-        document, path = _home(remark.path, job, result.runtime, documents)
-        say(f"{document.place(path)}: {_dotted(path)}: {remark.text}")
+    told = [(*_home(remark.path, job, result.runtime, documents), remark.text) for remark in result.remarks]
+    for document, path, text in sorted(told, key=lambda one: (one[0] is not job, one[0].line(one[1]))):
+        say(f"{document.place(path)}: {dotted(path)}: {text}")
     return _checked(result, job.place(()))
-
-
-def _order(remark: Remark, job: Document, result: Converted, documents: list[Document]) -> tuple[bool, int]:
-    document, path = _home(remark.path, job, result.runtime, documents)
-    return document is not job, document.line(path)
-
-
-def _place(error: ConvertError, job: Document, documents: list[Document]) -> str:
-    document, path = _home(error.path, job, error.runtime, documents)
-    return f"{document.place(path)}: {_dotted(path)}"
 
 
 def _home(path: Path, job: Document, runtime: object, documents: list[Document]) -> tuple[Document, Path]:
@@ -131,12 +115,6 @@ def _home(path: Path, job: Document, runtime: object, documents: list[Document])
     if path[:1] != ("runtime",):
         return job, path
     return next(d for d in documents if d.data is runtime), path[1:]
-
-
-def _dotted(path: Path) -> str:
-    from ddpjob_operator.job.validation import dotted
-
-    return dotted(path)
 
 
 def _checked(result: Converted, place: str) -> str:

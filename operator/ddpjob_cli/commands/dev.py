@@ -57,12 +57,16 @@ def dev(
     Enter starts the ranks again, Ctrl-C ends. What counts as a save: docs/debugging.md.
     Exit codes: 130 ended by Ctrl-C or --idle, 1 the nodes failed, 2 wrong input.
     """
+    from msgspec import structs
+
     from ddpjob_cli.commands import kinds, launchers, sources
+    from ddpjob_cli.commands.options import Source
     from ddpjob_cli.commands.start import start
     from ddpjob_cli.local.processes import gpus
     from ddpjob_cli.local.run import RunOptions
     from ddpjob_cli.local.session import VARIABLE
     from ddpjob_cli.manifest.yamlfile import InputError
+    from ddpjob_operator.job import api, bounds
 
     if module is not None:
         file, arguments = None, (*([] if file is None else [file]), *arguments)
@@ -71,7 +75,7 @@ def dev(
     if file is not None and kinds.of(file) != "script":
         raise InputError(f"{file}: not a Python script; ddpjob dev takes a script, or -m MODULE")
     devices = len(gpus.visible())
-    source = sources.Source(
+    source = Source(
         file,
         module,
         nodes=nodes,
@@ -96,17 +100,10 @@ def dev(
     )
     if warning := sources.warn_of_size(job, allowed=False):
         say(warning)
-    return start(document, _patient(job), options, checked=not no_check)
-
-
-def _patient(job: api.DDPJob) -> api.DDPJob:
-    """Return the job without a restart for ranks that make no step: those that have ended make none until the next
-    save. A deadlock is named nevertheless."""
-    from msgspec.structs import replace
-
-    from ddpjob_operator.job import api, bounds
-
-    return replace(job, spec=replace(job.spec, stall=api.Stall(timeout_seconds=bounds.SECONDS_MAX)))
+    # No restart for ranks that make no step: those that have ended make none until the next save. A deadlock is named
+    # nevertheless.
+    patient = structs.replace(job.spec, stall=api.Stall(timeout_seconds=bounds.SECONDS_MAX))
+    return start(document, structs.replace(job, spec=patient), options, checked=not no_check)
 
 
 def _session(

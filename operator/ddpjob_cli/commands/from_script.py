@@ -19,7 +19,7 @@ from ddpjob_check.script import INIT, Script
 from ddpjob_check.values import STARTERS
 from ddpjob_cli.commands import launchers
 from ddpjob_cli.commands.cpu_limit import CpuLimit
-from ddpjob_cli.commands.options import refuse_other_bytes
+from ddpjob_cli.commands.options import Source, range_of, refuse_other_bytes
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, yamlvalues
@@ -31,26 +31,6 @@ FOUND_MAX = 8
 _PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process")
 _SIMPLE = re.compile(r"[A-Za-z0-9_./=-]*[A-Za-z_./=-][A-Za-z0-9_./=-]*")
 _DATA = re.compile(r"(?:^|_)(?:data|dataset|root|folder|dir|path)(?:$|_)")
-
-
-@dataclass(frozen=True)
-class Start:
-    """What to start, as the command line names it."""
-
-    script: str
-    """The file as it is named in the command, or a module."""
-    module: bool = False
-    nodes: str | None = None
-    min_nodes: str = ""
-    """Of an elastic job; "" for one with a fixed number of nodes."""
-    nproc: str | None = None
-    max_restarts: str | None = None
-    arguments: Sequence[str] = ()
-    gpus: bool = False
-    """True if there are GPUs to ask for."""
-    launcher: str = launchers.TORCHRUN
-    note: str = ""
-    """A sentence about the launcher, for a comment."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +50,15 @@ class FoundScript:
     """What in it works under torchrun alone; "" if nothing does."""
 
 
-def job_yaml(start: Start, text: str | None) -> str:
+def job_yaml(start: Source, text: str | None) -> str:
     """The YAML. text: of the script; None where it is a module, which is not read. Raises InputError."""
-    _refuse_unprintable(start)
-    found = FoundScript() if text is None else read(start.script, text)
+    script = start.module or start.file or ""
+    _refuse_unprintable(start, script)
+    found = FoundScript() if text is None else read(script, text)
     sentences = [note.replace(" torchrun ", f" {start.launcher} ") for note in found.notes[:FOUND_MAX]]
-    nodes = start.nodes or str(NODES)
+    least, nodes = range_of(start.nodes) if start.nodes is not None else ("", str(NODES))
     nproc = start.nproc or "1"
-    words = _command(start, found)
+    words = _command(start, script, found)
     gpus = (
         f"\n        resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}"
         if found.nccl or (found.cuda and start.gpus)
@@ -86,18 +67,18 @@ def job_yaml(start: Start, text: str | None) -> str:
     hint = (
         "" if gpus or not found.cuda else (f"\n        # With GPUs: resources: {{limits: {{nvidia.com/gpu: {nproc}}}}}")
     )
-    file = f"{name_of(start.script)}.yaml"
+    file = f"{name_of(script)}.yaml"
     # Names of options are the script's: one with a line end would add lines to the YAML.
     sentences += [start.note] if start.note else []
     notes = "".join(f"# {' '.join(clean(note).split())}\n" for note in sentences)
-    least, restarts = start.min_nodes, start.max_restarts
+    restarts = start.max_restarts
     limit = f"\n  backoffLimit: {_scalar(restarts)}     # restarts after a failure" if restarts is not None else ""
     elastic = f"\n  minNodes: {_scalar(least)}         # it starts with these, and takes in more" if least else ""
-    return f"""# From {start.script}. Here: ddpjob run {file}; in a cluster: kubectl apply -f {file}
+    return f"""# From {script}. Here: ddpjob run {file}; in a cluster: kubectl apply -f {file}
 {notes}apiVersion: {api.API_VERSION}
 kind: {api.KIND}
 metadata:
-  name: {_scalar(name_of(start.script), text=True)}
+  name: {_scalar(name_of(script), text=True)}
 spec:
   nodes: {_scalar(nodes)}            # pods; on this machine, groups of processes{elastic}
   nprocPerNode: {_scalar(nproc)}     # processes on each{limit}
@@ -110,9 +91,9 @@ spec:
 """
 
 
-def _command(start: Start, found: FoundScript) -> list[str]:
-    script = f"./{start.script}" if start.script.startswith("-") else start.script
-    arguments = start.arguments
+def _command(start: Source, script: str, found: FoundScript) -> list[str]:
+    script = f"./{script}" if script.startswith("-") else script
+    arguments: Sequence[str] = start.arguments
     if found.local_rank is not None and not found.spawns:
         if start.launcher != launchers.DDPRUN:
             return local_rank.command_that_passes([script], found.local_rank, arguments)
@@ -143,15 +124,16 @@ def _read(script: Script) -> FoundScript:
     nccl = next((call.lineno for call in script.calls_to(INIT) if _is_nccl(call)), 0)
     cuda = bool(nccl) or any(isinstance(n, ast.Attribute) and n.attr == "cuda" for n in ast.walk(script.tree))
     passed = local_rank.must_be_passed(script)
-    notes = (*_of_launch(script, spawned, passed), *_of_gpus(nccl), *_of_arguments(script.tree), *_of_files(script))
+    gpus = (f"Line {nccl} uses nccl, which needs a GPU for each process.",) if nccl else ()
+    notes = (*_of_launch(script, spawned, passed), *gpus, *_of_arguments(script.tree), *_of_files(script))
     return FoundScript(bool(spawned), nccl, cuda, passed, notes, "" if spawned else launchers.why_torchrun(script))
 
 
-def _refuse_unprintable(start: Start) -> None:
+def _refuse_unprintable(start: Source, script: str) -> None:
     """Such a name would be lines of its own in YAML, or no text at all."""
-    if not start.script.isprintable():
+    if not script.isprintable():
         kind = "a module" if start.module else "a file"
-        raise InputError(f"{start.script!r}: {kind} whose name has control characters or is not UTF-8: rename it")
+        raise InputError(f"{script!r}: {kind} whose name has control characters or is not UTF-8: rename it")
     refuse_other_bytes(start.arguments)
 
 
@@ -174,11 +156,6 @@ def _of_launch(script: Script, spawned: list[ast.Call], passed: ast.Call | None)
         )
 
 
-def _of_gpus(nccl: int) -> Iterator[str]:
-    if nccl:
-        yield f"Line {nccl} uses nccl, which needs a GPU for each process."
-
-
 def _of_arguments(tree: ast.AST) -> Iterator[str]:
     """The options that argparse reads."""
     required: list[str] = []
@@ -191,19 +168,15 @@ def _of_arguments(tree: ast.AST) -> Iterator[str]:
             continue
         given = {k.arg: k.value.value for k in call.keywords if isinstance(k.value, ast.Constant)}
         name = max(names, key=len)
-        is_required = given.get("required") is True or not (name.startswith("-") or _may_be_absent(call))
+        nargs = next((k.value for k in call.keywords if k.arg == "nargs"), ast.Constant(None))
+        may_be_absent = text_in(nargs) in ("?", "*", "...") or getattr(nargs, "attr", "") == "REMAINDER"
+        is_required = given.get("required") is True or not (name.startswith("-") or may_be_absent)
         default = f" ({given['default']!r})" if given.get("default") is not None else ""
         (required if is_required else optional).append(name if is_required else f"{name}{default}")
     if required:
         yield f"Arguments that it needs: {', '.join(required)}"
     if optional:
         yield f"Arguments that it takes: {', '.join(optional[:12])}{', …' if len(optional) > 12 else ''}"
-
-
-def _may_be_absent(positional: ast.Call) -> bool:
-    """True if its nargs are "?", "*" or argparse.REMAINDER."""
-    nargs = next((k.value for k in positional.keywords if k.arg == "nargs"), None)
-    return nargs is not None and (text_in(nargs) in ("?", "*", "...") or getattr(nargs, "attr", "") == "REMAINDER")
 
 
 def _of_files(script: Script) -> Iterator[str]:

@@ -99,6 +99,7 @@ def run(
     Exit codes: 0 succeeded, 1 failed, 2 wrong input, 130 interrupted.
     """
     from ddpjob_cli.commands import check_files, launchers, sources
+    from ddpjob_cli.commands.options import Source
     from ddpjob_cli.commands.start import start
     from ddpjob_cli.local.processes import faults, gpus
     from ddpjob_cli.local.run import RunOptions
@@ -114,7 +115,7 @@ def run(
     nproc = sources.processes(nproc, devices)
     if pdb is not None and not any(setting.startswith("spec.backoffLimit") for setting in settings):
         max_restarts = max_restarts or "0"  # whoever leaves a debugger does not want to be in the next one
-    source = sources.Source(
+    source = Source(
         file, module, job, nodes, nproc, settings, variables, arguments, bool(devices), max_restarts=max_restarts
     )
     with sources.as_file(source) as source:
@@ -176,12 +177,13 @@ def init(
     from dataclasses import replace
 
     from ddpjob_cli.commands import launchers, sources
+    from ddpjob_cli.commands.options import Source
 
     if module is not None:
         script, arguments = None, (*([] if script is None else [script]), *arguments)
     if (script is None) == (module is None):
         raise click.UsageError("name a script, or -m MODULE")
-    source = sources.Source(script, module, None, nodes, nproc, (), (), arguments, max_restarts=max_restarts)
+    source = Source(script, module, None, nodes, nproc, (), (), arguments, max_restarts=max_restarts)
     source, why = sources.with_launcher(source, launcher, lambda: launchers.HINT)
     source = replace(source, note=why if why in ("", launchers.HINT) else f"torchrun starts the ranks: {why}")
     sources.load(source)
@@ -210,12 +212,13 @@ def check(
     Exit codes: 0 nothing or warnings, 1 errors, 2 wrong input.
     """
     from ddpjob_cli.commands import check_files, check_folder, sources
+    from ddpjob_cli.commands.options import Source
 
     alone = check_files.context(nodes, nproc)
     settings = (f"spec.nprocPerNode={nproc}",) if nproc else ()
 
     def load(path: str, name: str | None) -> tuple[Document, api.DDPJob]:
-        return sources.load(sources.Source(path, job=name, nodes=nodes, settings=settings))
+        return sources.load(Source(path, job=name, nodes=nodes, settings=settings))
 
     found = check_folder.targets(paths, job, load)
     size = check_files.parameters(parameters)
@@ -268,20 +271,14 @@ def main(name: str = "ddpjob") -> None:
     except (click.Abort, KeyboardInterrupt):
         code = 130
     except Exception as error:
-        code = _of_expected(error)
+        from ddpjob_cli.client.errors import ClusterError
+        from ddpjob_cli.manifest.yamlfile import InputError
+
+        if not isinstance(error, InputError | ClusterError):
+            raise
+        cluster.say(str(error))
+        code = 2 if isinstance(error, InputError) else 1
     sys.exit(code)
-
-
-def _of_expected(error: Exception) -> int:
-    """The exit code of an error that has a sentence for the user, which is printed; any other is raised again."""
-    from ddpjob_cli.client.errors import ClusterError
-    from ddpjob_cli.manifest.yamlfile import InputError
-    from ddpjob_operator.failures.redaction import clean
-
-    if not isinstance(error, InputError | ClusterError):
-        raise error
-    click.echo(clean(str(error)), err=True)
-    return 2 if isinstance(error, InputError) else 1
 
 
 if __name__ == "__main__":

@@ -1,14 +1,38 @@
-"""Options that change a job, as `run` and `submit` have them."""
+"""What the command line starts, and the options that change it, as `run` and `submit` have them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ddpjob_cli.manifest import override
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, validation
 
 NODES_WANTED = "must be a number of nodes, or MIN:MAX as 1:3 for an elastic job"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to run, and what the options change."""
+
+    file: str | None
+    module: str | None = None
+    job: str | None = None
+    nodes: str | None = None
+    nproc: str | None = None
+    settings: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    gpus: bool = False
+    """True if a script that uses GPUs is to get one for each process."""
+    text: str | None = None
+    """The YAML from stdin."""
+    max_restarts: str | None = None
+    launcher: str = "torchrun"
+    """What starts the ranks of a script."""
+    note: str = ""
+    """A sentence about the launcher, for a comment in the YAML."""
 
 
 def range_of(nodes: str) -> tuple[str, str]:

@@ -133,7 +133,7 @@ def stacks(connect: Connect, job: str | None, rank: int | None, folder: Path | N
     else:
         source = _logs_here(connect, job, folder)
     node = None if rank is None else source.node_of_rank(rank)
-    found = _stacks_of(source, connect, node)
+    found = _stacks_of(source, node)
     if rank is not None:
         parts = [part for text in found if (part := folded_stacks.of_rank(text, rank))]
         if not parts:
@@ -145,7 +145,7 @@ def stacks(connect: Connect, job: str | None, rank: int | None, folder: Path | N
 COMMANDS = (list_runs, logs, stacks, report)
 
 
-def _stacks_of(source: LogSource, connect: Connect, node: int | None) -> list[str]:
+def _stacks_of(source: LogSource, node: int | None) -> list[str]:
     from ddpjob_cli.local.kept import run_logs
 
     if isinstance(source, run_logs.LocalLogs):
@@ -154,11 +154,7 @@ def _stacks_of(source: LogSource, connect: Connect, node: int | None) -> list[st
         return local.of_run(source.run)
     from ddpjob_cli.client import stacks as client
 
-    chosen = ["--namespace", source.cluster.namespace]
-    for name in ("context", "kubeconfig"):
-        if given := getattr(connect, name):
-            chosen += [f"--{name}", given]
-    return client.of_job(source.cluster, source.stored, chosen, node)
+    return client.of_job(source.cluster, source.stored, node)
 
 
 def _logs_here(connect: Connect, job: str | None, folder: Path | None) -> LogSource:

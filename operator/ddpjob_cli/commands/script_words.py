@@ -162,23 +162,29 @@ def _arranged(command: click.Command, ctx: click.Context, args: Sequence[str]) -
         raise click.UsageError(_unknown(line, rest), ctx)
     else:
         line.named, rest = rest[:1], rest[1:]
-    if why := _wrong_program(line, rest):
-        raise _refused(why)
-    return list(args) if _is_job(line.named[0]) else _split(line, rest, is_explicit=is_explicit)
+    if not line.named[0].startswith("-") and is_program(line.named[0]):
+        raise _refused(instead(line.program, [*line.named, *rest], line.before))
+    from ddpjob_cli.commands import kinds
+
+    is_job = line.named[0] not in ("-", "-m") and kinds.of(line.named[0]) == "job"
+    return list(args) if is_job else _split(line, rest, is_explicit=is_explicit)
 
 
 def _split(line: _Line, rest: list[str], *, is_explicit: bool) -> list[str]:
     """Return the words for click, of a line whose file is a script or a module. is_explicit: `--` stood before it."""
+    from ddpjob_cli.commands import declared_options
+    from ddpjob_operator.job.command import Command
+
+    is_module = line.named[0] == "-m"
     line.after = [] if is_explicit else line.take(rest, behind=True)
     rest = rest[len(_flat(line.after)) :]
     has_dashes = not is_explicit and rest[:1] == ["--"]
     line.words = rest[1:] if has_dashes else rest
     if line.after or (line.words and not has_dashes):
-        declared = _declared(line.named)
+        declared = declared_options.of(Command(module=line.named[1]).files if is_module else line.named)
         _refuse_ambiguous(line, declared)
         if declared and not has_dashes:
             _say_what_is_handed_over(line, declared)
-    is_module = line.named[0] == "-m"
     ours = [*line.before, *(line.named if is_module else []), *_flat(line.after)]
     return [*ours, "--", *([] if is_module else line.named), *line.words]
 
@@ -188,12 +194,6 @@ def _value(words: Sequence[str]) -> str:
     if len(words) > 1:
         return words[1]
     return words[0].partition("=")[2] if words[0].startswith("--") else words[0][2:]
-
-
-def _is_job(file: str) -> bool:
-    from ddpjob_cli.commands import kinds
-
-    return file not in ("-", "-m") and kinds.of(file) == "job"
 
 
 def _refused(text: str) -> Exception:
@@ -257,13 +257,6 @@ def is_program(word: str) -> bool:
     return is_python or (others and not os.path.isfile(word))
 
 
-def _wrong_program(line: _Line, rest: Sequence[str]) -> str:
-    """Return what to type where the file is the program that starts the script; "" if it is none."""
-    if line.named[0].startswith("-") or not is_program(line.named[0]):
-        return ""
-    return instead(line.program, [*line.named, *rest], line.before)
-
-
 def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> str:
     """Return a sentence that says what to type in place of a launcher or a Python with a script."""
     from ddpjob_operator.job import command, programs
@@ -271,7 +264,10 @@ def instead(program: str, words: Sequence[str], before: Sequence[str] = ()) -> s
     started, at = command.read(list(words)), _begin(words)
     is_torchrun = programs.name(words[at]) == "torchrun" or started.launcher.startswith("torch.distributed")
     if is_torchrun or started.launcher in ("python", "torchrun") or len(words) == 1:
-        typed = shlex.join([*before, *_of_launcher(words), *(started.named or ("FILE",)), *started.words])
+        begin = command.options_begin(list(words))
+        given = {} if begin is None else command.read_options(list(words[begin:]))[0]
+        ours = [word for name, own in _OF_LAUNCHERS.items() if name in given for word in (own, given[name])]
+        typed = shlex.join([*before, *ours, *(started.named or ("FILE",)), *started.words])
         wrapped = f"{shlex.join(words[:at])} " if at else ""  # nohup goes on
         return f"{words[at]}: leave it out, {program} takes the script itself: {wrapped}{program} {typed}"
     then = f", then {program} job.yaml" if program.split()[-1] != "init" else ""
@@ -287,15 +283,6 @@ def _begin(words: Sequence[str]) -> int:
 
     names = map(programs.name, words)
     return next((i for i, name in enumerate(names) if name in command.LAUNCHERS or _PYTHON.fullmatch(name)), 0)
-
-
-def _of_launcher(words: Sequence[str]) -> list[str]:
-    """Return the launcher's options that we have too, in our spelling."""
-    from ddpjob_operator.job import command
-
-    begin = command.options_begin(list(words))
-    given = {} if begin is None else command.read_options(list(words[begin:]))[0]
-    return [word for name, ours in _OF_LAUNCHERS.items() if name in given for word in (ours, given[name])]
 
 
 def _refuse_ambiguous(line: _Line, declared: frozenset[str]) -> None:
@@ -331,11 +318,3 @@ def _say_what_is_handed_over(line: _Line, declared: frozenset[str]) -> None:
                 err=True,
             )
             return
-
-
-def _declared(named: Sequence[str]) -> frozenset[str]:
-    """Return the options that a script and the files of its own that it imports declare; none if it is not here."""
-    from ddpjob_cli.commands import declared_options
-    from ddpjob_operator.job.command import Command
-
-    return declared_options.of(Command(module=named[1]).files if named[0] == "-m" else [named[0]])

@@ -58,12 +58,6 @@ class Brief(click.Command):
             formatter.write_text(", ".join(rare))
 
 
-def _is_option_of(command: click.Command, ctx: click.Context, name: str) -> bool:
-    from ddpjob_cli.commands import script_words
-
-    return any(script_words.spelling(name) in param.opts for param in command.get_params(ctx))
-
-
 class Sections(click.Group):
     """A group whose help lists its commands in sections; what is in none comes last."""
 
@@ -73,7 +67,10 @@ class Sections(click.Group):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            if "run" not in self.commands or not _is_option_of(self.commands["run"], ctx, error.option_name):
+            from ddpjob_cli.commands import script_words
+
+            of_run = [name for param in self.commands["run"].get_params(ctx) for name in param.opts]
+            if script_words.spelling(error.option_name) not in of_run:
                 raise
             text = f"{error.option_name} is an option of a command, which comes first: {ctx.command_path} run"
             raise click.UsageError(f"{text} {shlex.join(given)}", ctx) from None

@@ -10,14 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ddpjob_check import notebook
 from ddpjob_cli.commands import from_script, kinds, launchers
-from ddpjob_cli.commands.from_script import Start, job_yaml
-from ddpjob_cli.commands.options import applied, range_of, refuse_other_bytes
+from ddpjob_cli.commands.options import Source, applied, refuse_other_bytes
 from ddpjob_cli.local.kept.files import read_script
 from ddpjob_cli.local.processes import similar
 from ddpjob_cli.manifest import override, yamlfile
@@ -35,34 +34,14 @@ def is_notebook(file: str | None) -> bool:
     return (file or "").endswith(kinds.NOTEBOOK)
 
 
-@dataclass(frozen=True)
-class Source:
-    """What to run, and what the options change."""
-
-    file: str | None
-    module: str | None = None
-    job: str | None = None
-    nodes: str | None = None
-    nproc: str | None = None
-    settings: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-    arguments: tuple[str, ...] = ()
-    gpus: bool = False
-    """True if a script that uses GPUs is to get one for each process."""
-    text: str | None = None
-    """The YAML from stdin."""
-    max_restarts: str | None = None
-    launcher: str = launchers.TORCHRUN
-    """What starts the ranks of a script."""
-    note: str = ""
-    """A sentence about the launcher, for a comment in the YAML."""
-
-
 def load(source: Source) -> tuple[Document, api.DDPJob]:
     """The job. Raises InputError."""
     _refuse_two_values(source)
     document, is_made = _document(source)
-    _give_name(document)
+    metadata = document.data.get("metadata")
+    # metadata.generateName is what the API server makes a name of; here it must be known before.
+    if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
+        metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
     made_command = _command(document) if is_made else None
     if source.nproc is not None and not is_made:
         override.set_field(document, f"spec.nprocPerNode={source.nproc}", "--nproc-per-node")
@@ -77,19 +56,16 @@ def load(source: Source) -> tuple[Document, api.DDPJob]:
 
 def to_yaml(source: Source) -> str:
     """The YAML for a script or a module: what `ddpjob init` prints. Raises InputError."""
-    least, nodes = range_of(source.nodes) if source.nodes is not None else ("", None)
-    start = Start(source.file or "", nodes=nodes, min_nodes=least, nproc=source.nproc, arguments=source.arguments)
-    start = replace(start, gpus=source.gpus, max_restarts=source.max_restarts)
-    start = replace(start, launcher=source.launcher, note=source.note)
+    file = source.file or ""
     if source.module is not None:
-        return job_yaml(replace(start, script=source.module, module=True), None)
-    if is_notebook(start.script):
-        stem = start.script.removesuffix(kinds.NOTEBOOK)
+        return from_script.job_yaml(source, None)
+    if is_notebook(file):
+        stem = file.removesuffix(kinds.NOTEBOOK)
         raise InputError(
-            f"{start.script}: a command cannot start a notebook: jupyter nbconvert --to script {start.script}, "
+            f"{file}: a command cannot start a notebook: jupyter nbconvert --to script {file}, "
             f"then ddpjob init {stem}.py"
         )
-    return job_yaml(start, _text(source.file or ""))
+    return from_script.job_yaml(source, _text(file))
 
 
 def with_launcher(source: Source, asked: str | None, missing: Callable[[], str]) -> tuple[Source, str]:
@@ -206,13 +182,6 @@ def _document(source: Source) -> tuple[Document, bool]:
     if kind != "job":
         return _made(file, source), True
     return yamlfile.read_job(file, source.job), False
-
-
-def _give_name(document: Document) -> None:
-    """metadata.generateName is what the API server makes a name of; here it must be known before."""
-    metadata = document.data.get("metadata")
-    if isinstance(metadata, dict) and not metadata.get("name") and isinstance(metadata.get("generateName"), str):
-        metadata["name"] = metadata.pop("generateName") + "".join(random.choices(_NAME_LETTERS, k=5))  # noqa: S311
 
 
 def _command(document: Document) -> Any:

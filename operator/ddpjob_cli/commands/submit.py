@@ -16,12 +16,14 @@ from ddpjob_cli.commands.output import answer, closed, write_printed
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ddpjob_cli.client.connection import Cluster, Raw
+    from ddpjob_cli.client.connection import Cluster
     from ddpjob_cli.client.jobs import Stored
     from ddpjob_cli.client.pack import Archive
     from ddpjob_cli.manifest.yamlfile import Document
 
 IMAGE = "ddpjob-trainer"
+# Volumes that are gone with the pod, or cannot be written to.
+_EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "projected"])
 
 
 @dataclass(frozen=True)
@@ -122,22 +124,30 @@ def create(connect: Connect, document: Document, archive: Archive | None) -> tup
 
 def remarks(file: str, document: Document, archive: Archive | None) -> tuple[str, ...]:
     """What does not go along, and what is lost with the pods, a sentence each."""
-    return (*(archive.remarks if archive else ()), *_lost_files(file, document))
+    from ddpjob_cli.commands import from_script, kinds
+    from ddpjob_cli.local.kept.files import read_script
+
+    said = archive.remarks if archive else ()
+    pod = document.data["spec"]["template"]["spec"]
+    if kinds.of(file) != "script" or any(_EPHEMERAL.isdisjoint(volume) for volume in pod.get("volumes") or ()):
+        return said
+    return (*said, *from_script.files_lost(read_script(file).decode(errors="replace")))
 
 
 def prepare(
     file: str, words: tuple[str, ...], wishes: Wishes, *, checked: bool = False
 ) -> tuple[Document, Archive | None]:
     """The job with all options applied, and its code. Raises InputError, also for an error that the check finds."""
-    from ddpjob_cli.client import script
+    from ddpjob_cli.client import code, pack
     from ddpjob_cli.client.submit import as_new
     from ddpjob_cli.commands import kinds, launchers, sources
+    from ddpjob_cli.commands.options import Source
     from ddpjob_cli.manifest.yamlfile import InputError
 
     if wishes.code and wishes.no_code:
         raise InputError("--code and --no-code exclude each other")
     nproc = wishes.nproc or wishes.gpus
-    source = sources.Source(
+    source = Source(
         file, None, wishes.job, wishes.nodes, None if nproc is None else str(nproc),
         wishes.settings, wishes.variables, words, bool(wishes.gpus), max_restarts=wishes.max_restarts,
     )  # fmt: skip
@@ -149,16 +159,14 @@ def prepare(
             say(f"torchrun starts the ranks: {why}")
         document, _ = sources.load(here)
         as_new(document.data)
-        _apply(document.data, wishes)
-        _refuse_other_namespace(document, wishes.namespace)
-        document = _valid(document)
+        _apply(document, wishes)
         if checked:
             _check(document, file if sources.is_notebook(file) else None)
         if here.text is not None or kinds.of(here.file or "") == "job":
-            return document, _packed(wishes.code)
-        code = _code(file, here.file or "", wishes)
-        script.for_cluster(document.data, here.file or "", code.name)
-        return document, code.archive
+            return document, pack.pack(wishes.code) if wishes.code else None
+        name, archive = _code(file, here.file or "", wishes)
+        code.for_cluster(document.data, here.file or "", name)
+        return document, archive
 
 
 def _image(wishes: Wishes) -> str:
@@ -167,22 +175,6 @@ def _image(wishes: Wishes) -> str:
         value for path, _, value in (s.partition("=") for s in reversed(wishes.settings)) if path.endswith(".image")
     )
     return wishes.image or next(given, IMAGE)
-
-
-# Volumes that are gone with the pod, or cannot be written to.
-_EPHEMERAL = frozenset(["emptyDir", "configMap", "secret", "downwardAPI", "projected"])
-
-
-def _lost_files(file: str, document: Document) -> tuple[str, ...]:
-    """What the script saves that is lost with its pod: a sentence, where the job mounts no volume."""
-    from ddpjob_cli.commands import from_script, kinds
-    from ddpjob_cli.local.kept.files import read_script
-
-    pod = document.data["spec"]["template"]["spec"]
-    kept = any(_EPHEMERAL.isdisjoint(volume) for volume in pod.get("volumes") or ())
-    if kept or kinds.of(file) != "script":
-        return ()
-    return from_script.files_lost(read_script(file).decode(errors="replace"))
 
 
 def show_until_end(cluster: Cluster, made: Stored) -> int:
@@ -208,76 +200,49 @@ def show_until_end(cluster: Cluster, made: Stored) -> int:
     return end_of(log_findings.with_findings(cluster, source.stored))
 
 
-@dataclass(frozen=True)
-class Code:
-    """What goes with a job: the script's name in its folder, and the packed folder."""
+def _code(file: str, path: str, wishes: Wishes) -> tuple[str, Archive | None]:
+    """What goes with a job that was made for a script: the script's name in its folder, and the packed folder.
 
-    name: str
-    archive: Archive | None
-
-
-def _code(file: str, path: str, wishes: Wishes) -> Code:
-    """The code of a job that was made for a script. file: as the user named it; path: where its Python is."""
+    file: as the user named it; path: where its Python is.
+    """
     from pathlib import Path
 
     from ddpjob_cli.client import pack
     from ddpjob_cli.commands import sources
     from ddpjob_cli.manifest.yamlfile import InputError
 
-    if wishes.made:
-        archive = pack.pack(wishes.code, wishes.made) if wishes.code else pack.pack_texts(wishes.made)
-        return Code(Path(file).name, archive)
     is_made = file == sources.STDIN or sources.is_notebook(file)
     if wishes.no_code:
         if is_made:
             raise InputError(f"{file}: no image has this script already: leave --no-code away")
-        return Code(file, None)
-    if file == sources.STDIN:
-        text = {Path(path).name: Path(path).read_text(encoding="utf-8")}
-        archive = pack.pack(wishes.code, text) if wishes.code else pack.pack_texts(text)
-        return Code(Path(path).name, archive)
+        return file, None
+    if wishes.made or file == sources.STDIN:
+        made = wishes.made or {Path(path).name: Path(path).read_text(encoding="utf-8")}
+        return Path(path).name, pack.pack(wishes.code, made) if wishes.code else pack.pack_texts(made)
     root = wishes.code or Path(file).parent
     try:
         below = Path(file).resolve().relative_to(root.resolve())
     except ValueError:
         raise InputError(f"{file}: is not in the folder --code {root}") from None
     if not is_made:
-        return Code(below.as_posix(), pack.pack(root))
+        return below.as_posix(), pack.pack(root)
     taken = os.path.lexists(Path(file).with_suffix(".py"))
     name = below.with_name(f"{below.stem}_notebook.py" if taken else f"{below.stem}.py").as_posix()
     text = {name: Path(path).read_text(encoding="utf-8")}
-    return Code(name, pack.pack(root, text, without=below.as_posix()))
+    return name, pack.pack(root, text, without=below.as_posix())
 
 
-def _packed(root: Path | None) -> Archive | None:
-    from ddpjob_cli.client import pack
-
-    return pack.pack(root) if root else None
-
-
-def _refuse_other_namespace(document: Document, wanted: str | None) -> None:
+def _apply(document: Document, wishes: Wishes) -> None:
+    """The options that set fields of a job that is valid. Raises InputError where it no longer is."""
     from ddpjob_cli.manifest.yamlfile import InputError
+    from ddpjob_operator.job import validation
+    from ddpjob_operator.job.podspec import trainer_container
 
-    own = document.data["metadata"].get("namespace")
+    job = document.data
+    own, wanted = job["metadata"].get("namespace"), wishes.namespace
     if own and wanted and own != wanted:
         place = document.place(("metadata", "namespace"))
         raise InputError(f"{place}: metadata.namespace is {own}, --namespace is {wanted}: remove one")
-
-
-def _valid(document: Document) -> Document:
-    """The document, after the last option has changed it. Raises InputError."""
-    from ddpjob_operator.job import validation
-
-    problems = validation.parse(document.data)[1]
-    if problems:
-        raise document.error(problems)
-    return document
-
-
-def _apply(job: Raw, wishes: Wishes) -> None:
-    """The options that set fields of a job that is valid."""
-    from ddpjob_operator.job.podspec import trainer_container
-
     trainer = trainer_container(job["spec"]["template"])
     assert trainer is not None, "the job is valid"
     if wishes.name:
@@ -289,6 +254,8 @@ def _apply(job: Raw, wishes: Wishes) -> None:
     if limits := {**({"nvidia.com/gpu": wishes.gpus} if wishes.gpus else {}), **wishes.limits}:
         resources = trainer["resources"] = trainer.get("resources") or {}
         resources["limits"] = {**(resources.get("limits") or {}), **limits}
+    if problems := validation.parse(job)[1]:
+        raise document.error(problems)
 
 
 def _check(document: Document, notebook: str | None) -> None:

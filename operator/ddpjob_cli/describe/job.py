@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ddpjob_cli.describe import progress
 from ddpjob_operator.failures import root_cause, sentences
-from ddpjob_operator.job import api, budgets, topology, wording
+from ddpjob_operator.job import api, bounds, budgets, topology, wording
 
 LABEL_WIDTH = 12
 UNSEEN = "no operator has seen the job; is one running, and does it watch this namespace?"
 TAIL_LINES = 12  # the end of a traceback; the status keeps 2 KiB
 
 
-@dataclass(frozen=True)
-class PodLine:
-    """A pod as describe shows it."""
-
-    name: str
-    node: str
-    state: str
-
-
-@dataclass(frozen=True)
-class EventLine:
-    """An Event as describe and events show it."""
-
-    time: dt.datetime | None
-    type: str
-    reason: str
-    message: str
-    about: str = ""
-    """Kind and name of the object, where it is not the job itself."""
-
-
 def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> list[str]:
     """The job's state, progress, restarts and failures."""
     status, spec = job.status, job.spec
+    ready = status.nodes.ready if status.nodes else 0
     processes = wording.count(topology.nproc_per_node(spec), "process")
     lines = [
         labelled("Name", job.metadata.name),
@@ -46,7 +26,7 @@ def describe(job: api.DDPJob, created: dt.datetime | None, now: dt.datetime) -> 
         *([labelled("Created", _time(created, now))] if created else []),
         labelled("State", state_line(status, now)),
         *([labelled("", status.message)] if status.message else []),
-        labelled("Nodes", f"{_ready(job)} of {spec.nodes} ready, {processes} each, {topology.backend(spec)}"),
+        labelled("Nodes", f"{ready} of {spec.nodes} ready, {processes} each, {topology.backend(spec)}"),
     ]
     if status.gang is not None:
         lines.append(labelled("Gang", f"{status.gang.kind}: {status.gang.why}"))
@@ -92,18 +72,25 @@ def failure_lines(status: api.Status, now: dt.datetime) -> Iterator[str]:
         yield from (f"  attempt {line.attempt}, {_ago(line.time, now)}: {line.message}" for line in reversed(earlier))
 
 
-def pod_lines(pods: Sequence[PodLine]) -> list[str]:
-    """A table of the pods; nothing where there are none."""
-    rows = [("NAME", "NODE", "STATE"), *((p.name, p.node or "-", p.state) for p in pods)]
-    return ["", "Pods:", *(f"  {line}" for line in columns(rows))] if pods else []
+def titled(title: str, rows: Sequence[str]) -> list[str]:
+    """A table below its title; nothing where it has no more than its head."""
+    return ["", title, *(f"  {row}" for row in rows)] if rows[1:] else []
 
 
-def event_lines(events: Sequence[EventLine], now: dt.datetime) -> list[str]:
-    """A table of Events, the newest last."""
+def event_lines(events: Sequence[Mapping[str, Any]], now: dt.datetime) -> list[str]:
+    """A table of Events as the API server gives them, the newest last."""
+
+    def time_of(event: Mapping[str, Any]) -> dt.datetime | None:
+        last = (event.get("series") or {}).get("lastObservedTime")
+        return bounds.time(last or event.get("lastTimestamp") or event.get("eventTime"))
+
     rows = [("AGE", "TYPE", "REASON", "MESSAGE")]
-    for e in events:
-        age = wording.duration((now - e.time).total_seconds()) if e.time else "-"
-        rows.append((age, e.type, e.reason, f"{e.about}: {e.message}" if e.about else e.message))
+    for event in sorted(events, key=lambda e: time_of(e) or dt.datetime.max.replace(tzinfo=dt.timezone.utc)):
+        time, about = time_of(event), event["involvedObject"]
+        age = wording.duration((now - time).total_seconds()) if time else "-"
+        kind, reason, message = (str(event.get(key) or "") for key in ("type", "reason", "message"))
+        told = "" if about.get("kind") == api.KIND else f"{str(about.get('kind')).lower()}/{about.get('name')}: "
+        rows.append((age, kind, reason, told + message))
     return columns(rows)
 
 
@@ -117,10 +104,6 @@ def labelled(name: str, text: str) -> str:
     """`State:      Running`; a text of several lines stays in its column."""
     head = f"{name}:" if name else ""
     return head.ljust(LABEL_WIDTH) + text.replace("\n", "\n" + " " * LABEL_WIDTH)
-
-
-def _ready(job: api.DDPJob) -> int:
-    return job.status.nodes.ready if job.status.nodes else 0
 
 
 def _progress(status: api.Status, now: dt.datetime) -> Iterator[str]:

@@ -24,10 +24,10 @@ from msgspec.structs import replace
 
 from ddpjob_cli.describe import ending
 from ddpjob_cli.local import script
-from ddpjob_cli.local.kept import files, record, report, run_folder, runs
-from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, receive, stacks, threads
+from ddpjob_cli.local.kept import files, history, report, run_folder, runs
+from ddpjob_cli.local.processes import debugging, faults, gpus, pod_process, ranks, receive, stacks, threads
 from ddpjob_cli.local.processes.cluster import LocalCluster, LocalPod, RefusedError
-from ddpjob_cli.local.shown import screen, table, told, usage
+from ddpjob_cli.local.shown import screen, table, told
 from ddpjob_cli.manifest.yamlfile import Document, InputError
 from ddpjob_operator.job import api, launcher, podspec, reasons, topology, wording
 from ddpjob_operator.job.status import TERMINAL, present_progress, ranks_since
@@ -107,7 +107,12 @@ def run(document: Document, job: api.DDPJob, options: RunOptions) -> int:
     if options.pdb is not None:
         notes.append(f"--pdb: rank {options.pdb} has this terminal; what the others print is in {folder.path}")
     try:
-        with _runner(job, slots, folder, options) as runner:
+        runner = Runner(job, slots, folder, options)
+    except OSError as error:
+        folder.close()
+        raise InputError(f"{folder.path}: {error.strerror}; choose another folder with --logs") from None
+    try:
+        with runner:
             runner.reports = not script.reports_no_steps(script.find(document.source, job))
             for note in notes:
                 runner.screen.note(note)
@@ -216,20 +221,23 @@ class Runner:
         self.folder = folder
         self.reports = True
         """True if the script may report steps."""
-        self.screen = screen.screen(self.job, options.plain, options.process_group, options.defaults)
-        if options.pdb is not None:
-            self.screen = screen.DebuggerScreen(self.job, options.defaults)
+        self.screen = screen.screen(self.job, options.plain, options.process_group, types=options.pdb is not None)
         self._started_at = self._idle_at = time.monotonic()
         self._idle = idle.IdleClock()
-        self.record = record.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
-        self._node_faults = [f for f in options.faults if isinstance(f, faults.NodeFault)]
+        self.record = history.Record(self.job, folder, dt.datetime.now(dt.timezone.utc))
+        nodes = [fault for fault in options.faults if isinstance(fault, faults.NodeFault)]
+        self._node_faults = [(self._started_at + fault.at_seconds, fault) for fault in nodes]
         self._repeated = [faults.Kills(f) for f in options.faults if isinstance(f, faults.RepeatedFault)]
         self._stop_reasons: list[str] = []
         self._stopped: dict[str, Container] = {}  # by pod: how the trainers ended that were told to stop
-        self._pause_asked = self._stacks_asked = False
+        self._keys: set[int] = set()  # of SIGTSTP and SIGQUIT, those that are to be obeyed
         self._noted: set[str] = set()
         self._total_steps: int | None = None
-        self._metrics = None if options.metrics is None else _metrics_file(options.metrics, self.job)
+        self._metrics: MetricsFile | None = None
+        if options.metrics is not None:
+            from ddpjob_cli.local.kept.metrics_file import MetricsFile  # prometheus-client takes a while to import
+
+            self._metrics = MetricsFile(options.metrics, self.job)
         self._settings = SETTINGS
         self._received: collections.deque[Report] = collections.deque()
         self._wake_read, self._wake_write = os.pipe()
@@ -248,11 +256,10 @@ class Runner:
         # Of a program under `nohup` SIGHUP is ignored, and it is to stay so: that one outlives its terminal.
         is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         stops = [number for number in STOP_SIGNALS if not (is_nohup and number == signal.SIGHUP)]
-        self._signals = {number: signal.signal(number, self._on_signal) for number in stops}
-        self._signals[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, self._on_quit_key)
-        self._signals[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, self._on_stop_key)
+        heard = [*stops, signal.SIGQUIT, signal.SIGTSTP]
+        self._signals = {number: signal.signal(number, self._on_signal) for number in heard}
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self.screen.start()
+        self.screen.note(screen.title(self.job, self.options.defaults))
         if self.options.session is not None:
             for sentence in self.options.session.begin(self._wake):
                 self.screen.note(sentence)
@@ -291,8 +298,7 @@ class Runner:
             ended = self.job.status.state in (*TERMINAL, *(("Suspended",) if self._stop_reasons else ()))
             if ended and all(not pod.live and not pod.open for pod in self.cluster.pods.values()):
                 return
-            self._pause()
-            self._ask_stacks()
+            self._obey_keys()
             self._look_for_idle()
             self.teller.tick()
             self.screen.draw(self._moment(), list(self.cluster.pods.values()))
@@ -300,12 +306,11 @@ class Runner:
 
     def _moment(self) -> table.RunMoment:
         """The run as it is now, for the screen."""
-        status, since, initialized = self.job.status, ranks_since(self.job.status), self.cluster.initialized()
-        if initialized is not None and since is not None and initialized < since:
-            initialized = None
-        now = dt.datetime.now(dt.timezone.utc)
+        facts, now = self.record.facts, dt.datetime.now(dt.timezone.utc)
+        since, initialized = ranks_since(self.job.status), self.cluster.initialized()
+        is_stale = initialized is not None and since is not None and initialized < since
         return table.RunMoment(
-            self.job, status, self.record.history, self.record.facts.started, now, initialized, self.reports
+            self.job, self.record.history, facts.started, now, None if is_stale else initialized, self.reports
         )
 
     def _reconcile(self) -> float | None:
@@ -336,7 +341,7 @@ class Runner:
             self.screen.due_in(self.job.status),
             self._next_fault(),
             self.teller.due_in(),
-            self._idle_in(),
+            max(0.0, self._idle_at - time.monotonic()) if self._is_watched() else None,
             None if self.options.session is None or self._stop_reasons else self.options.session.due_in(),
         )
         limits = [s for s in waits if s is not None]
@@ -351,34 +356,36 @@ class Runner:
             elif key.fd in key.data.open:
                 self.cluster.handle(key)
 
-    def _idle_in(self) -> float | None:
-        is_watched = self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
-        return max(0.0, self._idle_at - time.monotonic()) if is_watched else None
+    def _is_watched(self) -> bool:
+        """True if idle ranks are looked for here; under ddprun the agents do, which know more."""
+        return self.job.status.state == "Running" and not launcher.facts(self.job.spec).restarts_in_place
 
     def _record(self, status: api.Status) -> None:
-        """Remember the status, and write it for others; a full disk costs the file, never the job."""
+        """Remember the status, and write it for others."""
         self._measure(self.job.status, status)
         if status.attempt != self.job.status.attempt:
             self._settings = dataclasses.replace(SETTINGS, failed_before=status.last_failure)
             self.cluster.agent = None  # what it restarted in place is counted, and is none of the next attempt's
         self.job = replace(self.job, status=status)
         self._note_once(self.record.take(status, dt.datetime.now(dt.timezone.utc)))
-        if self.options.status is None:
-            return
-        try:
-            files.write_atomically(self.options.status, record.document(status))
-        except OSError as error:
-            self._note_once(f"--status {self.options.status}: {error.strerror}; the job goes on without it")
+        if self.options.status is not None:
+            with self._whatever_disk(f"--status {self.options.status}"):
+                files.write_atomically(self.options.status, history.document(status))
 
     def _measure(self, old: api.Status, new: api.Status) -> None:
-        """For a scraper; a full disk costs the file, never the job."""
-        if self._metrics is None:
-            return
+        """For a scraper."""
         now, reported = dt.datetime.now(dt.timezone.utc), self.cluster.agent
+        if self._metrics is not None:
+            with self._whatever_disk(f"--metrics-file {self.options.metrics}"):
+                self._metrics.changed(old, new, now, None if reported is None else reported.agent)
+
+    @contextlib.contextmanager
+    def _whatever_disk(self, name: str, consequence: str = "the job goes on without it") -> Iterator[None]:
+        """A full disk costs the file, never the job."""
         try:
-            self._metrics.changed(old, new, now, None if reported is None else reported.agent)
+            yield
         except OSError as error:
-            self._note_once(f"--metrics-file {self.options.metrics}: {error.strerror}; the job goes on without it")
+            self._note_once(f"{name}: {error.strerror}; {consequence}")
 
     def _note_once(self, text: str) -> None:
         """Show a note the first time only."""
@@ -394,11 +401,10 @@ class Runner:
 
     def _print(self, pod: LocalPod, lines: list[str]) -> None:
         try:
-            self.screen.log(pod, lines)
+            with self._whatever_disk("stdout", f"what the nodes print is in {self.folder.path} only"):
+                self.screen.log(pod, lines)
         except screen.OutputClosedError:
             self._stop_reasons.append("a closed output")
-        except OSError as error:  # a full disk behind stdout: the training and its own logs go on
-            self._note_once(f"stdout: {error.strerror}; what the nodes print is in {self.folder.path} only")
 
     def _on_report(self, body: bytes) -> str | None:
         """Called by the receiver's threads."""
@@ -434,36 +440,26 @@ class Runner:
         if found.stop:
             self._stop_reasons.append(found.stop)
 
-    def _pause(self) -> None:
-        """Stop as Ctrl-Z wants it, with the terminal as the shell expects it; returns when the process goes on."""
-        if self._pause_asked:
-            self._pause_asked = False
+    def _obey_keys(self) -> None:
+        """Print where the ranks are (Ctrl-\\), and stop (Ctrl-Z); returns when the process goes on."""
+        # The agents print the stacks.
+        if signal.SIGQUIT in self._keys and (sentence := stacks.ask(self.folder.uid).sentence()):
+            self.screen.note(sentence)
+        if signal.SIGTSTP in self._keys:
             self.screen.pause()
             # The signal itself, and not SIGSTOP: the kernel drops it where no shell could make us go on.
             handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTSTP)
             signal.signal(signal.SIGTSTP, handler)
-
-    def _on_stop_key(self, _number: int, _frame: Any) -> None:
-        self._pause_asked = True
-
-    def _on_quit_key(self, _number: int, _frame: Any) -> None:
-        self._stacks_asked = True
-
-    def _ask_stacks(self) -> None:
-        """Pass Ctrl-\\ on: the agents print where their ranks are."""
-        if self._stacks_asked:
-            self._stacks_asked = False
-            if sentence := stacks.ask(self.folder.uid).sentence():
-                self.screen.note(sentence)
+        self._keys.clear()
 
     def _look_for_idle(self) -> None:
-        """Mention idle ranks once; under ddprun the agents do, which know more."""
+        """Mention idle ranks once."""
         now = time.monotonic()
-        if now < self._idle_at or launcher.facts(self.job.spec).restarts_in_place:
+        if now < self._idle_at:
             return
         self._idle_at = now + idle.LOOK_SECONDS
-        is_on = self.job.status.state == "Running" and not self.cluster.is_paused() and self.options.pdb is None
+        is_on = self._is_watched() and not self.cluster.is_paused() and self.options.pdb is None
         pods = [pod for pod in self.cluster.pods.values() if pod.live and pod.pid is not None] if is_on else []
         parent_of = processes.parents() if pods else {}
         cpu = {pod.place: watch_ranks.cpu_seconds(pod.pid or 0, parent_of) for pod in pods}
@@ -472,44 +468,43 @@ class Runner:
 
     def _on_signal(self, number: int, _frame: Any) -> None:
         """Note it only, because the interpreter may be in the middle of a print; a second signal kills at once."""
+        if number not in STOP_SIGNALS:
+            self._keys.add(number)
+            return
         self._stop_reasons.append(signal.Signals(number).name)
         if len(self._stop_reasons) > 1:
             self.cluster.kill()
 
     def _inject_faults(self) -> None:
-        # A fault waits until its node runs.
-        running = {pod.place for pod in self.cluster.pods.values() if pod.live}
-        for fault in [f for f in self._node_faults if self._seconds_until(f) <= 0 and f.node in running]:
-            self._node_faults.remove(fault)
-            self.screen.note(f"{fault.option}: node {fault.node} dies now")
-            self.cluster.lose_node(fault.node)
+        now, pods = time.monotonic(), [pod for pod in self.cluster.pods.values() if pod.live]
+        for due, fault in list(self._node_faults):
+            if now >= due and fault.node in {pod.place for pod in pods}:  # it waits until its node runs
+                self._node_faults.remove((due, fault))
+                self.screen.note(f"{fault.option}: node {fault.node} dies now")
+                self.cluster.lose_node(fault.node)
+        status = self.job.status
+        trains = status.state == "Running" and not (self.reports and present_progress(status) is None)
         for repeated in self._repeated:
-            if self._trains() and repeated.is_due(time.monotonic()):
-                self._kill_rank(repeated)
+            if trains and repeated.is_due(now):
+                self._kill_rank(repeated, pods)
 
-    def _trains(self) -> bool:
-        """True if the present ranks make steps, or are only known to run."""
-        return self.job.status.state == "Running" and not (self.reports and present_progress(self.job.status) is None)
-
-    def _kill_rank(self, repeated: faults.Kills) -> None:
+    def _kill_rank(self, repeated: faults.Kills, pods: list[LocalPod]) -> None:
         """Kill the next rank: each one gets its turn."""
-        pods = [pod for pod in self.cluster.pods.values() if pod.live]
-        ranks = [(pod.place, pid) for pod in pods for pid in usage.ranks_of(pod.node.pid)]
-        if not ranks:  # they are still starting
+        parent_of = processes.parents()
+        found = [(pod.place, pid) for pod in pods for pid in ranks.of_node(pod.node.pid, parent_of)]
+        if not found:  # they are still starting
             return
-        place, pid = ranks[repeated.count % len(ranks)]
+        place, pid = found[repeated.count % len(found)]
         repeated.count, repeated.due = repeated.count + 1, time.monotonic() + repeated.fault.seconds
         self.screen.note(f"{repeated.fault.option}: process {pid} of node {place} is killed now")
         processes.kill([pid])
 
     def _next_fault(self) -> float | None:
-        waits = [self._seconds_until(f) for f in self._node_faults]
+        now = time.monotonic()
+        waits = [due - now for due, _ in self._node_faults]
         # A rank that is due waits for a step, of which a report tells, or for its process.
-        waits += [max(faults.LOOK_SECONDS, r.due - time.monotonic()) for r in self._repeated]
+        waits += [max(faults.LOOK_SECONDS, r.due - now) for r in self._repeated]
         return min((seconds for seconds in waits if seconds > 0), default=None)
-
-    def _seconds_until(self, fault: faults.NodeFault) -> float:
-        return self._started_at + fault.at_seconds - time.monotonic()
 
     def _begin_stop(self) -> None:
         """Stop as a suspended job does: SIGTERM, and the full grace period."""
@@ -527,11 +522,13 @@ class Runner:
         self._write_report()
         status, name = self.job.status, self.job.metadata.name
         failed = status.state in ("Failing", "Failed")
-        if isinstance(self.screen, screen.DebuggerScreen):
-            self.screen.has_ended = True
-        self.teller.explain(status.last_failure if failed else None, doubtful=bool(status.findings) and not failed)
+        with self.screen.nobody_types():
+            self.teller.explain(status.last_failure if failed else None, doubtful=bool(status.findings) and not failed)
         self.screen.close()
-        not_yet: list[faults.Fault] = [*self._node_faults, *(r.fault for r in self._repeated if not r.count)]
+        not_yet: list[faults.Fault] = [
+            *(fault for _, fault in self._node_faults),
+            *(r.fault for r in self._repeated if not r.count),
+        ]
         missed = faults.missed(self.options.faults, not_yet, self.folder.path / run_folder.FAULTS)
         for fault in missed:
             self.screen.note(f"{fault.option}: did not happen; {fault.wants}")
@@ -559,11 +556,9 @@ class Runner:
         if self.options.report is None:
             return
         run = runs.Run(self.folder.path, self.record.facts, self.job.status, running=False)
-        try:
+        with self._whatever_disk(f"--report {self.options.report}", "ddpjob report prints it"):
             text = report.page(run, self.record.history, dt.datetime.now(dt.timezone.utc))
             files.write_atomically(self.options.report, text.encode())
-        except OSError as error:
-            self._note_once(f"--report {self.options.report}: {error.strerror}; ddpjob report prints it")
 
 
 def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
@@ -572,21 +567,6 @@ def dry_run(job: api.DDPJob, cpu: bool) -> Iterator[build.Body]:
     job = replace(job, metadata=replace(job.metadata, uid=job.metadata.uid or "00000000-0000-0000-0000-000000000000"))
     yield build.service(job)
     yield from (build.pod(job, 1, place) for place in topology.members(job.spec))
-
-
-def _runner(
-    job: api.DDPJob, slots: list[pod_process.Slot], folder: run_folder.RunFolder, options: RunOptions
-) -> Runner:
-    try:
-        return Runner(job, slots, folder, options)
-    except OSError as error:
-        raise InputError(f"{folder.path}: {error.strerror}; choose another folder with --logs") from None
-
-
-def _metrics_file(path: Path, job: api.DDPJob) -> MetricsFile:
-    from ddpjob_cli.local.kept.metrics_file import MetricsFile  # prometheus-client takes a while, and few ask for it
-
-    return MetricsFile(path, job)
 
 
 def _run_folder(name: str, options: RunOptions) -> run_folder.RunFolder:

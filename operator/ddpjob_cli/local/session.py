@@ -98,7 +98,11 @@ class DevSession:
             self._adopt(stands=False)
             if self._terminal is not None:  # a debugger that is killed leaves the keys unseen
                 termios.tcsetattr(0, termios.TCSANOW, self._terminal)
-            self._start_again(pods)
+            parent_of = processes.parents()
+            below = [{pod.pid, *processes.descendants(pod.pid, parent_of)} for pod in pods if pod.live and pod.pid]
+            # An agent without a handler for the signal is still starting, and so has started no rank.
+            agents = (pid for pids in below for pid in pids if processes.catches(pid, RERUN_SIGNAL))
+            processes.send(agents, RERUN_SIGNAL)
         if self.due_in() == 0.0:
             found.stop = f"{wording.duration(self._idle_seconds)} without a save or a line of output"
         return found
@@ -129,12 +133,6 @@ class DevSession:
         with self._lock:
             self._files.adopt()
             self._stands = stands
-
-    def _start_again(self, pods: Collection[LocalPod]) -> None:
-        """An agent without a handler for the signal is still starting, and so has started no rank."""
-        parent_of = processes.parents()
-        below = [{pod.pid, *processes.descendants(pod.pid, parent_of)} for pod in pods if pod.live and pod.pid]
-        processes.send((pid for pids in below for pid in pids if processes.catches(pid, RERUN_SIGNAL)), RERUN_SIGNAL)
 
     def _watch(self, wake: Callable[[], None]) -> None:
         pause = 0.0

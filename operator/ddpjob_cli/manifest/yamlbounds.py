@@ -46,7 +46,9 @@ class _BoundedReader:
             self.sizes = {}
             self._add(1, event)
         elif isinstance(event, yaml.AliasEvent):
-            self._add(self._size_of_alias(event), event)
+            if any(opened.anchor == event.anchor for opened in self.above):
+                raise OutOfBoundsError(_line(event), "an alias that contains itself")
+            self._add(self.sizes.get(str(event.anchor), 1), event)  # one that is not there is the composer's to name
         elif isinstance(event, yaml.ScalarEvent):
             self._end(event.anchor, 1)
             self._add(1, event)
@@ -67,11 +69,6 @@ class _BoundedReader:
     def _end(self, anchor: str | None, nodes: int) -> None:
         if anchor is not None:
             self.sizes[anchor] = nodes
-
-    def _size_of_alias(self, event: Any) -> int:
-        if any(opened.anchor == event.anchor for opened in self.above):
-            raise OutOfBoundsError(_line(event), "an alias that contains itself")
-        return self.sizes.get(event.anchor, 1)  # one that is not there is the composer's to name
 
     def _add(self, nodes: int, event: Any) -> None:
         self.nodes += nodes

@@ -230,9 +230,11 @@ class LocalJob(Job):
         """The run, as soon as it has a folder, whose lock its process holds."""
         while True:
             is_over = self._process.poll() is not None
-            for path in _open_files(self._process.pid):
-                if path.name == "lock" and (run := runs.read(path.parent)):
-                    return run
+            with contextlib.suppress(OSError):  # it has ended, or has just closed one
+                for entry in os.scandir(f"/proc/{self._process.pid}/fd"):
+                    path = Path(os.readlink(entry.path))
+                    if path.name == "lock" and (run := runs.read(path.parent)):
+                        return run
             if is_over:
                 raise InputError(self._new_text().strip() or f"ddpjob run ended with {self._process.returncode}")
             time.sleep(POLL_SECONDS / 4)
@@ -308,12 +310,9 @@ class LocalJob(Job):
 class ClusterJob(Job):
     """A DDPJob of a cluster."""
 
-    def __init__(
-        self, cluster: Cluster, stored: jobs.Stored, sent: function.Sent | None, chosen: Sequence[str]
-    ) -> None:
-        """chosen: kubectl's options for the cluster."""
+    def __init__(self, cluster: Cluster, stored: jobs.Stored, sent: function.Sent | None) -> None:
         super().__init__(stored.job.metadata.name, sent)
-        self._cluster, self._stored, self._chosen = cluster, stored, chosen
+        self._cluster, self._stored = cluster, stored
 
     @property
     def status(self) -> api.Status:
@@ -330,7 +329,7 @@ class ClusterJob(Job):
         actions.delete(self._cluster, [self.name], wait=True, seconds=DELETE_SECONDS, say=say)
 
     def stacks(self) -> list[str]:
-        return stacks.of_job(self._cluster, jobs.again(self._cluster, self._stored), self._chosen, None)
+        return stacks.of_job(self._cluster, jobs.again(self._cluster, self._stored))
 
     def _looks(self) -> Iterator[api.Status]:
         lines = watch.StateLines(say)
@@ -361,13 +360,6 @@ def _lines(pieces: Iterable[tuple[int, bytes]]) -> Iterator[tuple[int, str]]:
         *lines, rest[node] = (rest.get(node, b"") + piece).split(b"\n")
         yield from ((node, line.decode(errors="replace")) for line in lines)
     yield from ((node, line.decode(errors="replace")) for node, line in rest.items() if line)
-
-
-def _open_files(pid: int) -> Iterator[Path]:
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):
-                yield Path(os.readlink(entry.path))
 
 
 def _in_notebook(job: Job) -> Any:

@@ -105,5 +105,4 @@ def submit(
             for remark in command.remarks(file, document, archive):
                 say(remark)
     cluster, made = command.create(connect, document, archive)
-    chosen = [f"--{option}={value}" for option, value in (("context", context), ("kubeconfig", kubeconfig)) if value]
-    return ClusterJob(cluster, made, sent, [f"--namespace={cluster.namespace}", *chosen])
+    return ClusterJob(cluster, made, sent)

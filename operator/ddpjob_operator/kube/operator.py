@@ -88,7 +88,6 @@ class Operator:
         self._runtime = runtime
         self.meter = meter or Meter()
         self._exposition = exposition.Exposition(self.meter, self.snapshot)
-        self._watcher = measuring.OfWatches(self.meter)
         self.caches = Caches(
             Jobs(self._enqueue, reading.job, self._count_job, settings.room),
             Store(observe.pod, _job_of, self._pod_changed, facts.merge),
@@ -97,7 +96,7 @@ class Operator:
             {name: self._gang(settings.rules.adapters[name]) for name in settings.gangs},
         )
         self._set_up_work()
-        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "watcher": self._watcher}
+        told: dict[str, Any] = {"runtime": runtime, "sleep": client.reach.wait, "meter": self.meter}
         told["away"] = lambda: client.reach.lost
         self.reflectors = [
             Reflector(client, plural, namespace, naming.LABEL_JOB, sink, **told)
@@ -123,7 +122,7 @@ class Operator:
         where = self.settings.watched
         told = (self._enqueue, self._enqueue_all)
         places = self.settings.queue_places
-        about = (self._runtime, self._watcher)
+        about = (self._runtime, self.meter)
         return GangWatch(adapter, self._client, where, _job_of, *told, *about, asks_places=places)
 
     def _set_up_work(self) -> None:
@@ -158,7 +157,15 @@ class Operator:
         self.reports = Reports(self.caches.jobs, states, runtime, settings.rules.progress_write_seconds)
         self._events = events
         self.reconciler = Reconciler(
-            self.caches, states, self.reports, lookup, executor, runtime, settings.rules, self._ready_in, self._observed
+            self.caches,
+            states,
+            self.reports,
+            lookup,
+            executor,
+            runtime,
+            settings.rules,
+            self._ready_in,
+            lambda key: self.queue.observed(key),
         )
         job = self.caches.jobs.get
         told: dict[str, Any] = {"watcher": watchers[0], "kind": lambda key: triggers.kind(job(key))}
@@ -231,14 +238,6 @@ class Operator:
             await server.stop()
         await self._client.close()
 
-    def job_seen(self, kind: str | None, raw: dict[str, Any]) -> None:
-        """Take a watch event of a DDPJob; `kind` is None for an object of a list."""
-        metadata = raw["metadata"]
-        if kind == "DELETED":
-            self.caches.jobs.remove(metadata["namespace"], metadata["name"], metadata["uid"])
-        else:
-            self.caches.jobs.put(raw)
-
     def job_told(self, kind: str | None, metadata: Mapping[str, Any]) -> None:
         """Take kopf's notice that a DDPJob was deleted, or that our copy has a new one."""
         key = (metadata["namespace"], metadata["name"])
@@ -305,7 +304,7 @@ class Operator:
             version=metadata.version("ddpjob"),
             leads=self.leads,
             lease=self.settings.lease_name,
-            queues=[measuring.now_in(queue, name) for queue, name in queues],
+            queues=[queue.measured(name) for queue, name in queues],
             cached=[(name, len(copies[name]) if name in copies else 0) for name in names.CACHES],
             of_jobs=self.settings.metrics_of_jobs,
             away=[raw["metadata"]["uid"] for other, raw in there if other],
@@ -375,9 +374,6 @@ class Operator:
             self._events.gone(old["metadata"]["uid"])
         if new is not None:
             self.meter.spends(exposition.job(new), now)
-
-    def _observed(self, key: Key) -> None:
-        self.queue.observed(key)
 
     def _enqueue_all(self) -> None:
         for key in self.caches.jobs:

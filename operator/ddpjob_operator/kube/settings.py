@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from functools import partial
+from typing import TypeVar
 
 from ddpjob_operator.gangs import ADAPTERS
 from ddpjob_operator.job import storage
 from ddpjob_operator.kube.lease import Durations
 from ddpjob_operator.plan.actions import Settings as PlanSettings
 
-LOG_FORMATS = ("text", "json")
-EVENTS = ("Brief", "All", "Warning")
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,35 +77,57 @@ class OperatorSettings:
     host_name: str = ""
     """HOSTNAME: name of the sender in Events."""
 
+    changed: tuple[str, ...] = ()
+    """The variables that differ from their defaults, for the log."""
+
     @staticmethod
     def read(environment: Mapping[str, str]) -> OperatorSettings:
         """Return the settings in these variables. Raise ValueError with the variable, its value and the fix."""
-        names = [name.strip() for name in environment.get("DDPJOB_WATCH_NAMESPACES", "").split(",")]
-        levels, must = ("DEBUG", "INFO", "WARNING", "ERROR"), "DEBUG, INFO, WARNING or ERROR"
-        level = _checked(environment, "DDPJOB_LOG_LEVEL", "INFO", lambda text: text.upper() in levels, must).upper()
-        must = "whole seconds from 1 to 86400"
-        lost = _checked(environment, "DDPJOB_LOST_NODE_SECONDS", "30", partial(_is_number, first=1, last=86_400), must)
+        changed: list[str] = []
+
+        def read(name: str, default: T, parse: Callable[[str], T], must: str) -> T:
+            value = _read(environment, name, default, parse, must)
+            if value != default:
+                changed.append(f"{name}={_as_text(value)}")
+            return value
+
+        def flag(name: str, default: bool = True) -> bool:
+            return read(name, default, lambda text: _one_of("true", "false")(text.lower()) == "true", "true or false")
+
+        def port(name: str, default: int) -> int:
+            return _read(environment, name, default, _whole(0, 65_535), "a port from 0 (off) to 65535")
+
+        names = (name.strip() for name in environment.get("DDPJOB_WATCH_NAMESPACES", "").split(","))
+        usual, rules = OperatorSettings(), PlanSettings()
+        levels, must = _one_of("DEBUG", "INFO", "WARNING", "ERROR"), "DEBUG, INFO, WARNING or ERROR"
+        lost, adapters = "whole seconds from 1 to 86400", f"names of {', '.join(ADAPTERS)}, separated by commas"
         return OperatorSettings(
             namespaces=tuple(dict.fromkeys(name for name in names if name)),
-            health_port=_port(environment, "DDPJOB_HEALTH_PORT", "8080"),
-            metrics_port=_port(environment, "DDPJOB_METRICS_PORT", "0"),
-            metrics_of_jobs=_flag(environment, "DDPJOB_METRICS_OF_JOBS"),
-            status_port=_port(environment, "DDPJOB_STATUS_PORT", "0"),
+            health_port=port("DDPJOB_HEALTH_PORT", usual.health_port),
+            metrics_port=port("DDPJOB_METRICS_PORT", usual.metrics_port),
+            status_port=port("DDPJOB_STATUS_PORT", usual.status_port),
             status_url=environment.get("DDPJOB_STATUS_URL", ""),
-            log_level=level,
-            log_format=_checked(environment, "DDPJOB_LOG_FORMAT", "text", LOG_FORMATS.__contains__, "text or json"),
-            events=_checked(environment, "DDPJOB_EVENTS", "Brief", EVENTS.__contains__, "Brief, All or Warning"),
-            rules=PlanSettings(lost_node_seconds=int(lost), keep_log_tail=_flag(environment, "DDPJOB_KEEP_LOG_TAIL")),
-            keep_from_autoscalers=_flag(environment, "DDPJOB_KEEP_FROM_AUTOSCALERS"),
-            mount_api_token=_flag(environment, "DDPJOB_MOUNT_API_TOKEN"),
-            gangs=_gangs(environment),
-            queue_places=_flag(environment, "DDPJOB_QUEUE_PLACES", "false"),
-            room=storage.StoredLimits.of(_memory_mib(environment) << 20),
+            log_level=read("DDPJOB_LOG_LEVEL", usual.log_level, lambda text: levels(text.upper()), must),
+            log_format=read("DDPJOB_LOG_FORMAT", usual.log_format, _one_of("text", "json"), "text or json"),
+            events=read("DDPJOB_EVENTS", usual.events, _one_of("Brief", "All", "Warning"), "Brief, All or Warning"),
+            metrics_of_jobs=flag("DDPJOB_METRICS_OF_JOBS"),
+            rules=PlanSettings(
+                lost_node_seconds=read("DDPJOB_LOST_NODE_SECONDS", rules.lost_node_seconds, _whole(1, 86_400), lost),
+                keep_log_tail=flag("DDPJOB_KEEP_LOG_TAIL"),
+            ),
+            keep_from_autoscalers=flag("DDPJOB_KEEP_FROM_AUTOSCALERS"),
+            mount_api_token=flag("DDPJOB_MOUNT_API_TOKEN"),
+            gangs=read("DDPJOB_GANGS", usual.gangs, _adapters, adapters),
+            queue_places=flag("DDPJOB_QUEUE_PLACES", usual.queue_places),
+            room=storage.StoredLimits.of(
+                read("DDPJOB_MEMORY_MIB", usual.room.memory >> 20, _whole(64, 1 << 24), "whole MiB from 64 on") << 20
+            ),
             lease_namespace=environment.get("DDPJOB_LEASE_NAMESPACE", ""),
-            lease_name=environment.get("DDPJOB_LEASE_NAME", "ddpjob-operator"),
-            lease=_durations(environment),
+            lease_name=environment.get("DDPJOB_LEASE_NAME", usual.lease_name),
+            lease=_durations(read),
             pod_name=environment.get("DDPJOB_POD_NAME", ""),
             host_name=environment.get("HOSTNAME", ""),
+            changed=tuple(changed),
         )
 
     @property
@@ -117,45 +138,19 @@ class OperatorSettings:
     def summary(self) -> str:
         """Return a line for the log: what is watched, and the settings that differ from their defaults."""
         where = f"namespaces {', '.join(self.namespaces)}" if self.namespaces else "all namespaces"
-        rules, lease = PlanSettings(), Durations()
-        told = (
-            ("DDPJOB_LOG_LEVEL", self.log_level, OperatorSettings.log_level),
-            ("DDPJOB_LOG_FORMAT", self.log_format, OperatorSettings.log_format),
-            ("DDPJOB_EVENTS", self.events, OperatorSettings.events),
-            ("DDPJOB_METRICS_OF_JOBS", self.metrics_of_jobs, OperatorSettings.metrics_of_jobs),
-            ("DDPJOB_LOST_NODE_SECONDS", self.rules.lost_node_seconds, rules.lost_node_seconds),
-            ("DDPJOB_KEEP_LOG_TAIL", self.rules.keep_log_tail, rules.keep_log_tail),
-            ("DDPJOB_KEEP_FROM_AUTOSCALERS", self.keep_from_autoscalers, True),
-            ("DDPJOB_MOUNT_API_TOKEN", self.mount_api_token, True),
-            ("DDPJOB_GANGS", ",".join(self.gangs), ""),
-            ("DDPJOB_QUEUE_PLACES", self.queue_places, False),
-            ("DDPJOB_MEMORY_MIB", self.room.memory >> 20, storage.DEFAULT.memory >> 20),
-            ("DDPJOB_LEASE_SECONDS", self.lease.lease_seconds, lease.lease_seconds),
-            ("DDPJOB_LEASE_RENEW_SECONDS", self.lease.renew_seconds, lease.renew_seconds),
-            ("DDPJOB_LEASE_RETRY_SECONDS", self.lease.retry_seconds, lease.retry_seconds),
-        )
-        changed = ", ".join(f"{name}={_as_text(value)}" for name, value, default in told if value != default)
         lease_name = f"{self.lease_namespace}/{self.lease_name}" if self.lease_namespace else "none"
         return (
             f"watches {where}; Lease: {lease_name}; progress: {self.status_url or 'off'}; "
             f"metrics: {f'port {self.metrics_port}' if self.metrics_port else 'off'}; "
-            f"settings other than the defaults: {changed or 'none'}"
+            f"settings other than the defaults: {', '.join(self.changed) or 'none'}"
         )
 
 
-def _as_text(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _durations(environment: Mapping[str, str]) -> Durations:
-    names = ("DDPJOB_LEASE_SECONDS", "DDPJOB_LEASE_RENEW_SECONDS", "DDPJOB_LEASE_RETRY_SECONDS")
-    must = "seconds above 0 and below a day"
-    lease, renew, retry = (
-        float(_checked(environment, name, default, lambda text: 0 < _number(text) < 86_400, must))
-        for name, default in zip(names, ("15", "10", "2"), strict=True)
-    )
+def _durations(read: Callable[[str, float, Callable[[str], float], str], float]) -> Durations:
+    must, usual = "seconds above 0 and below a day", Durations()
+    lease = read("DDPJOB_LEASE_SECONDS", usual.lease_seconds, _seconds, must)
+    renew = read("DDPJOB_LEASE_RENEW_SECONDS", usual.renew_seconds, _seconds, must)
+    retry = read("DDPJOB_LEASE_RETRY_SECONDS", usual.retry_seconds, _seconds, must)
     if lease != int(lease):
         raise ValueError(f'DDPJOB_LEASE_SECONDS: must be whole seconds, is "{lease:g}"')
     if not 2 * retry < renew < lease:
@@ -166,42 +161,44 @@ def _durations(environment: Mapping[str, str]) -> Durations:
     return Durations(int(lease), renew, retry)
 
 
-def _gangs(environment: Mapping[str, str]) -> tuple[str, ...]:
-    def names(text: str) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
-
-    must = f"names of {', '.join(ADAPTERS)}, separated by commas"
-    return names(_checked(environment, "DDPJOB_GANGS", "", lambda text: set(names(text)) <= set(ADAPTERS), must))
-
-
-def _is_number(text: str, first: int, last: int) -> bool:
-    return text.isdecimal() and first <= int(text) <= last
-
-
-def _number(text: str) -> float:
+def _read(environment: Mapping[str, str], name: str, default: T, parse: Callable[[str], T], must: str) -> T:
+    """Return the value of a variable. parse: raises ValueError for a text that is not what it `must` be."""
+    text = environment.get(name)
     try:
-        return float(text)
+        return default if text is None else parse(text)
     except ValueError:
-        return 0.0
+        raise ValueError(f'{name}: must be {must}, is "{text}"') from None
 
 
-def _memory_mib(environment: Mapping[str, str]) -> int:
-    valid = partial(_is_number, first=64, last=1 << 24)
-    return int(_checked(environment, "DDPJOB_MEMORY_MIB", "512", valid, "whole MiB from 64 on"))
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, tuple):
+        return ",".join(value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _port(environment: Mapping[str, str], name: str, default: str) -> int:
-    valid = partial(_is_number, first=0, last=65_535)
-    return int(_checked(environment, name, default, valid, "a port from 0 (off) to 65535"))
+def _one_of(*texts: str) -> Callable[[str], str]:
+    return lambda text: texts[texts.index(text)]
 
 
-def _flag(environment: Mapping[str, str], name: str, default: str = "true") -> bool:
-    either = ("true", "false")
-    return _checked(environment, name, default, lambda text: text.lower() in either, "true or false").lower() == "true"
+def _whole(first: int, last: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not first <= int(text) <= last:
+            raise ValueError
+        return int(text)
+
+    return parse
 
 
-def _checked(environment: Mapping[str, str], name: str, default: str, valid: Callable[[str], bool], must: str) -> str:
-    text = environment.get(name, default)
-    if not valid(text):
-        raise ValueError(f'{name}: must be {must}, is "{text}"')
-    return text
+def _seconds(text: str) -> float:
+    if not 0 < float(text) < 86_400:
+        raise ValueError
+    return float(text)
+
+
+def _adapters(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name for part in text.split(",") if (name := part.strip())))
+    if not set(names) <= set(ADAPTERS):
+        raise ValueError
+    return names

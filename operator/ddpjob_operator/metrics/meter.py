@@ -17,7 +17,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from ddpjob_operator.job import api
 from ddpjob_operator.metrics import job_lines, names, of_status
-from ddpjob_operator.metrics.of_change import Restart, SeenStatus, of_change
+from ddpjob_operator.metrics.of_change import Restart, of_change
 from ddpjob_operator.observed.reports import AgentReport
 
 # Otherwise each series adds one with its creation time, which nothing here reads.
@@ -123,7 +123,10 @@ class Meter:
         """
         seen, restart = of_change(old, new, now, restart, agent)
         for each in seen:
-            self._take(each)
+            if each.metric.kind == "counter":
+                self.count(each.metric, *each.labels, by=each.value)
+            else:
+                self.observe(each.metric, each.value, *each.labels)
         return restart
 
     def leads(self, now: dt.datetime) -> None:
@@ -215,21 +218,12 @@ class Meter:
     def _counted_by_others(self, job: MeteredJob, spent: dict[str, int]) -> dict[str, int]:
         if job.status is None or self._since is None or job.uid in self._elsewhere:
             return spent
-        return {} if self._is_new(job, self._since) else of_status.spent(job.status, self._since)
+        is_new = job.created_at is not None and job.created_at >= self._since
+        return {} if is_new else of_status.spent(job.status, self._since)
 
     def _forget(self) -> None:
         self._spent, self._elsewhere, self._since = {}, set(), None
         self._newly, self._ended = {}, {}
-
-    def _is_new(self, job: MeteredJob, since: dt.datetime) -> bool:
-        """True if nobody else has counted the job."""
-        return job.uid not in self._elsewhere and job.created_at is not None and job.created_at >= since
-
-    def _take(self, seen: SeenStatus) -> None:
-        if seen.metric.kind == "counter":
-            self.count(seen.metric, *seen.labels, by=seen.value)
-        else:
-            self.observe(seen.metric, seen.value, *seen.labels)
 
     # ---------------------------------------------------------------- the registry
 

@@ -37,7 +37,6 @@ import functools
 import hashlib
 import io
 import json
-import math
 import operator
 import os
 import re
@@ -70,7 +69,6 @@ from ddpjob_core.memory import FoundState, Version, is_newer
 
 FORMAT = 1
 STEP_MAX = 10**12 - 1  # the name has 12 digits for the step
-BROADCAST_CHUNK_BYTES = 64 * 1024 * 1024
 HASHED_BYTES = 1024 * 1024
 OFFERS_MAX = 3  # states of one rank waiting in the store; rank 0 is at most one save behind
 RNG_WAIT_SECONDS = 2.0  # the writing thread waits this long for other ranks' random states; training does not wait
@@ -144,25 +142,22 @@ class Snapshot:
         self._problem: BaseException | None = None  # raised by the next `_join`: this process must end
         self._unwritten: _Unwritten | None = None  # the last saved state, until it is in the folder
         self._owed: _Owed | None = None  # the state that only memory has, until the folder has it or a newer one
-        # store keys of ranks that were missing at the save before
-        self._late: dict[int, str] = {}
+        self._late: dict[int, str] = {}  # store keys of ranks that were missing at the save before
         # Part of the store keys. `load` sets rank 0's name on all ranks, because paths may differ by node.
         self._name = str(folder)
-        self._others: _OthersSaved | None = None  # tells if the other ranks have passed the last save
+        # Count of optimizer steps at which the other ranks have passed the last save, because gradients are summed over
+        # all ranks. Two steps after it: an optimizer with a closure (LBFGS) runs backward inside step().
+        self._others_pass_at = 0
         self._differ: set[str] = set()  # names of objects that differ between ranks
-        self._named_large: set[str] = set()  # objects already logged as too large
-        self._named_late = False  # True if ranks that do not save were logged
+        self._told: set[str] = set()  # what is logged once
         self._offered: list[str] = []
         self._last_step, self._repeats = 0, 0
-        self._reads_ahead: str | None = None  # name of the sampler that was logged
-        self._has_begun = False  # True if starting at step 0 was logged
         self.state: dict[str, Any] = {}
         self._memory = InMemory(self._world, attempt, generation, wanted=memory, has_folder=folder is not None)
         self._since_step = half_done.SinceLastStep()
-        self._named_half: set[str] = set()  # logged warnings about state that a restart loses
         _count_optimizer_steps()
         before_leaving(self.wait)
-        process.at_exit(_Ending(weakref.ref(self)), 15)
+        process.at_exit(functools.partial(_write_at_end, weakref.ref(self)), 15)
         process.at_exit_of_child(stop.end_as_it_must, 5)
 
     @property
@@ -194,7 +189,8 @@ class Snapshot:
         refuse_sharded(state)
         if self.rank == 0:
             self._since_step.refuse_stale_shards(state)
-            self._name_half_done(step, state)
+            self._name_half_done(state, step)
+        self._name_end_of_epoch(step, state)
         # The same step may be saved twice (in the loop and at the end). The second save needs keys of its own in the
         # store: the first has already taken the other ranks' values.
         self._repeats = self._repeats + 1 if step == self._last_step else 0
@@ -216,20 +212,26 @@ class Snapshot:
         """
         step = _checked_step(step)
         refuse_sharded(state)
+        self._name_end_of_epoch(step, state)
         self._memory.saved(step, state, kept_alone=True)
         if self._owed is not None:
-            self._owed.kept = (step, state)
+            self._owed.keep(step, state)
 
     def _save(self, step: int, state: Mapping[str, Any], *, in_thread: bool = True) -> None:
-        self._owe(None)
+        self._owed = None
         if self.rank != 0:
             self._offer(step, state)
             return
-        if self._others is not None and step > self._others.step:
-            self._others.note()
+        if not self._repeats:  # the other ranks have passed the save before
+            self._others_pass_at = 0
         self._join()
         process.current.unsaved.add(self)
-        self._log_reading_ahead(state)
+        if ahead := [name for name, value in state.items() if getattr(value, "has_workers", False) is True]:
+            self._log_once(
+                "sampler",
+                f"{ahead[0]}: a DataLoader iterates this sampler. One with workers takes batches before they are "
+                f"trained, and a resume leaves these out: save {ahead[0]}.state_dict(epoch=..., batches=...) instead.",
+            )
         self._unwritten = None  # release it first; otherwise three copies of the state would be in memory
         document = {
             "format": FORMAT,
@@ -240,7 +242,7 @@ class Snapshot:
         }
         unwritten = _Unwritten(document, self._repeats, self.world_size > 1, os.getpid())
         if self.world_size > 1:
-            self._others = _OthersSaved(step)
+            self._others_pass_at = process.current.optimizer_steps + 2
             unwritten.own, unwritten.samples = of_each_rank.own(state), of_each_rank.samples(state)
         try:
             writer = self._claim_to_save()
@@ -254,28 +256,35 @@ class Snapshot:
         self._thread = threading.Thread(target=self._write_or_note, args=(writer, unwritten), name="ddpjob-snapshot")
         self._thread.start()
 
-    def _name_hooks(self, objects: Mapping[str, Any]) -> None:
+    def _name_half_done(self, objects: Mapping[str, Any], step: int = 0) -> None:
+        """Log what a restart would not continue. step: that is saved; 0 if the objects are loaded."""
         for name, kind in half_done.hooks_with_state(objects).items():
-            self._name_half(
+            self._log_once(
                 f"hook of {name}",
                 f"{name}: its communication hook has a state ({kind}), which is in no state_dict(): a restart does not "
                 f"continue it, and the gradients are others from there on",
             )
-
-    def _name_half_done(self, step: int, state: Mapping[str, Any]) -> None:
-        self._name_hooks(state)
-        if name := self._since_step.pending(state):
-            self._name_half(
+        if step and (name := self._since_step.pending(objects)):
+            self._log_once(
                 f"gradients of {name}",
                 f"{name}: step {step} is saved while gradients wait for optimizer.step(): a restart does not continue "
                 f"the accumulation, and these micro-batches are lost. Save right after an optimizer's step.",
             )
 
-    def _name_half(self, what: str, why: str) -> None:
-        """Log this once per `what`."""
-        if what not in self._named_half:
-            self._named_half.add(what)
-            process.log(why)
+    def _name_end_of_epoch(self, step: int, state: Mapping[str, Any]) -> None:
+        place, scheduler = half_done.stepped_at_end_of_epoch(step, state)
+        if place and self.rank == 0:
+            self._log_once(
+                f"place in {place}",
+                f"{place}: step {step} is saved at the last batch of an epoch for which {scheduler} has stepped "
+                f"already: a restart goes on at the end of that epoch, and steps it again. Give {place} the next epoch "
+                f"and 0 batches, or save before {scheduler}.step().",
+            )
+
+    def _log_once(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            process.log(text)
 
     def _claim_to_save(self) -> int:
         """Return the writer number under which this process may write. Raises OSError, SnapshotError."""
@@ -286,25 +295,8 @@ class Snapshot:
             create_exclusively(self.folder, writer, self._own_claim.as_json())
         elif claim != self._own_claim:
             raise self._superseded()
-        writers.note_saving(writers.alive_path(self.folder, writer))
+        writers.note_saving(self.folder, writer)
         return writer
-
-    def _owe(self, owed: "_Owed | None") -> None:
-        if self._owed is not None:
-            self._owed.close()
-        self._owed = owed
-        if owed is not None:
-            process.current.unsaved.add(self)
-
-    def _log_reading_ahead(self, state: Mapping[str, Any]) -> None:
-        """Log once if a DataLoader with workers reads this sampler ahead: its position is ahead of the training."""
-        for name, value in state.items():
-            if self._reads_ahead is None and getattr(value, "has_workers", False) is True:
-                self._reads_ahead = name
-                process.log(
-                    f"{name}: a DataLoader iterates this sampler. One with workers takes batches before they are "
-                    f"trained, and a resume leaves these out: save {name}.state_dict(epoch=..., batches=...) instead."
-                )
 
     def wait(self) -> None:
         """Wait until the last saved state is in the folder; write it again if that failed.
@@ -323,9 +315,16 @@ class Snapshot:
         unwritten, self._unwritten = self._unwritten, None
         if self._owed is None:
             process.current.unsaved.discard(self)
-        if unwritten is not None and unwritten.pid == os.getpid():
-            with pause("save"):
-                self._write_again(unwritten)
+        if unwritten is None or unwritten.pid != os.getpid():
+            return
+        with pause("save"):
+            try:
+                self._write(self._claim_to_save(), unwritten)
+            except SnapshotError:
+                raise
+            except Exception as error:
+                step = unwritten.document["step"]
+                raise SnapshotError(f"the state of step {step} was not saved: {self._why_unwritten(error)}.") from error
 
     def close(self) -> None:
         """Wait as `wait` does, at the end of the script.
@@ -334,9 +333,6 @@ class Snapshot:
         saved nor named any step. That state would be lost.
         """
         self.wait()
-        self._refuse_lost_state()
-
-    def _refuse_lost_state(self) -> None:
         owed = self._owed
         if owed is None or owed.pid != os.getpid() or self.rank != 0 or not owed.is_lost():
             return
@@ -350,9 +346,7 @@ class Snapshot:
         )
 
     def _join(self) -> None:
-        """Wait for the writing thread. Raises its error if this process must end; a failed write is left in
-        `_unwritten`.
-        """
+        """Wait for the writing thread, and raise its error if this process must end."""
         if self._thread is not None:
             with pause("save"):
                 self._thread.join()
@@ -360,15 +354,6 @@ class Snapshot:
         problem, self._problem = self._problem, None
         if problem is not None:
             raise problem
-
-    def _write_again(self, unwritten: "_Unwritten") -> None:
-        try:
-            writer = self._claim_to_save()
-            self._write(writer, unwritten)
-        except SnapshotError:
-            raise
-        except Exception as error:
-            raise SnapshotError(f"{self._unwritten_sentence(unwritten, error)}.") from error
 
     def _write_or_note(self, writer: int, unwritten: "_Unwritten") -> None:
         try:
@@ -394,9 +379,14 @@ class Snapshot:
             document["ranks"] = of_each_rank.differing(unwritten.own, parts, known)
             unwritten.lacks_own = is_lacking and bool(document["ranks"])
             self._differ |= of_each_rank.names_in(document["ranks"])
-            self._name_large(of_each_rank.too_large(document["ranks"]))
+            for name in of_each_rank.too_large(document["ranks"]):
+                self._log_once(
+                    f"large {name}",
+                    f"{name}: the ranks have different states of it, of more than {of_each_rank.OWN_BYTES_MAX >> 20} "
+                    f"MiB: a restart does not give each rank its own",
+                )
             for name in of_each_rank.out_of_step(unwritten.samples, (its.samples for its in others.values())):
-                self._name_half(
+                self._log_once(
                     f"replicas of {name}",
                     f"{name}: the ranks have different parameters of it: a restart does not give each rank its own, "
                     f"all go on from rank 0's",
@@ -415,14 +405,12 @@ class Snapshot:
     def _note_unwritten(self, unwritten: "_Unwritten", error: BaseException) -> None:
         """Report that a save failed. Its copy is kept until the next save or the end."""
         self._unwritten = unwritten
-        self._report_failed(self._unwritten_sentence(unwritten, error))
+        self._report_failed(f"the state of step {unwritten.document['step']} was not saved", error)
 
-    def _report_failed(self, why: str) -> None:
+    def _report_failed(self, what: str, error: BaseException) -> None:
+        why = f"{what}: {self._why_unwritten(error)}"
         process.log(f"{why}; the training goes on, and the next save tries again")
         report_save_failed(why)
-
-    def _unwritten_sentence(self, unwritten: "_Unwritten", error: BaseException) -> str:
-        return f"the state of step {unwritten.document['step']} was not saved: {self._why_unwritten(error)}"
 
     def _why_unwritten(self, error: BaseException) -> str:
         """Return for example "disk full: No space left on device (errno 28), in /ckpt; the newest snapshot there is of
@@ -507,7 +495,7 @@ class Snapshot:
                 break
         self._writer = highest
         folder = self.folder  # a reference to self would keep the Snapshot alive in the thread
-        if not (is_shared and self._process_of(highest)):
+        if not (is_shared and writers.running_here(folder, highest)):
             writers.begin(self, writers.alive_path(folder, highest), lambda: _highest_writer(folder) <= highest)
         return highest
 
@@ -515,26 +503,20 @@ class Snapshot:
         """Writer numbers that this process has taken in the folder."""
         return process.current.writers.setdefault(os.path.realpath(self.folder), set())
 
-    def _process_of(self, writer: int) -> str:
-        """Return the PID of this writer's process if it is known to be running on this machine, else ""."""
-        return writers.running_here(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer))
-
     def _refuse_folder_of(self, claim: "_Claim", writer: int) -> None:
-        """Raise if the folder belongs to a later attempt of this job, or to another process or job that is still
-        running.
-        """
+        """Raise if a later attempt of this job owns the folder, or another process or job that is running."""
         if claim.job == self._own_claim.job:
             if claim > self._own_claim:
                 raise self._superseded()
-            number = self._process_of(writer) if claim == self._own_claim else ""
-            if number and writers.saves(writers.alive_path(self.folder, writer)):
+            number = writers.running_here(self.folder, writer) if claim == self._own_claim else ""
+            if number and writers.saves(self.folder, writer):
                 raise SnapshotError(
                     f"folder: {self.folder} is in use by process {number}, which is running. Give each run a folder of "
                     f"its own, or end that process first: one would remove what the other one saves."
                 )
             return
         who = writers.named(claim.job)
-        if writers.is_running(_claim_path(self.folder, writer), writers.alive_path(self.folder, writer), who):
+        if writers.is_running(self.folder, writer, who):
             raise SnapshotError(
                 f"folder: {self.folder} is in use by {who}, which is running. Give each job a folder of its own, or "
                 f"end that job first: two jobs that write into one would go on from each other's states."
@@ -568,7 +550,7 @@ class Snapshot:
         refuse_sharded(objects)
         self._finish()
         if self.rank == 0:
-            self._name_hooks(objects)
+            self._name_half_done(objects)
         self._memory.begin()
         found = self._memory.find(objects)
         read = self._read(found, objects)
@@ -579,9 +561,12 @@ class Snapshot:
             read = self._read(None, objects)
         if read is None:
             self.state = self._memory.loaded(0, objects, {})
-            self._log_beginning()
+            is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
+            # a second Snapshot may be empty although training resumed from the first
+            if self.rank == 0 and is_restart and process.current.loader is self._memory:
+                self._log_once("begins", f"begins at step 0: there is no state in {self._folder or 'memory'}")
             return 0
-        self._owe(None)
+        self._owed = None
         entry, document = read
         claim = _claim_of(self.folder, entry.writer)
         before = claim.job if claim is not None and claim.job != self._own_claim.job else None
@@ -628,29 +613,18 @@ class Snapshot:
         state = without_copies(objects, fetched.state)
         random_states.continue_from_here()
         self.state = self._memory.resumed(found, objects, fetched._replace(state=state))
-        ranks = f"{', '.join(map(str, found.ranks[:8]))}{' …' if len(found.ranks) > 8 else ''}"
-        origin = f"the memory on {'the node of rank' if len(found.ranks) == 1 else 'the nodes of ranks'} {ranks}"
+        origin = f"the memory on the node{'s'[: len(found.ranks) > 1]} of {_ranks(found.ranks)}"
         # A copy may be some steps old. A message that starts with "the memory" claims that no step was lost, so it says
         # "a copy in".
         origin = f"{'a copy in ' if found.held.every else ''}{origin}{_seeded(fetched.seeded)}"
         if self._folder is not None:
             before = {} if self._owed is None else self._owed.objects  # from an earlier load() that named other objects
-            self._owe(_Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value))
+            self._owed = _Owed(found.held.version, {**before, **objects}, self.state, by_value=fetched.by_value)
+            process.current.unsaved.add(self)
         if self.rank == 0:
             process.log(f"resumed at step {step} from {origin}")
         report_resumed(step, origin, saved=False)
         return step
-
-    def _log_beginning(self) -> None:
-        """Log once that a restart begins at step 0; otherwise nobody would see that all steps are repeated.
-
-        Only for the first Snapshot of the process: a second one may be empty although training resumed from the first.
-        """
-        is_restart = self._own_claim.attempt > 1 or self._own_claim.generation > 0
-        is_first = process.current.loader is self._memory
-        if self.rank == 0 and is_restart and is_first and not self._has_begun:
-            self._has_begun = True
-            process.log(f"begins at step 0: there is no state in {self._folder or 'memory'}")
 
     def _log_origin(self, document: Mapping[str, Any], path: Path, before: str | None) -> None:
         """before: UID of the job that saved this state, if it is another job."""
@@ -678,7 +652,8 @@ class Snapshot:
             if found is None:
                 made = "" if self.folder.is_dir() else " cannot be made"
                 raise SnapshotError(f"folder: {self.folder}{made}: {reason(error)}.") from error
-            self._note_unused(found, error)
+            # a failure now would lose it
+            self._report_failed(f"the state of step {found.held.version.step} is in memory alone", error)
             return None
         for entry in entries:
             if found is not None and not is_newer(self._version(entry), found.held):
@@ -686,11 +661,6 @@ class Snapshot:
             if entry.path not in damaged:
                 return entry
         return None
-
-    def _note_unused(self, found: FoundState, error: OSError) -> None:
-        """Report that the state in memory has no copy in the folder: a failure now would lose it."""
-        step = found.held.version.step
-        self._report_failed(f"the state of step {step} is in memory alone: {self._why_unwritten(error)}")
 
     def _version(self, entry: "_Entry") -> Version | None:
         """Version of this entry; None if another job wrote it, or its claim is missing."""
@@ -725,9 +695,7 @@ class Snapshot:
         return None
 
     def _broadcast_or_raise(self, choose: Callable[[], Any]) -> Any:
-        """Return rank 0's choice, or raise its SnapshotError on all ranks. Also sends rank 0's folder name to all
-        ranks.
-        """
+        """Return rank 0's choice, or raise its SnapshotError, on all ranks. They also get its folder's name."""
         answer: Any = None
         if self.rank == 0 or self.world_size == 1:
             try:
@@ -742,10 +710,7 @@ class Snapshot:
         return answer
 
     def _on_all_ranks(self, file: BinaryIO | None) -> BinaryIO | None:
-        """Return the file if all ranks can read it, else a copy of rank 0's bytes on all ranks; None if rank 0 cannot
-        read
-        it.
-        """
+        """Return the file if all ranks can read it, else a copy of rank 0's; None if rank 0 cannot either."""
         if self.world_size == 1:
             return file
         missing = gather.numbers(torch.tensor([int(file is None)], device="cpu")).flatten().tolist()
@@ -754,7 +719,10 @@ class Snapshot:
         data = file.read() if file is not None and self.rank == 0 else None
         if file is not None:
             file.close()
-        return io.BytesIO(self._broadcast_bytes(data))
+        size = self._broadcast(None if data is None else len(data))
+        received = bytearray(size if data is None else data)
+        gather.broadcast(torch.frombuffer(received, dtype=torch.uint8), 0, is_written=self.rank != 0)
+        return io.BytesIO(received)
 
     def _broadcast(self, value: Any) -> Any:
         if self.world_size == 1:
@@ -763,16 +731,6 @@ class Snapshot:
         dist.broadcast_object_list(box, src=0, device=gather.device_for(None))
         return box[0]
 
-    def _broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Send rank 0's bytes to all ranks in chunks, so that a large state needs no second copy on the device."""
-        size = self._broadcast(None if data is None else len(data))
-        received = bytearray(size if data is None else data)
-        for piece in torch.split(torch.frombuffer(received, dtype=torch.uint8), BROADCAST_CHUNK_BYTES):
-            on_device = piece.to(gather.device_for(None))
-            dist.broadcast(on_device, src=0)
-            piece.copy_(on_device)
-        return bytes(received)
-
     # ---- what the other ranks have ------------------------------------------------------------------
 
     def _store(self) -> Any:
@@ -780,10 +738,7 @@ class Snapshot:
         return stop.store_of_group() if self._world is None else store_of(self._world)
 
     def _offer(self, step: int, state: Mapping[str, Any]) -> None:
-        """Send this rank's part to rank 0 through the store. A collective would make `save` on rank 0 alone wait for
-        the
-        others.
-        """
+        """Send this rank's part to rank 0 by the store. In a collective a save on rank 0 alone would hang."""
         store = self._store()
         if store is None:
             return
@@ -802,7 +757,7 @@ class Snapshot:
         Waits at most RNG_WAIT_SECONDS. Ranks that missed the save before are not waited for until their late value has
         arrived; otherwise every save would wait if only rank 0 saves.
         """
-        store, others = self._store(), self._others
+        store = self._store()
         missing = {rank: _offer_key(self._name, step, repeat, rank) for rank in range(1, self.world_size)}
         found: dict[int, of_each_rank.Handed] = {}
         if store is None:
@@ -812,7 +767,7 @@ class Snapshot:
         with contextlib.suppress(RuntimeError):
             silent = {rank for rank, key in self._late.items() if not (store.check([key]) and store.delete_key(key))}
             while missing:
-                is_last = time.monotonic() > deadline or (others is not None and others.have)
+                is_last = time.monotonic() > deadline or process.current.optimizer_steps >= self._others_pass_at
                 for rank in [rank for rank, key in missing.items() if store.check([key])]:
                     key = missing.pop(rank)
                     found[rank] = of_each_rank.from_bytes(store.get(key))
@@ -821,48 +776,14 @@ class Snapshot:
                     break
                 time.sleep(0.005)
         self._late = missing
-        self._name_late(step)
+        if missing:
+            self._log_once(
+                "late",
+                f"{_ranks(list(missing))} did not save step {step}: from the snapshot a restart does not continue the "
+                f"random numbers there (dropout, augmentation), nor what else differs between the ranks. Call save() "
+                f"on every rank.",
+            )
         return found
-
-    def _name_large(self, names: list[str]) -> None:
-        """Log each name once."""
-        if new := [name for name in names if name not in self._named_large]:
-            self._named_large.update(new)
-            process.log(
-                f"{', '.join(new)}: the ranks have different states of it, of more than "
-                f"{of_each_rank.OWN_BYTES_MAX >> 20} MiB: a restart does not give each rank its own"
-            )
-
-    def _name_late(self, step: int) -> None:
-        """Log once that random numbers of late ranks will differ after a resume from the folder."""
-        if self._late and not self._named_late:
-            self._named_late = True
-            process.log(
-                f"{_ranks(list(self._late))} did not save step {step}: from the snapshot a restart does not continue "
-                f"the random numbers there (dropout, augmentation), nor what else differs between the ranks. Call "
-                f"save() on every rank."
-            )
-
-
-class _OthersSaved:
-    """Tells if the other ranks have passed this save: two optimizer steps followed, or a later step was saved.
-
-    Gradients are summed over all ranks in between. One step is not enough, because an optimizer with a closure (LBFGS)
-    runs backward inside step().
-    """
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self._at: float = process.current.optimizer_steps
-
-    @property
-    def have(self) -> bool:
-        """True if the other ranks have passed the save."""
-        return process.current.optimizer_steps >= self._at + 2
-
-    def note(self) -> None:
-        """Record that the other ranks have passed the save."""
-        self._at = -math.inf
 
 
 @functools.cache
@@ -907,64 +828,53 @@ class _Owed:
         self, version: Version, objects: Mapping[str, Any], state: Mapping[str, Any], *, by_value: bool
     ) -> None:
         self.version, self.objects, self.pid = version, objects, os.getpid()
-        self.kept: tuple[int, Mapping[str, Any]] | None = None  # arguments of keep() after the last step
+        self._kept: tuple[int, Mapping[str, Any], int] | None = None  # arguments of the last keep(), and when
         self._state = state
         self._knows_all = not by_value and objects.keys() == state.keys()
-        self._has_stepped, self._names_steps = False, False
+        self._began = process.current.optimizer_steps
         process.current.marked = None
-        self._hook = register_optimizer_step_pre_hook(self._before_step)
 
-    def close(self) -> None:
-        """Stop tracking: the folder has this state or a newer one."""
-        self._hook.remove()
+    def keep(self, step: int, state: Mapping[str, Any]) -> None:
+        """The script has named its state."""
+        self._kept = step, state, process.current.optimizer_steps
 
-    def _before_step(self, *_: Any) -> None:
-        self._names_steps |= self._is_named()
-        self._has_stepped, process.current.marked, self.kept = True, None, None
-
-    def _is_named(self) -> bool:
-        return process.current.marked is not None or self.kept is not None
+    @property
+    def _has_stepped(self) -> bool:
+        return process.current.optimizer_steps > self._began
 
     def step_now(self) -> int | None:
         """Step number of the current state; None if it is not known."""
+        now, marked = process.current.optimizer_steps, process.current.marked
         if not self._has_stepped:
             return self.version.step
-        if self.kept is not None:
-            return self.kept[0]
-        return process.current.marked if self._knows_all else None
+        if self._kept is not None and self._kept[2] == now:
+            return self._kept[0]
+        return marked[0] if self._knows_all and marked is not None and marked[1] == now else None
 
     def state(self) -> Mapping[str, Any]:
         """Current state, under the names given to `save`."""
         if not self._has_stepped:
             return {**self._state, **self.objects}
-        return self.objects if self.kept is None else self.kept[1]
+        is_now = self._kept is not None and self._kept[2] == process.current.optimizer_steps
+        return self._kept[1] if self._kept is not None and is_now else self.objects
 
     def is_lost(self) -> bool:
         """True if steps followed and the script named none of them, so their number is unknown."""
-        return self._has_stepped and not self._names_steps and not self._is_named()
+        return self._has_stepped and self._kept is None and process.current.marked is None
 
 
-class _Ending:
-    """Write the last state at the end of the process, for scripts that do not call close(). Fails the process if it
-    cannot.
-    """
-
-    def __init__(self, snapshot: "weakref.ref[Snapshot]") -> None:
-        self._snapshot = snapshot
-
-    def __call__(self) -> None:
-        snapshot, error = self._snapshot(), termination.ending()
-        if snapshot is None:
-            return
-        is_failure = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
-        if is_failure:  # already reported; nobody should wait for a disk
-            return
-        try:
-            snapshot.close()
-        except SnapshotError as problem:
-            stop.fail_at_exit(problem)
-        except Exception as problem:  # atexit: raising would reach nobody
-            process.log(str(problem))
+def _write_at_end(owner: "weakref.ref[Snapshot]") -> None:
+    """Write the last state at the end of a script that did not call close(), or fail the process."""
+    snapshot, error = owner(), termination.ending()
+    is_failure = error is not None and not isinstance(error, Stopped) and termination.exit_code(error) != 0
+    if snapshot is None or is_failure:  # a failure is already reported; nobody should wait for a disk
+        return
+    try:
+        snapshot.close()
+    except SnapshotError as problem:
+        stop.fail_at_exit(problem)
+    except Exception as problem:  # atexit: raising would reach nobody
+        process.log(str(problem))
 
 
 def _offer_key(name: str, step: int, repeat: int, rank: int) -> str:
@@ -1059,10 +969,6 @@ def _highest_writer(folder: Path) -> int:
     return max([int(match[1]) for match in matches if match] + states, default=0)
 
 
-def _claim_path(folder: Path, writer: int) -> Path:
-    return folder / f"writer-{writer:06d}.json"
-
-
 class _Claim(NamedTuple):
     """Owner of a writer number."""
 
@@ -1074,15 +980,13 @@ class _Claim(NamedTuple):
         return f"attempt {self.attempt}" + (f", generation {self.generation}" if self.generation else "")
 
     def as_json(self) -> str:
-        """JSON of the claim. A generation of 0 is left out, because older versions of this library do not know the
-        field.
-        """
+        """JSON of the claim, without a generation of 0: older versions of this library do not know the field."""
         return json.dumps({name: value for name, value in self._asdict().items() if name != "generation" or value})
 
 
 def _claim_of(folder: Path, writer: int) -> _Claim | None:
     try:
-        claim = json.loads(own_files.read_file(_claim_path(folder, writer)))
+        claim = json.loads(own_files.read_file(writers.claim_path(folder, writer)))
         job, attempt, generation = claim["job"], int(claim["attempt"]), int(claim.get("generation", 0))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return None  # not there, or another file
@@ -1091,7 +995,7 @@ def _claim_of(folder: Path, writer: int) -> _Claim | None:
 
 def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     """Create the claim with this content; False if another process created it first. Raises OSError."""
-    path = _claim_path(folder, writer)
+    path = writers.claim_path(folder, writer)
     tmp = writers.tmp_path(folder, writer)
     writers.write_new(tmp, content.encode())
     try:
@@ -1102,17 +1006,13 @@ def create_exclusively(folder: Path, writer: int, content: str) -> bool:
         # Some network and FUSE file systems have no hard links.
         if error.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EACCES):
             raise
-        return create_exclusively_without_links(path, content)
+        with contextlib.suppress(FileExistsError), open(path, "x") as file:
+            return bool(file.write(content))
+        return False
     finally:
         tmp.unlink(missing_ok=True)
     _fsync_folder(folder)
     return True
-
-
-def create_exclusively_without_links(path: Path, content: str) -> bool:
-    with contextlib.suppress(FileExistsError), open(path, "x") as file:
-        return bool(file.write(content))
-    return False
 
 
 def _fsync_folder(folder: Path) -> None:

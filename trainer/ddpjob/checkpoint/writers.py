@@ -25,6 +25,10 @@ LOOK_SECONDS = 1.0
 _saving: set[Path] = set()  # the files of this process that say so
 
 
+def claim_path(folder: Path, writer: int) -> Path:
+    return folder / f"writer-{writer:06d}.json"
+
+
 def alive_path(folder: Path, writer: int) -> Path:
     return folder / f"writer-{writer:06d}.alive"
 
@@ -39,9 +43,9 @@ def begin(owner: object, path: Path, is_newest: Callable[[], bool]) -> None:
     at_exit_of_child(leave, 5)
 
 
-def note_saving(path: Path) -> None:
+def note_saving(folder: Path, writer: int) -> None:
     """Say there that this process saves. Who has only loaded keeps nobody of the same attempt from saving."""
-    if path not in _saving:
+    if (path := alive_path(folder, writer)) not in _saving:
         _saving.add(path)
         _write(path)
 
@@ -95,53 +99,50 @@ def write_new(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def is_running(claim: Path, path: Path, who: str) -> bool:
-    """Whether the writer of that claim still runs; waits for a heartbeat, SILENT_SECONDS after the last at most."""
-    process, last = _seen(claim, path)
+def is_running(folder: Path, writer: int, who: str) -> bool:
+    """Whether that writer still runs; waits for a heartbeat, SILENT_SECONDS after the last at most."""
+    process, last = _seen(folder, writer)
     if process == "":
         return False
     if process is not None and (known := _runs_on_this_machine(process)) is not None:
         return known
-    wait_seconds = SILENT_SECONDS - _age(claim.parent, last)
+    wait_seconds = SILENT_SECONDS - _age(folder, last)
     if wait_seconds > 0:
-        log(
-            f"{claim.parent} was in use by {who} a moment ago: waiting up to {wait_seconds:.0f} s to see if it still is"
-        )
+        log(f"{folder} was in use by {who} a moment ago: waiting up to {wait_seconds:.0f} s to see if it still is")
     deadline = time.monotonic() + wait_seconds
     while time.monotonic() < deadline:
         time.sleep(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic())))
-        process, now = _seen(claim, path)
+        process, now = _seen(folder, writer)
         if process == "" or now != last:
             return process != ""
     return False
 
 
-def running_here(claim: Path, path: Path) -> str:
+def running_here(folder: Path, writer: int) -> str:
     """The number of the writer's process where that is another one, known to run on this machine, else ""; waits for
     nothing."""
-    process, _ = _seen(claim, path)
+    process, _ = _seen(folder, writer)
     number = process.split("/")[-2] if process and _runs_on_this_machine(process) else ""
     return "" if number == str(os.getpid()) else number
 
 
-def saves(path: Path) -> bool:
-    """Whether the process of that file has begun to save."""
+def saves(folder: Path, writer: int) -> bool:
+    """Whether the process of that writer has begun to save."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
-        return json.loads(own_files.read_file(path)).get("saves") is True
+        return json.loads(own_files.read_file(alive_path(folder, writer))).get("saves") is True
     return False
 
 
-def _seen(claim: Path, path: Path) -> tuple[str | None, int]:
+def _seen(folder: Path, writer: int) -> tuple[str | None, int]:
     """The process, "" where it has left in order, None where it is not known; and the time of its last heartbeat."""
-    for file in (path, claim):  # a claim is made a moment before its first heartbeat
+    path = alive_path(folder, writer)
+    for file in (path, claim_path(folder, writer)):  # a claim is made a moment before its first heartbeat
         with contextlib.suppress(OSError, ValueError):
             # Opened before its time is read, so that NFS asks its server again.
             with open(own_files.open_file(file, os.O_RDONLY), encoding="utf-8") as opened:
                 modified, text = os.fstat(opened.fileno()).st_mtime_ns, opened.read(own_files.READ_BYTES_MAX)
             process = None
-            with contextlib.suppress(
-                ValueError, TypeError, KeyError, RecursionError
-            ):  # something else was written there
+            with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):  # something else is there
                 process = json.loads(text)["process"] if text else ""
             return (process if file == path and isinstance(process, str) else None), modified
     return "", 0

@@ -6,6 +6,8 @@ Tensors name their device throughout the library, because a script may have set 
 import torch
 import torch.distributed as dist
 
+PIECE_BYTES = 64 << 20
+
 
 def device_for(group: dist.ProcessGroup | None, wanted: torch.device | None = None) -> torch.device:
     """Return the device for tensors in this group's collectives: the CPU if possible, which all ranks decide alike.
@@ -33,3 +35,16 @@ def texts(own: str, group: dist.ProcessGroup | None = None) -> list[str]:
     padded = torch.nn.functional.pad(body, (0, max(lengths) - len(body)))
     rows = numbers(padded, group)
     return [bytes(row[: length - 1].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def broadcast(memory: torch.Tensor, source: int, *, is_written: bool) -> None:
+    """Send the bytes of rank `source` to all ranks, in pieces: a large state needs no second copy on the device.
+
+    is_written: True if this rank takes them into `memory`; it may have them already.
+    """
+    for piece in torch.split(memory, PIECE_BYTES):
+        sent = piece if is_written or dist.get_rank() == source else torch.empty_like(piece)
+        on_device = sent.to(device_for(None))
+        dist.broadcast(on_device, src=source)
+        if is_written:
+            piece.copy_(on_device)

@@ -57,7 +57,7 @@ def should_stop(step: int) -> bool:
     the others did not agree within the time-out of a step.
     """
     state, step = process.current, int(step)  # of samples / batch it is a float
-    state.marked = step
+    state.marked = step, state.optimizer_steps
     if state.at_boundary is not None:
         state.at_boundary(step)
     if state.agreement is None:

@@ -18,6 +18,7 @@ An operator, if there is one, replaces a lost pod and charges for it. Restarts w
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ddpjob_core.budget import (
@@ -118,6 +119,25 @@ PREFLIGHT_SECONDS = 120.0  # it takes some seconds, plus its imports
 Order = StartOrder | Stop | Ask | Over | EndOrder | Stand | Leave
 
 
+@dataclass
+class Generation:
+    """Events of the generation that is running or ran last. Each start replaces it."""
+
+    checking: bool = False  # it is a pre-flight
+    reruns: bool = False  # its ranks are stopped to be started again at once
+    finished: set[int] = field(default_factory=set)
+    ended: list[Ended] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)  # in order of arrival: clocks of nodes differ, and jump
+    unable: set[int] = field(default_factory=set)  # nodes that lack the program
+    raised: dict[str, set[int]] = field(default_factory=dict)  # by exception: nodes that raised it
+    awaited: str | None = None  # the exception that the other nodes get a moment to raise too
+    lost_pods: dict[int, int] = field(default_factory=dict)  # by node: which of its pods was lost first
+    standstill: Standstill = field(default_factory=Standstill)
+    search: DeadlockSearch = field(default_factory=DeadlockSearch)
+    question: TimeoutQuestion = field(default_factory=TimeoutQuestion)
+    waited_for: Failure | None = None  # the rank that others waited for until their timeouts
+
+
 class LeaderState:
     """The state of one job, as its leader knows it."""
 
@@ -136,32 +156,22 @@ class LeaderState:
     ) -> None:
         self.state: State = "gathering"
         self._dev = dev
-        self._reruns = False  # whether ranks are stopped to be started again at once
         self.generation = -1
         self.orders: list[Order] = []
         self.furthest_step = furthest_step  # of all ranks, generations and earlier attempts
         self.charged: list[Failure] = []  # the last failures that cost a restart here, oldest first
         self._furthest_before = furthest_step  # when the last failure was charged here
-        self._standstill, self._question, self._search = Standstill(), TimeoutQuestion(), DeadlockSearch()
-        self._waited_for: Failure | None = None  # the rank that others waited for until their timeouts
+        self._current = Generation()
         self.members, self._budget, self._policy = members, budget, policy
         self._has_operator = has_operator
         self._wants_preflight = preflight
-        self._checking = False  # whether the running generation is a pre-flight
         self._join_seconds = join_seconds
         self._here: set[int] = set()
-        self._finished: set[int] = set()
-        self._ended: list[Ended] = []  # in this generation
-        self._unable: set[int] = set()  # nodes that lack the program, in this generation
-        self._raised: dict[str, set[int]] = {}  # by exception: nodes that raised it in this generation
-        self._awaited: str | None = None  # the exception that the other nodes get a moment to raise too
         self._has_trained = False  # made a step, or ran as long as only training does
         self._stopping: set[int] = set()  # nodes with ranks that have not ended yet
         self._terminations = Terminations(members.leader, has_operator)
         self._replacements: dict[int, int] = {}  # by node: which of its pods connected last
-        self._lost_pods: dict[int, int] = {}  # by node: which of its pods this generation lost first
         self._uncharged: Failure | None = None  # a lost node; who is charged is known when it connects again
-        self._failures: list[Failure] = []  # in order of arrival: clocks of nodes differ, and jump
         self.said = ""  # why the next ranks start: the last failure, and who is charged
         self._since = now  # start of this state
         self._ran_seconds = 0.0  # duration of the last generation
@@ -209,12 +219,12 @@ class LeaderState:
             return
         self._here.discard(node)
         self._stopping.discard(node)
-        self._finished.discard(node)
+        self._current.finished.discard(node)
         vanished = self._lose(node)
         if self.state == "running":
             self._stop([vanished], now)
         elif self.state == "stopping":
-            self._failures.append(vanished)
+            self._current.failures.append(vanished)
             self._ask_no_more()
             self._await_no_more()
             self._settle_if_all_have_stopped(now)
@@ -246,10 +256,10 @@ class LeaderState:
         """
         if self.state == "stopping" and node in self._stopping:
             self._stopping.discard(node)
-            self._ended += [ended] if ended is not None else []
-            self._unable |= {node} if lacks_program or any(f.lacks_program for f in failures) else set()
+            self._current.ended += [ended] if ended is not None else []
+            self._current.unable |= {node} if lacks_program or any(f.lacks_program for f in failures) else set()
             self._note_raised(node, failures)
-            self._failures = _merged(self._failures, failures)
+            self._current.failures = _merged(self._current.failures, failures)
             self._ask_no_more(answered=True)
             self._await_no_more(unless_others_may_raise_it=True)
             self._settle_if_all_have_stopped(now)
@@ -257,19 +267,19 @@ class LeaderState:
     def finished(self, node: int, now: float, ended: Ended | None = None) -> None:
         """Take a node whose ranks have all ended with 0; `ended` was the first."""
         if self.state == "running" and node in self._here:
-            self._finished.add(node)
-            self._ended += [ended] if ended is not None else []
-            wait = self._standstill.forget(node)
-            self._search.forget(node)
-            if wait is not None and not self._standstill.asked:
+            self._current.finished.add(node)
+            self._current.ended += [ended] if ended is not None else []
+            wait = self._current.standstill.forget(node)
+            self._current.search.forget(node)
+            if wait is not None and not self._current.standstill.asked:
                 self.deadline = now + wait
-            if len(self._finished) == len(self.members) and self._checking:
+            if len(self._current.finished) == len(self.members) and self._current.checking:
                 self._go_on_after_check("", now)
-            elif len(self._finished) == len(self.members) and self._dev:
+            elif len(self._current.finished) == len(self.members) and self._dev:
                 self._stand(ALL_SUCCEEDED, now, succeeded=True)
-            elif len(self._finished) == len(self.members):
+            elif len(self._current.finished) == len(self.members):
                 self._end(0, None, "all ranks have ended", now)
-            elif len(self._finished) == 1:
+            elif len(self._current.finished) == 1:
                 self.orders.append(Over(self.generation))
         else:
             self._ask_no_more()  # no rank is left that could answer
@@ -277,9 +287,9 @@ class LeaderState:
 
     def rerun(self, now: float) -> None:
         """Start all ranks again, for what their files hold now. Nothing is charged, and there is no back-off."""
-        if self._checking or self.state not in ("running", "stopping", "standing"):
+        if self._current.checking or self.state not in ("running", "stopping", "standing"):
             return  # the ranks have not started, and will read the files as they are then
-        self._reruns = True
+        self._current.reruns = True
         if self.state == "standing":
             self._settle_if_all_have_stopped(now)
         elif self.state == "running":
@@ -295,26 +305,27 @@ class LeaderState:
     def stood(self, node: int, report: StallReport, now: float) -> None:
         """Take a stall report: the ranks of this node make progress, or are stalled."""
         if self.state == "running" and node in self._here:
-            stalled = self._standstill.heard(node, report)
-            self._search.heard(node, still=report.still)
+            stalled = self._current.standstill.heard(node, report)
+            self._current.search.heard(node, still=report.still)
             if stalled and self.deadline is None:
                 self._ask(now)
-            elif self.deadline is None and self._search.is_due(self._here - self._finished):
-                self._search.ask()
+            elif self.deadline is None and self._current.search.is_due(self._here - self._current.finished):
+                self._current.search.ask()
                 self.deadline = now + ANSWER_SECONDS
                 self.orders.append(Ask(self.generation, quiet=True))
 
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], now: float) -> None:
         """Take the positions of a node's ranks."""
         if self.state == "running" and node in self._here:
-            running = self._here - self._finished
-            self._search.heard(node, still=report.still)
-            if self._search.answered(node, positions, running):
+            running = self._here - self._current.finished
+            self._current.search.heard(node, still=report.still)
+            self._current.search.take(node, positions)
+            if self._current.search.is_answered(running):
                 self._settle_search(now)
-            elif self._standstill.answered(node, report, positions, running):
+            elif self._current.standstill.answered(node, report, positions, running):
                 self._settle_standstill(now)
-        elif self._question.asked and node in self._stopping:
-            self._question.answered(node, positions)
+        elif self._current.question.asked and node in self._stopping:
+            self._current.question.take(node, positions)
             self._ask_no_more(answered=True)
 
     def termination_requested(self, node: int, now: float) -> None:
@@ -329,7 +340,7 @@ class LeaderState:
             self._ask_no_more()
             self._await_no_more()
             self._settle_if_all_have_stopped(now)
-        elif node == self.members.leader and node in self._finished:
+        elif node == self.members.leader and node in self._current.finished:
             self._stop([self._lose(node)], now)  # the leader must leave, and the others have something to save
 
     def tick(self, now: float) -> None:
@@ -339,7 +350,7 @@ class LeaderState:
         if self.state == "pausing":
             self._enter("gathering", now, self._join_seconds)
             self._go_on_if_all_are_here(now)
-        elif self.state == "running" and self._checking:
+        elif self.state == "running" and self._current.checking:
             why = f"took longer than {PREFLIGHT_SECONDS:g} s"
             self._stop([Failure(exit_code=RESUMABLE, exception=why, symptom=True)], now)
         elif self.state == "gathering":
@@ -349,40 +360,40 @@ class LeaderState:
         elif self.state == "stopping":
             self._ask_no_more()
             self._await_no_more()
-        elif self._search.asked:
+        elif self._current.search.asked:
             self._settle_search(now)
-        elif self._standstill.asked:
+        elif self._current.standstill.asked:
             self._settle_standstill(now)
-        elif self._standstill.stalled:
+        elif self._current.standstill.stalled:
             self._ask(now)
         else:
             self.deadline = None
 
     def _note_raised(self, node: int, failures: list[Failure]) -> None:
         for failure in failures:
-            self._raised.setdefault(_compared(failure), set()).add(node)
+            self._current.raised.setdefault(_compared(failure), set()).add(node)
 
     def _lose(self, place: int) -> Failure:
-        self._lost_pods.setdefault(place, self._replacements[place])
+        self._current.lost_pods.setdefault(place, self._replacements[place])
         return Failure(node_rank=self.members.node_rank(place), vanished=True)
 
     def _ask(self, now: float) -> None:
-        self._standstill.ask()
+        self._current.standstill.ask()
         self.deadline = now + ANSWER_SECONDS
         self.orders.append(Ask(self.generation))
 
     def _settle_standstill(self, now: float) -> None:
         self.deadline = None
-        found = self._standstill.settle()
+        found = self._current.standstill.settle()
         if found is not None:
             self._stop([found], now)
 
     def _settle_search(self, now: float) -> None:
         self.deadline = None
-        found = self._search.settle(self._here - self._finished)
+        found = self._current.search.settle(self._here - self._current.finished)
         if found is not None:
             self._stop([found], now)
-        elif self._standstill.stalled:
+        elif self._current.standstill.stalled:
             self._ask(now)
 
     def _go_on_if_all_are_here(self, now: float) -> None:
@@ -392,50 +403,45 @@ class LeaderState:
         place = None if lost is None else self.members.place(lost.node_rank)
         if lost is not None and place is not None and place in self._here:
             self._uncharged = None
-            if self._replacements[place] == self._lost_pods[place]:
+            if self._replacements[place] == self._current.lost_pods[place]:
                 return self._charge(lost, now)  # the same pod, so only the connection was lost
             self.said = f"{describe(lost)}, and a new pod is in its place"
         return self._start(now) if len(self._here) == len(self.members) else None
 
     def _go_on_after_check(self, said: str, now: float) -> None:
         self.said = "; ".join(sentence for sentence in (self.said, said) if sentence)
-        self._checking = self._wants_preflight = False
+        self._current.checking = self._wants_preflight = False
         if self._terminations.include_leader:
             return self._leave(now)
         self._enter("gathering", now, self._join_seconds)
         return self._go_on_if_all_are_here(now)
 
     def _start(self, now: float) -> None:
-        self._checking = self._wants_preflight
-        if not self._checking:
+        self._current = Generation(checking=self._wants_preflight)
+        if not self._current.checking:
             self.generation += 1
-        self._finished, self._failures = set(), []
-        self._ended, self._unable, self._raised, self._awaited = [], set(), {}, None
-        self._reruns = False
-        self._lost_pods = {}
         self._terminations.begin_generation()
-        self._standstill, self._question, self._waited_for = Standstill(), TimeoutQuestion(), None
-        self._search = DeadlockSearch()
-        self._enter("running", now, PREFLIGHT_SECONDS if self._checking else None)
-        self.orders.append(StartOrder(self.generation, self.members, self._checking))
+        self._enter("running", now, PREFLIGHT_SECONDS if self._current.checking else None)
+        self.orders.append(StartOrder(self.generation, self.members, self._current.checking))
 
     def _stop(self, failures: list[Failure], now: float, *, asks: bool = False) -> None:
         """Enter "stopping". asks: a running rank may be the one that a failed rank waited for until its timeout."""
-        self._failures += failures
+        self._current.failures += failures
         self._ran_seconds = now - self._since
         self._has_trained |= self.furthest_step > 0 or self._ran_seconds >= TRAINED_SECONDS
         self._terminations.group_stops()
         patient = self._terminations.came_first or any(failure.resumable for failure in failures)
+        asks = asks and not (patient or self._current.finished or self._current.checking)
         self._stopping = set(self._here)
         self._enter("stopping", now, None)
         if not self._stopping:
             self._settle_if_all_have_stopped(now)
-        elif asks and only_waited(failures) and not (patient or self._finished or self._checking):
-            self._question.ask()
+        elif asks and only_waited(failures):
+            self._current.question.ask()
             self.deadline = now + ANSWER_SECONDS
             self.orders.append(Ask(self.generation, next(f.rank for f in failures if f.waited_in)))
-        elif asks and not (patient or self._finished or self._checking) and self._others_may_make(failures[0]):
-            self._awaited = _compared(failures[0])
+        elif asks and self._others_may_make(failures[0]):
+            self._current.awaited = _compared(failures[0])
             self.deadline = now + SAME_MISTAKE_SECONDS
         else:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient))
@@ -449,20 +455,21 @@ class LeaderState:
 
     def _await_no_more(self, *, unless_others_may_raise_it: bool = False) -> None:
         """Stop the ranks that had a moment to make the same mistake."""
-        if self._awaited is None or self.state != "stopping":
+        if self._current.awaited is None or self.state != "stopping":
             return
-        still = self._stopping - self._raised.get(self._awaited, set())
-        if unless_others_may_raise_it and still and set(self._raised) == {self._awaited}:
+        still = self._stopping - self._current.raised.get(self._current.awaited, set())
+        if unless_others_may_raise_it and still and set(self._current.raised) == {self._current.awaited}:
             return
-        self._awaited = self.deadline = None
+        self._current.awaited = self.deadline = None
         if self._stopping:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
 
     def _ask_no_more(self, *, answered: bool = False) -> None:
         """Stop the ranks that were asked for positions. answered: only if all have answered or ended."""
-        if not self._question.asked or (answered and self._question.is_open(self._stopping)):
+        question = self._current.question
+        if not question.asked or (answered and not question.is_answered(self._stopping)):
             return
-        self._waited_for = self._question.settle(self._failures, self._stopping)
+        self._current.waited_for = question.settle(self._current.failures, self._stopping)
         self.deadline = None
         if self._stopping:
             self.orders.append(Stop(frozenset(self._stopping), self.generation, patient=False))
@@ -472,14 +479,14 @@ class LeaderState:
         leaving, leader = self._terminations.leaving, self.members.leader
         if self._stopping - (leaving - {leader} if self._has_operator and leader in leaving else set()):
             return None
-        if self._reruns:
+        if self._current.reruns:
             self.said = "files were saved"
             return self._pause(0, now)
-        assert self._failures, "a generation is stopped for a failure"
+        assert self._current.failures, "a generation is stopped for a failure"
         # Last: a rank that failed by itself is a better cause. If a rank ended with 0, it made fewer steps, which is
         # the cause.
-        stalled = [self._waited_for] if self._waited_for is not None and not self._ended else []
-        failure = explained(root_cause([*self._failures, *stalled]), self._ended)
+        stalled = [self._current.waited_for] if self._current.waited_for is not None and not self._current.ended else []
+        failure = explained(root_cause([*self._current.failures, *stalled]), self._current.ended)
         if self._terminations.explain(failure):
             self.said = str(self._terminations)
             return self._pause(0, now)
@@ -490,7 +497,7 @@ class LeaderState:
 
     def _settle_check(self, failure: Failure, now: float) -> None:
         """End the group if the pre-flight found a bad node, so that it restarts without. Otherwise start training."""
-        bad = next((f for f in self._failures if f.preflight and f.bad_nodes), None)
+        bad = next((f for f in self._current.failures if f.preflight and f.bad_nodes), None)
         if bad is not None:
             return self._end(RESUMABLE, bad, bad.exception, now)
         why = failure.exception if failure.rank is None else describe(failure)
@@ -498,7 +505,7 @@ class LeaderState:
         return self._go_on_after_check(f"the pre-flight failed: {why}; training starts without it", now)
 
     def _charge(self, failure: Failure, now: float) -> None:
-        if self._checking and not failure.vanished:
+        if self._current.checking and not failure.vanished:
             return self._settle_check(failure, now)
         if self._dev:
             return self._stand(describe(failure), now)
@@ -526,7 +533,7 @@ class LeaderState:
         if not self._has_operator:
             from ddpjob_core import rules
 
-            unsaved = next((f for f in self._failures if rules.is_unsaved(f.exception)), None)
+            unsaved = next((f for f in self._current.failures if rules.is_unsaved(f.exception)), None)
             if unsaved is not None:  # 75 would mean that the state was saved
                 return self._end(unsaved.exit_code or 1, unsaved, f"told to stop; {describe(unsaved)}", now)
             return self._end(RESUMABLE, None, "told to stop", now)
@@ -573,7 +580,11 @@ class LeaderState:
         code = failure.exit_code
         found = "infrastructure" if failure.symptom else rules.classify(failure)
         if failure.lacks_program and found in ("permanent", "application"):
-            found = self._class_of_no_start()
+            # As the operator: permanent only if the job has never trained and no node has the program.
+            one_may_have_it = len(self._current.unable) < len(self.members) and self._has_operator
+            found = "infrastructure" if one_may_have_it else "permanent"
+            if self.furthest_step or self.generation > 0:
+                found = "application"
         if found == "application" and self._repeats(failure):
             found = "permanent"
         found = rules.of_complaints(found, history, attempt)
@@ -586,15 +597,9 @@ class LeaderState:
         """True for a mistake of the script made on all nodes before the first step, or twice in a row. The operator has
         the same rule. Twice, because another rank may reach it too late. A missing script or module counts too.
         """
-        on_all_nodes = len(self._raised.get(_compared(failure), ())) == len(self.members)
+        on_all_nodes = len(self._current.raised.get(_compared(failure), ())) == len(self.members)
         again = bool(self.charged) and _compared(self.charged[-1]) == _compared(failure)
         return _is_wrong(failure) and (on_all_nodes or again) and not self._has_trained
-
-    def _class_of_no_start(self) -> rules.Class:
-        """As the operator: permanent only if the job has never trained and no node has the program."""
-        if self.furthest_step or self.generation > 0:
-            return "application"
-        return "permanent" if len(self._unable) == len(self.members) or not self._has_operator else "infrastructure"
 
     def _stand(self, why: str, now: float, *, succeeded: bool = False) -> None:
         self._here -= self._terminations.leaving

@@ -44,47 +44,51 @@ class Position(NamedTuple):
     """For a process that ended with 0: operations begun in the default group; -1: see Standing."""
 
 
-class TimeoutQuestion:
-    """The positions of ranks after one of them waited for another until its timeout."""
+class Question:
+    """The positions of ranks, once all nodes are asked for them."""
 
     def __init__(self) -> None:
-        self._positions: dict[int, Sequence[Position]] = {}  # by node, of nodes that have answered
-        self.asked = False
+        self._positions: dict[int, Sequence[Position]] | None = None  # by node, of nodes that have answered
+
+    @property
+    def asked(self) -> bool:
+        """True while answers are awaited."""
+        return self._positions is not None
 
     def ask(self) -> None:
         """Start to wait for answers."""
-        self.asked = True
+        self._positions = {}
 
-    def answered(self, node: int, positions: Sequence[Position]) -> None:
-        """Take the positions of a node's running ranks."""
-        self._positions[node] = positions
+    def take(self, node: int, positions: Sequence[Position]) -> None:
+        """Take a node's answer; ignored if nothing was asked."""
+        if self._positions is not None:
+            self._positions[node] = positions
 
-    def is_open(self, nodes: Collection[int]) -> bool:
-        """True if one of these nodes with running ranks has not answered yet."""
-        return self.asked and not set(nodes) <= set(self._positions)
+    def is_answered(self, nodes: Collection[int]) -> bool:
+        """True if all of these nodes have answered."""
+        return self._positions is not None and set(nodes) <= set(self._positions)
+
+
+class TimeoutQuestion(Question):
+    """The positions of ranks after one of them waited for another until its timeout."""
 
     def settle(self, failures: Sequence[Failure], nodes: Collection[int]) -> Failure | None:
         """Return the rank that was waited for, if that is clear. failures: of ended ranks. nodes: those with running
         ranks.
         """
-        self.asked = False
-        if not set(nodes) <= set(self._positions):
+        answers, self._positions = self._positions or {}, None
+        if not set(nodes) <= set(answers):
             return None
-        return kept_waiting(failures, [position for node in sorted(nodes) for position in self._positions[node]])
+        return kept_waiting(failures, [position for node in sorted(nodes) for position in answers[node]])
 
 
-class DeadlockSearch:
+class DeadlockSearch(Question):
     """Nodes whose ranks have not run for seconds, and what their ranks wait in."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._still: dict[int, bool] = {}  # by node
-        self._positions: dict[int, Sequence[Position]] | None = None  # by node, of nodes that have answered
         self._is_known = False  # whether the waits are known; until a rank runs
-
-    @property
-    def asked(self) -> bool:
-        """True if the ranks were asked what they wait in."""
-        return self._positions is not None
 
     def heard(self, node: int, *, still: bool) -> None:
         """Note that a node's ranks have not run for seconds, or that one has."""
@@ -99,17 +103,6 @@ class DeadlockSearch:
     def is_due(self, nodes: Collection[int]) -> bool:
         """True if it is time to ask: no rank of these nodes has run, and their waits are not known yet."""
         return not (self.asked or self._is_known) and bool(nodes) and all(self._still.get(node) for node in nodes)
-
-    def ask(self) -> None:
-        """Start to wait for answers."""
-        self._positions = {}
-
-    def answered(self, node: int, positions: Sequence[Position], nodes: Collection[int]) -> bool:
-        """Take what a node's ranks wait in. True if all of these nodes have answered."""
-        if self._positions is None:
-            return False
-        self._positions[node] = positions
-        return set(nodes) <= set(self._positions)
 
     def settle(self, nodes: Collection[int]) -> Failure | None:
         """Return the deadlock, if all of these nodes have answered and it is certain. nodes: where ranks run."""
@@ -126,17 +119,12 @@ class DeadlockSearch:
         return Failure(found.other, exit_code=code, exception=text[:EXCEPTION_MAX], step=step, stalled=True)
 
 
-class Standstill:
+class Standstill(Question):
     """Stall reports and positions of the nodes in this generation."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._reports: dict[int, StallReport] = {}
-        self._positions: dict[int, list[Position]] | None = None  # by node, of nodes that have answered
-
-    @property
-    def asked(self) -> bool:
-        """True if the ranks were asked for their positions."""
-        return self._positions is not None
 
     def heard(self, node: int, report: StallReport) -> bool:
         """Take a node's report. True if it is time to ask for positions."""
@@ -148,23 +136,17 @@ class Standstill:
         self._reports.pop(node, None)
         return max(report.seconds for report in self._counting) if self.stalled else None
 
-    def ask(self) -> None:
-        """Start to wait for answers."""
-        self._positions = {}
-
     def answered(self, node: int, report: StallReport, positions: Sequence[Position], nodes: Collection[int]) -> bool:
         """Take the positions of a node's ranks. True if all of these nodes have answered."""
-        if self._positions is None:
-            return False
-        self._reports[node] = report
-        self._positions[node] = list(positions)
-        return set(nodes) <= set(self._positions)
+        if self.asked:
+            self._reports[node] = report
+        self.take(node, positions)
+        return self.is_answered(nodes)
 
     def settle(self) -> Failure | None:
         """Return the finding if the group is still stalled. Later answers belong to another question."""
-        positions = [position for node in sorted(self._positions or {}) for position in (self._positions or {})[node]]
-        counting, self._positions = self._counting, None
-        stalled = self.stalled
+        positions = [position for _, of_node in sorted((self._positions or {}).items()) for position in of_node]
+        counting, stalled, self._positions = self._counting, self.stalled, None
         # Nodes restart their clocks after each question.
         self._reports = {node: report._replace(stalled=False) for node, report in self._reports.items()}
         if not stalled or not positions:
@@ -266,7 +248,8 @@ def _compared(culprit: Position, positions: Sequence[Position]) -> str:
         known = sorted({position.step for position in others})
     if known and known[-1] == (culprit.sequence or culprit.step):
         return f"{who} {stands} {name}{_in_another(culprit, others)}"
-    return f"{who} {stands} {name}" + (f", the others are at {_span(known)}" if known else "")
+    span = " to ".join(map(str, sorted({*known[:1], *known[-1:]})))
+    return f"{who} {stands} {name}" + (f", the others are at {span}" if known else "")
 
 
 def _in_another(culprit: Position, others: Sequence[Position]) -> str:
@@ -278,7 +261,3 @@ def _in_another(culprit: Position, others: Sequence[Position]) -> str:
             theirs = " ".join(filter(None, (other.op, other.shape if other.op == culprit.op else "")))
             return f"{shape}, rank {other.rank} in {other.sequence} ({theirs})"
     return ", as the others do"
-
-
-def _span(numbers: list[int]) -> str:
-    return str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"

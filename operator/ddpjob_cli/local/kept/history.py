@@ -1,18 +1,23 @@
-"""What a run remembers of its course, for the table, `ddpjob list` and the report: bounded, whatever its length."""
+"""The record of a run, for the table, `ddpjob list` and the report: bounded, whatever its length."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 
 import msgspec
+from msgspec.structs import replace
 
-from ddpjob_cli.local.kept import series
+from ddpjob_cli.local.kept.run_folder import FACTS, HISTORY, STATUS, RunFolder
 from ddpjob_cli.local.kept.series import Series
 from ddpjob_core.failures import BRIEF_MAX, abridged
 from ddpjob_operator.job import api, topology
-from ddpjob_operator.job.status import present_progress
+from ddpjob_operator.job.status import apart_from_progress, present_progress
 
 CHANGES_MAX = 400
+NAMES_MAX = 24
+PROGRESS_SECONDS = 5.0
+"""Between two writings for progress alone: the course of a long run is up to a megabyte."""
 SAMPLES, STEP_SECONDS = "samples/s", "s/step"
 """The names of the pace beside those of the job's metrics."""
 
@@ -53,7 +58,6 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
 
     series: dict[str, Series] = {}
     changes: list[StatusChange] = []
-    changes_left_out: int = 0
     step: int = 0
     """That of the last progress taken."""
     seconds: float = -1.0
@@ -77,28 +81,32 @@ class History(msgspec.Struct, rename="camel", kw_only=True):
             reason=status.reason,
             message=abridged(status.message, BRIEF_MAX),
         )
-        last = self.changes[-1] if self.changes else None
-        if last is not None and _is_same(last, change):
-            return False
-        if last is not None and (last.attempt, last.generation) != (change.attempt, change.generation):
-            self.seconds = -1.0  # the time between two steps would be that of the restart
+        if self.changes:
+            last = self.changes[-1]
+            if replace(change, time=last.time, reason=last.reason, message=last.message) == last:
+                return False
+            if (last.attempt, last.generation) != (change.attempt, change.generation):
+                self.seconds = -1.0  # the time between two steps would be that of the restart
         self.changes.append(change)
         if len(self.changes) > CHANGES_MAX:
             # The first ones say how it began, the last ones how it ended.
             del self.changes[CHANGES_MAX // 4]
-            self.changes_left_out += 1
         return True
 
     def _take_progress(self, progress: api.Progress, seconds: float) -> None:
         if seconds <= self.seconds:
             return  # taken before: the status was written for another reason
-        step, made = progress.step, progress.step - self.step
+        values: dict[str, float | str | None] = {SAMPLES: progress.samples_per_second, **progress.metrics}
+        made = progress.step - self.step
         if self.seconds >= 0 and made > 0:
-            series.take(self.series, STEP_SECONDS, step, seconds, (seconds - self.seconds) / made)
-        series.take(self.series, SAMPLES, step, seconds, progress.samples_per_second)
-        for name, text in progress.metrics.items():
-            series.take(self.series, name, step, seconds, series.number(text))
-        self.step, self.seconds = step, seconds
+            values = {STEP_SECONDS: (seconds - self.seconds) / made, **values}
+        for name, value in values.items():
+            # A script may make a name for each step.
+            if value is not None and (name in self.series or len(self.series) < NAMES_MAX):
+                with contextlib.suppress(ValueError):  # a metric that is a text
+                    number = float(value)
+                    self.series.setdefault(name, Series()).add(progress.step, seconds, number)
+        self.step, self.seconds = progress.step, seconds
 
 
 def generation(status: api.Status) -> int:
@@ -107,23 +115,46 @@ def generation(status: api.Status) -> int:
     return 0 if counts is None else counts.earlier + counts.application + counts.infrastructure + counts.stall
 
 
-def facts(job: api.DDPJob, run: str, started: dt.datetime) -> Facts:
-    """What holds for the whole run of a job."""
-    return Facts(
-        job=job.metadata.name,
-        run=run,
-        started=started,
-        nodes=job.spec.nodes,
-        nproc_per_node=topology.nproc_per_node(job.spec),
-        ranks_follow_nodes=topology.ranks_follow_nodes(job.spec),
-        backend=topology.backend(job.spec),
-    )
+class Record:
+    """The facts, the status and the course of one run, in its folder. A disk that is full costs the record, never the
+    job."""
+
+    def __init__(self, job: api.DDPJob, folder: RunFolder, started: dt.datetime) -> None:
+        self.facts = Facts(
+            job=job.metadata.name,
+            run=folder.path.name,
+            started=started,
+            nodes=job.spec.nodes,
+            nproc_per_node=topology.nproc_per_node(job.spec),
+            ranks_follow_nodes=topology.ranks_follow_nodes(job.spec),
+            backend=topology.backend(job.spec),
+        )
+        self.history = History()
+        self._folder = folder
+        self._before = api.Status()
+        self._written_at = started
+        self._error = ""
+        self._write(FACTS, msgspec.json.encode(self.facts))
+
+    def take(self, status: api.Status, now: dt.datetime) -> str:
+        """Keep a status; returns why it could not be written, empty where it was."""
+        changed = self.history.take(status, self.facts.started, now)
+        due = (now - self._written_at).total_seconds() >= PROGRESS_SECONDS
+        if changed or due or apart_from_progress(status) != apart_from_progress(self._before):
+            self._write(STATUS, document(status))
+            self._written_at = now
+            if changed or due:
+                self._write(HISTORY, msgspec.json.encode(self.history))
+        self._before = status
+        return self._error
+
+    def _write(self, name: str, data: bytes) -> None:
+        try:
+            self._folder.write(name, data)
+        except OSError as error:
+            self._error = f"{self._folder.path / name}: {error.strerror}; ddpjob list may not show this run as it is"
 
 
-def _is_same(one: StatusChange, other: StatusChange) -> bool:
-    return (one.state, one.attempt, one.generation, one.training) == (
-        other.state,
-        other.attempt,
-        other.generation,
-        other.training,
-    )
+def document(status: api.Status) -> bytes:
+    """The status as others read it."""
+    return msgspec.json.format(msgspec.json.encode(status), indent=2) + b"\n"

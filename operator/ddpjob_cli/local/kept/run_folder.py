@@ -131,8 +131,9 @@ def _runs(jobs: Path, job: str) -> Iterator[Path]:
     ages = []
     for run in jobs.iterdir():
         with contextlib.suppress(OSError):  # another run clears here as well
-            if _is_marked(run, job):
-                ages.append((run.lstat().st_mtime, run))
+            status = run.lstat()
+            if stat.S_ISDIR(status.st_mode) and _has_mark(run, job, run.name, status.st_ino):
+                ages.append((status.st_mtime, run))
     return (run for _, run in sorted(ages, reverse=True))
 
 
@@ -143,14 +144,6 @@ def _mark(run: Path, job: str) -> None:
     descriptor = os.open(run / MARK, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with open(descriptor, "w") as file:
         json.dump(mark, file)
-
-
-def _is_marked(run: Path, job: str) -> bool:
-    """True if a run of this job has made this very folder."""
-    with contextlib.suppress(OSError):
-        status = run.lstat()
-        return stat.S_ISDIR(status.st_mode) and _has_mark(run, job, run.name, status.st_ino)
-    return False
 
 
 def _has_mark(run: Path, job: str, name: str, inode: int) -> bool:

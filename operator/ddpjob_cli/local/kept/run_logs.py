@@ -21,11 +21,11 @@ class LocalLogs:
 
     def attempts(self) -> list[int]:
         """The attempts that have logs, in order."""
-        return list(self.run.attempts())
+        return list(self.run.logs())
 
     def nodes(self, attempt: int) -> list[int]:
         """The nodes that have a log in an attempt."""
-        return self.run.attempts().get(attempt, [])
+        return list(self.run.logs().get(attempt, ()))
 
     def gone(self, attempt: int) -> list[int]:  # noqa: ARG002 - that of another source
         """The nodes that ran in an attempt and have no log any more: none, because files stay."""
@@ -51,8 +51,9 @@ class LocalLogs:
 
     def read(self, attempt: int, nodes: Collection[int]) -> Iterator[tuple[int, bytes]]:
         """What nodes have printed up to now, one after the other, in pieces of any size."""
+        logs = self.run.logs().get(attempt, {})
         for node in nodes:
-            for path in self.run.logs(attempt, node):
+            for path in logs.get(node, ()):
                 yield from ((node, piece) for piece in runs.chunks(path))
 
     def follow(self, attempt: int, nodes: Collection[int] | None, *, later: bool) -> Iterator[tuple[int, bytes]]:
@@ -64,14 +65,13 @@ class LocalLogs:
         while True:
             found = runs.read(self.run.folder)
             running = found is not None and found.running
-            for number, of_attempt in self.run.attempts().items():
-                if number == attempt or (later and number > attempt):
-                    for node in of_attempt:
-                        if nodes is None or node in nodes:
-                            for path in self.run.logs(number, node):
-                                for piece in runs.chunks(path, offsets.get(path, 0)):
-                                    offsets[path] = offsets.get(path, 0) + len(piece)
-                                    yield node, piece
+            for number, of_attempt in self.run.logs().items():
+                wanted = of_attempt if number == attempt or (later and number > attempt) else {}
+                for node, paths in wanted.items():
+                    for path in paths if nodes is None or node in nodes else ():
+                        for piece in runs.chunks(path, offsets.get(path, 0)):
+                            offsets[path] = offsets.get(path, 0) + len(piece)
+                            yield node, piece
             if not running:
                 return
             time.sleep(POLL_SECONDS)

@@ -42,30 +42,23 @@ class Run:
             return {"Suspended": "Stopped"}.get(self.status.state or "", self.status.state or "Pending")
         return KILLED
 
-    def logs(self, attempt: int, node: int) -> list[Path]:
-        """The logs of a node in an attempt: one for each pod that it had, the oldest first."""
-        pattern = re.compile(rf"{re.escape(self.facts.job)}-{attempt}-{node}(?:-r(\d+))?\.log")
-        found = [(int(match[1] or 0), path) for path in self._files() if (match := pattern.fullmatch(path.name))]
-        return [path for _, path in sorted(found)]
-
-    def attempts(self) -> dict[int, list[int]]:
-        """The nodes that have a log, for each attempt."""
-        pattern = re.compile(rf"{re.escape(self.facts.job)}-(\d+)-(\d+)(?:-r\d+)?\.log")
-        found: dict[int, set[int]] = {}
-        for path in self._files():
-            if match := pattern.fullmatch(path.name):
-                found.setdefault(int(match[1]), set()).add(int(match[2]))
-        return {attempt: sorted(nodes) for attempt, nodes in sorted(found.items())}
+    def logs(self) -> dict[int, dict[int, list[Path]]]:
+        """The logs by attempt and node: one for each pod that the node had, the oldest first."""
+        pattern = re.compile(rf"{re.escape(self.facts.job)}-(\d+)-(\d+)(?:-r(\d+))?\.log")
+        try:
+            matches = {path: pattern.fullmatch(path.name) for path in self.folder.iterdir()}
+        except OSError:  # cleared since it was found
+            return {}
+        numbers = {path: [int(number or 0) for number in match.groups()] for path, match in matches.items() if match}
+        found: dict[int, dict[int, list[Path]]] = {}
+        for path in sorted(numbers, key=numbers.__getitem__):
+            attempt, node, _ = numbers[path]
+            found.setdefault(attempt, {}).setdefault(node, []).append(path)
+        return found
 
     def history(self) -> History:
         """Its course; an empty one where none was written."""
         return _read(self.folder / run_folder.HISTORY, History) or History()
-
-    def _files(self) -> list[Path]:
-        try:
-            return list(self.folder.iterdir())
-        except OSError:  # cleared since it was found
-            return []
 
 
 def find_all(base: Path | None = None) -> list[Run]:

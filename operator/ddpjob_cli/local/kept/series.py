@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass, field
 
 POINTS_MAX = 512
-NAMES_MAX = 24
 
 
 @dataclass
@@ -54,17 +53,3 @@ class Series:
             self.points = [first.merged(second) for first, second in pairs]
             self.per_point *= 2
         self.points.append(new)
-
-
-def number(text: str) -> float | None:
-    """A metric as a number, where it is one."""
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def take(all_series: dict[str, Series], name: str, step: int, time: float, value: float | None) -> None:
-    """One more value of a name; names beyond `NAMES_MAX` are left out, because a script may make one for each step."""
-    if value is not None and (name in all_series or len(all_series) < NAMES_MAX):
-        all_series.setdefault(name, Series()).add(step, time, value)

@@ -12,6 +12,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,15 +53,11 @@ class LocalPod:
     termination_log: Path
     """The file to which the trainer may write why it ended."""
     trainer: Container = CREATING
-    reason: str = ""
-    pid: int | None = None
     step: int | None = None
     """The last step that it reported."""
     step_at: dt.datetime | None = None
     """When that came."""
     deletion_requested_at: dt.datetime | None = None
-    ended_first: bool = False
-    """True if it had ended before its supervisor was requested to stop it."""
     known: Pod | None = None
     """What the plan has last seen of it."""
     seen_ended: bool = False
@@ -71,7 +68,12 @@ class LocalPod:
     @property
     def live(self) -> bool:
         """True if its processes may still run."""
-        return self.node.exit is None
+        return self.node.end is None
+
+    @property
+    def pid(self) -> int | None:
+        """The trainer's first process, once it is started."""
+        return self.node.trainer_pid
 
 
 class RefusedError(Exception):
@@ -136,11 +138,13 @@ class LocalCluster:
             if isinstance(action, CreateService):
                 self._service = True
             elif isinstance(action, CreatePod):
-                self._create(job, action)
-            elif isinstance(action, DeletePod):
+                try:
+                    self._start(job, action)
+                except OSError as error:
+                    what = f"{error.filename}: " if error.filename else ""
+                    raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
+            elif isinstance(action, (DeletePod, EndPod)):  # no log goes here in any case
                 self._delete(job, action)
-            elif isinstance(action, EndPod):  # no log goes here in any case
-                self._delete(job, DeletePod(action.name, action.uid, action.grace_seconds))
 
     def body(self, job: api.DDPJob, action: CreatePod) -> build.Body:
         """The pod as in a cluster, except for the address of the rendezvous."""
@@ -190,7 +194,7 @@ class LocalCluster:
     def kill(self) -> None:
         """Kill all nodes at once."""
         for pod in self._live():
-            pod.node.kill()
+            pod.node.stop(grace_seconds=0)
 
     def close(self) -> None:
         """Kill what still runs, and give ports and descriptors back; the logs stay."""
@@ -203,13 +207,6 @@ class LocalCluster:
 
     def _live(self) -> Iterator[LocalPod]:
         return (pod for pod in self.pods.values() if pod.live)
-
-    def _create(self, job: api.DDPJob, action: CreatePod) -> None:
-        try:
-            self._start(job, action)
-        except OSError as error:
-            what = f"{error.filename}: " if error.filename else ""
-            raise RefusedError(f"node {action.place} cannot be started: {what}{error.strerror}") from None
 
     def _start(self, job: api.DDPJob, action: CreatePod) -> None:
         body = self.body(job, action)
@@ -229,8 +226,8 @@ class LocalCluster:
             records = self.folder / run_folder.FAULTS
             records.mkdir(mode=0o700, exist_ok=True)
             process.env[faults.HAPPENED] = str(records)
-        node = nodes.NodeProcess(action.place)
-        node.start(process.argv, process.env, process.cwd, grace_seconds(job.spec.template))
+        grace = grace_seconds(job.spec.template)
+        node = nodes.NodeProcess(action.place, process.argv, process.env, process.cwd, grace)
         log = Log(self.folder / f"{name}.log")
         devices = base.gpus or ()
         pod = LocalPod(action.attempt, action.place, action.replacement, name, node, log, devices, termination_log)
@@ -239,7 +236,7 @@ class LocalCluster:
             pod.open.add(fd)
             self.selector.register(fd, selectors.EVENT_READ, pod)
 
-    def _delete(self, job: api.DDPJob, action: DeletePod) -> None:
+    def _delete(self, job: api.DDPJob, action: DeletePod | EndPod) -> None:
         pod = self.pods.get(action.name)
         if pod is None:
             return
@@ -273,10 +270,10 @@ class LocalCluster:
             job="",
             node=THIS_MACHINE,
             phase=phase,
-            reason=pod.reason,
+            reason=pod.trainer.reason if pod.node.end is not None and pod.node.end.is_lost else "",
             deletion_requested_at=pod.deletion_requested_at,
             trainer=pod.trainer,
-            ended_first=pod.ended_first,
+            ended_first=pod.node.end is not None and pod.node.end.ended_first,
         )
 
     def _read_output(self, pod: LocalPod) -> None:
@@ -291,51 +288,25 @@ class LocalCluster:
             self._show(pod, [self._names(line) for line in pod.log.close()])
 
     def _handle_report(self, pod: LocalPod) -> None:
-        for event in pod.node.handle_report():
-            if isinstance(event, nodes.SupervisorLost):
-                nodes.kill_orphans({p.node.pid for p in self._live() if p is not pod})
-            # Read what was printed before the end is reported, because the last lines hold the cause.
-            if pod.node.exit is not None:
-                while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
-                    self._read_output(pod)
-            _note(pod, event, self._names)
-        if pod.node.exit is not None:
-            self._forget(pod, pod.node.report)
+        pod.node.handle_report()
+        if (end := pod.node.end) is None:
+            pod.trainer = Container("running", ready=True)
+            return
+        if end.is_lost:
+            nodes.kill_orphans({p.node.pid for p in self._live()})
+        # Read what was printed before the end is noted, because the last lines hold the cause.
+        while pod.node.output in pod.open and processes.readable(pod.node.output, 0):
+            self._read_output(pod)
+        written = ""
+        with suppress(OSError):
+            # As a kubelet reads it.
+            written = own_files.read_file(pod.termination_log, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
+        message = end.message or self._names(written or pod.log.tail)
+        ended_at = dt.datetime.fromtimestamp(end.time, dt.timezone.utc)
+        pod.trainer = Container("ended", end.reason, message, exit_code=end.code, ended_at=ended_at)
+        self._forget(pod, pod.node.report)
 
     def _forget(self, pod: LocalPod, fd: int) -> None:
         if fd in pod.open:
             pod.open.discard(fd)
             self.selector.unregister(fd)
-
-
-def _note(pod: LocalPod, event: nodes.Event, names: Callable[[str], str]) -> None:
-    """Translate a supervisor's report into the container's state, as a kubelet would."""
-    if isinstance(event, nodes.Started):
-        pod.pid = event.pid
-        pod.trainer = Container("running", ready=True)
-    elif isinstance(event, nodes.NotStarted):
-        pod.trainer = _ended(event.code, "StartError", dt.datetime.now(dt.timezone.utc), event.error)
-    elif isinstance(event, nodes.SupervisorLost):
-        pod.reason = "SupervisorLost"
-        pod.trainer = _ended(None, "SupervisorLost", _time(event.time), event.error)
-    elif isinstance(event, nodes.Exited):
-        code = event.code if event.signal is None else 128 + event.signal
-        message = names(_termination_message(pod.termination_log) or pod.log.tail)
-        pod.ended_first = not event.stop_requested
-        pod.trainer = _ended(code, "Completed" if code == 0 else "Error", _time(event.time), message)
-
-
-def _termination_message(path: Path) -> str:
-    """As a kubelet reads it: the first 4096 bytes, or nothing."""
-    try:
-        return own_files.read_file(path, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _ended(code: int | None, reason: str, at: dt.datetime, message: str) -> Container:
-    return Container("ended", reason, message, exit_code=code, ended_at=at)
-
-
-def _time(seconds: float) -> dt.datetime:
-    return dt.datetime.fromtimestamp(seconds, dt.timezone.utc)

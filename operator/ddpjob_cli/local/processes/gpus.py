@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ddpjob_operator.job.wording import count
@@ -57,28 +58,17 @@ def permitted(allowed: str, machine: Sequence[str]) -> list[str]:
 
 def installed(environ: Mapping[str, str]) -> list[str]:
     """The machine's GPUs by index, or by UUID where some are cut into MIG slices; [] without a working driver."""
-    program = shutil.which("nvidia-smi", path=environ.get("PATH", os.defpath))
-    listing = None if program is None else listed_by(program, environ)
-    if listing is not None:
-        return parse_listing(listing)
-    return [str(index) for index in range(count_of_driver())]
-
-
-def listed_by(nvidia_smi: str, environ: Mapping[str, str]) -> str | None:
-    """What `nvidia-smi -L` prints; None where it fails or hangs, as it does with a driver that does not fit it."""
-    try:
-        done = subprocess.run(
-            [nvidia_smi, "-L"],
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=NVIDIA_SMI_SECONDS,
+    # nvidia-smi fails or hangs with a driver that does not fit it, and is missing from some images.
+    with suppress(OSError, subprocess.SubprocessError):
+        program = shutil.which("nvidia-smi", path=environ.get("PATH", os.defpath)) or ""
+        quiet = subprocess.DEVNULL
+        listing = subprocess.check_output(
+            [program, "-L"], env=dict(environ), stdin=quiet, stderr=quiet, timeout=NVIDIA_SMI_SECONDS
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+        return parse_listing(listing.decode(errors="replace"))
+    with suppress(OSError):
+        return [str(index) for index, _ in enumerate(DRIVER_GPUS.iterdir())]
+    return []
 
 
 def parse_listing(listing: str) -> list[str]:
@@ -94,14 +84,6 @@ def parse_listing(listing: str) -> list[str]:
     for _, uuid, slices in gpus:
         devices += re.findall(r"\(UUID: (MIG-[^)]+)\)", slices) or [uuid]
     return devices
-
-
-def count_of_driver() -> int:
-    """How many GPUs the NVIDIA driver says it has, where nvidia-smi is not installed."""
-    try:
-        return sum(1 for _ in DRIVER_GPUS.iterdir())
-    except OSError:
-        return 0
 
 
 def share(gpus: Sequence[str], nodes: int, per_node: int) -> list[list[str]]:

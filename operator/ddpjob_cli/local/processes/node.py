@@ -2,7 +2,7 @@
 
 Everything here is called from the runner's one thread and never waits for a trainer: `output` and `report` are
 non-blocking descriptors for its selectors loop. The runner calls `become_subreaper` once before the first node, and
-`kill_orphans` whenever a node ends as a SupervisorLost. It must never wait for any child (`os.waitpid(-1)`), otherwise
+`kill_orphans` whenever a supervisor is lost. It must never wait for any child (`os.waitpid(-1)`), otherwise
 the node would miss the end of its supervisor.
 """
 
@@ -31,72 +31,42 @@ CLOSE_SECONDS = 10.0  # far above the milliseconds that an obedient supervisor n
 
 
 @dataclass(frozen=True)
-class Started:
-    """The trainer runs: its first process and the Unix time of its exec."""
+class End:
+    """How a node ended. Nothing that it started is left, unless its supervisor was lost."""
 
-    pid: int
+    reason: str
+    """Completed, Error, StartError (code 127 if the file or folder is missing, else 126) or SupervisorLost."""
     time: float
+    code: int | None = None
+    """Of the trainer's first process, 128 + N if signal N ended it; None if the supervisor was lost."""
+    message: str = ""
+    ended_first: bool = False
+    """True if the trainer ended before a stop was requested. Otherwise exit 0 is no success."""
 
-
-@dataclass(frozen=True)
-class Lingering:
-    """Killed seconds ago and still there, stuck in the kernel or another user's; the node ends when they have."""
-
-    pids: list[int]
-    time: float
-
-
-@dataclass(frozen=True)
-class Exited:
-    """The trainer's first process ended at the Unix `time`, by `code` or by `signal`; nothing it started is left."""
-
-    code: int | None
-    signal: int | None
-    time: float
-    stop_requested: bool  # exit 0 is then no success
-    killed_after_grace: bool
-
-
-@dataclass(frozen=True)
-class NotStarted:
-    """The trainer's exec failed: code 127 where the file or folder is missing, else 126, as a shell says it."""
-
-    errno: int
-    error: str
-    code: int
-
-
-@dataclass(frozen=True)
-class SupervisorLost:
-    """The supervisor ended without a last report; the runner then calls `kill_orphans` for what the node left."""
-
-    error: str
-    time: float
-
-
-Event = Started | Lingering | Exited | NotStarted | SupervisorLost
-End = Exited | NotStarted | SupervisorLost
+    @property
+    def is_lost(self) -> bool:
+        """True if the supervisor ended without a last report; `kill_orphans` ends what the node left."""
+        return self.reason == "SupervisorLost"
 
 
 class NodeProcess:
     """One node of a job on this machine: a supervisor process and the trainer below it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.exit: End | None = None  # once known it never changes
-        self._process: subprocess.Popen[bytes] | None = None
-        self._report = -1
-        self._buffer = b""
-
-    def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: str, grace_seconds: float) -> None:
+    def __init__(
+        self, number: int, argv: Sequence[str], env: Mapping[str, str], cwd: str, grace_seconds: float
+    ) -> None:
         """Spawn the supervisor and send it what to run; `handle_report` returns the result.
 
         env: the trainer's whole environment, which finds `argv[0]` by its PATH. cwd: must exist. grace_seconds: between
-        SIGTERM and SIGKILL when the supervisor itself is terminated. Raises OSError where no process can be made.
+        SIGTERM and SIGKILL when the supervisor itself is terminated. Raises OSError if no process can be made.
         """
-        assert self._process is None, "a node is started once; the next attempt is a new NodeProcess"
-        self._report, report_write = os.pipe()
-        os.set_blocking(self._report, False)
+        self.number = number
+        self.trainer_pid: int | None = None
+        self.end: End | None = None  # once known it never changes
+        self.report, report_write = os.pipe()
+        """Non-blocking descriptor; when it is readable call `handle_report`, and no more once `end` is known."""
+        os.set_blocking(self.report, False)
+        self._buffer = b""
         program = f"import sys; sys.path += sys.argv[2:]; {SUPERVISOR}"
         try:
             self._process = subprocess.Popen(
@@ -109,93 +79,61 @@ class NodeProcess:
                 pass_fds=(report_write,),
             )
         except BaseException:
-            os.close(self._report)
+            os.close(self.report)
             raise
         finally:
             os.close(report_write)
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.pid = self._process.pid
+        """The supervisor's, to be known to `kill_orphans`."""
+        self.output = self._stdout.fileno()
+        """Non-blocking descriptor of all that the trainer prints, in order; it ends with the node: read to its end."""
         os.set_blocking(self.output, False)
         self._send({"argv": list(argv), "env": dict(env), "cwd": cwd, "grace_seconds": grace_seconds})
 
-    @property
-    def pid(self) -> int:
-        """The supervisor's process, to be known to `kill_orphans`."""
-        return self._running.pid
-
-    @property
-    def output(self) -> int:
-        """Non-blocking descriptor of all that the trainer prints, in order; it ends with the node: read to its end."""
-        assert self._running.stdout is not None
-        return self._running.stdout.fileno()
-
-    @property
-    def report(self) -> int:
-        """Non-blocking descriptor; when it is readable call `handle_report`, and no more once `exit` is known."""
-        return self._report
-
     def stop(self, grace_seconds: float) -> None:
         """SIGTERM to the trainer's first process, SIGKILL to all after `grace_seconds`; a later call only shortens."""
-        self._send({"stop": {"grace_seconds": grace_seconds}})
+        self._send({"stop": grace_seconds})
 
-    def kill(self) -> None:
-        """SIGKILL to everything, at once."""
-        self._send({"kill": {}})
-
-    def handle_report(self) -> list[Event]:
-        """The reports since the last call; a SupervisorLost if the supervisor ended without a last one."""
-        arrived = read_available(self._report)
+    def handle_report(self) -> None:
+        """Read what the supervisor has reported, or that it ended without a last report."""
+        arrived = read_available(self.report)
         *lines, self._buffer = (self._buffer + (arrived or b"")).split(b"\n")
-        events = [parse(line) for line in lines]
-        if arrived is None and self.exit is None and not any(isinstance(event, End) for event in events):
-            events.append(self._lost())
-        for event in events:
-            if self.exit is None and isinstance(event, End):
-                self.exit = event
-        return events
+        for report in map(json.loads, lines):
+            self.trainer_pid = report.get("started", self.trainer_pid)
+            if "ended" in report:
+                self.end = End(**report["ended"])
+        if arrived is None and self.end is None:
+            self.end = self._lost()
 
     def close(self) -> None:
         """Kill what still runs and give everything back; waits for the supervisor, at most 10 s."""
-        process = self._process
-        if process is None:
-            return
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.close()  # the supervisor reads it as the runner's end
+        self._stdin.close()  # the supervisor reads it as the runner's end
         try:
-            process.wait(CLOSE_SECONDS)
+            self._process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:  # stopped by a debugger, or a child that even SIGKILL does not end
-            process.kill()
-            process.wait()
-        process.stdout.close()
-        os.close(self._report)
-
-    @property
-    def _running(self) -> subprocess.Popen[bytes]:
-        assert self._process is not None, "start() comes first"
-        return self._process
+            self._process.kill()
+            self._process.wait()
+        self._stdout.close()
+        os.close(self.report)
 
     def _send(self, message: dict[str, object]) -> None:
-        assert self._running.stdin is not None
         data = memoryview(json.dumps(message).encode() + b"\n")
         try:
             while data:
-                data = data[self._running.stdin.write(data) or 0 :]
+                data = data[self._stdin.write(data) or 0 :]
         except BrokenPipeError:
             return  # it has ended; how, the loop reads from its report
 
-    def _lost(self) -> SupervisorLost:
-        code = self._running.wait()  # the report pipe ended with its only holder; after this its children are adopted
+    def _lost(self) -> End:
+        code = self._process.wait()  # the report pipe ended with its only holder; after this its children are adopted
         if code < 0:
             how = f"was killed by {signal_name(-code)}"
         else:
             how = f"ended with code {code} before its trainer did; its own message is the last in the node's log"
-        return SupervisorLost(f"the supervisor of node {self.number} {how}", time.time())
-
-
-def parse(line: bytes) -> Event:
-    """One line of a report as an event."""
-    kinds: dict[str, type[Event]] = {"started": Started, "lingering": Lingering, "exited": Exited, "failed": NotStarted}
-    ((kind, fields),) = json.loads(line).items()
-    return kinds[kind](**fields)
+        return End("SupervisorLost", time.time(), message=f"the supervisor of node {self.number} {how}")
 
 
 def kill_orphans(known_pids: set[int], timeout_seconds: float = 10.0) -> None:

@@ -117,18 +117,20 @@ def problems(pod: Body) -> Iterator[Problem]:
     spec = pod["spec"]
     base: FieldPath = ("spec", "template", "spec")
     trainer, at = trainer_container(pod) or {}, trainer_path(pod)
-    for name, why in _UNSUPPORTED_POD.items():
-        if spec.get(name):
-            yield Problem((*base, name), f"{why}. Remove it, or run with --allow-unsupported to ignore it.")
+    for fields, path, unsupported in ((spec, base, _UNSUPPORTED_POD), (trainer, at, _UNSUPPORTED_CONTAINER)):
+        for name, why in unsupported.items():
+            if fields.get(name):
+                yield Problem((*path, name), f"{why}. Remove it, or run with --allow-unsupported to ignore it.")
     for i, other in enumerate(spec["containers"]):
         if other is not trainer:
             text = f"the container {other.get('name')} does not run locally, only the trainer does"
             yield Problem((*base, "containers", i), f"{text}. Run with --allow-unsupported to ignore it.")
-    for name, why in _UNSUPPORTED_CONTAINER.items():
-        if trainer.get(name):
-            yield Problem((*at, name), f"{why}. Remove it, or run with --allow-unsupported to ignore it.")
     yield from _unsupported_variables(trainer, at)
-    yield from _unsupported_volumes(spec, base)
+    for i, volume in enumerate(spec.get("volumes") or ()):
+        kind = _kind_of(volume)
+        if kind not in ("emptyDir", "hostPath"):
+            text = f"{volume.get('name')}: a {kind} volume does not exist locally, only emptyDir and hostPath do"
+            yield Problem((*base, "volumes", i), f"{text}. Run with --allow-unsupported to ignore it.")
 
 
 def start_problems(pod: Body, slot: Slot) -> Iterator[Problem]:
@@ -234,14 +236,6 @@ def _unsupported_variables(trainer: Mapping[str, Any], at: FieldPath) -> Iterato
             name = entry.get("name")
             text = f"{name} comes from a {kind}, which does not exist locally. Set it with --env {name}=…"
             yield Problem((*at, "env", i), text)
-
-
-def _unsupported_volumes(spec: Body, base: FieldPath) -> Iterator[Problem]:
-    for i, volume in enumerate(spec.get("volumes") or ()):
-        kind = _kind_of(volume)
-        if kind not in ("emptyDir", "hostPath"):
-            text = f"{volume.get('name')}: a {kind} volume does not exist locally, only emptyDir and hostPath do"
-            yield Problem((*base, "volumes", i), f"{text}. Run with --allow-unsupported to ignore it.")
 
 
 def _missing_folders(spec: Body) -> Iterator[Problem]:

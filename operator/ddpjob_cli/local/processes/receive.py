@@ -1,7 +1,7 @@
 """The receiver of progress on loopback: what `ddpjob.progress()` in a local trainer posts to.
 
 It speaks the same protocol as the operator's receiver in a cluster. Other users of the machine can reach loopback too,
-so a report needs the job's token, and a client that sends slowly, too much or nothing is disconnected.
+so a report needs the job's token, and the number of connections is limited.
 """
 
 from __future__ import annotations
@@ -13,26 +13,22 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from socketserver import TCPServer
+from socketserver import ThreadingTCPServer
 from typing import Any
 
 PATH = "/v1/progress"
 BODY_BYTES_MAX = 8192  # a report with 16 metrics is below 1 kB
-REQUEST_SECONDS = 5.0  # for a connection without a valid report; a request on loopback takes a millisecond
-IDLE_SECONDS = 60.0  # for a connection after a report; a trainer posts at most every 5 s
-CONNECTIONS_MAX = 32  # beside the ranks there may be another user's, and some left over from the previous attempt
-KEPT_MAX = 16  # one beyond them is closed with its answer, so that others find room
-DISCARD_BYTES_MAX = 1 << 20  # of a refused body, because closing on unread data resets the connection with the answer
-CHECK_SECONDS = 0.5  # between two checks of the time limits
+READ_BYTES_MAX = 1 << 20  # closing on unread data would reset the connection, and the answer with it
+SILENT_SECONDS = 5.0  # a client on loopback that sends nothing for so long is disconnected
+CONNECTIONS_MAX = 32  # one of each rank that reports, and those of other users of the machine
 
 
-class LocalReceiver(ThreadingHTTPServer):
+class LocalReceiver(ThreadingTCPServer):
     """Listens on a free port of 127.0.0.1; serves from `start` to `stop`.
 
     `on_report` gets the body of each authenticated report, in a thread of the receiver, one call at a time; it returns
@@ -49,12 +45,12 @@ class LocalReceiver(ThreadingHTTPServer):
         self.token_file = token_file
         self.token = secrets.token_urlsafe(32)
         self.reporting = threading.Lock()
-        self.deadlines: dict[Any, float] = {}
-        """When each connection is closed, on the monotonic clock."""
-        self._serving = threading.Thread(target=self.serve_forever, args=(CHECK_SECONDS,), daemon=True)
+        self._connections: dict[Any, None] = {}
+        """The oldest first."""
+        self._serving = threading.Thread(target=self.serve_forever, daemon=True)
 
     def start(self) -> None:
-        """Write the token, serve and return. Raises OSError where the file cannot be written."""
+        """Write the token, serve and return. Raises OSError if the file cannot be written."""
         self.token_file.unlink(missing_ok=True)
         descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="ascii") as file:
@@ -65,82 +61,61 @@ class LocalReceiver(ThreadingHTTPServer):
         """Close every connection, wait for the threads, remove the token. Waits only for a running `on_report`."""
         if not self._serving.is_alive():
             return
-        disconnect(self.socket)  # wakes serve_forever, which otherwise ends at the next check
+        _disconnect(self.socket)  # wakes serve_forever, which otherwise ends at its next poll
         self.shutdown()
-        for connection in list(self.deadlines):
-            disconnect(connection)
+        for connection in list(self._connections):
+            _disconnect(connection)
         self.server_close()
         self.token_file.unlink(missing_ok=True)
 
-    def server_bind(self) -> None:
-        """Without HTTPServer's look-up of the host name, which takes seconds where DNS is broken."""
-        TCPServer.server_bind(self)
-
-    def verify_request(self, request: Any, client_address: Any) -> bool:  # noqa: ARG002
-        """True: there is room, made by closing the connection whose time ends first. One with a report has a minute, so
-        another user who opens connections without end closes his own."""
-        if len(self.deadlines) >= CONNECTIONS_MAX:
-            oldest = min(list(self.deadlines.items()), key=lambda item: item[1])[0]
-            self.deadlines.pop(oldest, None)
-            disconnect(oldest)
-        return True
-
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in its own thread."""
-        self.deadlines[request] = time.monotonic() + REQUEST_SECONDS
+        """Serve a connection in its own thread. The oldest one makes room: a report takes a millisecond, so only
+        clients that hold their connections lose them."""
+        if len(self._connections) >= CONNECTIONS_MAX:
+            oldest = next(iter(list(self._connections)))
+            self._connections.pop(oldest, None)
+            _disconnect(oldest)
+        self._connections[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """The end of a connection, in its own thread."""
-        self.deadlines.pop(request, None)
+        self._connections.pop(request, None)
         super().shutdown_request(request)
 
-    def service_actions(self) -> None:
-        """Close the connections whose time is over: a time-out of each recv would not end a client that trickles."""
-        now = time.monotonic()
-        for connection, deadline in list(self.deadlines.items()):
-            if now >= deadline:
-                disconnect(connection)
-
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
-        """A connection that broke off is nothing to tell; a mistake of ours is raised in its thread."""
+        """Ignore a connection that broke off; raise a mistake of ours in its thread."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, OSError):
             raise error
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection. A refusal ends it, so that what follows a bad request is never read as another."""
+    """One report; the answer closes the connection, as in HTTP/1.0."""
 
-    protocol_version = "HTTP/1.1"  # keep-alive
+    timeout = SILENT_SECONDS
     server: LocalReceiver
 
     def do_POST(self) -> None:
-        """A report; its headers are judged before its body is read."""
-        if (refusal := self.refusal()) is not None:
+        """Take a report, or answer why not."""
+        text = self.headers.get("Content-Length", "")
+        length = int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
+        body = self.rfile.read(min(length, READ_BYTES_MAX))
+        if (refusal := self.refusal(text)) is not None:
             self.answer(*refusal)
-            return
-        length = int(self.headers["Content-Length"])
-        body = self.rfile.read(length)
-        if len(body) < length:  # the trainer was killed while it sent, or it was too slow
-            self.close_connection = True
-            return
-        self.server.deadlines[self.connection] = time.monotonic() + IDLE_SECONDS
-        self.hand_over(body)
+        elif len(body) == length:  # otherwise the trainer was killed while it sent
+            self.hand_over(body)
 
-    def refusal(self) -> tuple[HTTPStatus, str] | None:
-        """Why the body is not read."""
+    def refusal(self, length: str) -> tuple[HTTPStatus, str] | None:
+        """Why the body is no report. length: the header Content-Length."""
         if self.path != PATH:
             return HTTPStatus.NOT_FOUND, f"{self.path[:80]}: is not served; reports go to {PATH}"
         scheme, _, token = self.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(token.strip().encode(), self.server.token.encode()):
             return HTTPStatus.UNAUTHORIZED, "Authorization: must be Bearer and this job's token"
-        lengths = self.headers.get_all("Content-Length", [])
-        if not lengths or "Transfer-Encoding" in self.headers:
-            return HTTPStatus.LENGTH_REQUIRED, "Content-Length: is required; chunks are not read"
-        if len(lengths) > 1 or not (lengths[0].isascii() and lengths[0].isdecimal()):
-            return HTTPStatus.BAD_REQUEST, f"Content-Length: must be one whole number, is {', '.join(lengths)[:80]}"
-        if len(lengths[0]) > 9 or int(lengths[0]) > BODY_BYTES_MAX:
+        if not (length.isascii() and length.isdecimal()):
+            return HTTPStatus.LENGTH_REQUIRED, "Content-Length: must be a whole number; chunks are not read"
+        if len(length) > 9 or int(length) > BODY_BYTES_MAX:
             return HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"Content-Length: must be at most {BODY_BYTES_MAX}"
         return None
 
@@ -156,40 +131,17 @@ class Handler(BaseHTTPRequestHandler):
 
     def answer(self, status: HTTPStatus, sentence: str | None = None) -> None:
         """Send the status, with the sentence as {"error": …}."""
-        body = b"" if sentence is None else json.dumps({"error": sentence}).encode()
         self.send_response(status)
-        if body:
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-        if body or len(self.server.deadlines) > KEPT_MAX:
-            self.send_header("Connection", "close")  # the base class closes for it, too
-        if status == HTTPStatus.UNAUTHORIZED:
-            self.send_header("WWW-Authenticate", "Bearer")
+        self.send_header("Content-Type", "application/json")
         self.end_headers()
-        self.wfile.write(body)
-
-    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:  # noqa: ARG002
-        """An error of the base class as JSON; its own page repeats the request as HTML."""
-        self.answer(HTTPStatus(code), message or HTTPStatus(code).phrase)
-
-    def version_string(self) -> str:
-        """The Server header, without the versions of Python and its library."""
-        return "ddpjob"
-
-    def finish(self) -> None:
-        """Let the client read the answer: closing on unread data would reset the connection."""
-        super().finish()
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            left = DISCARD_BYTES_MAX
-            while left > 0 and (data := self.connection.recv(65536)):
-                left -= len(data)
+        if sentence is not None:
+            self.wfile.write(json.dumps({"error": sentence}).encode())
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
-        """Nothing: stderr belongs to the screen."""
+        """Print nothing: stderr belongs to the screen."""
 
 
-def disconnect(connection: socket.socket) -> None:
+def _disconnect(connection: socket.socket) -> None:
     """Wake whoever waits on it, with the end of the stream."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddpjob_cli.local.kept import run_folder, runs
+from ddpjob_cli.local.processes import ranks
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_core.heartbeat import STACKS_SIGNAL
 from ddpjob_operator.job.wording import count
@@ -43,18 +43,18 @@ class Asked:
 
 def ask(uid: str) -> Asked:
     """Ask the processes of the run with this id. No process without a handler gets a signal."""
-    environs = {pid: _environ(pid) for pid in processes.parents()}
-    own = {pid for pid, environ in environs.items() if f"DDPJOB_UID={uid}".encode() in environ}
+    environs = {pid: ranks.environ(pid) for pid in processes.parents()}
+    own = {pid for pid, environ in environs.items() if environ.get("DDPJOB_UID") == uid}
     agents = _topmost({pid for pid in own if processes.catches(pid, STACKS_SIGNAL)})
     below = set().union(*(processes.descendants(agent) for agent in agents), agents)
-    others = {pid for pid in own - below if _has(environs[pid], b"LOCAL_RANK=") and processes.is_python(pid)}
+    others = {pid for pid in own - below if "LOCAL_RANK" in environs[pid] and processes.is_python(pid)}
     # Of a node with one rank the launcher has LOCAL_RANK as well, and torchrun ends the job on SIGQUIT.
-    of_torchrun = {pid for pid in others if _has(environs[pid], b"TORCHELASTIC_RUN_ID=")}
-    ranks = _topmost(of_torchrun or others)
-    handlers = [pid for pid in ranks if pid in of_torchrun and processes.catches(pid, signal.SIGQUIT)]
+    of_torchrun = {pid for pid in others if "TORCHELASTIC_RUN_ID" in environs[pid]}
+    found = _topmost(of_torchrun or others)
+    handlers = [pid for pid in found if pid in of_torchrun and processes.catches(pid, signal.SIGQUIT)]
     processes.send(agents, STACKS_SIGNAL)
     processes.send(handlers, signal.SIGQUIT)
-    return Asked(agents, handlers, [pid for pid in ranks if pid not in handlers])
+    return Asked(agents, handlers, [pid for pid in found if pid not in handlers])
 
 
 def of_run(run: runs.Run) -> list[str]:
@@ -82,13 +82,8 @@ def of_run(run: runs.Run) -> list[str]:
 
 def _logs(run: runs.Run) -> list[Path]:
     """Those of the last attempt."""
-    attempts = run.attempts()
-    last = max(attempts, default=0)
-    return [path for node in attempts.get(last, ()) for path in run.logs(last, node)]
-
-
-def _has(environ: list[bytes], beginning: bytes) -> bool:
-    return any(line.startswith(beginning) for line in environ)
+    logs = run.logs()
+    return [path for paths in logs.get(max(logs, default=0), {}).values() for path in paths]
 
 
 def _topmost(pids: set[int]) -> list[int]:
@@ -96,10 +91,3 @@ def _topmost(pids: set[int]) -> list[int]:
     parent_of = processes.parents()
     below: set[int] = set().union(*(processes.descendants(pid, parent_of) for pid in pids))
     return sorted(pids - below)
-
-
-def _environ(pid: int) -> list[bytes]:
-    """The variables with which a process was started; none of another user's."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-        return file.read().split(b"\0")
-    return []

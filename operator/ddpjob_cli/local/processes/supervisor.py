@@ -5,15 +5,14 @@ standard library, because a job waits for it. It ends every descendant of its tr
 before it reports that the node has ended.
 
 stdin is the control pipe, one JSON object a line: first the order {"argv", "env", "cwd", "grace_seconds"}, later
-{"stop": {"grace_seconds": 10}} or {"kill": {}}. Its end is the end of the runner, however that died, and ends
-everything at once. A pipe, because PDEATHSIG alone follows the thread that made the child, not the process.
-The descriptor that the first argument names carries JSON lines back: {"started": …}, perhaps {"lingering": …}, and last
-{"exited": …} or {"failed": …}. stdout is the trainer's: what it prints goes straight to the runner.
+{"stop": 10}, the seconds of grace. Its end is the end of the runner, however that died, and ends everything at once.
+A pipe, because PDEATHSIG alone follows the thread that made the child, not the process.
+The descriptor that the first argument names carries JSON lines back: {"started": PID}, and last {"ended": …} with the
+fields of `node.End`. stdout is the trainer's: what it prints goes straight to the runner.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import select
@@ -25,7 +24,6 @@ from typing import Any
 from ddprun import processes
 
 WAIT_SECONDS_MAX = 3600.0  # poll takes 24.8 days at most, a grace may be years
-LINGERING_SECONDS = 5.0  # SIGKILL takes milliseconds; after this long the kernel or another user's rights prevent it
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -51,7 +49,6 @@ class Supervisor:
         self.grace_seconds = 0.0
         self.kill_at: float | None = None  # on the monotonic clock, once a stop is requested
         self.stop_requested = False
-        self.killed_after_grace = False
         self.end_now = False
         self.control = b""
         self.wakeup_fd = processes.listen_to_signals(STOP_SIGNALS)
@@ -69,10 +66,11 @@ class Supervisor:
             self.read_control()
             if STOP_SIGNALS & set(signals):
                 self.stop(self.grace_seconds)
-        self.killed_after_grace = self.main_end is None and not self.end_now
         self.end_tree()
         if self.main_end is not None:
-            self.report({"exited": self.exit_report(*self.main_end)})
+            code, at = self.main_end
+            ended = {"reason": "Error" if code else "Completed", "time": at, "code": code if code >= 0 else 128 - code}
+            self.report({"ended": ended | {"ended_first": not self.stop_requested}})
 
     def over(self) -> bool:
         """Is there nothing left to wait for but the end of what still runs?"""
@@ -91,19 +89,11 @@ class Supervisor:
         arrived = read_available(0)
         self.end_now = self.end_now or arrived is None
         *lines, self.control = (self.control + (arrived or b"")).split(b"\n")
-        for line in lines:
-            self.obey(json.loads(line))
-
-    def obey(self, command: dict[str, Any]) -> None:
-        """Do what one line of the control pipe says."""
-        if "argv" in command:
-            self.start(command)
-        elif "stop" in command:
-            self.stop(command["stop"]["grace_seconds"])
-        else:
-            assert "kill" in command, command
-            self.end_now = True
-            self.stop_requested = self.stop_requested or self.main_end is None
+        for command in map(json.loads, lines):
+            if "argv" in command:
+                self.start(command)
+            else:
+                self.stop(command["stop"])
 
     def start(self, order: dict[str, Any]) -> None:
         """Start the trainer and report it, or report why it cannot be started and end."""
@@ -111,9 +101,9 @@ class Supervisor:
         self.grace_seconds = order["grace_seconds"]
         self.main_pid, failure = start_trainer(order)
         if failure is not None:
-            self.report({"failed": failure})
+            self.report({"ended": failure})
             sys.exit(0)
-        self.report({"started": {"pid": self.main_pid, "time": time.time()}})
+        self.report({"started": self.main_pid})
 
     def stop(self, grace_seconds: float) -> None:
         """Ask the trainer's first process to end, as the kubelet asks PID 1; a later call can only shorten its time."""
@@ -132,34 +122,18 @@ class Supervisor:
             if pid == self.main_pid and self.main_end is None:  # once reaped, its number may belong to another
                 self.main_end = (code, time.time())
 
-    def left(self) -> set[int]:
-        """The processes of the node that have not ended."""
-        self.reap()
-        return processes.descendants(os.getpid())
-
     def end_tree(self) -> None:
         """Kill and reap until nothing is left; orphans become our children, so none can hide."""
-        since, reported, pause_ms = time.monotonic(), False, 10
+        pause_ms = 10
         poller = select.poll()
         poller.register(self.wakeup_fd, select.POLLIN)
-        while left := self.left():
+        self.reap()
+        while left := processes.descendants(os.getpid()):
             processes.kill(left)
-            if not reported and time.monotonic() - since > LINGERING_SECONDS:
-                reported = True
-                self.report({"lingering": {"pids": sorted(left), "time": time.time()}})
             poller.poll(pause_ms)  # a child's end wakes us; the time-out is for one forked between look and kill
             read_available(self.wakeup_fd)
             pause_ms = min(2 * pause_ms, 1000)
-
-    def exit_report(self, code: int, ended: float) -> dict[str, object]:
-        """How the trainer's first process ended; all others are gone by now."""
-        return {
-            "code": code if code >= 0 else None,
-            "signal": -code if code < 0 else None,
-            "time": ended,
-            "stop_requested": self.stop_requested,
-            "killed_after_grace": self.killed_after_grace,
-        }
+            self.reap()
 
     def report(self, message: dict[str, object]) -> None:
         """Send one line to the runner, if there still is one."""
@@ -192,12 +166,11 @@ def start_trainer(order: dict[str, Any]) -> tuple[int, dict[str, object] | None]
 
 def start_failure(error: Exception) -> dict[str, object]:
     """The report of an exec that failed, with the code that a shell or a container gives."""
-    number = (error.errno if isinstance(error, OSError) else None) or errno.EINVAL
-    missing = number in (errno.ENOENT, errno.ENOTDIR)
+    missing = isinstance(error, (FileNotFoundError, NotADirectoryError))
     sentence = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-    if missing and isinstance(error, OSError) and os.path.isfile(str(error.filename)):
+    if isinstance(error, FileNotFoundError) and os.path.isfile(str(error.filename)):
         sentence += " (the file is there: the program in its #! line is not)"
-    return {"errno": number, "error": sentence, "code": 127 if missing else 126}
+    return {"reason": "StartError", "time": time.time(), "code": 127 if missing else 126, "message": sentence}
 
 
 def read_available(fd: int) -> bytes | None:

@@ -1,15 +1,18 @@
-"""What stands at the bottom of the terminal during a local run: a status and what was measured in, lines out.
+"""What stands at the bottom of the terminal during a local run: a status and what was measured in, rich's Texts out.
 
-Pure: no clock, no terminal. A line is a list of spans, text with a style; none is longer than the width.
+Pure: no clock, no terminal.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rich.cells import cell_len, chop_cells, set_cell_size
+from rich.cells import cell_len
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from ddpjob_cli.describe import figures
 from ddpjob_cli.describe.progress import metric_parts, step_parts
@@ -19,10 +22,9 @@ from ddpjob_operator.failures.redaction import clean
 from ddpjob_operator.job import api, topology, wording
 from ddpjob_operator.job.status import present_progress, ranks_since
 
-Span = tuple[str, str]
-Line = list[Span]
 NODES_MAX = 16
-FAILURE_ROWS = 4
+OTHER_ROWS = 5
+"""Of a usual table, beside the nodes."""
 SPARK_WIDTH = 20
 IMPORT_SECONDS = 60.0
 """After that long without a report a script is taken for one that reports no steps, and not for one that imports."""
@@ -63,7 +65,6 @@ class RunMoment:
     """A run at a time."""
 
     job: api.DDPJob
-    status: api.Status
     history: History
     started: dt.datetime
     now: dt.datetime
@@ -72,22 +73,32 @@ class RunMoment:
     reports: bool = True
     """True if the script may report steps."""
 
+    @property
+    def status(self) -> api.Status:
+        """That of the job."""
+        return self.job.status
 
-def lines(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -> list[Line]:
-    """The table, at most `height` lines of at most `width` columns."""
-    width = max(1, width)
-    rows = [*_flow(_head(moment), width, 2)]
-    if figures_ := _pace(moment):
-        rows += _flow(figures_, width, 2)
-    progress = present_progress(moment.status)
-    if progress is not None and progress.percent is not None:
-        done = width * progress.percent // 100
-        rows.append([("━" * done, "green"), ("─" * (width - done), "dim")])
+
+def view(moment: RunMoment, nodes: Sequence[NodeRow], width: int, height: int) -> Group:
+    """The table for a terminal; rich wraps its lines."""
+    status, progress = moment.status, present_progress(moment.status)
+    rows: list[RenderableType] = [_head(moment)]
+    if progress is not None:
+        rows += [_line(text) for text in ["  ".join(_pace(moment))] if text]
+        if progress.percent is not None:
+            done = width * progress.percent // 100
+            rows.append(Text.assemble(("━" * done, "green"), ("─" * (width - done), "dim")))
     if advice := hint(moment):
-        rows.append([(_cut(advice, width), "dim")])
-    failure = [*_save_failed(moment.status, width), *_failure(moment.status, width)]
-    room = max(0, height - len(rows) - len(failure))
-    return [*rows, *_nodes(nodes, width, min(room, NODES_MAX + 1)), *failure][: max(1, height)]
+        rows.append(_line(advice, "dim"))
+    if nodes:
+        rows.append(_nodes(nodes, width, max(0, min(height - OTHER_ROWS, NODES_MAX + 1))))
+    if status.save_failed:
+        saved = status.progress.saved_step if status.progress is not None else None
+        last = f"last saved at step {saved}" if saved else "nothing is saved"
+        rows.append(_line(f"✖ {last}: {status.save_failed}", "red"))
+    if status.failures:
+        rows.append(_line(f"✖ attempt {status.failures[-1].attempt}: {status.failures[-1].message}", "red"))
+    return Group(*rows)
 
 
 def shown_state(moment: RunMoment) -> str:
@@ -122,10 +133,11 @@ def hint(moment: RunMoment) -> str:
 
 def summary(moment: RunMoment) -> str:
     """The state in one plain line: Running  step 312/1125  28 %  24s left  5,210 samples/s  loss 0.412"""
-    if present_progress(moment.status) is None:
+    progress = present_progress(moment.status)
+    if progress is None:
         doing = activity(moment) or f"elapsed {_seconds(moment.started, moment.now)}"
         return f"{shown_state(moment)}, attempt {moment.status.attempt}: {doing}"
-    return "  ".join([shown_state(moment), *step_parts(moment.status), *_rate(moment), *_metrics(moment)])
+    return "  ".join([shown_state(moment), *step_parts(moment.status), *_rate(moment), *metric_parts(progress)])
 
 
 def trend(series: Series, since: float = 0.0) -> tuple[float, float | None] | None:
@@ -173,29 +185,27 @@ def _seconds(since: dt.datetime | None, now: dt.datetime) -> str:
     return wording.duration(0 if since is None else (now - since).total_seconds())
 
 
-def _head(moment: RunMoment) -> Line:
+def _head(moment: RunMoment) -> Text:
     status, state = moment.status, shown_state(moment)
     style = {"Running": "bold green", "Failing": "bold red", "Failed": "bold red"}.get(state, "bold yellow")
-    elapsed = f"elapsed {_seconds(moment.started, moment.now)}"
-    restarts = status.restarts.total if status.restarts else 0
-    of_run = [*([wording.count(restarts, "restart")] if restarts else []), elapsed]
-    doing = activity(moment)
-    if doing:
-        return _plain([f"attempt {status.attempt}: {doing}", *of_run], (state, style))
-    return _plain([*step_parts(status), f"attempt {status.attempt}", *of_run], (state, style))
+    doing, attempt = activity(moment), f"attempt {status.attempt}"
+    parts = [f"{attempt}: {doing}"] if doing else [*step_parts(status), attempt]
+    if status.restarts and status.restarts.total:
+        parts.append(wording.count(status.restarts.total, "restart"))
+    head = _line("  ".join([state, *parts, f"elapsed {_seconds(moment.started, moment.now)}"]))
+    head.stylize(style, 0, len(state))
+    return head
 
 
-def _pace(moment: RunMoment) -> Line:
-    if present_progress(moment.status) is None:
-        return []
-    parts = _plain(_rate(moment))
-    curve = next((n for n in ("loss", *sorted(moment.history.series)) if _is_loss(n, moment.history)), None)
-    for text in _metrics(moment):
-        parts.append((text, ""))
+def _pace(moment: RunMoment) -> list[str]:
+    """The pace and the metrics, the loss with its curve."""
+    series = moment.history.series
+    curve = next((name for name in ("loss", *sorted(series)) if "loss" in name.lower() and name in series), None)
+    metrics = metric_parts(moment.status.progress) if moment.status.progress else []
+    for i, text in enumerate(metrics):
         if curve is not None and text.startswith(f"{curve} "):
-            values = [point.mean for point in moment.history.series[curve].points]
-            parts[-1] = (f"{text} {figures.spark(values, SPARK_WIDTH)}".rstrip(), "")
-    return parts
+            metrics[i] += f" {figures.spark([point.mean for point in series[curve].points], SPARK_WIDTH)}".rstrip()
+    return [*_rate(moment), *metrics]
 
 
 def _rate(moment: RunMoment) -> list[str]:
@@ -204,113 +214,43 @@ def _rate(moment: RunMoment) -> list[str]:
     begun = 0.0 if since is None else (since - moment.started).total_seconds()
     if found := trend(moment.history.series.get(STEP_SECONDS, Series()), begun):
         seconds, change = found
-        word = "" if change is None or abs(change) < TREND else f", {_change(change)}"
-        parts.append(figures.step_time(seconds) + word)
+        word = "" if change is None or abs(change) < TREND else f", {abs(change):.0%}".replace("%", " % ")
+        parts.append(figures.step_time(seconds) + word + ("slower" if (change or 0) > 0 else "faster") * bool(word))
     rate = moment.status.progress.samples_per_second if moment.status.progress else None
     return parts if rate is None else [*parts, f"{rate:,.0f} samples/s"]
 
 
-def _change(change: float) -> str:
-    return f"{abs(change):.0%} {'slower' if change > 0 else 'faster'}".replace("%", " %")
-
-
-def _metrics(moment: RunMoment) -> list[str]:
-    return metric_parts(moment.status.progress) if moment.status.progress else []
-
-
-def _is_loss(name: str, history: History) -> bool:
-    return "loss" in name.lower() and name in history.series
-
-
-def _failure(status: api.Status, width: int) -> list[Line]:
-    """The last failure, which stays until the end."""
-    if not status.failures:
-        return []
-    last = status.failures[-1]
-    return _wrapped(f"✖ attempt {last.attempt}: {last.message}", width)
-
-
-def _save_failed(status: api.Status, width: int) -> list[Line]:
-    """That saves fail, with the step from which a restart would go on."""
-    if not status.save_failed:
-        return []
-    saved = status.progress.saved_step if status.progress is not None else None
-    last = f"last saved at step {saved}" if saved else "nothing is saved"
-    return _wrapped(f"✖ {last}: {status.save_failed}", width)
-
-
-def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> list[Line]:
-    """A line for each node, in columns; those on the right are left out where there is no room for them."""
+def _nodes(nodes: Sequence[NodeRow], width: int, room: int) -> RenderableType:
+    """A line for each node, in columns; those on the right are left out if there is no room for them."""
     shown = list(nodes) if len(nodes) <= room else list(nodes)[: max(0, room - 1)]
-    cells = [_cells(node) for node in shown]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    while len([w for w in widths if w]) > 2 and sum(w + 2 for w in widths if w) > width:
-        widths.pop()
-    rows: list[Line] = []
-    for row in cells:
-        texts = (cell.ljust(size) for cell, size in zip(row, widths, strict=False) if size)
-        rows.append([(_cut("  ".join(["", *texts]).rstrip(), width), "")])
-    if len(shown) < len(nodes) and room:
-        rows.append([(_cut(f"  and {len(nodes) - len(shown)} nodes more", width), "dim")])
-    return rows
+    columns = [column for column in zip(*map(_cells, shown), strict=True) if any(column)]
+    while len(columns) > 2 and sum(max(map(cell_len, column)) + 2 for column in columns) > width:
+        columns.pop()
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for _ in columns:
+        grid.add_column(no_wrap=True)
+    for row in zip(*columns, strict=True):
+        grid.add_row(*map(_line, row))
+    left_out = len(nodes) - len(shown)
+    return Group(grid, _line(f"  and {left_out} nodes more", "dim")) if left_out else grid
 
 
 def _cells(node: NodeRow) -> list[str]:
     """node 1 | rank 1 | Running | step 312 | pid 4313 | CPU 98 % | 1.2 GB | GPU 87 % 12 GB, by what matters most."""
     pids = " ".join(map(str, node.pids[:2])) + (" …" if len(node.pids) > 2 else "")
-    use = node.usage
-    gpu = (
-        "" if use is None or use.gpu_percent is None else f"GPU {use.gpu_percent:3.0f} % {figures.size(use.gpu_bytes)}"
-    )
-    return [
-        f"node {node.place}",
+    cells = [
+        f"  node {node.place}",
         node.ranks,
         node.state,
         "" if node.step is None else f"step {node.step}",
         f"pid{'s' * (len(node.pids) > 1)} {pids}" if node.pids else "",
-        "" if use is None else f"CPU {use.cpu_percent:3.0f} %",
-        "" if use is None else f"{figures.size(use.memory_bytes):>6}",
-        gpu,
     ]
+    if (use := node.usage) is None:
+        return [*cells, "", "", ""]
+    gpu = "" if use.gpu_percent is None else f"GPU {use.gpu_percent:3.0f} % {figures.size(use.gpu_bytes)}"
+    return [*cells, f"CPU {use.cpu_percent:3.0f} %", f"{figures.size(use.memory_bytes):>6}", gpu]
 
 
-def _plain(texts: Iterable[str], *first: Span) -> Line:
-    return [*first, *((text, "") for text in texts)]
-
-
-def _flow(parts: Line, width: int, rows_max: int) -> list[Line]:
-    """Parts in lines, two spaces between them; a part is cut only where it does not fit into a line of its own."""
-    rows: list[Line] = [[]]
-    used = 0
-    for text, style in parts:
-        text = _cut(_one_line(text), width)
-        gap = 2 if rows[-1] else 0
-        if used + gap + cell_len(text) > width:
-            if len(rows) == rows_max:
-                break
-            rows.append([])
-            used = gap = 0
-        rows[-1] += [("  ", "")] * bool(gap) + [(text, style)]
-        used += gap + cell_len(text)
-    return rows
-
-
-def _wrapped(text: str, width: int) -> list[Line]:
-    """What went wrong, in at most FAILURE_ROWS lines: its cause stands at the end."""
-    rows, rest = list[str](), _one_line(text)
-    while cell_len(rest) > width and len(rows) < FAILURE_ROWS - 1:
-        row = chop_cells(rest, width)[0]
-        row = row.rpartition(" ")[0] or row
-        rows.append(row)
-        rest = rest[len(row) :].lstrip()
-    return [[(row, "red")] for row in (*rows, _cut(rest, width))]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(clean(text).split())
-
-
-def _cut(text: str, width: int) -> str:
-    if cell_len(text) <= width:
-        return text
-    return set_cell_size(text, width - 1).rstrip() + "…" if width > 1 else "…"
+def _line(text: str, style: str = "") -> Text:
+    """Text without what a terminal obeys, that is wrapped also if it is drawn below lines that are not."""
+    return Text(" ".join(clean(text).splitlines()), style, no_wrap=False, overflow="fold")

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from ddpjob_cli.local.processes.cluster import LocalPod
-from ddpjob_cli.local.shown.fold import Fold, Trace
+from ddpjob_cli.local.shown.fold import Fold
 from ddpjob_core import rules
 from ddpjob_core.failures import root_cause
 from ddpjob_operator.failures import termination_message
@@ -84,9 +84,12 @@ class Teller:
         """
         self._pending = None
         held = {name: fold.forget() for name, (_, fold) in self._folds.items()}
-        culprit = None if failure is None else _of_culprit(failure, held)
-        if doubtful:
-            culprit = next((trace for traces in held.values() for trace in traces if trace.exception), None)
+        everyone = [trace for traces in held.values() for trace in traces if trace.exception]
+        culprit = everyone[0] if doubtful and everyone else None
+        if failure is not None and failure.exception:
+            # That of its own pod, else of one that raised the same.
+            known = [*held.get(failure.pod, ()), *everyone]
+            culprit = next((t for t in known if t.exception.startswith(failure.exception[:80])), None)
         for name, traces in held.items():
             pod, fold = self._folds[name]
             for trace in traces:
@@ -94,20 +97,16 @@ class Teller:
                     self._log(pod, trace.lines)
                 else:
                     fold.hidden += len(trace.lines)
-        self._show_stacks(None if failure is None else failure.rank)
-        if failure is None and not any(held.values()):
-            return  # what torch logs at the end of a training that went well is nothing to look at
-        self._tell_folded("" if failure is None else failure.pod)
-
-    def _show_stacks(self, culprit: int | None) -> None:
-        """The stacks of the rank that stalled the others; of all ranks if none is named."""
         for pod, fold in self._folds.values():
             for rank, lines in fold.stacks.items():
-                if culprit in (None, rank):
+                if failure is None or failure.rank in (None, rank):  # of all ranks if none stalled the others
                     self._log(pod, lines)
                 else:
                     fold.hidden += len(lines)
             fold.stacks = {}
+        if failure is None and not any(held.values()):
+            return  # what torch logs at the end of a training that went well is nothing to look at
+        self._tell_folded("" if failure is None else failure.pod)
 
     def _tell_folded(self, culprit: str) -> None:
         counts = {name: fold.hidden for name, (_, fold) in self._folds.items() if fold.hidden}
@@ -154,11 +153,3 @@ def _why_unsaved(status: api.Status, ended: Iterable[Container]) -> str:
     if any(trainer.exit_code == _KILLED for trainer in ended):
         return "; nothing was saved: it had to be killed by SIGKILL"
     return ""
-
-
-def _of_culprit(failure: api.JobFailure, held: dict[str, list[Trace]]) -> Trace | None:
-    """The traceback of the exception that is the cause: of its own pod, else of one that raised the same."""
-    if not failure.exception:
-        return None
-    known = [*held.get(failure.pod, ()), *(trace for traces in held.values() for trace in traces)]
-    return next((t for t in known if t.exception.startswith(failure.exception[:80])), None)

@@ -73,6 +73,16 @@ def _checked(method: str, path: str, answer: Raw) -> Raw:
     return answer
 
 
+class _Request(NamedTuple):
+    """bytes_max: a longer answer is not read."""
+
+    method: str
+    path: str
+    body: Raw | None = None
+    params: Mapping[str, str] | None = None
+    bytes_max: int | None = None
+
+
 class Page(NamedTuple):
     """One page of a list, and the resource version of the whole list."""
 
@@ -145,7 +155,7 @@ class Client:
         """Return an object, or the items of a list. Raise ApiError."""
         asked = requests.read("GET", path)
         is_list = asked.verb == "list" and _is_of_resources(path, asked)
-        return await self._request("GET", path, params, read=reading.listed if is_list else reading.obj)
+        return await self._request(_Request("GET", path, params=params), reading.listed if is_list else reading.obj)
 
     async def create(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """Return the created object. Raise ApiError.
@@ -153,22 +163,23 @@ class Client:
         For pods, Services and events, only the metadata comes from the server. The rest is `body`, without the changes
         of admission webhooks; those arrive with the watch.
         """
-        made = await self._request("POST", path, params, body, reading.made)
+        made = await self._request(_Request("POST", path, body, params), reading.made)
         return {**body, "metadata": made["metadata"]} if made.get("kind") == reading.METADATA_ALONE else made
 
     async def replace(self, path: str, body: Raw, params: Mapping[str, str] | None = None) -> Raw:
         """Replace the object and return it. The body's resourceVersion guards against lost updates. Raise ApiError."""
-        return await self._request("PUT", path, params, body)
+        return await self._request(_Request("PUT", path, body, params))
 
     async def patch(self, path: str, body: Raw) -> Raw:
         """Apply a JSON merge patch and return the object. A uid or resourceVersion in the body guards it. Raise
         ApiError.
         """
-        return await self._request("PATCH", path, None, body)
+        return await self._request(_Request("PATCH", path, body))
 
     async def delete(self, path: str, options: Raw) -> Raw:
         """Return the object that is being deleted, or a Status if it does not exist any more. Raise ApiError."""
-        return await self._request("DELETE", path, None, {"apiVersion": "v1", "kind": "DeleteOptions", **options})
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", **options}
+        return await self._request(_Request("DELETE", path, body))
 
     async def pages(self, path: str, selector: str = "", field_selector: str = "") -> AsyncIterator[Page]:
         """Yield the objects of a collection, page by page. Drop a page before you request the next one.
@@ -182,7 +193,8 @@ class Client:
             # No limit for a single object: etcd bounds its size.
             bytes_max = self.limits.page_bytes if limit > 1 else None
             try:
-                content = await self._request_bytes("GET", path, params | {"limit": str(limit)}, bytes_max)
+                listing = _Request("GET", path, params=params | {"limit": str(limit)}, bytes_max=bytes_max)
+                content = await self._request_bytes(listing)
             except TooLargeError:
                 limit = max(1, limit // 8)
                 continue
@@ -243,32 +255,18 @@ class Client:
         (self.reach.failed if code == NO_ANSWER else self.reach.answered)()
         self._told(method, path, code, time.monotonic() - began, watch=watch)
 
-    async def _request(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, str] | None,
-        body: Raw | None = None,
-        read: Callable[[bytes], Raw] = reading.obj,
-    ) -> Raw:
-        content = await self._request_bytes(method, path, params, None, body)
+    async def _request(self, request: _Request, read: Callable[[bytes], Raw] = reading.obj) -> Raw:
+        content = await self._request_bytes(request)
         try:
-            return _checked(method, path, await read_json(read, content))
+            return _checked(request.method, request.path, await read_json(read, content))
         except reading.BadJsonError as error:
-            raise bad_answer(method, path, error) from None
+            raise bad_answer(request.method, request.path, error) from None
 
-    async def _request_bytes(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, str] | None,
-        bytes_max: int | None,
-        body: Raw | None = None,
-    ) -> bytes:
+    async def _request_bytes(self, request: _Request) -> bytes:
         for attempt in range(1, self.limits.tries + 1):
             session, info = await self._session()
             try:
-                return await self._once(session, info, method, path, params, bytes_max, body)
+                return await self._once(session, info, request)
             except ApiError as error:
                 wait = self._wait_before_next_try(error, attempt)
                 if wait is None:
@@ -277,28 +275,20 @@ class Client:
             await asyncio.sleep(wait)
         raise AssertionError("the last try returns or raises")
 
-    async def _once(
-        self,
-        session: aiohttp.ClientSession,
-        info: kopf.ConnectionInfo,
-        method: str,
-        path: str,
-        params: Mapping[str, str] | None,
-        bytes_max: int | None,
-        body: Raw | None,
-    ) -> bytes:
+    async def _once(self, session: aiohttp.ClientSession, info: kopf.ConnectionInfo, request: _Request) -> bytes:
+        method, path = request.method, request.path
         # Access reviews are sent by POST but change nothing.
         changes_something = method != "GET" and not path.startswith("/apis/authorization.k8s.io/")
         if changes_something and not self._may_write():
             raise ApiError(NO_ANSWER, "NotLeading", f"{method} {path}: not sent, for another operator may lead by now")
         url = info.server.rstrip("/") + path
-        data = None if body is None else _dumps(method, path, body)
+        data = None if request.body is None else _dumps(method, path, request.body)
         began, code = time.monotonic(), NO_ANSWER
         try:
             headers = self._headers | _headers(method, path)
-            async with session.request(method, url, params=params, data=data, headers=headers) as response:
+            async with session.request(method, url, params=request.params, data=data, headers=headers) as response:
                 code = response.status
-                content = await _read(response, bytes_max)
+                content = await _read(response, request.bytes_max)
                 if response.status >= 400:
                     raise of_answer(response.status, content, response.headers)
                 return content

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import re
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypedDict
+from typing import Any, Generic, TypedDict, TypeVar
 
 import msgspec
 import orjson
@@ -19,6 +19,7 @@ from aiohttp import StreamReader
 
 from ddpjob_operator.job import api, bounds, storage
 
+T = TypeVar("T")
 Raw = dict[str, Any]
 # etcd takes 1.5 MB. Our objects have a few kB; Python objects may need 20 times the bytes of their JSON.
 OBJECT_BYTES_MAX = 512 * 1024
@@ -50,12 +51,12 @@ class _List(msgspec.Struct, rename="camel", frozen=True):
     items: list[msgspec.Raw] | None = None
 
 
-class _Event(msgspec.Struct, frozen=True):
+class _Event(msgspec.Struct, Generic[T]):
     type: str
-    object: msgspec.Raw
+    object: T
 
 
-class _Named(TypedDict, total=False):
+class _Container(TypedDict, total=False):
     name: Any
     restartPolicy: Any
 
@@ -71,15 +72,15 @@ class _Identity(TypedDict, total=False):
     deletionGracePeriodSeconds: Any
 
 
-class _PodSpec(TypedDict, total=False):
+class _Spec(TypedDict, total=False):
     nodeName: Any
     activeDeadlineSeconds: Any
     schedulingGates: Any
-    containers: list[_Named] | None
-    initContainers: list[_Named] | None
+    containers: list[_Container] | None
+    initContainers: list[_Container] | None
 
 
-class _PodStatus(TypedDict, total=False):
+class _Status(TypedDict, total=False):
     phase: Any
     reason: Any
     message: Any
@@ -89,58 +90,19 @@ class _PodStatus(TypedDict, total=False):
     initContainerStatuses: Any
 
 
-class _Pod(TypedDict, total=False):
-    metadata: _Identity
-    spec: _PodSpec
-    status: _PodStatus
-
-
-class _MetadataAlone(TypedDict, total=False):
-    metadata: _Identity
-
-
-class _Made(TypedDict, total=False):
+class _Object(TypedDict, total=False):
     kind: Any
     metadata: _Identity
+    spec: _Spec
+    status: _Status
 
 
-class _NodeStatus(TypedDict, total=False):
-    conditions: Any
-
-
-class _Node(TypedDict, total=False):
-    metadata: _Identity
-    status: _NodeStatus
-
-
-class _PodEvent(TypedDict):
-    type: str
-    object: _Pod
-
-
-class _ServiceEvent(TypedDict):
-    type: str
-    object: _MetadataAlone
-
-
-class _NodeEvent(TypedDict):
-    type: str
-    object: _Node
-
-
-# By plural: only the fields that observe.py reads. A pod event then takes a fifth of the time (bench/results).
-_OBJECTS: dict[str, msgspec.json.Decoder[Any]] = {
-    "pods": msgspec.json.Decoder(_Pod),
-    "services": msgspec.json.Decoder(_MetadataAlone),
-    "nodes": msgspec.json.Decoder(_Node),
-}
-_MADE = msgspec.json.Decoder(_Made)
+# Of these kinds only the fields that observe.py reads are kept. A pod event then takes a fifth of the time
+# (bench/results).
+_CUT_KINDS = frozenset({"pods", "services", "nodes"})
+_OBJECT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Object)
+_EVENT: msgspec.json.Decoder[Any] = msgspec.json.Decoder(_Event[_Object])
 METADATA_ALONE = "PartialObjectMetadata"
-_EVENTS: dict[str, msgspec.json.Decoder[Any]] = {
-    "pods": msgspec.json.Decoder(_PodEvent),
-    "services": msgspec.json.Decoder(_ServiceEvent),
-    "nodes": msgspec.json.Decoder(_NodeEvent),
-}
 
 
 class ListPage(msgspec.Struct):
@@ -190,10 +152,10 @@ async def lines(content: StreamReader) -> AsyncIterator[bytes]:
 
 def event(line: bytes, plural: str = "") -> Raw:
     """Parse an event of a watch. plural: as for `page`. Raise BadJsonError."""
-    cut = _cut(line, _EVENTS.get(plural))
-    if cut is not None and cut["type"] != "ERROR":  # its object is a Status
-        return cut
-    decoded = _decode(line, _Event)
+    cut = _cut(line, _EVENT) if plural in _CUT_KINDS else None
+    if cut is not None and cut.type != "ERROR":  # its object is a Status
+        return {"type": cut.type, "object": cut.object}
+    decoded = _decode(line, _Event[msgspec.Raw])
     read = stored_job if plural == api.PLURAL and decoded.type != "ERROR" else obj
     return {"type": decoded.type, "object": read(bytes(decoded.object))}
 
@@ -201,7 +163,7 @@ def event(line: bytes, plural: str = "") -> Raw:
 def _object(content: bytes, plural: str) -> Raw:
     if plural == api.PLURAL:
         return stored_job(content)
-    return _cut(content, _OBJECTS.get(plural)) or obj(content)
+    return (_cut(content, _OBJECT) if plural in _CUT_KINDS else None) or obj(content)
 
 
 def stored_job(content: bytes) -> Raw:
@@ -247,19 +209,16 @@ def obj(content: bytes) -> Raw:
 
 def made(content: bytes) -> Raw:
     """Parse the answer to a create: the object, or the fields of its metadata that are read. Raise BadJsonError."""
-    cut = _cut(content, _MADE)
+    cut = _cut(content, _OBJECT)
     return cut if cut is not None and cut.get("kind") == METADATA_ALONE and "metadata" in cut else obj(content)
 
 
-def _cut(content: bytes, decoder: msgspec.json.Decoder[Any] | None) -> Raw | None:
-    """Return the fields that the decoder knows; None if there is no decoder or the object has another shape."""
-    if decoder is None or len(content) > OBJECT_BYTES_MAX:
-        return None
+def _cut(content: bytes, decoder: msgspec.json.Decoder[Any]) -> Any:
+    """Return the fields that the decoder knows; None if the object has another shape."""
     try:
-        cut: Raw = decoder.decode(content)
+        return decoder.decode(content) if len(content) <= OBJECT_BYTES_MAX else None
     except _GIVE_UP:
         return None
-    return cut
 
 
 def job(raw: Raw) -> Raw:

@@ -109,10 +109,12 @@ class Verifier:
             raise BadTokenError("the token is no JSON Web Token")
         # A pod sends the same token for an hour; verifying it costs a fifth of handling its report (bench/results).
         digest = hashlib.sha256(token.encode()).digest()
-        if (known := self._proven.get(digest)) is not None and self._is_good(known):
+        known, fresh = self._proven.get(digest), self._clock() - self._fetched_at < KEYS_AGE_SECONDS
+        if known is not None and known.keys is self._keys and fresh and self._wall() < known.expires_at:
             return known.pod
-        key_id = _key_id(token)
-        keys = await self._keys_with(key_id)
+        key_id, keys = _key_id(token), self._keys
+        if keys is None or key_id not in keys.by_id or not fresh:
+            keys = await self._renewed(keys)
         try:
             return self._bound_pod(token, keys, key_id, digest)
         except _OtherIssuerError:
@@ -121,11 +123,6 @@ class Verifier:
             if renewed is keys:
                 raise
             return self._bound_pod(token, renewed, key_id, digest)
-
-    def _is_good(self, known: _Proven) -> bool:
-        """True if the token has not expired and the keys that verified it are fresh and still in use."""
-        fresh = self._clock() - self._fetched_at < KEYS_AGE_SECONDS
-        return known.keys is self._keys and fresh and self._wall() < known.expires_at
 
     def _bound_pod(self, token: str, keys: Keys, key_id: str, digest: bytes) -> BoundPod:
         self.verified += 1
@@ -152,13 +149,6 @@ class Verifier:
             del self._proven[next(iter(self._proven))]
         self._proven[digest] = _Proven(keys, float(claims["exp"]), pod)
         return pod
-
-    async def _keys_with(self, key_id: str) -> Keys:
-        """Return fresh keys that include `key_id`, fetching them if allowed; otherwise the best there are."""
-        keys = self._keys
-        if keys is not None and key_id in keys.by_id and self._clock() - self._fetched_at < KEYS_AGE_SECONDS:
-            return keys
-        return await self._renewed(keys)
 
     async def _renewed(self, known: Keys | None) -> Keys:
         """Fetch the keys and return them. Return the present ones if another task has just fetched, or too soon."""

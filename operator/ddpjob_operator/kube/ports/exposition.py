@@ -72,12 +72,11 @@ class Exposition(BoundedServer):
             at, body, content_type = self._written.get(openmetrics, (float("-inf"), b"", ""))
             if time.monotonic() - at > SAME_ANSWER_SECONDS:
                 snapshot = self._snapshot()
-                body, content_type = await asyncio.to_thread(self._write, snapshot, openmetrics)
+                body, content_type = await asyncio.to_thread(
+                    lambda: self._meter.text(read(snapshot), openmetrics=openmetrics)
+                )
                 now = time.monotonic()
                 # Keep the other format while it is fresh: two scrapers with different formats then share the cache.
                 fresh = {of: it for of, it in self._written.items() if now - it[0] <= SAME_ANSWER_SECONDS}
                 self._written = {**fresh, openmetrics: (now, body, content_type)}
         return body, content_type
-
-    def _write(self, snapshot: Scrape, openmetrics: bool) -> tuple[bytes, str]:
-        return self._meter.text(read(snapshot), openmetrics=openmetrics)

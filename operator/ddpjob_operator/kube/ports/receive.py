@@ -140,7 +140,9 @@ class Receiver(BoundedServer):
         account = self._accounts.get(pod)
         if account is None:
             if len(self._accounts) >= max(PODS_REMEMBERED, 2 * self._were_live):
-                self._forget_ended()
+                # Drop the accounts of pods that do not exist any more.
+                self._accounts = {one: kept for one, kept in self._accounts.items() if self._locate(one) is not None}
+                self._were_live = len(self._accounts)
             account = self._accounts[pod] = Account(REPORTS_BURST, now)
         refilled = account.allowance + (now - account.updated) * REPORTS_PER_SECOND
         account.allowance, account.updated = min(REPORTS_BURST, refilled), now
@@ -148,11 +150,6 @@ class Receiver(BoundedServer):
             raise _RefusedError(429, f"a pod may report {REPORTS_PER_SECOND:g} times a second", retry_seconds=1)
         account.allowance -= 1
         return account
-
-    def _forget_ended(self) -> None:
-        """Drop the accounts of pods that do not exist any more."""
-        self._accounts = {pod: account for pod, account in self._accounts.items() if self._locate(pod) is not None}
-        self._were_live = len(self._accounts)
 
 
 class _RefusedError(Exception):

@@ -18,8 +18,9 @@ from ddpjob_operator.kube.api.client import ApiError, Client, group_collection
 from ddpjob_operator.kube.api.runtime import Runtime
 from ddpjob_operator.kube.watch import observe, triggers
 from ddpjob_operator.kube.watch.queue_places import QueuePlaces
-from ddpjob_operator.kube.watch.reflector import UNMEASURED, Reflector, Watcher
+from ddpjob_operator.kube.watch.reflector import Reflector
 from ddpjob_operator.kube.watch.store import Key, Store
+from ddpjob_operator.metrics.meter import Meter
 from ddpjob_operator.observed.groups import GangApi, ObservedGroup
 from ddpjob_operator.pods import naming
 
@@ -43,7 +44,7 @@ class GangWatch:
         changed: Callable[[Key, float], None],
         found: Callable[[], None],
         runtime: Runtime,
-        watcher: Watcher = UNMEASURED,
+        meter: Meter | None = None,
         sleep: Callable[[float], Any] = asyncio.sleep,
         asks_places: bool = False,
     ) -> None:
@@ -62,7 +63,7 @@ class GangWatch:
         self.reflectors: list[Reflector] = []
         self._client, self._namespaces, self._found, self._runtime = client, namespaces, found, runtime
         self._sleep = sleep
-        self._watcher = watcher
+        self._meter = meter
         self._is_known = False
         self._errors = 0
         self.places: QueuePlaces | None = (
@@ -159,7 +160,7 @@ class GangWatch:
                 runtime=self._runtime,
                 sleep=self._client.reach.wait,
                 away=lambda: self._client.reach.lost,
-                watcher=self._watcher,
+                meter=self._meter,
             )
             for namespace in self._namespaces
             if namespace not in self._refused

@@ -63,6 +63,8 @@ def pod(raw: Raw) -> Pod:
     phase = text(status.get("phase")) or "Pending"
     trainer_state = trainer(raw, phase)
     disrupted, unscheduled = condition(raw, "DisruptionTarget", "True"), condition(raw, "PodScheduled", "False")
+    why = text(unscheduled.get("message")) or text(unscheduled.get("reason"))
+    tried = unscheduled.get("reason") == "Unschedulable" or None
     return Pod(
         name=_word(metadata, "name"),
         uid=_word(metadata, "uid"),
@@ -79,24 +81,15 @@ def pod(raw: Raw) -> Pod:
         scheduled_at=time(condition(raw, "PodScheduled", "True").get("lastTransitionTime")),
         accepted_at=time(status.get("startTime")),
         silent_since=_silent_since(raw, trainer_state),
-        unschedulable=_why_unscheduled(raw, unscheduled),
-        unschedulable_since=_unschedulable_since(unscheduled),
+        unschedulable=(kueue.queued_alone(raw) or why) if why else "",
+        # Not for a pod with scheduling gates (reason SchedulingGated): the scheduler has not tried it yet.
+        unschedulable_since=tried and time(unscheduled.get("lastTransitionTime")),
         deletion_requested_at=deletion_requested_at(metadata),
         deletion_deadline=time(metadata.get("deletionTimestamp")),
         trainer=trainer_state,
         deadline_set=(raw.get("spec") or {}).get("activeDeadlineSeconds") == END_NOW_SECONDS,
         sidecars_run=_sidecars_run(raw),
     )
-
-
-def _why_unscheduled(raw: Raw, unscheduled: Raw) -> str:
-    why = text(unscheduled.get("message")) or text(unscheduled.get("reason"))
-    return (kueue.queued_alone(raw) or why) if why else ""
-
-
-def _unschedulable_since(unscheduled: Raw) -> dt.datetime | None:
-    """None for a pod with scheduling gates (reason SchedulingGated): the scheduler has not tried it yet."""
-    return time(unscheduled.get("lastTransitionTime")) if unscheduled.get("reason") == "Unschedulable" else None
 
 
 @_total

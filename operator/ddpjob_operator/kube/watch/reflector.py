@@ -21,6 +21,8 @@ from ddpjob_operator.kube.api.client import NO_ANSWER, ApiError, Client, collect
 from ddpjob_operator.kube.api.runtime import SYSTEM, Runtime
 from ddpjob_operator.kube.watch.listing import Careful, Sink, take
 from ddpjob_operator.kube.watch.store import number
+from ddpjob_operator.metrics import names
+from ddpjob_operator.metrics.meter import Meter
 
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 30.0
 LOG_AGAIN_SECONDS = 300.0
@@ -34,19 +36,6 @@ STALE_LISTS_MAX = 5
 # A list follows the first watch that ends this long after the last list. Watches end after a random 4 to 8 minutes
 # (client.py). So a list comes every 10 minutes on average, and collections and operators do not list at the same time.
 LIST_AGAIN_SECONDS = 400.0
-
-
-class Watcher:
-    """Receives measurements of watches. This one ignores them."""
-
-    def restarted(self, plural: str, cause: str) -> None:
-        """A watch has ended. cause: `end` or `error`."""
-
-    def missed(self, plural: str, count: int) -> None:
-        """A list has shown `count` objects whose newest change the watch had not delivered."""
-
-
-UNMEASURED = Watcher()
 
 
 class Reflector:
@@ -64,7 +53,7 @@ class Reflector:
         runtime: Runtime = SYSTEM,
         sleep: Callable[[float], Any] = asyncio.sleep,
         away: Callable[[], bool] = lambda: False,
-        watcher: Watcher = UNMEASURED,
+        meter: Meter | None = None,
     ) -> None:
         """sleep: returns True if it ended early because the server answers again (Reach.wait).
         away: True while the server answers no request at all; Reach logs that, so the reflector does not."""
@@ -83,7 +72,7 @@ class Reflector:
         self._runtime = runtime
         self._sleep = sleep
         self._away = away
-        self._plural, self._watcher = plural, watcher
+        self._plural, self._meter = plural, meter or Meter()
         self._version = self._newest = ""
         self._failures = 0
         self._failing_since: float | None = None
@@ -117,7 +106,7 @@ class Reflector:
                 self._version = ""
             self.tried_at, self.waits = self._runtime.clock(), True
             healthy = self.tried_at - started >= HEALTHY_SECONDS
-            self._watcher.restarted(self._plural, cause if healthy else "error")
+            self._meter.count(names.WATCH_RESTARTS, self._plural, cause if healthy else "error")
             if healthy:
                 self._begin_anew()
                 continue
@@ -146,7 +135,7 @@ class Reflector:
         pages = self._client.pages(self._path, self._selector)
         at = await take(pages, self._sink, put, self._check, namespace=self.namespace)
         if missed:
-            self._watcher.missed(self._plural, len(missed))
+            self._meter.count(names.MISSED, self._plural, by=len(missed))
             text = "%s: the watch has not shown %d changes, among them one of %s; a list did"
             self._runtime.log.warning(text, self.what, len(missed), missed[0])
         self._stale_lists = 0

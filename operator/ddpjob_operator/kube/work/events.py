@@ -6,6 +6,7 @@ import collections
 import datetime as dt
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ddpjob_operator.job import api, reasons
 from ddpjob_operator.kube.api.client import ApiError, Client, Raw
@@ -14,6 +15,7 @@ from ddpjob_operator.kube.watch.store import Key
 from ddpjob_operator.kube.work.queue import Queue, QueueMeter
 from ddpjob_operator.plan.actions import Event
 
+K, V = TypeVar("K"), TypeVar("V")
 QUEUE_MAX = 1_000
 # Per job; its newest are dropped beyond this. A job that restarts all the time must leave room for others.
 QUEUE_OF_JOB_MAX = 50
@@ -65,7 +67,7 @@ class Events:
         self.queue: Queue[Key] = Queue(self._send_next, runtime, at_a_time=8, of_namespace=4, watcher=watcher)
         """Jobs by namespace and uid: events of one job are sent one at a time, so that their order is kept."""
         self._sent: collections.OrderedDict[tuple[str, str, str], float] = collections.OrderedDict()
-        self._told: collections.OrderedDict[str, None] = collections.OrderedDict()
+        self._told: collections.OrderedDict[str, dt.datetime] = collections.OrderedDict()
         """uids of jobs that have had an Event, the latest last."""
         self._logged = ""
         self._named = 0
@@ -89,7 +91,7 @@ class Events:
                 self._count += 1
                 self.queue.add((job.namespace, job.uid), wait)
                 if not wait:
-                    self._tell(job)
+                    _remember(self._told, job.uid, now)
 
     def gone(self, uid: str) -> None:
         """Drop waiting events of a deleted job, except warnings."""
@@ -153,23 +155,17 @@ class Events:
         now, key = self._clock(), (job.uid, event.reason, event.message)
         if now - self._sent.get(key, float("-inf")) < REPEAT_SECONDS:
             return True
-        self._sent[key] = now
-        self._sent.move_to_end(key)
-        if len(self._sent) > REMEMBERED_MAX:
-            self._sent.popitem(last=False)
+        _remember(self._sent, key, now)
         return False
-
-    def _tell(self, job: api.Metadata) -> None:
-        self._told[job.uid] = None
-        self._told.move_to_end(job.uid)
-        if len(self._told) > REMEMBERED_MAX:
-            self._told.popitem(last=False)
 
     async def _post(self, waiting: _WaitingEvent) -> None:
         job = waiting.job
-        self._tell(job)
+        _remember(self._told, job.uid, waiting.at)
+        # The name grows: kubectl sorts events of one second by name, and causes must come before effects.
+        self._named = max(self._named + 1, int(self._runtime.utc().timestamp() * 1e6))
+        suffix = f"{self._named:014x}{self._runtime.random.getrandbits(64) % 2**16:04x}"
         try:
-            event = body(job, waiting.event, waiting.at, self._instance, self._suffix())
+            event = body(job, waiting.event, waiting.at, self._instance, suffix)
             await self._client.create(f"/api/v1/namespaces/{job.namespace}/events", event)
         except ApiError as error:
             # A namespace that is being deleted takes no events (404). Others, such as a missing right, are logged once.
@@ -179,10 +175,13 @@ class Events:
         except Exception:
             self._runtime.log.exception("an event was not sent")  # the end of this task would end the operator
 
-    def _suffix(self) -> str:
-        """Return a growing suffix: kubectl sorts events of one second by name, and causes must come before effects."""
-        self._named = max(self._named + 1, int(self._runtime.utc().timestamp() * 1e6))
-        return f"{self._named:014x}{self._runtime.random.getrandbits(64) % 2**16:04x}"
+
+def _remember(known: collections.OrderedDict[K, V], key: K, value: V) -> None:
+    """Add as the latest; the oldest is dropped if there are more than REMEMBERED_MAX."""
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > REMEMBERED_MAX:
+        known.popitem(last=False)
 
 
 def body(job: api.Metadata, event: Event, at: dt.datetime, instance: str, suffix: str) -> Raw:

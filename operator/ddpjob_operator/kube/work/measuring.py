@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from ddpjob_operator.job import requests
 from ddpjob_operator.kube.api.client import NO_ANSWER
-from ddpjob_operator.kube.watch import reflector
-from ddpjob_operator.kube.work.queue import Queue, QueueMeter
-from ddpjob_operator.metrics import meter as meters
+from ddpjob_operator.kube.work.queue import QueueMeter
 from ddpjob_operator.metrics import names
 from ddpjob_operator.metrics.meter import Meter
 
@@ -36,21 +34,6 @@ class Requests:
         self._meter.observe(names.REQUEST_SECONDS, seconds, verb, resource)
 
 
-class OfWatches(reflector.Watcher):
-    """Counts what the watches of all reflectors do."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-
-    def restarted(self, plural: str, cause: str) -> None:
-        """Count the end of a watch."""
-        self._meter.count(names.WATCH_RESTARTS, plural, cause)
-
-    def missed(self, plural: str, count: int) -> None:
-        """Count objects that a list showed and the watch had missed."""
-        self._meter.count(names.MISSED, plural, by=count)
-
-
 class OfQueue(QueueMeter):
     """Counts what a queue does. controller: it is the queue of jobs, which controller-runtime's dashboards show."""
 
@@ -75,9 +58,3 @@ class OfQueue(QueueMeter):
             self._meter.count(names.RECONCILES, CONTROLLER, result)
             if result == "error":
                 self._meter.count(names.RECONCILE_ERRORS, CONTROLLER)
-
-
-def now_in(queue: Queue[tuple[str, str]], name: str) -> meters.QueueWaits:
-    """Return the present state of a queue."""
-    depth, oldest = queue.due()
-    return meters.QueueWaits(name, depth, oldest, queue.stuck_seconds(), queue.working, queue.unfinished_seconds())

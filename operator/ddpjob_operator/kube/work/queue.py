@@ -32,6 +32,7 @@ from typing import Generic, TypeVar
 from ddpjob_operator.kube.api.in_flight import Turn
 from ddpjob_operator.kube.api.limit import at_most
 from ddpjob_operator.kube.api.runtime import Runtime
+from ddpjob_operator.metrics.meter import QueueWaits
 
 K = TypeVar("K", bound=Hashable)
 BACK_OFF_SECONDS_FIRST, BACK_OFF_SECONDS_MAX = 0.5, 60.0
@@ -319,18 +320,12 @@ class Queue(Generic[K]):
         """Return the seconds since the last answer, of the reconcile that has waited longest."""
         return self.schedule.stuck_seconds(self._clock())
 
-    def unfinished_seconds(self) -> float:
-        """Return the seconds since the last answer, summed over all running reconciles."""
-        return self.schedule.unfinished_seconds(self._clock())
-
-    def due(self) -> tuple[int, float]:
-        """Return the number of due keys, and for how many seconds the oldest has been due."""
-        return self.schedule.due(self._clock())
-
-    @property
-    def working(self) -> int:
-        """Number of keys that are being reconciled."""
-        return self.schedule.working
+    def measured(self, name: str) -> QueueWaits:
+        """Return the present state."""
+        now = self._clock()
+        depth, oldest = self.schedule.due(now)
+        stuck, unfinished = self.schedule.stuck_seconds(now), self.schedule.unfinished_seconds(now)
+        return QueueWaits(name, depth, oldest, stuck, self.schedule.working, unfinished)
 
     def progressed(self, key: K) -> None:
         """Record that the reconcile of `key` got an answer."""

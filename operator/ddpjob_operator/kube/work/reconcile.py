@@ -271,7 +271,9 @@ class Reconciler:
             if s not in own
         )
         pods = state.by_own_clock(self.caches.pods.of(key), self.runtime.now())
-        await self._confirm_nodes(pods)
+        # A pod whose node is gone counts as lost, but the watch of nodes may lag.
+        for name in self.caches.nodes.unknown({pod.node for pod in pods if pod.live and pod.node}):
+            await self.lookup.read_node(("", name))
         return Observed(
             service=bool(own),
             pods=tuple(pods),
@@ -297,11 +299,6 @@ class Reconciler:
             return begun.ask(key, storage.size(raw))
         begun.waits_no_more(key)
         return ""
-
-    async def _confirm_nodes(self, pods: Sequence[Pod]) -> None:
-        """Read nodes that our copy lacks. A pod whose node is gone counts as lost, but the watch of nodes may lag."""
-        for name in self.caches.nodes.unknown({pod.node for pod in pods if pod.live and pod.node}):
-            await self.lookup.read_node(("", name))
 
     def _neighbours(self, key: Key, pods: Sequence[Pod]) -> dict[str, int]:
         """Return the nodes that other jobs of the namespace use, by job, if a pod of this one cannot be scheduled."""

@@ -29,7 +29,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ddpjob import process
-from ddpjob.checkpoint.in_memory import room
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.state import packed
@@ -39,7 +38,6 @@ from ddpjob_core.copies import CopyPlan
 from ddpjob_core.memory import CHANGED, CLOCK, COPIES, COPY_SLOTS, PID, PLACED, SAVED, UNABLE, Held, Version
 
 PACES_LEAST = 3
-AGAIN_SECONDS = 0.001
 ALONE = "a rank that trains alone leaves nobody who could write it"
 IF_KILLED = "; a rank that ends by an exception still leaves its state in memory, one that is killed does not"
 CHANGES = "parameters or optimizer state change between a boundary and the next optimizer.step()"
@@ -75,6 +73,7 @@ class Copies:
     _least = 1  # steps between two copies, at least
     _later = 0  # number of looks that other ranks may be ahead
     _because = ALONE
+    _on_device = False
 
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any) -> None:
         """store: of the group, for rank 0's plan; None if this rank trains alone."""
@@ -83,13 +82,10 @@ class Copies:
         """True if parameters change between a boundary and the next step."""
         self.saved: Version | None = None
         """Version of the last copy that was made for save()."""
-        self.loaded: Version | None = None
-        """Version that this generation loaded from memory."""
         self._plan: CopyPlan | None = None
         self._next: CopyPlan | None = None  # published, not in force yet
         self._told = 0  # number of plans that rank 0 has published, or this rank has read
         self._step = self._before = self._counted = 0  # this boundary, the one before, the last that counted
-        self._resumed = 0  # step that was loaded, and so is in memory already
         self._noted: tuple[list[Any], bool] | None = None  # the parameters' versions at this boundary, and its `named`
         self._copied = 0  # step of the last copy
         self._is_named = False  # True if the script has named a state
@@ -109,12 +105,12 @@ class Copies:
     @property
     def instead(self) -> bool:
         """True if a state that survivors write after a failure could be wrong."""
-        return self.changes
+        return self.changes or self._on_device
 
     @property
     def by_cadence(self) -> bool:
         """True if states are also copied at steps that the script does not save."""
-        return self.changes or self._world_size == 1
+        return self.instead or self._world_size == 1
 
     def begin_with_changes(self, why: str) -> None:
         """Copy from now on: parameters change between a boundary and the next step. why: for the log."""
@@ -126,10 +122,6 @@ class Copies:
         self.forget()
         if self._rank == 0 and not is_placed:
             process.log(f"{why}: the state is copied at the steps that save() or keep() name, from the first one on")
-
-    def resumed(self, step: int) -> None:
-        """Record that the state of this step is in memory already."""
-        self._resumed = step
 
     def stop(self) -> None:
         """Make no further copy."""
@@ -144,8 +136,8 @@ class Copies:
     def forget(self) -> None:
         """Invalidate this generation's copies, except those made for save()."""
         self.count_saved()
-        with self._lock:
-            self._written = self._room = None
+        self.give_up_last()
+        self._room = None
         for slot in COPY_SLOTS:
             if self._is_own(self._shared.slot_version(slot)):
                 self._shared.forget_slot(slot)
@@ -204,7 +196,8 @@ class Copies:
         self._is_placed, self._shared.node[COPIES] = False, CHANGED
 
     def _copy_if_due(self, at: Boundary) -> None:
-        if self._stopped or at.step == self._resumed:
+        loaded = self._shared.loaded
+        if self._stopped or (loaded is not None and at.step == loaded.version.step):
             return
         self._is_named |= at.named
         if at.must_be_copied:
@@ -262,7 +255,7 @@ class Copies:
         if own in versions:  # the same step is saved again, perhaps with other values
             slot = COPY_SLOTS[versions.index(own)]
         else:
-            slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, self.loaded)]
+            slot = COPY_SLOTS[copies.slot_for(versions, held and held.version, shared.loaded and shared.loaded.version)]
         shared.write_slot(slot, at.step, packed.dumps(at.small()))
 
     def _write(self, at: Boundary, every: int, loads: int = 0) -> tuple[int, Held] | None:
@@ -278,7 +271,7 @@ class Copies:
         if state.size > min(map(shared.reserved, range(memory.AREAS))):
             self._room = None
             return None
-        with shared.alone():  # survivors of a failure may be writing
+        with shared.locked(waits=True):  # survivors of a failure may be writing
             area = copies.area_for([shared.held_in(area) for area in range(memory.AREAS)])
             shared.write_copy(area, state, held)
             return area, held
@@ -302,8 +295,11 @@ class Copies:
         """Called when another optimizer makes the same step."""
 
     def count_saved(self) -> bool:
-        """Make the copy for save() valid: all ranks have reached its boundary. False if there is none. Raises
-        OSError."""
+        """Make the copy for save() valid: all ranks have reached its boundary, or a rank has failed. False if there is
+        none. Raises OSError.
+
+        After a failure ranks that had not reached the save have no random states in it, as if survivors had written it.
+        """
         with self._lock:
             written = self._written
             if written is None or not written.is_saved:
@@ -325,38 +321,29 @@ class Copies:
         self.begin_with_changes(f"parameters changed after step {step}, and by no optimizer.step()")
 
     def finish(self, kept: Kept) -> int:
-        """A rank has failed: make the last copy valid if every rank has written its slot. Returns the answer for the
-        agent.
-        """
-        if self.finish_saved():
+        """Return the answer for the agent: the last copy counts after a failure if every rank has written its slot."""
+        if self.count_saved():
             return SAVED
         with self._lock:
             written, self._written = self._written, None
             if written is None or not self._is_as_it_was(kept, written.versions):
                 return UNABLE
-            if not self._all_are_at(written.held.version.step):
+            all_are_here = self._world_size == self._shared.ranks
+            step = written.held.version.step
+            if self._world_size > 1 and not (all_are_here and self._shared.all_have_copied(step)):
                 return UNABLE
             return SAVED if self._shared.count_copy(written.area, written.held) else UNABLE
 
-    def finish_saved(self) -> bool:
-        """A rank has failed: make the copy for save() valid; False if there is none.
-
-        Ranks that had not reached the save have no random states in it, as if survivors had written the state.
-        """
-        return self.count_saved()
-
     def _versions_of(self, kept: Kept) -> list[Any]:
-        """Values that show if parameters have changed."""
-        return kept.versions()
+        """Values that show if parameters have changed. Not samples of them on a device: the host would see those of any
+        moment, and wait for them.
+        """
+        return kept.counters() if self._on_device else kept.versions()
 
     def _is_as_it_was(self, kept: Kept, versions: list[Any]) -> bool:
         """True if nothing shows that the parameters have changed since the boundary."""
         is_same = self._versions_of(kept) == versions and not kept.changed()
         return is_same or (self._plan is not None and self._plan.changes)
-
-    def _all_are_at(self, step: int) -> bool:
-        """True if all ranks of the group are on this node and have written their slots of this step."""
-        return self._world_size == 1 or (self._world_size == self._shared.ranks and self._shared.all_have_copied(step))
 
     # ---- the plan ------------------------------------------------------------------------------------------
 
@@ -443,8 +430,7 @@ class Copies:
     def _reserve(self, size: int) -> None:
         """Reserve both areas, in a thread: the kernel needs half a second for a large one."""
         try:
-            while not self._take(size):
-                time.sleep(AGAIN_SECONDS)
+            self._shared.take(size, memory.AREAS)
             self._prepare()
         except (StateError, OSError) as error:
             self.stop()
@@ -453,19 +439,6 @@ class Copies:
                 f"{error}{IF_KILLED}" if self._world_size == 1 and not self.instead else str(error)
             )
             process.log(f"rank {self._rank}: the state is not {what}: {error}")
-
-    def _take(self, size: int) -> bool:
-        """Reserve this many bytes for each area; False while another rank is writing. Raises StateError, OSError."""
-        shared = self._shared
-        with shared.locked() as alone:
-            if alone:
-                missing = memory.missing(size, [*map(shared.reserved, range(memory.AREAS))], memory.AREAS)
-                if missing and (short := room.shortage(missing)):
-                    process.current.limit_needed = short.limit_needed
-                    raise StateError(f"two copies of {size >> 20} MiB have no room: {short.why}")
-                for area in range(memory.AREAS):
-                    shared.reserve(size, area)
-            return alone
 
     def _prepare(self) -> None:
         """Called in the reserving thread once there is room. Raises OSError."""

@@ -61,12 +61,9 @@ class _Flight:
         self.area = 0
         self.ticket: Ticket | None = None
         self.total: int | None = None
-        self._parts: list[torch.Tensor] = []
+        self.parts: list[torch.Tensor] = []
+        """Views of the area that are summed."""
         self._summing: threading.Thread | None = None
-
-    def take_off(self, ticket: Ticket, area: int, held: Held, parts: list[torch.Tensor]) -> None:
-        """parts: views of the area that are summed."""
-        self.ticket, self.area, self.held, self._parts = ticket, area, held, parts
 
     def is_down(self) -> bool:
         """True if the copy is complete. Does not wait."""
@@ -107,7 +104,7 @@ class _Flight:
             self._sum()
 
     def _sum(self) -> None:
-        self.total = packed.total(self._parts)
+        self.total = packed.total(self.parts)
 
     @property
     def seconds(self) -> float:
@@ -123,6 +120,7 @@ class DeviceCopies(Copies):
     _least = copies.EVERY_LEAST_ON_DEVICE
     _later = copies.LATER_ON_DEVICE
     _because = ON_DEVICE
+    _on_device = True
 
     def __init__(self, shared: Shared, rank: int, world_size: int, store: Any, streams: Streams) -> None:
         super().__init__(shared, rank, world_size, store)
@@ -137,14 +135,6 @@ class DeviceCopies(Copies):
         self._in_torch = threading.Lock()  # held by a thread while it is in torch's C++, and from the exit on
         self._pid = os.getpid()
 
-    @property
-    def instead(self) -> bool:
-        return True
-
-    @property
-    def by_cadence(self) -> bool:
-        return True
-
     def stop(self) -> None:
         """No copy becomes valid from now on. Any thread may call this."""
         with self._lock:
@@ -157,15 +147,8 @@ class DeviceCopies(Copies):
             self.stop()
             self._in_torch.acquire()
 
-    def _versions_of(self, kept: Kept) -> list[Any]:
-        return kept.counters()  # no values: the host would see those of any moment, and wait for them
-
     def give_up_last(self) -> None:
-        self._leave()
-
-    def forget(self) -> None:
-        self._leave()
-        super().forget()
+        self._left, self._flight = self._flight or self._left, None
 
     # ---- at a boundary -------------------------------------------------------------------------------------
 
@@ -178,7 +161,9 @@ class DeviceCopies(Copies):
         super().boundary(at)
 
     def _copy(self, at: Boundary, every: int) -> None:
-        self._bring_down()
+        if self._flight is not None and self._flight.come_down():
+            self._count()
+        self.give_up_last()
         began = time.perf_counter()
         self._write_slot(at)
         flight = _Flight(at, self._in_torch)
@@ -223,7 +208,7 @@ class DeviceCopies(Copies):
         ticket = self._streams.begin_copy([(target[: len(head)], head), *pairs])
         version = Version(shared.attempt, shared.generation, at.step)
         held = Held(version, 0, state.size, 0, at.assumed, copies.AHEAD_ON_DEVICE * every)
-        flight.take_off(ticket, area, held, parts[:large])
+        flight.ticket, flight.area, flight.held, flight.parts = ticket, area, held, parts[:large]
 
     def _value(self, kept: Kept) -> dict[str, Any]:
         return kept.large_with_buffers(self._streams.clone)
@@ -232,12 +217,6 @@ class DeviceCopies(Copies):
         """Make the copy valid if it is complete."""
         if self._flight is not None and self._flight.is_down():
             self._count()
-
-    def _bring_down(self) -> None:
-        """Wait for the last copy and make it valid."""
-        if self._flight is not None and self._flight.come_down():
-            self._count()
-        self._leave()
 
     def _count(self) -> None:
         flight, self._flight = self._flight, None
@@ -249,9 +228,6 @@ class DeviceCopies(Copies):
                 self._shared.describe_copy(flight.area, held)
                 self._shared.count_copy(flight.area, held)
 
-    def _leave(self) -> None:
-        self._left, self._flight = self._flight or self._left, None
-
     # ---- the next optimizer step ---------------------------------------------------------------------------
 
     def before_step(self, kept: Kept) -> None:
@@ -262,7 +238,7 @@ class DeviceCopies(Copies):
         is_new = flight is not None and flight.passed is None
         if flight is not None and is_new and flight.counts:
             if not flight.is_saved and not self._is_as_it_was(kept, flight.versions):
-                self._leave()
+                self.give_up_last()
                 self.begin_with_changes(f"parameters changed after step {flight.step}, and by no optimizer.step()")
                 return
             self.before_other_step()
@@ -275,8 +251,7 @@ class DeviceCopies(Copies):
                 self._looked = mark
 
     def before_other_step(self) -> None:
-        """A second optimizer may use another stream. What was copied counts as soon as it can, where no boundary is
-        near."""
+        """Wait for the copy on the device again: a second optimizer may use another stream."""
         if self._flight is not None and self._flight.is_saved:
             self._land()
         if self._flight is not None and self._flight.ticket is not None and self._flight.counts:

@@ -62,12 +62,10 @@ class InMemory:
         self._loads = 0
         self._named: set[str] = set()  # by the calls of load() that take one step
         self._taken: FoundState | None = None  # what they take; None: what the folder has
-        self._used = wanted and world is not None and _is_rank(world) and "DDPJOB_MEMORY" in os.environ
-
-    @property
-    def is_on(self) -> bool:
-        """Whether what it is told is kept."""
-        return self._keeper is not None and self._keeper.is_on
+        self._used = wanted and world is not None and "DDPJOB_MEMORY" in os.environ
+        if self._used and world is not None:  # it is what the agent has started, and not a process that the script has
+            place = process.number("RANK", -1), process.number("WORLD_SIZE", -1)
+            self._used = (world.rank, world.world_size) == place
 
     @property
     def _otherwise(self) -> str:
@@ -94,7 +92,11 @@ class InMemory:
         world, device = self._world, streams.for_device(self._world.device)
         if device is None and world.device.type != "cpu":
             return
-        if why := _why_not(world, where):
+        why = _REFUSED
+        if where:  # DDPJOB_MEMORY is empty if there is no file
+            is_killed = process.number("DDPJOB_OUT_OF_MEMORY", 0)
+            why = _KILLED if is_killed else device_copies.would_go_on(world.backend, world.world_size, os.environ)
+        if why:
             process.current.not_kept = why
             if world.rank == 0 or (why is _KILLED and world.local_rank == 0):  # other pods may keep it
                 process.log(f"the state is not kept in memory: {why}; {self._otherwise}")
@@ -139,10 +141,8 @@ class InMemory:
                 holder.forget_copy()
             raise StateError(_half(self._named, found, objects))
         if holder is not None and not self._named:
-            holder.count_load(found.held.version)
+            holder.set_loads(found.held.version, found.held.loads + 1)
         self._took(found, objects)
-        if self._keeper is not None:
-            self._keeper.loads(found.held.version)
         return fetched
 
     def _took(self, found: FoundState | None, objects: Mapping[str, Any]) -> None:
@@ -157,7 +157,7 @@ class InMemory:
         """
         if self._keeper is not None:
             self._keeper.goes_on(found.held.version.step)
-            self._keeper.resumed(found.held.version.step, found.held.loads + 1, found.held.total)
+            self._keeper.resumed(found.held)
         if self._keeper is not None and not fetched.by_value and objects.keys() == fetched.state.keys():
             if found.held.assumed:
                 self._keeper.assume(objects)
@@ -188,15 +188,6 @@ class InMemory:
             self._keeper.boundary(step, named=True, saved=not kept_alone)
 
 
-def _why_not(world: World, where: str) -> str:
-    """Why nothing is kept here from the start; "" where it is. where: DDPJOB_MEMORY."""
-    if not where:
-        return _REFUSED
-    if process.number("DDPJOB_OUT_OF_MEMORY", 0):
-        return _KILLED
-    return device_copies.would_go_on(world.backend, world.world_size, os.environ)
-
-
 def _refuse(name: str) -> None:
     raise StateError(
         f"{name}: the state in memory has only what load() names, because save() was not called before the restart; "
@@ -217,8 +208,3 @@ def _half(named: set[str], found: FoundState, objects: Mapping[str, Any]) -> str
         f"{found.held.version.step}, at which {before} was loaded from memory; the next restart does not use that. "
         f"Name all in one call of load(), and give keep() all that save() is given."
     )
-
-
-def _is_rank(world: World) -> bool:
-    """Whether it is what the agent has started, and not a process that the script has."""
-    return (world.rank, world.world_size) == (process.number("RANK", -1), process.number("WORLD_SIZE", -1))

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 
 from ddpjob.checkpoint.state import packed
 from ddpjob.checkpoint.state.of_each_rank import ignored, outermost, sends_buffers
@@ -64,10 +65,10 @@ class Kept:
         self._objects = {name: _held(unwrapped(value)) for name, value in objects.items()}
         self._modules: dict[str, tuple[torch.nn.Module, list[tuple[str, torch.nn.Module, str]]]] = {}
         self._keys: dict[str, list[str]] = {}  # keys of each module's state_dict()
-        # Weak references: if the script creates another optimizer, the old one is gone before the new one makes a step.
-        self._optimizers: dict[str, weakref.ref[torch.optim.Optimizer]] = {}
+        self.optimizers: list[str] = []
+        self._others: list[str] = []
+        self._settings: dict[str, tuple[list[Any] | None, Any]] = {}  # see `settings`
         self._held: list[Any] = []
-        self._others: dict[str, Callable[[], Any]] = {}
         self.by_value: list[str] = []  # names of plain values, which are captured when the script passes them
         self.broadcast: list[str] = []
         """Names of models whose buffers DistributedDataParallel broadcasts from rank 0 before each forward pass."""
@@ -88,20 +89,19 @@ class Kept:
         self._first = self._all = _Views([], [], [], [])
         self._sampled = b""  # at the last boundary
         self._parts, self._counts = self._parts_now(), self._counts_now()
-        groups = [group for optimizer in self._living() for group in optimizer.param_groups]
-        own = {id(each) for group in groups for each in group["params"]}
+        own = {id(each) for optimizer in self._living() for group in optimizer.param_groups for each in group["params"]}
         self._untrained = {
             name: [*module.parameters(), *module.buffers()][:SAMPLES]
             for name, (module, _) in self._modules.items()
-            if self._optimizers and own.isdisjoint(map(id, module.parameters()))
+            if self.optimizers and own.isdisjoint(map(id, module.parameters()))
         }
-        schedulers = torch.optim.lr_scheduler.LRScheduler
-        self.idle = [*self._untrained, *(name for name, get in self._others.items() if isinstance(get(), schedulers))]
+        others = {name: unwrapped(objects[name]) for name in self._others}
+        self.idle = [*self._untrained, *(name for name, value in others.items() if isinstance(value, LRScheduler))]
         """Names of objects that a script surely changes at some point of its loop: averages of weights, schedulers."""
         self.models = list(self._modules)
-        self.optimizers = list(self._optimizers)
-        ours = [name for name, get in self._others.items() if _is_same_on_all(get())]
-        self.known = [*self._optimizers, *ours]
+        alike = LRScheduler | torch.amp.GradScaler
+        ours = [name for name, value in others.items() if isinstance(value, alike) or hasattr(value, "reads_ahead")]
+        self.known = [*self.optimizers, *ours]
         """Names of objects that are the same on all ranks because of their type."""
         self._counters = [_Counters(optimizer, own) for optimizer, own in self._owned(parameters)]
         trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in self._modules.values()]
@@ -125,42 +125,40 @@ class Kept:
         class of the script may not.
         """
         return not self.by_value and all(
-            isinstance(value, torch.optim.lr_scheduler.LRScheduler)
+            isinstance(value, LRScheduler)
             or type(value).__module__.startswith("torch.")
             or getattr(value, "reads_ahead", True) is False
-            for value in (get() for get in self._others.values())
+            for value in (self._objects[name]() for name in self._others)
         )
 
     @property
     def objects(self) -> dict[str, Any]:
         """The objects by name. Raises ReplacedError if the script has dropped one."""
-        found = {name: get() for name, get in self._objects.items()}
-        if gone := [name for name, value in found.items() if value is None and type(self._objects[name]) is not _Held]:
-            raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
-        return found
+        return {name: self._get(name) for name in self._objects}
+
+    def _get(self, name: str) -> Any:
+        """Raises ReplacedError if the script has dropped it."""
+        value = self._objects[name]()
+        if value is None and type(self._objects[name]) is not _Held:
+            raise ReplacedError(f"{name}: the script has replaced what save() was given")
+        return value
 
     def samplers(self) -> list[str]:
         """Names of GlobalBatchSamplers. They move on when the next batch is requested."""
-        return [name for name, value in self.objects.items() if name in self._others and hasattr(value, "reads_ahead")]
+        return [name for name in self._others if hasattr(self._get(name), "reads_ahead")]
 
     def check_gone(self) -> None:
         """Raise ReplacedError if the script has dropped an optimizer."""
-        if gone := [name for name, get in self._optimizers.items() if get() is None]:
-            raise ReplacedError(f"{', '.join(gone)}: the script has replaced what save() was given")
+        for name in self.optimizers:
+            self._get(name)
 
     def _living(self) -> list[torch.optim.Optimizer]:
         """The optimizers that the script has not dropped."""
-        return [optimizer for get in self._optimizers.values() if (optimizer := get()) is not None]
-
-    def _optimizer(self, name: str) -> torch.optim.Optimizer | None:
-        """The optimizer of this name; None if the name is another object's. Raises ReplacedError."""
-        if (get := self._optimizers.get(name)) is not None and get() is None:
-            self.check_gone()
-        return None if get is None else get()
+        return [optimizer for name in self.optimizers if (optimizer := self._objects[name]()) is not None]
 
     def has(self, optimizer: Any) -> bool:
         """True if this optimizer's state is kept."""
-        return any(optimizer is get() for get in self._optimizers.values())
+        return any(optimizer is self._objects[name]() for name in self.optimizers)
 
     def trains_with(self, optimizer: torch.optim.Optimizer) -> bool:
         """True if this optimizer changes parameters that are kept."""
@@ -181,7 +179,7 @@ class Kept:
 
     def has_parts_of(self, other: "Kept") -> bool:
         """True if both have the same parameters and optimizers."""
-        return (self._parts, self._counts) == (other._parts, other._counts)
+        return self._parts == other._parts
 
     def _counts_now(self) -> list[list[int]]:
         return [[len(group["params"]) for group in each.param_groups] for each in self._living()]
@@ -218,76 +216,32 @@ class Kept:
         elif isinstance(value, torch.optim.Optimizer):
             if type(value).state_dict is not torch.optim.Optimizer.state_dict:
                 raise StateError(f"{name}: a {type(value).__name__} has a state_dict() of its own")
-            packed.dumps(_groups(value))
-            self._optimizers[name] = weakref.ref(value)
+            packed.dumps(_setting(value, name))
+            self.optimizers.append(name)
         else:
-            self._others[name] = self._objects[name]
+            self._others.append(name)
             if not hasattr(value, "state_dict"):
                 self.by_value.append(name)
             if len(packed.dumps(copied(state_of(value), name))) > SMALL_BYTES_MAX:
                 raise StateError(f"{name}: it has more than {SMALL_BYTES_MAX >> 20} MiB to copy at each step")
 
-    def small(self, *, buffers: bool = True) -> dict[str, Any]:
-        """Small values. Write them at once: the tensors are the live ones."""
-        return (self.buffers() if buffers else {}) | self.settings()
-
     def settings(self) -> dict[str, Any]:
-        """Small values without the buffers."""
-        return {name: self.setting(name) for name in self.names_of_settings()}
+        """Small values of optimizers and of objects that are no modules.
+
+        A value is not copied again while its object consists of the very same parts, if those never become another
+        value.
+        """
+        for name in (*self.optimizers, *self._others):
+            value = self._get(name)
+            parts, last = _parts_of(value), self._settings.get(name, (None, None))[0]
+            if parts is None or last is None or len(parts) != len(last) or not all(map(operator.is_, parts, last)):
+                is_constant = parts is not None and _is_constant(value)
+                self._settings[name] = parts if is_constant else None, _setting(value, name, is_constant=is_constant)
+        return {name: value for name, (_, value) in self._settings.items()}
 
     def untrained(self) -> dict[str, Any]:
         """Version counters of modules that no optimizer trains, such as averages of weights."""
         return {name: list(map(_version_of, tensors)) for name, tensors in self._untrained.items()}
-
-    def names_of_settings(self) -> list[str]:
-        """Names of optimizers and of objects that are no modules."""
-        return [*self._optimizers, *self._others]
-
-    def parts_of(self, name: str) -> list[Any] | None:
-        """Parts of a setting: while they are the same objects, its value is unchanged. None if the parts are
-        not known."""
-        if (optimizer := self._optimizer(name)) is not None:
-            found: list[Any] = []
-            for group in optimizer.param_groups:
-                found += group
-                found += group.values()
-            return found
-        value = self._others[name]()
-        if not isinstance(value, torch.optim.lr_scheduler.LRScheduler):
-            return None
-        found = [*vars(value), *vars(value).values()]
-        for each in vars(value).values():
-            if type(each) is list:
-                found += each
-        return found
-
-    def is_constant(self, name: str) -> bool:
-        """True if all parts of this setting are values that cannot change in place."""
-        if (optimizer := self._optimizer(name)) is not None:
-            items = [item for group in optimizer.param_groups for item in group.items() if item[0] != "params"]
-            return all(type(key) is str and _is_plain(value, _CONSTANT) for key, value in items)
-        scheduler = self._others[name]()
-        own = type(scheduler).state_dict is torch.optim.lr_scheduler.LRScheduler.state_dict
-        return own and all(
-            each is scheduler.optimizer
-            or all(_is_plain(item, _CONSTANT) for item in (each if type(each) is list else [each]))
-            for each in vars(scheduler).values()
-        )
-
-    def setting(self, name: str, *, is_constant: bool = False) -> Any:
-        """Return a copy of the setting's value."""
-        if (optimizer := self._optimizer(name)) is not None:
-            return _groups(optimizer)
-        value = self._others[name]()
-        if value is None and type(self._objects[name]) is not _Held:
-            raise ReplacedError(f"{name}: the script has replaced what save() was given")
-        if is_constant:
-            return {key: [*each] if type(each) is list else each for key, each in value.state_dict().items()}
-        return copied(state_of(value), name)
-
-    def tensors_of_buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> list[Any]:
-        """All tensors of `buffers`, in its order."""
-        return [value for buffers in self.buffers(leaves_out).values() for value in buffers.values()]
 
     def buffers(self, leaves_out: Collection[tuple[str, str]] = ()) -> dict[str, Any]:
         """Live buffers of the modules. leaves_out: (module name, key) pairs to leave out."""
@@ -416,12 +370,6 @@ def _held(value: Any) -> Callable[[], Any]:
     return _Held(value)
 
 
-def _is_same_on_all(value: Any) -> bool:
-    """True for schedulers, gradient scalers and samplers, which do the same on each rank."""
-    is_torchs = isinstance(value, torch.optim.lr_scheduler.LRScheduler | torch.amp.GradScaler)
-    return is_torchs or hasattr(value, "reads_ahead")
-
-
 class _Counters:
     """Version counters of an optimizer's parameters and state.
 
@@ -448,8 +396,10 @@ class _Counters:
     def record(self) -> None:
         """Remember the counters."""
         self._boundaries += 1
-        if self._moves is not None and self._boundaries < RECORD_STEPS and self._few_are_as_expected():
-            return
+        if self._moves is not None and self._boundaries < RECORD_STEPS:
+            expected = [counter + self.steps * move for counter, move in self._few_moves]
+            if list(map(_version_of, self._few)) == expected:
+                return
         tensors, before, moves, steps = self._now(), self._counters, self._moves, self.steps
         is_same, counters = before is not None and self._is_of(tensors), list(map(_version_of, tensors))
         self._tensors, self._counters, self.steps, self._boundaries, self._moves = tensors, counters, 0, 0, None
@@ -463,10 +413,6 @@ class _Counters:
         if is_known:
             self._moves, stride = moves, max(1, len(tensors) // READ_AT_EACH)
             self._few, self._few_moves = tensors[::stride], list(zip(counters, moves, strict=True))[::stride]
-
-    def _few_are_as_expected(self) -> bool:
-        steps = self.steps
-        return list(map(_version_of, self._few)) == [counter + steps * move for counter, move in self._few_moves]
 
     def changed(self) -> str:
         """Return PARAMETERS or "state" if something other than steps has changed them since `record`, else ""."""
@@ -578,12 +524,40 @@ def _buffers(name: str, model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.
         yield key, module, leaf
 
 
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Settings of the parameter groups, such as learning rates, without the parameters."""
-    return [
-        {key: value if _is_plain(value) else copied(value, key) for key, value in group.items() if key != "params"}
-        for group in optimizer.param_groups
-    ]
+def _parts_of(value: Any) -> list[Any] | None:
+    """What a setting consists of; None if that is not known."""
+    if isinstance(value, torch.optim.Optimizer):
+        return [part for group in value.param_groups for part in (*group, *group.values())]
+    if not isinstance(value, LRScheduler):
+        return None
+    found = [*vars(value), *vars(value).values()]
+    for each in vars(value).values():
+        if type(each) is list:
+            found += each
+    return found
+
+
+def _is_constant(value: Any) -> bool:
+    """True if all parts of an optimizer's or a scheduler's setting are values that cannot change in place."""
+    if isinstance(value, torch.optim.Optimizer):
+        items = [item for group in value.param_groups for item in group.items() if item[0] != "params"]
+        return all(type(key) is str and _is_plain(each, _CONSTANT) for key, each in items)
+    return type(value).state_dict is LRScheduler.state_dict and all(
+        each is value.optimizer or all(_is_plain(item, _CONSTANT) for item in (each if type(each) is list else [each]))
+        for each in vars(value).values()
+    )
+
+
+def _setting(value: Any, name: str, *, is_constant: bool = False) -> Any:
+    """A copy of the value: of an optimizer the settings of its groups, such as learning rates."""
+    if isinstance(value, torch.optim.Optimizer):
+        return [
+            {key: item if _is_plain(item) else copied(item, key) for key, item in group.items() if key != "params"}
+            for group in value.param_groups
+        ]
+    if is_constant:
+        return {key: [*each] if type(each) is list else each for key, each in value.state_dict().items()}
+    return copied(state_of(value), name)
 
 
 def _is_plain(value: Any, types: Collection[Any] = _PLAIN) -> bool:

@@ -34,7 +34,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddpjob import process
-from ddpjob.checkpoint.in_memory import copies, room
+from ddpjob.checkpoint.in_memory import copies
 from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
 from ddpjob.checkpoint.in_memory.device_copies import DeviceCopies
 from ddpjob.checkpoint.in_memory.kept import Kept, OutgrownError, ReplacedError
@@ -44,12 +44,12 @@ from ddpjob.checkpoint.in_memory.shared import Shared
 from ddpjob.checkpoint.in_memory.slots import PLACE, Early, Slots
 from ddpjob.checkpoint.in_memory.steps import Makers, Numbers, Unmarked
 from ddpjob.checkpoint.in_memory.streams import Streams
-from ddpjob.checkpoint.in_memory.survivor import AGAIN_SECONDS, Loaded, Survivor
+from ddpjob.checkpoint.in_memory.survivor import Survivor
 from ddpjob.checkpoint.state import packed, random_states
 from ddpjob.checkpoint.state.alike import moved
 from ddpjob.errors import StateError
 from ddpjob_core import memory
-from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Version
+from ddpjob_core.memory import CLOCK, COPIES, EARLY, LOOSE, MISCOUNTED, PID, PROVEN, Held
 
 PROOF_STEPS = 3
 RANDOM = "random numbers"
@@ -58,9 +58,7 @@ LOOSE_STEPS = 2  # in a row; a single one may be the end of an epoch
 
 
 def _forward_begins(module: torch.nn.Module, _: Any) -> None:
-    """Forward pre-hook of trained models. A module-level function, because a copy or a pickle of the model refers to
-    it.
-    """
+    """Forward pre-hook of trained models; at module level, because a pickle of the model refers to it."""
     if not torch.compiler.is_compiling() and module.training and (keeper := process.current.keeper) is not None:
         keeper.step_begins()
 
@@ -79,9 +77,8 @@ class Keeper:
         *,
         has_folder: bool = True,
     ) -> None:
-        """otherwise: for the log, what a restart does without memory. store: of the group. streams: of the device that
-        the
-        rank trains on, None for the CPU. has_folder: False if the states are in memory only.
+        """otherwise: for the log, what a restart does without memory. store: of the group. streams: of the rank's
+        device, None for the CPU. has_folder: False if the states are in memory only.
         """
         own = Copies(shared, rank, world_size, store) if world_size == 1 else None
         if streams is not None:
@@ -91,11 +88,9 @@ class Keeper:
         self._rank, self._world_size, self._otherwise, self._store = rank, world_size, otherwise, store
         self.mode = Mode.EMPTY
         self.kept: Kept | None = None
-        # objects whose parameters have changed; kept again from the next boundary on
-        self._outgrown: Mapping[str, Any] | None = None
+        self._outgrown: Mapping[str, Any] | None = None  # their parameters changed; kept from the next boundary on
         self.assumed = False
         self.lock = threading.Lock()
-        self.loaded = Loaded(None, 0, 0, 0)
         self.dirty_since = self.dirty_seconds = 0.0
         self.names_each_step = False
         self.places, self.thread, self.pid = Places(), threading.get_ident(), os.getpid()
@@ -116,7 +111,7 @@ class Keeper:
         self._proofs_left = self._proofs_needed
         self._sum: tuple[int, int] | None = None  # (step, sum) to compare before the next step
         self._room: threading.Thread | None = None
-        self._told: set[str] = set()  # kinds of lines that are logged once
+        self._has_told_of_saves = False
         self._hooks: list[Any] = []
         register_optimizer_step_pre_hook(self.before_step)
         self.survivor = Survivor(self)
@@ -132,7 +127,8 @@ class Keeper:
 
     @property
     def _is_off(self) -> bool:
-        return self.mode is Mode.OFF
+        """Also in a forked process: its objects are not part of this training."""
+        return self.mode is Mode.OFF or os.getpid() != self.pid
 
     def _to(self, event: Event) -> None:
         """Go on to the mode that follows, and tell the agent if it may wait for this rank to write the state."""
@@ -154,10 +150,10 @@ class Keeper:
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """Keep these objects from now on. Plain values are captured only at the boundary at which they are passed."""
-        if os.getpid() != self.pid:
-            return  # objects of a forked process are not part of this training
+        if self._is_off:
+            return
         was_assumed, self.assumed = self.assumed, False
-        if self._is_off or (self.kept is not None and self.kept.is_of(objects)):
+        if self.kept is not None and self.kept.is_of(objects):
             return
         with self._guarded():
             kept = Kept(objects)
@@ -183,9 +179,8 @@ class Keeper:
             for last in kept.first_gradients
         ]
         self._hooks += [model.register_forward_pre_hook(_forward_begins) for model in kept.called]
-        if kept.by_value and self.has_folder and "saves" not in self._told and self._rank == 0:
-            self._told.add("saves")
-            process.log(
+        if kept.by_value and self.has_folder:
+            self._tell_of_saves(
                 f"{', '.join(kept.by_value)}: saved by value, so the memory has that state until the next optimizer "
                 f"step, and then {self._otherwise}: give save() objects with state_dict(), or call keep(step, …) after "
                 f"each step"
@@ -202,7 +197,7 @@ class Keeper:
 
     def forget_assumed(self) -> None:
         """The assumed objects are not the trained ones: keep nothing until `save` names some."""
-        if self.assumed and os.getpid() == self.pid:
+        if self.assumed and not self._is_off:
             self.assumed = False
             self._forget_assumed()
 
@@ -222,53 +217,15 @@ class Keeper:
         if self.copies is not None:
             self.copies.give_up_last()
 
-    def _drop(self, why: str) -> None:
-        """Keep nothing until the next save: the script trains other objects than it passed."""
-        self._prove_again()
-        if self._rank == 0:
-            process.log(
-                f"{why}: the state is kept in memory again from the next save() or keep() on; until then "
-                f"{self._otherwise}"
-            )
-
-    def _has_outgrown(self, why: str) -> None:
-        """The objects have other parameters now, so what was noted about them is void. Keep them again from the next
-        boundary.
-        """
-        kept = self.kept
-        self._prove_again()
-        with contextlib.suppress(ReplacedError):
-            self._outgrown = None if kept is None else kept.objects
-        if self.survivor.is_answering:
-            process.log(f"rank {self._rank}: the state is not written: {why} than before; {self._otherwise}")
-        elif self._rank == 0:
-            process.log(f"{why} than before: until it was trained for {PROOF_STEPS} steps, {self._otherwise}")
-
-    def _check_named(self, kept: Kept, optimizer: Any) -> None:
-        """Check that the script trains with the objects that it passed. Raises OutgrownError."""
-        kept.check_counts()
-        if self._makers.is_unknown(kept, optimizer):
-            self._drop("an optimizer makes steps that save() was not given")
-
     def goes_on(self, step: int) -> None:
         """Called when `load` returns this step: forget the step numbers that came before."""
         self._numbers = Numbers(step)
 
-    def loads(self, version: Version) -> None:
-        """Called when all ranks load this version from memory."""
+    def resumed(self, held: Held) -> None:
+        """Record that all ranks have loaded this state from memory."""
         if self.shared.proven_elsewhere:
             self.shared.node[PROVEN] = self.shared.proven_elsewhere
-        self.loaded, self._proofs_left = self.loaded._replace(version=version), self._proofs_needed
-        if self.copies is not None:
-            self.copies.loaded = version
-
-    def resumed(self, step: int, loads: int, total: int) -> None:
-        """Record that this state was loaded from memory and is unchanged. loads: how often so far. total: sum of its
-        bits.
-        """
-        self.loaded = self.loaded._replace(step=step, loads=loads, total=total)
-        if self.copies is not None:
-            self.copies.resumed(step)
+        self.shared.loaded, self._proofs_left = held._replace(loads=held.loads + 1), self._proofs_needed
 
     def boundary(self, step: int, *, named: bool = False, saved: bool = False) -> None:
         """Parameters and optimizer state are those of this step.
@@ -283,7 +240,7 @@ class Keeper:
                 self._keep(Kept(self._outgrown))
         self._check_number(step, named)
         kept = self.kept
-        if kept is None or self._is_off or os.getpid() != self.pid:
+        if kept is None or self._is_off:
             return
         must_copy = saved and self._must_copy(kept, step)
         # within an accumulation a new mark would repeat the micro-batches before it
@@ -316,15 +273,19 @@ class Keeper:
         if not self._copies_instead and memory.step_of(self.shared.cells[CLOCK]) != step:
             self._stepped = True  # otherwise a state already marked by another number would not be copied
         if self.copies is None:
-            self.copies = self._new_copies()
+            self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
         self._is_copied |= not self._has_other(step)
         return True
 
     def _take_in(self, kept: Kept, step: int, *, named: bool, must_copy: bool) -> None:
         self.thread = threading.get_ident()
         kept.check_gone()
-        self._check_makers()
-        rng, settings = random_states.compact(), self._slots.settings(kept)
+        if self._makers.boundary():
+            self._tell_not_kept(
+                "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
+                "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
+            )
+        rng, settings = random_states.compact(), kept.settings()
         self._learn(kept, step, self._watched_with(kept, random_states.mark(rng), settings), named=named)
         if not self._copies_instead and (self._stepped or named):
             self._note(kept, step, rng, settings)
@@ -337,27 +298,18 @@ class Keeper:
             own.renew(self.at(kept, step, named))  # the copy made at should_stop is not what a folder would have
         if own is not None and (own.instead or self.mode is not Mode.PROVING or must_copy):
             self._copy(own, self.at(kept, step, named, must_copy))
-        if must_copy and not self._is_off:
-            self._tell_of_saves(kept)
-
-    def _tell_of_saves(self, kept: Kept) -> None:
-        if "saves" not in self._told and self._rank == 0 and not process.current.not_kept:
-            self._told.add("saves")
+        if must_copy and not self._is_off and not process.current.not_kept:
             values = ", ".join(kept.by_value)
             why = f"{values}: saved by value" if values else "there are steps that the script does not mark"
-            process.log(
+            self._tell_of_saves(
                 f"{why}, so what is saved is copied into memory, and a restart goes on from the last save(): to repeat "
                 f"no step call {'keep(step, …)' if values else 'should_stop(step)'} after each step"
             )
 
-    def _check_makers(self) -> None:
-        """Check that the kept optimizers made the last step. Raises ReplacedError."""
-        if self._makers.boundary() and "mixed" not in self._told:
-            self._told.add("mixed")
-            self._tell_not_kept(
-                "gradients are summed over the ranks after an optimizer's step has begun and before should_stop(), as "
-                "with LBFGS or a second optimizer: a rank that fails there leaves no whole state"
-            )
+    def _tell_of_saves(self, text: str) -> None:
+        if not self._has_told_of_saves and self._rank == 0:
+            self._has_told_of_saves = True
+            process.log(text)
 
     def _tell_not_kept(self, why: str) -> None:
         """Log and report in the status that memory lacks some steps."""
@@ -367,21 +319,18 @@ class Keeper:
                 process.log(f"{why}; {self._otherwise}")
 
     def watched(self, kept: Kept) -> dict[str, Any]:
-        """Values that are compared between a boundary and the next step, by name."""
-        return self._watched_with(kept, self._marked_now())
+        """Values that are compared between a boundary and the next step, by name.
 
-    def _watched_with(self, kept: Kept, mark: int, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """settings: the current ones, if the caller has them already."""
-        settings = self._slots.settings(kept) if settings is None else settings
+        Of the random states those when the next step began; the current ones if it has not begun.
+        """
+        mark = self.places.marked.get(RANDOM, 0) if self._begun is None else self._begun
+        if self._begun is None and self._notices_begin and not self.has_begun:
+            mark = random_states.mark(random_states.compact())
+        return self._watched_with(kept, mark, kept.settings())
+
+    def _watched_with(self, kept: Kept, mark: int, settings: Mapping[str, Any]) -> dict[str, Any]:
         named = {name: value for name, value in settings.items() if name not in kept.by_value}
         return named | kept.untrained() | {RANDOM: mark}
-
-    def _marked_now(self) -> int:
-        """Mark of the random states when the next step began; of the current ones if it has not begun."""
-        if self._begun is not None:
-            return self._begun
-        is_known = self._notices_begin and not self.has_begun
-        return random_states.mark(random_states.compact()) if is_known else self.places.marked.get(RANDOM, 0)
 
     def step_begins(self, sampler: Any = None) -> None:
         """The next step begins: random numbers drawn from here on belong to it.
@@ -389,7 +338,7 @@ class Keeper:
         sampler: the one that is iterated. It counts only if it is kept, because an evaluation may use another sampler.
         """
         kept = self.kept
-        if kept is None or self._begun is not None or not self.places.is_open or os.getpid() != self.pid:
+        if kept is None or self._begun is not None or not self.places.is_open or self._is_off:
             return
         if sampler is not None and not any(kept.objects[name] is sampler for name in kept.samplers()):
             return
@@ -439,10 +388,10 @@ class Keeper:
         if not self.places.is_open:
             return
         mark = self.places.marked.get(RANDOM, 0) if self._begun is None else self._begun
-        new = self.places.step(self._watched_with(kept, mark), [*kept.optimizers, RANDOM])
-        if self.places.is_loose and self.copies is not None:
+        new = self.places.step(self._watched_with(kept, mark, kept.settings()), [*kept.optimizers, RANDOM])
+        if self.places.loose and self.copies is not None:
             self.copies.give_up_last()
-        self._loose_steps = self._loose_steps + 1 if self.places.is_loose else 0
+        self._loose_steps = self._loose_steps + 1 if self.places.loose else 0
         if new:
             self._tell_of_places(new, "between should_stop() and the next optimizer.step()")
         if self._loose_steps == LOOSE_STEPS:
@@ -451,7 +400,7 @@ class Keeper:
 
     def _check_number(self, step: int, named: bool) -> None:
         """Check that the step number is the one that `save` would be given, because `load` would return it."""
-        if self._is_off or os.getpid() != self.pid:
+        if self._is_off:
             return
         if why := self._numbers.problem(int(step), named=named, is_kept=self.kept is not None):
             self.shared.node[MISCOUNTED] = 1
@@ -465,15 +414,13 @@ class Keeper:
 
     def at(self, kept: Kept, step: int, named: bool, must_copy: bool = False) -> Boundary:
         def small() -> dict[str, Any]:
-            small = kept.small(buffers=not self.on_device) | self._place(kept)
+            small = ({} if self.on_device else kept.buffers()) | kept.settings() | self._place(kept)
             return self._slots.value(kept, random_states.compact(), small)
 
         return Boundary(kept, step, named, small, self.assumed, must_copy)
 
     def _place(self, kept: Kept) -> dict[str, Any]:
-        """Describe this rank's position in the step: the next generation finds out if ranks left different moments of
-        it.
-        """
+        """Describe this rank's moment in the step: the next generation compares those of all ranks."""
         sample = 0 if self.on_device else kept.sample()
         moved_ones = sorted(self.places.moved)
         place = {"named": self.places.is_named, "moved": moved_ones, "sample": sample}
@@ -487,22 +434,15 @@ class Keeper:
             own.boundary(at)
 
     def _copy_because_of_changes(self, why: str) -> None:
-        """Copy the state regularly, because parameters change between a boundary and the next step. why: for
-        the log."""
+        """Copy the state from now on: parameters change between a boundary and the next step. why: for the log."""
         if self._store is None and self._world_size > 1:
             raise StateError(why)
         if self.copies is None:
-            self.copies = self._new_copies()
+            self.copies = Copies(self.shared, self._rank, self._world_size, self._store)
         self._sum = None
         self._to("changes")
         self.shared.forget_slot(EARLY)  # no copy needs it
         self.copies.begin_with_changes(why)
-
-    def _new_copies(self) -> Copies:
-        found = Copies(self.shared, self._rank, self._world_size, self._store)
-        found.resumed(self.loaded.step)
-        found.loaded = self.loaded.version
-        return found
 
     def _note(self, kept: Kept, step: int, rng: dict[str, Any], settings: Mapping[str, Any]) -> None:
         shared = self.shared
@@ -512,8 +452,8 @@ class Keeper:
         self.has_begun = False
         with self.lock:
             kept.record()
-        more = {**settings, **self._place(kept)}
-        self._slots.write(self._slot_to_write(step), step, kept, rng, more=more)
+        small = {**kept.buffers(), **settings, **self._place(kept)}
+        self._slots.write(self._slot_to_write(step), step, kept, rng, small)
         with self.lock:
             if self.dirty_since:
                 self.dirty_seconds = max(self.dirty_seconds, time.monotonic() - self.dirty_since)
@@ -537,8 +477,7 @@ class Keeper:
         return turn
 
     def _is_proven(self, kept: Kept, step: int) -> bool:
-        """True if it is proven that nothing large changes between a boundary and the next step; else sum this
-        boundary."""
+        """True if it is proven that nothing large changes before the next step; else sum this boundary."""
         if self.shared.node[COPIES]:
             self._copy_because_of_changes(copies.CHANGES)
             return False
@@ -567,27 +506,11 @@ class Keeper:
             self._room.start()
 
     def _reserve(self, size: int) -> None:
-        """Reserve room, in a thread: the kernel needs half a second for a large area, and no boundary may follow for
-        long.
-        """
+        """Reserve room, in a thread: the kernel needs half a second for a large area."""
         with self._guarded():
-            while self.shared.reserved() < size:
-                with self.shared.locked() as alone:
-                    if alone and self.shared.reserved() < size:
-                        self._take(memory.area_bytes(size))
-                        break
-                time.sleep(AGAIN_SECONDS)
+            self.shared.take(memory.area_bytes(size), 1, later=0 if self.copies is None else memory.AREAS)
             with self.lock:  # the objects may have changed, and the proof with them: then it is nothing
                 self._to("reserved")
-
-    def _take(self, size: int) -> None:
-        """Reserve memory for this many bytes. Raises StateError, OSError."""
-        reserved = [self.shared.reserved(area) for area in range(memory.AREAS)]
-        both = 0 if self.copies is None else memory.missing(size, reserved, memory.AREAS)
-        if short := room.shortage(memory.missing(size, reserved, 1), with_later=both):
-            process.current.limit_needed = short.limit_needed
-            raise StateError(short.why)
-        self.shared.reserve(size)
 
     # ---- the optimizer's step ------------------------------------------------------------------------------
 
@@ -599,8 +522,8 @@ class Keeper:
         if self.assumed and self.kept is not None and not self.kept.has(optimizer):
             self.forget_assumed()
         kept = self.kept
-        if kept is None or self._is_off or self._stepped or os.getpid() != self.pid:
-            if not self._is_off and os.getpid() == self.pid:
+        if kept is None or self._is_off or self._stepped:
+            if not self._is_off:
                 self._other_step(optimizer)
             self._stepped = True
             if kept is None and optimizer is not None:
@@ -623,22 +546,21 @@ class Keeper:
         """Handle the first optimizer step after a boundary."""
         if self.copies is not None:
             self.copies.count_saved()
-        self._check_named(kept, optimizer)
-        if self.kept is kept:
-            self._leave(kept)
-        if self.kept is kept and self._sum is not None:
-            self._compare(kept)
-        if self.kept is kept and self.copies is not None:
+        kept.check_counts()
+        if self._makers.is_unknown(kept, optimizer):
+            raise ReplacedError("an optimizer makes steps that save() was not given")
+        self._leave(kept)
+        if self._sum is not None:
+            self._compare(kept, *self._sum)
+        if self.copies is not None:
             self.copies.before_step(kept)
             if self.copies.changes:
                 self._to("changes")
-        if self.kept is kept and not (self._copies_instead or self.has_begun):
+        if not (self._copies_instead or self.has_begun):
             self._early.write(kept, self._slots, self.shared)
 
     def _other_step(self, optimizer: Any) -> None:
-        """Handle a step without a boundary before it: of a second optimizer, or in a script that does not mark each
-        step.
-        """
+        """Handle a step without a boundary before it: of a second optimizer, or one that the script did not mark."""
         if self.copies is not None:
             with self._guarded():
                 self.copies.before_other_step()
@@ -647,7 +569,7 @@ class Keeper:
 
     def _count_step(self, optimizer: Any) -> None:
         """Count the step. Without frequent boundaries no slot would tell that steps followed the loaded state."""
-        if self._is_off or os.getpid() != self.pid:
+        if self._is_off:
             return
         kept = self.kept
         self._makers.step(kept, optimizer)
@@ -657,13 +579,12 @@ class Keeper:
             return
         self._is_copied = False
         made = [steps.one_more(optimizer) for steps in self._unmarked]
-        if made[0] == 2 and self.loaded.version is not None and self.shared.local_rank == 0:
-            self.shared.forget_loads(self.loaded.version)
+        if made[0] == 2 and self.shared.loaded is not None and self.shared.local_rank == 0:
+            self.shared.set_loads(self.shared.loaded.version, 0)
 
-    def _compare(self, kept: Kept) -> None:
-        step, before = self._sum or (0, 0)
+    def _compare(self, kept: Kept, step: int, before: int) -> None:
         self._sum = None
-        counted = not kept.changed() or step == self.loaded.step
+        counted = not kept.changed() or (self.shared.loaded is not None and step == self.shared.loaded.version.step)
         if kept.total() != before or not counted:
             self.shared.node[PROVEN] = 0
             self._copy_because_of_changes(
@@ -682,7 +603,7 @@ class Keeper:
         After that the other ranks may finish the step while this rank is killed in it.
         """
         kept = self.kept
-        if kept is None or self._is_off or os.getpid() != self.pid:
+        if kept is None or self._is_off:
             return
         self._numbers.has_worked = True
         self._makers.backward(has_stepped=self._stepped)
@@ -702,11 +623,21 @@ class Keeper:
             self.give_up(error)
 
     def give_up(self, error: Exception) -> None:
-        if isinstance(error, OutgrownError):
-            self._has_outgrown(str(error))
-        elif isinstance(error, ReplacedError):
-            self._drop(str(error))
-        elif isinstance(error, StateError):
-            self.turn_off(str(error))
+        """Keep nothing for good; until the next boundary if the objects have other parameters now, and until the next
+        save if the script trains other objects than it passed.
+        """
+        if not isinstance(error, OutgrownError | ReplacedError):
+            self.turn_off(str(error) if isinstance(error, StateError) else f"{type(error).__name__}: {error}")
+            return
+        kept = self.kept
+        self._prove_again()
+        if isinstance(error, ReplacedError):
+            until = ": the state is kept in memory again from the next save() or keep() on; until then"
         else:
-            self.turn_off(f"{type(error).__name__}: {error}")
+            until = f" than before: until it was trained for {PROOF_STEPS} steps,"
+            with contextlib.suppress(ReplacedError):
+                self._outgrown = None if kept is None else kept.objects
+        if isinstance(error, OutgrownError) and self.survivor.is_answering:
+            process.log(f"rank {self._rank}: the state is not written: {error} than before; {self._otherwise}")
+        elif self._rank == 0:
+            process.log(f"{error}{until} {self._otherwise}")

@@ -43,11 +43,6 @@ class Places:
         self.loose: set[str] = set()
         """Names for which the last boundary did not have what a folder would have."""
 
-    @property
-    def is_loose(self) -> bool:
-        """True if there were any."""
-        return bool(self.loose)
-
     def boundary(self, values: Mapping[str, Any], *, named: bool) -> None:
         """The first boundary after a step."""
         if self._started is not None:

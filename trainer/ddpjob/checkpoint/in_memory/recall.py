@@ -15,11 +15,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ddpjob import process
 from ddpjob.checkpoint.in_memory.kept import BUFFERS, merged
-from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.in_memory.shared import Shared, write_record
 from ddpjob.checkpoint.in_memory.slots import PLACE
 from ddpjob.checkpoint.state import packed, random_states
 from ddpjob.checkpoint.state.alike import digest
@@ -44,59 +43,18 @@ from ddpjob_core.memory import (
     Version,
 )
 
-PIECE_BYTES = 64 << 20
-
 _NUMBERS = int, float, bool, str, type(None)
 
 
 class _Row(NamedTuple):
-    """What one rank and its node have, as numbers that all ranks exchange; 0 where they have nothing."""
+    """What one rank and its node have; all ranks exchange it."""
 
-    generation: int = 0
-    step: int = 0
-    loads: int = 0
-    size: int = 0
-    total: int = 0
-    assumed: int = 0
-    every: int = 0
-    proof_generation: int = 0
-    proof_step: int = 0
-    proof_total: int = 0
-    mark_generation: int = 0
-    mark_step: int = 0
-    mark_before: int = 0
+    held: Held | None = None
+    proof: Proof | None = None
+    mark: Mark | None = None
     copies: int = 0
     proven: int = 0
     miscounted: int = 0
-
-    def held(self, attempt: int) -> Held | None:
-        """State of this rank's node; None if there is none."""
-        version = Version(attempt, self.generation, self.step)
-        others = self.loads, self.size, self.total, bool(self.assumed), self.every
-        return Held(version, *others) if self.step else None
-
-    @property
-    def proof(self) -> Proof | None:
-        """What its parameters summed to."""
-        proof = Proof(self.proof_generation, self.proof_step, self.proof_total)
-        return proof if proof.step else None
-
-    @property
-    def mark(self) -> Mark | None:
-        """Its last boundaries."""
-        return Mark(self.mark_generation, self.mark_step, self.mark_before) if self.mark_step else None
-
-
-def _own_row(shared: Shared | None) -> _Row:
-    if shared is None:
-        return _Row()
-    held, proof, mark = shared.held(), shared.proof(), shared.mark()
-    return _Row(
-        *([0] * 7 if held is None else [*held.version[1:], *map(int, held[1:])]),
-        *(proof or [0] * 3),
-        *(mark or [0] * 3),
-        *(shared.node[cell] for cell in (COPIES, PROVEN, MISCOUNTED)),
-    )
 
 
 def find(shared: Shared | None, rank: int, world_size: int, present: Version) -> FoundState | None:
@@ -106,12 +64,19 @@ def find(shared: Shared | None, rank: int, world_size: int, present: Version) ->
     first what those of rank 0's have, because it may be the only one that calls save. A node that has not what is found
     takes what was proved from those that have it: it shall keep the state before it is the last one that could.
     """
-    rows = [_Row(*row) for row in _gathered([*_own_row(shared)], world_size)]
+    own = _Row()
+    if shared is not None:
+        node = (shared.node[cell] for cell in (COPIES, PROVEN, MISCOUNTED))
+        own = _Row(shared.held(), shared.proof(), shared.mark(), *node)
+    rows = [
+        _Row(held and Held(Version(*held[0]), *held[1:]), proof and Proof(*proof), mark and Mark(*mark), *others)
+        for held, proof, mark, *others in _exchanged(own, world_size)
+    ]
     if shared is not None:
         shared.node[COPIES] = rows[0].copies or max(row.copies for row in rows)
         shared.node[MISCOUNTED] = max(row.miscounted for row in rows)
     marks = [row.mark for row in rows]
-    found = memory.newest([row.held(present.attempt) for row in rows], present, [row.proof for row in rows], marks)
+    found = memory.newest([row.held for row in rows], present, [row.proof for row in rows], marks)
     if isinstance(found, FoundState):
         if shared is not None and rank not in found.ranks:
             shared.proven_elsewhere = max(rows[holder].proven for holder in found.ranks)
@@ -143,7 +108,7 @@ def fetch(
     """
     version = found.held.version
     own, early, left = _slots(shared, version, rank, world_size)
-    rows = _gathered([int(own is not None), int(early is not None)], world_size)
+    rows = _exchanged([own is not None, early is not None], world_size)
     trouble: list[str] = []
     if why := memory.mixed_up(_all_left(shared, left, rank, world_size, is_own=own is not None), version.step):
         trouble.append(why)
@@ -166,14 +131,17 @@ def fetch(
         first = _tried(trouble, lambda: _from_rank(own, source, rank, world_size))
     of_0 = _tried(trouble, lambda: _from_rank(own or early, 0, rank, world_size)) if source and any(rows[0]) else None
     state = _tried(trouble, lambda: _checked(large, _small(own, early, first, of_0), found, objects))
-    troubled = [number for number, row in enumerate(_gathered([len(trouble)], world_size)) if row[0]]
+    troubled = [number for number, row in enumerate(_exchanged(bool(trouble), world_size)) if row]
     if troubled:
         if shared is not None:
             shared.cells[LOADED_STEP] = 0
         if rank == troubled[0]:
             process.log(f"step {version.step} in memory is not used: rank {rank}: {trouble[0]}")
         return None
-    _set_generators(own or early, first["rng"], version.step, rank)
+    if (left := own or early) is not None:
+        random_states.set_to(random_states.expanded(left["rng"]))
+    else:
+        random_states.seed(random_states.expanded(first["rng"]), version.step, rank)
     return Fetched(state, first["by_value"], [number for number, row in enumerate(rows) if not any(row)])
 
 
@@ -190,8 +158,7 @@ def _small(own: Any, early: Any, first: Any, of_0: Any) -> dict[str, Any]:
 
 
 def _tried(trouble: list[str], work: Callable[[], Any]) -> Any:
-    """Return work(), or note its error in `trouble`. Nothing is raised before all ranks know; collectives'
-    errors are."""
+    """Return work(), or note its error in `trouble`: all ranks must know before one raises."""
     if trouble:
         with contextlib.suppress(StateError, OSError, KeyError, TypeError):
             work()
@@ -231,9 +198,8 @@ def _all_left(
             value = shared.read_slot(slot) if at is not None and at[:2] == version[:2] else None
             if at is not None and value is not None and value["of"] == (rank, world_size):
                 boundaries[at.step] = _in_hashes(value["small"])
-    text = json.dumps([is_own, list(boundaries.items())])
-    rows = [json.loads(row) for row in (gather.texts(text) if world_size > 1 else [text])]
-    return [memory.Left(own, {int(step): one for step, one in found}) for own, found in rows]
+    rows = _exchanged([is_own, list(boundaries.items())], world_size)
+    return [memory.Left(own, dict(found)) for own, found in rows]
 
 
 def _in_hashes(small: dict[str, Any]) -> dict[str, Any]:
@@ -285,9 +251,10 @@ def _slots(shared: Shared | None, version: Version, rank: int, world_size: int) 
         own, early = _left(shared, version, rank, world_size)
         found = None, own or early
     if found != (None, None):
-        shared.cells[LOADED_STEP] = 0
-        shared.cells[LOADED_FROM], shared.cells[LOADED_BY] = version.generation, shared.generation
-        shared.cells[LOADED_STEP] = version.step
+        write_record(
+            shared.cells,
+            {LOADED_STEP: version.step, LOADED_FROM: version.generation, LOADED_BY: shared.generation},
+        )
     return *found, version
 
 
@@ -306,17 +273,10 @@ def _left(shared: Shared, version: Version, rank: int, world_size: int) -> tuple
     return found[0], found[1]
 
 
-def _set_generators(own: Any, source: Any, step: int, rank: int) -> None:
-    if own is not None:
-        random_states.set_to(random_states.expanded(own["rng"]))
-    else:
-        random_states.seed(random_states.expanded(source), step, rank)
-
-
-def _gathered(own: list[int], world_size: int) -> list[list[int]]:
-    """One row per rank."""
-    rows: list[list[int]] = gather.numbers(torch.tensor(own, device="cpu")).tolist() if world_size > 1 else [own]
-    return rows
+def _exchanged(own: Any, world_size: int) -> list[Any]:
+    """The JSON values of all ranks, by rank."""
+    text = json.dumps(own)
+    return [json.loads(row) for row in (gather.texts(text) if world_size > 1 else [text])]
 
 
 def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int) -> Any:
@@ -331,7 +291,7 @@ def _large(shared: Shared | None, found: FoundState, rank: int, world_size: int)
         if rank == source and own is None:
             own = torch.zeros(size, dtype=torch.uint8, device="cpu")  # is no state, and every rank finds that
         memory = packed.reserved(size) if own is None else own
-        _broadcast(memory, source, rank, is_written=own is None)
+        gather.broadcast(memory, source, is_written=own is None)
         return packed.in_place(memory)
     if own is None:
         raise StateError("it cannot be read")
@@ -343,17 +303,7 @@ def _from_rank(value: Any, source: int, rank: int, world_size: int) -> Any:
     if world_size == 1:
         return value
     body = packed.dumps(value) if rank == source else b""
-    (size,) = _gathered([len(body)], world_size)[source]
+    size = _exchanged(len(body), world_size)[source]
     memory = torch.frombuffer(bytearray(body) if rank == source else bytearray(size), dtype=torch.uint8)
-    _broadcast(memory, source, rank, is_written=rank != source)
+    gather.broadcast(memory, source, is_written=rank != source)
     return packed.loads(memory.numpy().tobytes())
-
-
-def _broadcast(memory: torch.Tensor, source: int, rank: int, *, is_written: bool) -> None:
-    """In pieces, so that a large state needs no second copy on the device, nor where a rank has it already."""
-    for piece in torch.split(memory, PIECE_BYTES):
-        sent = piece if is_written or rank == source else torch.empty_like(piece)
-        on_device = sent.to(gather.device_for(None))
-        dist.broadcast(on_device, src=source)
-        if is_written:
-            piece.copy_(on_device)

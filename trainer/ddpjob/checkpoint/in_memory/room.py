@@ -43,9 +43,11 @@ def shortage(
                 f"{needed // MIB} MiB are needed",
                 used + memory.needed(max(size, with_later)),
             )
-    free = _available()
-    if not memory.fits(size, None, 0, free):
-        return Shortage(f"the machine has {(free or 0) // MIB} MiB of memory left, and {needed // MIB} MiB are needed")
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+        if not memory.fits(size, None, 0, free):
+            return Shortage(f"the machine has {free // MIB} MiB of memory left, and {needed // MIB} MiB are needed")
     return None
 
 
@@ -77,10 +79,3 @@ def _limits(root: str, own: str) -> Iterator[tuple[int, int]]:
             limit, used = int((folder / files.limit).read_text()), int((folder / files.used).read_text())
             lines = (folder / "memory.stat").read_text().splitlines()
             yield limit, used - next(int(line.split()[1]) for line in lines if line.startswith(files.reclaimable))
-
-
-def _available() -> int | None:
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return None

@@ -4,11 +4,14 @@ import contextlib
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from ddpjob import process
+from ddpjob.checkpoint.in_memory import room
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob_core import copies, memory
@@ -31,6 +34,7 @@ from ddpjob_core.memory import (
     Version,
 )
 
+AGAIN_SECONDS = 0.001
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE: give the process all pages at once; one by one that takes ten times as long
 _OF_HELD = AREA_STEP, AREA_GENERATION, AREA_LOADS, AREA_BYTES, AREA_SUM, AREA_ASSUMED, AREA_EVERY
 
@@ -56,6 +60,8 @@ class Shared:
         self._slots: mmap.mmap | None = None  # of this rank
         self._taken = [0] * memory.SLOTS  # bytes that this process has reserved of each
         self._areas: dict[int, mmap.mmap] = {}
+        self.loaded: Held | None = None
+        """The state that this generation has loaded from memory."""
         self.proven_elsewhere = 0
         """PROVEN of the nodes that have the state which is loaded, where this one has not."""
 
@@ -110,28 +116,19 @@ class Shared:
         ]
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator[bool]:
+    def locked(self, *, waits: bool = False) -> Iterator[bool]:
         """Whether this process alone writes the areas now. Who dies gives the lock back."""
         with self._file() as descriptor:
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
             except BlockingIOError:
                 yield False
                 return
             try:
                 yield True
-            finally:
-                _unlock(descriptor)
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Wait until this process alone writes the areas, and do so."""
-        with self._file() as descriptor:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                _unlock(descriptor)
+            finally:  # explicitly, because a DataLoader's worker that was forked meanwhile has the descriptor too
+                with contextlib.suppress(OSError):  # the script has closed it
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)
 
     # ---- the areas: under the lock -------------------------------------------------------------------------
 
@@ -144,6 +141,26 @@ class Shared:
             # A virtual machine may get its memory when that is first written to: a rescue of 1,500 MB then takes 4 s.
             torch.frombuffer(mapped, dtype=torch.uint8)[before:].zero_()
             self.node[memory.area_cell(area, RESERVED)] = size
+
+    def take(self, size: int, areas: int, *, later: int = 0) -> None:
+        """Wait until no other rank writes, and reserve this many bytes for each of these areas.
+
+        later: number of areas that will be needed, for the limit that is named if there is no room. Raises StateError,
+        OSError.
+        """
+        while True:
+            with self.locked() as alone:
+                if alone:
+                    reserved = [self.reserved(area) for area in range(memory.AREAS)]
+                    missing, both = (memory.missing(size, reserved, count) for count in (areas, later))
+                    if missing and (short := room.shortage(missing, with_later=both)):
+                        process.current.limit_needed = short.limit_needed
+                        what = f"two copies of {size >> 20} MiB have no room: " if areas > 1 else ""
+                        raise StateError(what + short.why)
+                    for area in range(areas):
+                        self.reserve(size, area)
+                    return
+            time.sleep(AGAIN_SECONDS)
 
     def reserved(self, area: int = 0) -> int:
         """For how many bytes of an area memory is taken."""
@@ -179,20 +196,13 @@ class Shared:
     def _place(self, area: int) -> int:
         return memory.layout(self.ranks)[1] + area * memory.OTHER_AREA_OFFSET
 
-    def count_load(self, version: Version) -> None:
-        """This state was loaded once more. Not where a faster rank has loaded it too, has failed, and has written it
-        anew by now: the load is counted in that one."""
+    def set_loads(self, version: Version, loads: int) -> None:
+        """How often this state was loaded; 0: a step was made after it, and no boundary tells of it. Not where a faster
+        rank has loaded it too, has failed, and has written it anew by now: the load is counted in that one."""
         area = self._newest_area
         held = self.held_in(area)
         if held is not None and held.version == version:
-            self.node[memory.area_cell(area, AREA_LOADS)] += 1
-
-    def forget_loads(self, version: Version) -> None:
-        """A step was made after this state was loaded, and no boundary tells of it."""
-        area = self._newest_area
-        held = self.held_in(area)
-        if held is not None and held.version == version:
-            self.node[memory.area_cell(area, AREA_LOADS)] = 0
+            self.node[memory.area_cell(area, AREA_LOADS)] = loads
 
     def newest(self, size: int) -> torch.Tensor:
         """The bytes of the newest value, where they are: they change when an area is written again. Raises OSError."""
@@ -216,9 +226,8 @@ class Shared:
             self.node[cell] = value
 
     def count_copy(self, area: int, held: Held) -> bool:
-        """What was written is whole; whether it still is there. Survivors of a failure may have written over it. Raises
-        OSError."""
-        with self.alone():
+        """True if a copy is still there, which counts now: survivors may have written over it. Raises OSError."""
+        with self.locked(waits=True):
             if any(self.node[cell] != value for cell, value in _described(area, held)):
                 return False
             self.node[memory.area_cell(area, AREA_STEP)] = held.version.step
@@ -243,22 +252,15 @@ class Shared:
 
     def all_have_copied(self, step: int) -> bool:
         """Whether each rank of this node has written a slot with its copy of this step."""
-        cell = memory.slot_cell
-        return all(
-            any(
-                cells[cell(slot, memory.SLOT_STEP)] == step
-                and cells[cell(slot, memory.SLOT_GENERATION)] == self.generation
-                for slot in memory.COPY_SLOTS
-            )
-            for cells in self._all
-        )
+        version = Version(self.attempt, self.generation, step)
+        return all(version in (self.slot_version(slot, cells) for slot in memory.COPY_SLOTS) for cells in self._all)
 
     # ---- the slots of this rank ----------------------------------------------------------------------------
 
     def write_slot(self, slot: int, step: int, data: bytes) -> None:
         """Replace what is there. Raises OSError, StateError."""
-        cells, first, size = self.cells, memory.slot_cell(slot, 0), len(data)
-        cells[first + memory.SLOT_STEP] = 0
+        first, size = memory.slot_cell(slot, 0), len(data)
+        self.forget_slot(slot)
         if size > memory.SECTION_BYTES:
             raise StateError(
                 f"buffers and what else is small have {size >> 20} MiB, and {memory.SECTION_BYTES >> 20} MiB can be "
@@ -270,9 +272,8 @@ class Shared:
                 os.posix_fallocate(descriptor, self._slot_offset(slot), self._taken[slot])
         offset = slot * memory.SECTION_BYTES
         self._mapped_slots()[offset : offset + size] = data
-        cells[first + memory.SLOT_GENERATION] = self.generation
-        cells[first + memory.SLOT_BYTES] = size
-        cells[first + memory.SLOT_STEP] = step
+        values = {memory.SLOT_STEP: step, memory.SLOT_GENERATION: self.generation, memory.SLOT_BYTES: size}
+        write_record(self.cells, {first + cell: value for cell, value in values.items()})
 
     def _slot_offset(self, slot: int) -> int:
         return memory.slot_offset(self.local_rank, slot, self.ranks)
@@ -296,17 +297,17 @@ class Shared:
             if self.cells[memory.slot_cell(slot, memory.SLOT_GENERATION)] == self.generation and not is_saved:
                 self.forget_slot(slot)
 
-    def slot_version(self, slot: int) -> Version | None:
-        """Of what a slot has."""
-        step = self.cells[memory.slot_cell(slot, memory.SLOT_STEP)]
-        generation = self.cells[memory.slot_cell(slot, memory.SLOT_GENERATION)]
+    def slot_version(self, slot: int, cells: memoryview | None = None) -> Version | None:
+        """Of what a slot has. cells: of its rank, if it is another one."""
+        cells = self.cells if cells is None else cells
+        step = cells[memory.slot_cell(slot, memory.SLOT_STEP)]
+        generation = cells[memory.slot_cell(slot, memory.SLOT_GENERATION)]
         return Version(self.attempt, generation, step) if step > 0 else None
 
     def write_mark(self, step: int, before: int) -> None:
         """The last boundaries of this rank, where it writes no slot at each."""
-        self.cells[memory.MARK_STEP] = 0
-        self.cells[memory.MARK_GENERATION], self.cells[memory.MARK_BEFORE] = self.generation, before
-        self.cells[memory.MARK_STEP] = step
+        values = {memory.MARK_STEP: step, memory.MARK_GENERATION: self.generation, memory.MARK_BEFORE: before}
+        write_record(self.cells, values)
 
     def mark(self) -> Mark | None:
         """The last boundaries of this rank, or of the one that was in its place; None: there were fewer than two."""
@@ -328,9 +329,7 @@ class Shared:
 
     def write_proof(self, step: int, total: int) -> None:
         """What this rank's parameters summed to at this step."""
-        self.cells[PROOF_STEP] = 0
-        self.cells[PROOF_GENERATION], self.cells[PROOF_SUM] = self.generation, total
-        self.cells[PROOF_STEP] = step
+        write_record(self.cells, {PROOF_STEP: step, PROOF_GENERATION: self.generation, PROOF_SUM: total})
 
     def proof(self) -> Proof | None:
         """Of this rank, or of the one that was in its place."""
@@ -338,14 +337,17 @@ class Shared:
         return Proof(self.cells[PROOF_GENERATION], step, self.cells[PROOF_SUM]) if step > 0 else None
 
 
+def write_record(cells: memoryview, record: Mapping[int, int]) -> None:
+    """Write some cells; the first one makes them count, so it is 0 until the others are written."""
+    (first, value), *others = record.items()
+    cells[first] = 0
+    for cell, other in others:
+        cells[cell] = other
+    cells[first] = value
+
+
 def _described(area: int, held: Held) -> Iterator[tuple[int, int]]:
     """What the cells of an area say of a state, but for its step."""
     values = (held.version.generation, held.loads, held.size, held.total, int(held.assumed), held.every)
     for cell, value in zip(_OF_HELD[1:], values, strict=True):
         yield memory.area_cell(area, cell), value
-
-
-def _unlock(descriptor: int) -> None:
-    """Explicitly, because a DataLoader's worker that was forked meanwhile has the descriptor too."""
-    with contextlib.suppress(OSError):  # the script has closed it
-        fcntl.flock(descriptor, fcntl.LOCK_UN)

@@ -16,10 +16,9 @@ class Unmarked:
         self._made: dict[int, int] = {}
         self._is_first = True
         self.are_unmarked = False
-        """True if an optimizer made several steps before the last boundary. Also true at the first boundary if `save`
-        made
-        it, because nothing is known yet. One of two optimizers may make several steps in each marked step; then copies
-        are made that are not needed, which does no harm.
+        """True if an optimizer made several steps before the last boundary, or `save` made the first one, because
+        nothing is known yet. One of two optimizers may make several steps in each marked step; then copies are made
+        that are not needed, which does no harm.
         """
 
     def one_more(self, optimizer: Any) -> int:
@@ -56,26 +55,21 @@ class Numbers:
 
         named: save() or keep() made the boundary. is_kept: its objects are known, so their backward passes are seen.
         """
-        why = self._of_save(step) if named else self._of_mark(step, is_kept=is_kept)
-        if not named:
-            self._marked = step
+        has_stepped, last, marked = self._has_stepped, self._last, self._marked
         self._last, self._has_stepped = (step, named), False
-        return why
-
-    def _of_save(self, step: int) -> str:
-        if self._marked not in (None, step):
-            return f"should_stop({self._marked}) and the state of step {step} that save() or keep() names are one"
-        if self._has_stepped and self._last == (step, False):
-            return f"should_stop({step}) was called before the step that save() or keep() calls {step}"
-        return ""
-
-    def _of_mark(self, step: int, *, is_kept: bool) -> str:
-        if self._last is not None:
-            is_other = self._has_stepped and self._last[0] == step
+        if named:
+            if marked not in (None, step):
+                return f"should_stop({marked}) and the state of step {step} that save() or keep() names are one"
+            if has_stepped and last == (step, False):
+                return f"should_stop({step}) was called before the step that save() or keep() calls {step}"
+            return ""
+        self._marked = step
+        if last is not None:
+            is_other = has_stepped and last[0] == step
             return f"an optimizer made a step between two boundaries that are both called {step}" if is_other else ""
         if is_kept and step > self._began and not self.has_worked:
             return f"should_stop({step}) is called before step {step} is made"
-        if step == self._began and self._has_stepped:
+        if step == self._began and has_stepped:
             return f"should_stop({step}) is called after the step that follows step {step}"
         return ""
 
@@ -108,8 +102,7 @@ class Makers:
         self._has_mixed |= has_stepped and bool(self._made)
 
     def boundary(self) -> bool:
-        """True if a backward pass followed the one step of a kept optimizer. Raises ReplacedError if none has made the
-        last step."""
+        """True if a backward pass followed the step of a kept optimizer. Raises ReplacedError if none made it."""
         made, others_make, is_mixed = self._made, self._others_make, self._has_mixed and self._is_once
         self._made, self._is_once, self._others_make, self._has_mixed = set(), True, False, False
         if others_make and not made and self._has_made:

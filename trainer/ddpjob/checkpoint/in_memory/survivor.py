@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +29,7 @@ from ddpjob.checkpoint.in_memory.copies import Boundary, Copies
 from ddpjob.checkpoint.in_memory.kept import Kept
 from ddpjob.checkpoint.in_memory.mode import Mode
 from ddpjob.checkpoint.in_memory.places import Places
-from ddpjob.checkpoint.in_memory.shared import Shared
+from ddpjob.checkpoint.in_memory.shared import AGAIN_SECONDS, Shared
 from ddpjob.checkpoint.state import packed
 from ddpjob.errors import StateError
 from ddpjob.reporting import termination
@@ -38,21 +38,9 @@ from ddpjob_core.memory import ANSWER, CLOCK, COPIES, PID, SAVED, UNABLE, WROTE,
 from ddpjob_core.rules import RESUMABLE_EXIT_CODE
 
 _FORWARD, _BACKWARD = DistributedDataParallel.forward.__code__, torch.autograd.backward.__code__
-AGAIN_SECONDS = 0.001
 DIRTY_SECONDS = 0.05  # more than an optimizer step usually takes
 TRIES_LEAST = 50  # attempts to write; a rank that gets CPU time makes hundreds
 HELD_UP = 4  # wait at most this many times the usual duration if the main thread is runnable
-
-
-class Loaded(NamedTuple):
-    """The state that this generation has loaded from memory."""
-
-    version: Version | None
-    step: int
-    loads: int
-    """How often it was loaded so far."""
-    total: int
-    """The sum of its bits."""
 
 
 class Keeps(Protocol):
@@ -68,7 +56,6 @@ class Keeps(Protocol):
     """The objects come from load(); save() has named none yet."""
     lock: threading.Lock
     """Held while parameters and optimizer state must not change."""
-    loaded: Loaded
     dirty_since: float
     dirty_seconds: float
     """The longest time from an optimizer step to the next boundary."""
@@ -110,9 +97,7 @@ class Survivor:
         return self._answered.locked()
 
     def _wait(self) -> None:
-        """Wait until the agent closes its end of the pipe, because a rank of the group has failed. Then write the
-        state.
-        """
+        """Write the state when the agent closes its end of the pipe: a rank of the group has failed."""
         with contextlib.suppress(OSError):
             os.read(self._keeper.shared.pipe, 1)
             self.is_asked = True
@@ -157,8 +142,7 @@ class Survivor:
             cells[ANSWER] = answer or UNABLE
 
     def _has_time(self, began: float, part: float = 1.0) -> bool:
-        """True if `part` of the time limit is left. Attempts count too: a rank without CPU time has had no
-        chance yet."""
+        """True if `part` of the time is left, or of the attempts: a rank without CPU time had no chance yet."""
         size, now, wrote = self._keeper.shared.reserved(), time.monotonic(), self._keeper.shared.node[WROTE]
         if wrote != self._wrote[0]:  # another rank is writing
             self._wrote = wrote, now
@@ -174,7 +158,7 @@ class Survivor:
         shared, kept = self._keeper.shared, self._keeper.kept
         if kept is None or self._keeper.mode is Mode.OFF or not shared.is_current:
             return UNABLE
-        if self._keeper.copies is not None and self._keeper.copies.finish_saved():
+        if self._keeper.copies is not None and self._keeper.copies.count_saved():
             return SAVED
         kept.check_gone()
         if self._keeper.places.is_open and (answer := self._unsettled(kept, began)) != SAVED:
@@ -219,8 +203,7 @@ class Survivor:
         return UNABLE if why else SAVED
 
     def _is_in_step(self) -> bool:
-        """True if the training thread has begun the next step: its stack has a forward or backward pass of the
-        model."""
+        """True if the next step has begun: the training thread is in a forward or backward pass of the model."""
         frame = sys._current_frames().get(self._keeper.thread)
         while frame is not None and not self._keeper.has_begun:
             if frame.f_code is _FORWARD and frame.f_locals["self"].module.training:
@@ -254,8 +237,9 @@ class Survivor:
         script may change the optimizer's state before its first step. If the bits differ, nothing is lost: the nodes
         still have the state that was loaded.
         """
-        if step == self._keeper.loaded.step:
-            if packed.total(packed.tensors_of(kept.large())) != self._keeper.loaded.total:
+        loaded = self._keeper.shared.loaded
+        if loaded is not None and step == loaded.version.step:
+            if packed.total(packed.tensors_of(kept.large())) != loaded.total:
                 raise StateError(f"the state changed after step {step} was loaded, and by no optimizer.step()")
         elif name := kept.changed():
             self._keeper.shared.node[COPIES] = memory.CHANGED  # for the next generation
@@ -271,8 +255,8 @@ class Survivor:
 
     def _write(self, kept: Kept, step: int) -> int | None:
         """Write the state; None while another rank of this node is writing. If that rank dies, this one writes."""
-        shared, loaded = self._keeper.shared, self._keeper.loaded
-        loads = loaded.loads if step == loaded.step else 0
+        shared, loaded = self._keeper.shared, self._keeper.shared.loaded
+        loads = loaded.loads if loaded is not None and step == loaded.version.step else 0
         if self._keeper.copies is not None and self._keeper.copies.write_now(self._keeper.at(kept, step, False), loads):
             return SAVED
         with shared.locked() as alone:

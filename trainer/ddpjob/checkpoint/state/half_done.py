@@ -1,7 +1,7 @@
 """What a state does not hold of work that is half done, named before a restart needs it.
 
 Gradients that wait for an optimizer's step, the state of a communication hook, and what ZeroRedundancyOptimizer has
-consolidated before its last step are in no state_dict().
+consolidated before its last step are in no state_dict(). Nor is what a script has done at the end of an epoch.
 """
 
 import weakref
@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddpjob.checkpoint.state.state_dicts import unwrapped
 from ddpjob.errors import StateError
 
 WATCHED_MAX = 8  # parameters of a model: what follows each optimizer step must cost nothing
@@ -27,6 +27,20 @@ def hooks_with_state(objects: Mapping[str, Any]) -> dict[str, str]:
             if state is not None and not isinstance(state, dist.ProcessGroup):  # stateless hooks are given the group
                 found[name] = type(state).__name__
     return found
+
+
+def stepped_at_end_of_epoch(step: int, objects: Mapping[str, Any]) -> tuple[str, str]:
+    """Names of a sampler's state that leaves no batch of its epoch, and of a scheduler that has stepped for this epoch
+    already: the resume has no batch, and the script steps the scheduler again. Two empty strings if there are none."""
+    schedulers = {name: value for name, value in objects.items() if isinstance(value, LRScheduler)}
+    for place, state in objects.items():
+        if not isinstance(state, dict) or {"n", "seed", "epoch", "consumed"} != state.keys():
+            continue
+        for name, scheduler in schedulers.items():
+            # one that steps with each batch has stepped as often as the optimizer
+            if state["consumed"] == state["n"] and state["epoch"] + 1 == scheduler.last_epoch < step:
+                return place, name
+    return "", ""
 
 
 class SinceLastStep:
@@ -55,7 +69,9 @@ class SinceLastStep:
         if optimizer in self._watched:
             return
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
-        self._watched[optimizer] = _some([each for each in parameters if each.requires_grad and each.is_leaf])
+        parameters = [each for each in parameters if each.requires_grad and each.is_leaf]
+        count = min(len(parameters), WATCHED_MAX)  # from the first to the last
+        self._watched[optimizer] = [parameters[(len(parameters) - 1) * i // max(1, count - 1)] for i in range(count)]
         settled = self._settled  # not self, which a parameter would keep
         for parameter in self._watched[optimizer]:
             self._all.add(id(parameter))
@@ -81,24 +97,13 @@ class SinceLastStep:
                 self._watch(value)  # which may have made no step yet
         for parameter in (each for its in self._watched.values() for each in its):
             waits = id(parameter) not in self._settled and parameter.grad is not None and _waits(parameter.grad)
-            if waits and (name := _owner(parameter, objects)):
-                return name
+            for name, value in objects.items() if waits else ():
+                if isinstance(value, torch.nn.Module) and any(each is parameter for each in value.parameters()):
+                    return name
         return ""
-
-
-def _owner(parameter: torch.Tensor, objects: Mapping[str, Any]) -> str:
-    """Name of the model that has it."""
-    models = {name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.nn.Module)}
-    return next((name for name, model in models.items() if any(each is parameter for each in model.parameters())), "")
 
 
 def _waits(gradient: torch.Tensor) -> bool:
     """Whether it has a value. GradScaler leaves out the step of one that is not finite."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(values.any()) and bool(values.isfinite().all())
-
-
-def _some(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Some of them, from the first to the last."""
-    count = min(len(parameters), WATCHED_MAX)
-    return [parameters[(len(parameters) - 1) * i // max(1, count - 1)] for i in range(count)]

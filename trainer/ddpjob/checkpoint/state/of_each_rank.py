@@ -40,7 +40,10 @@ def own(objects: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _own(name: str, value: Any, of_rank: set[int]) -> dict[str, Any]:
     if isinstance(value, torch.optim.Optimizer):
-        return _bounded(name, MOMENTS, _moments(value, of_rank)) if of_rank else {}
+        # by the number that state_dict() gives to parameters
+        numbered = enumerate(p for group in value.param_groups for p in group["params"]) if of_rank else ()
+        moments = {n: value.state[p] for n, p in numbered if id(p) in of_rank and p in value.state}
+        return _bounded(name, MOMENTS, moments)
     if isinstance(value, torch.nn.Module):
         keys = _keys(value)
         state = unwrapped(value).state_dict() if keys else {}
@@ -114,14 +117,6 @@ def _keys(model: torch.nn.Module) -> set[str]:
     module = unwrapped(model)
     buffers = set() if sends_buffers(model) else {name for name, _ in module.named_buffers()}
     return buffers.union(ignored(module))
-
-
-def _moments(optimizer: torch.optim.Optimizer, of_rank: set[int]) -> dict[int, Any]:
-    """The optimizer's state of these parameters, by the number that state_dict() gives them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return {
-        number: optimizer.state[p] for number, p in enumerate(parameters) if id(p) in of_rank and p in optimizer.state
-    }
 
 
 def _bounded(name: str, kind: str, value: Any) -> dict[str, Any]:

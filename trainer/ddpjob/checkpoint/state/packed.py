@@ -321,12 +321,9 @@ def _one_run(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_one_run(tensor: torch.Tensor) -> bool:
-    """True if the bits of this tensor are one run of bytes in its storage."""
-    return tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()) and _is_dense(tensor)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its values are one run of bytes in its storage, in whatever order (channels_last is)."""
+    """True if the bits of this tensor are one run of bytes in its storage, in whatever order (channels_last is)."""
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
     if tensor.is_contiguous():
         return True
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -33,14 +33,7 @@ _numpy = _Seen(None, None, b"", None)
 
 def current() -> dict[str, Any]:
     """Of Python, numpy where it is imported, torch and this rank's CUDA device, as values that can be saved."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, position, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = (name, keys.tolist(), int(position), int(has_gauss), float(cached))
-    return state
+    return expanded(compact())
 
 
 def compact() -> dict[str, Any]:
@@ -48,22 +41,18 @@ def compact() -> dict[str, Any]:
 
     Each is the very object that it was while nothing was drawn, and so is compared and hashed at no cost.
     """
-    state: dict[str, Any] = {"python": _compact_python(), "torch": _compact_torch()}
+    global _torch
+    now = torch.default_generator.get_state()
+    raw: bytes = (ctypes.c_char * now.numel()).from_address(now.data_ptr()).raw
+    if raw != _torch:
+        _torch = raw
+    state: dict[str, Any] = {"python": _compact_python(), "torch": _torch}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = bytes(torch.cuda.get_rng_state().tolist())  # 16 bytes that the host has
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = _compact_numpy(numpy.random)
     return state
-
-
-def _compact_torch() -> bytes:
-    global _torch
-    now = torch.default_generator.get_state()
-    raw: bytes = (ctypes.c_char * now.numel()).from_address(now.data_ptr()).raw
-    if raw != _torch:
-        _torch = raw
-    return _torch
 
 
 def _compact_python() -> Any:

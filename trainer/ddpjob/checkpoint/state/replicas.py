@@ -1,6 +1,6 @@
 """`check_replicas(model)`: do all ranks still hold the same bits? DDP promises it, and nothing in PyTorch looks.
 
-Every rank sums the bits of each tensor, and only the sums travel: 16 bytes a tensor. What is found is the same on all
+Every rank sums the bits of each tensor, and only the sums travel: 8 bytes a tensor. What is found is the same on all
 ranks, so all raise the same error, and none is left waiting in a collective.
 """
 
@@ -19,9 +19,7 @@ from ddpjob.checkpoint.state.state_dicts import described, not_whole, sharded, u
 from ddpjob.errors import ReplicasDifferError, StateError
 from ddpjob.group import gather
 
-_COLUMNS = 65_536  # pairs of words in a row: with their weights they stay in a processor's cache
-ROWS_AT_ONCE = {"cpu": 1}
-ROWS_AT_ONCE_ELSE = 64  # a launch takes longer than a row; 32 MiB at a time
+WORDS_AT_ONCE = 1 << 18  # with their weights they stay in a processor's cache
 _RANKS_NAMED_MAX = 8
 _REMEDY = (
     "Common causes: weights or a seed that depend on the rank, a change outside of DDP's backward pass, faulty memory. "
@@ -68,7 +66,7 @@ def check_replicas(model: Any, *, buffers: bool = True) -> None:
     if error is not None:  # the same on all ranks, or it would have been a layout of its own
         raise error
     if layout:
-        _compare_sums(layout, gather.numbers(sums.flatten(), group).view(len(ranks), len(layout), 2), ranks)
+        _compare_sums(layout, gather.numbers(sums, group).view(len(ranks), len(layout)), ranks)
 
 
 def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception | None]:
@@ -77,13 +75,13 @@ def _read(model: Any, buffers: bool) -> tuple[list[str], torch.Tensor, Exception
         found = list(_tensors(model, buffers))
         _refuse(model, found)
         layout = [each.describe() for each in found]
-        sums = [bit_sums(each.tensor) for each in found]
+        sums = [bit_sum(each.tensor) for each in found]
         device = next((s.device for s in sums if s.device.type != "cpu"), torch.device("cpu"))
-        return layout, torch.stack([s.to(device) for s in sums]) if sums else torch.zeros(0, 2, device="cpu"), None
+        return layout, torch.stack([s.to(device) for s in sums]) if sums else torch.zeros(0, device="cpu"), None
     except Exception as error:
         return (
             [f"tensors that cannot be read: {type(error).__name__}: {error}"[:300]],
-            torch.zeros(1, 2, device="cpu"),
+            torch.zeros(1, device="cpu"),
             error,
         )
 
@@ -123,67 +121,35 @@ def _in_containers(path: str, value: Any) -> Iterator[_Tensor]:
 # ---- sums of bits ------------------------------------------------------------------------------------------
 
 
-def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Two numbers that change with any change of the bits: of one word for certain, else but for one in 2^32.
+def bit_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that changes with any change of the bits: of one word for certain, else but for one in 2^32.
 
-    The bits, as 32-bit words, are read as 64-bit numbers in pairs; each pair has a random odd weight, and the sum is
-    modulo 2^64. A change in the upper half of a pair can be lost there: a sign weighs 2^63 with any weight, and any
-    even number of those is nothing. So the second number pairs the words the other way, from the second word on: each
-    word is in the lower half of one of the two. Sums of rows and columns alone cost less and miss every change that
-    adds up to nothing in each row and column, as signs and four words in a rectangle do.
+    Each 32-bit word has a random odd weight, and the sum is modulo 2^64. Sums of rows and columns alone cost less and
+    miss every change that adds up to nothing in each row and column, as signs and four words in a rectangle do.
     """
-    words, odd = _words(tensor)
-    sums = torch.stack([_weighted(words, 0), _weighted(words[1:], 1)])
-    if len(odd):
-        sums[0] += (odd.long() * _weights(len(odd), 4, tensor.device)).sum()
-    return sums
-
-
-def _weighted(words: torch.Tensor, number: int) -> torch.Tensor:
-    """The pairs of these words, each times the weight of its column, each row of them times the weight of its row."""
-    columns = _weights(_COLUMNS, number, words.device)
-    if len(words) <= 2 * _COLUMNS:  # most tensors are one row at most
-        return _row_sums(_pairs(words, 2), columns[: (len(words) + 1) // 2])
-    rows = _weights(-(-len(words) // (2 * _COLUMNS)), 2 + number, words.device)
-    at_once = ROWS_AT_ONCE.get(words.device.type, ROWS_AT_ONCE_ELSE)
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for part, weights in zip(torch.split(words, 2 * _COLUMNS * at_once), torch.split(rows, at_once), strict=True):
-        pairs = _pairs(part, 2 * _COLUMNS).view(-1, _COLUMNS)
-        total += (_row_sums(pairs, columns) * weights).sum()
+    words = _words(tensor)
+    columns, rows = _weights(0, tensor.device), _weights(1, tensor.device)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for number, piece in enumerate(torch.split(words, WORDS_AT_ONCE)):
+        total += piece.long().mul_(columns[: len(piece)]).sum() * rows[number]
     return total
 
 
-def _pairs(words: torch.Tensor, multiple: int) -> torch.Tensor:
-    """A copy, filled up with zeros: torch reads pairs only where they begin at a multiple of 8 bytes."""
-    missing = -len(words) % multiple
-    return (torch.nn.functional.pad(words, (0, missing)) if missing else words.clone()).view(torch.int64)
-
-
-def _row_sums(pairs: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """CUDA has no matrix product of integers; on the CPU it needs no memory between."""
-    return pairs @ columns if pairs.device.type == "cpu" else (pairs * columns).sum(-1)
-
-
-def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The bits of any tensor as 32-bit words, and the bytes that are left."""
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of any tensor as 32-bit words, filled up with zeros."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if plain.storage_offset() % 4:  # half a word into its storage
-        plain = plain.clone()
-    whole = len(plain) // 4 * 4
-    return plain[:whole].view(torch.int32), plain[whole:]
+    if len(plain) % 4 or plain.storage_offset() % 4:  # torch reads words only where they begin at a multiple of 4 bytes
+        plain = torch.nn.functional.pad(plain, (0, -len(plain) % 4)).clone()
+    return plain.view(torch.int32)
 
 
-def _weights(count: int, seed: int, device: torch.device) -> torch.Tensor:
+@functools.cache
+def _weights(seed: int, device: torch.device) -> torch.Tensor:
     """Random odd numbers, the same on every rank: odd, so that no single word that changed is lost."""
-    return _weights_up_to(1 << max(count - 1, 0).bit_length(), seed, device)[:count]
-
-
-@functools.lru_cache(maxsize=32)  # of 300 tensors half the time went into these
-def _weights_up_to(count: int, seed: int, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(-(2**62), 2**62, (count,), generator=generator, device="cpu") * 2 + 1).to(device)
+    return (torch.randint(-(2**62), 2**62, (WORDS_AT_ONCE,), generator=generator, device="cpu") * 2 + 1).to(device)
 
 
 # ---- who differs -------------------------------------------------------------------------------------------
@@ -209,7 +175,7 @@ def _compare_sums(layout: list[str], sums: torch.Tensor, ranks: Sequence[int]) -
     bad = [i for i in range(len(layout)) if bool((sums[:, i] != sums[0, i]).any())]
     if not bad:
         return
-    values = [tuple(row) for row in sums[:, bad[0]].tolist()]
+    values = sums[:, bad[0]].tolist()
     _, alike, different = _vote(values)
     first = layout[bad[0]]
     reference = " (no value has most ranks: rank 0 is the reference)" if 2 * len(alike) <= len(values) else ""

@@ -209,18 +209,12 @@ def _restore_named(name: str, target: Any, saved: Any, where: str) -> None:
     try:
         _restore_one(target, saved)
     except (RuntimeError, ValueError) as error:
-        if not (problem := _of_another(error)):
+        problem = str(error)
+        if problem.startswith("Error(s) in loading state_dict"):
+            problem = _first_difference(error)
+        elif not problem.startswith("loaded state dict "):  # Optimizer.load_state_dict, a ValueError
             raise
         raise StateError(f"{where} holds another {name}: {problem}; give this run another folder.") from error
-
-
-def _of_another(error: Exception) -> str:
-    """Return how the saved state differs, if torch has raised the error because it is another model's or optimizer's;
-    else ""."""
-    text = str(error)
-    if text.startswith("loaded state dict "):  # Optimizer.load_state_dict, a ValueError
-        return text
-    return _first_difference(error) if text.startswith("Error(s) in loading state_dict") else ""
 
 
 def _first_difference(error: Exception) -> str:

@@ -1,0 +1,35 @@
+"""A training whose ranks are killed while it runs, under agents that are copies of this process (warm.py)."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import Any
+
+from agents import Launcher, finish
+
+
+def trained(
+    launcher: Launcher, text: str, kill: dict[str, Any], *, nodes: int = 1, nproc: int = 2, **env: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """The training to its end, with these kills; what each agent has said."""
+    script = launcher.script(text)
+    env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
+    agents = (
+        launcher.nodes(nodes, "--nproc", nproc, "--max-restarts", 99, script, is_warm=True, **env)
+        if nodes > 1
+        else [launcher.warm("--nproc", nproc, "--max-restarts", 99, script, **env)]
+    )
+    done = [finish(agent, 150) for agent in agents]
+    assert [d.returncode for d in done] == [0] * nodes, "\n".join(d.stderr for d in done)
+    return done
+
+
+def words(done: list[subprocess.CompletedProcess[str]], first: str) -> list[list[str]]:
+    """The lines of the ranks that begin so, without that word."""
+    return [line.split()[1:] for d in done for line in d.stdout.splitlines() if line.startswith(first)]
+
+
+def began(done: list[subprocess.CompletedProcess[str]]) -> list[int]:
+    """The steps at which its generations began, as the ranks have printed them."""
+    return [int(step) for step, *_ in words(done, "BEGIN")]

@@ -1,0 +1,38 @@
+"""An API server, and `ddpjob` in this process, which asks it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from fake_cluster import FakeCluster, fake_cluster
+from shell import Ddpjob, Done
+
+from ddpjob_cli.commands.main import main
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
+    with fake_cluster(tmp_path) as (made, config):
+        monkeypatch.setenv("KUBECONFIG", str(config))
+        yield made
+
+
+@pytest.fixture
+def ddpjob(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Ddpjob:
+    """`ddpjob …`, which ends with a code and says some texts on stderr where they are given."""
+
+    def run(*words: object, name: str = "ddpjob", code: int | None = None, says: str | Sequence[str] = ()) -> Done:
+        monkeypatch.setattr(sys, "argv", ["ddpjob", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main(name)
+        done = Done(int(ended.value.code or 0), *capfd.readouterr())
+        assert "Traceback" not in done.err, done.err
+        assert code in (None, done.code), done.err
+        for text in [says] if isinstance(says, str) else says:
+            assert text in done.err
+        return done
+
+    return run
