@@ -237,7 +237,6 @@ def test_describe_says_who_admits_the_pods_and_why() -> None:
 
 
 GROUP = {
-    "apiVersion": "scheduling.k8s.io/v1alpha2",
     "kind": "PodGroup",
     "metadata": {
         "name": "digits-3-00001",
@@ -261,23 +260,13 @@ GROUP = {
 }
 
 
-def test_a_pod_group_is_what_kubernetes_documents() -> None:
-    container = {"name": "trainer", "image": "i"}
-    template = {"spec": {"priorityClassName": "research", "containers": [container]}}
-    full = job(topologyKey="topology.kubernetes.io/rack", template=template)
-    assert native.body(full, 3, "scheduling.k8s.io/v1alpha2") == GROUP
-    assert native.body(job(), 3, "v")["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
-
-
-@pytest.mark.parametrize("version", ["v1alpha3", "v1beta1"])
-def test_in_1_37_a_pod_group_is_the_same_in_either_version(version: str) -> None:
-    """By its types: schedulingPolicy, schedulingConstraints and priorityClassName kept their names and their forms."""
+@pytest.mark.parametrize("version", ["v1alpha2", "v1alpha3", "v1beta1"])
+def test_a_pod_group_is_what_kubernetes_documents_and_the_same_in_each_version(version: str) -> None:
     template = {"spec": {"priorityClassName": "research", "containers": [{"name": "trainer", "image": "i"}]}}
     full = job(topologyKey="topology.kubernetes.io/rack", template=template)
-    assert native.body(full, 3, f"scheduling.k8s.io/{version}") == {
-        **GROUP,
-        "apiVersion": f"scheduling.k8s.io/{version}",
-    }
+    api_version = f"scheduling.k8s.io/{version}"
+    assert native.body(full, 3, api_version) == {**GROUP, "apiVersion": api_version}
+    assert native.body(job(), 3, "v")["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
 
 
 def test_in_1_37_a_group_that_was_placed_once_says_so_for_ever_and_its_pods_say_what_became_of_them() -> None:

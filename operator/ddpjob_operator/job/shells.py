@@ -71,8 +71,8 @@ def pipefail_in_sh(words: list[str]) -> bool:
     """True if a script for sh sets an option that many a sh does not have."""
     for program, options, script in _scripts(words):
         if program in _WITHOUT_PIPEFAIL:
-            sets = (node for node in shell.walk(script) if isinstance(node, shell.Simple))
-            if "pipefail" in options or any(_sets_pipefail(node) for node in sets):
+            simple = ([word.value for word in n.words] for n in shell.walk(script) if isinstance(n, shell.Simple))
+            if "pipefail" in options or any(words[:1] == ["set"] and "pipefail" in words for words in simple):
                 return True
     return False
 
@@ -114,11 +114,6 @@ def _scripts(words: list[str]) -> Iterator[tuple[str, set[str], shell.ShellScrip
                 if isinstance(node, shell.Simple):
                     yield from _scripts([word.value for word in node.words])
         return
-
-
-def _sets_pipefail(node: shell.Simple) -> bool:
-    values = [word.value for word in node.words]
-    return values[:1] == ["set"] and "pipefail" in values
 
 
 class _Signals:
