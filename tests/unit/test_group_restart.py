@@ -812,11 +812,6 @@ def test_a_job_that_reports_and_makes_no_step_is_restarted_and_says_who_stands_w
     assert charges(world) == (0, 0, 1)
 
 
-def test_silence_is_no_stall() -> None:
-    world = digits(stall={"timeoutSeconds": 60}).running().reports_step(3).after(3600).settle()
-    assert world.status.state == "Running"
-
-
 # ---------------------------------------------------------------- honest numbers
 
 
