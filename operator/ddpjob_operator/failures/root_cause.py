@@ -8,7 +8,7 @@ clocks of nodes differ.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -346,6 +346,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
         evidence=_evidence(pod, own, precedence, reason),
         time=_time(pod, own, context.now),
     )
+    said = (*(one.exception for one in termination_message.raised(report.log)), log_lines.refused(report.log))
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
     # While the pod's phase is to come, an eviction may have ended it: what is recorded then would stay.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
@@ -353,16 +354,11 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
         failure,
         deleted_at=None if ended_by_node else pod.deletion_requested_at,
         everywhere=report.permanent,
-        raised=frozenset(shown(text, EXCEPTION_MAX) for text in _said(report.log)),
+        raised=frozenset(shown(text, EXCEPTION_MAX) for text in said if text),
         done=context.torchrun and is_stopped and _had_ended(report, code),
         seen=pod.ended_seen,
         deletion_seen=pod.deletion_seen,
     )
-
-
-def _said(log: str) -> Iterator[str]:
-    yield from (failure.exception for failure in termination_message.raised(log))
-    yield from filter(None, [log_lines.refused(log)])
 
 
 def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:

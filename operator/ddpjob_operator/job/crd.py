@@ -359,11 +359,17 @@ def _template() -> Schema:
 def _containers(known: Schema) -> Schema:
     """A list of containers, checked for common mistakes that no version of Kubernetes will allow."""
     quantities = {"type": "object", "nullable": True, "additionalProperties": QUANTITY}
+    variable = {
+        "name": {"type": "string", "minLength": 1, "pattern": ENV_NAME},
+        "value": {"type": "string", "nullable": True},
+        "valueFrom": {"type": "object", "nullable": True, **_open({})},
+    }
     fields = {
         "name": {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
         "image": {"type": "string", "minLength": 1},
         **{name: _list_of({"type": "string"}) for name in ("command", "args")},
-        "env": _list_of(_env_entry()),
+        # Closed, so that `kubectl apply` refuses `valeu`: its three fields are as old as Kubernetes.
+        "env": _list_of({"type": "object", "required": ["name"], "properties": variable}),
         "volumeMounts": _list_of({"type": "object", "required": ["name", "mountPath"], **_open({})}),
         "resources": {"type": "object", "nullable": True, **_open({"limits": quantities, "requests": quantities})},
     }
@@ -371,14 +377,6 @@ def _containers(known: Schema) -> Schema:
     container = {"description": about, "type": "object", "required": ["name", "image"], **_open(known | fields)}
     # The bound is for the cost of the rule.
     return {"type": "array", "maxItems": 100, "items": container, "x-kubernetes-validations": [ONE_OF_EACH_NAME]}
-
-
-def _env_entry() -> Schema:
-    """Closed, so that `kubectl apply` refuses `valeu`: its three fields are as old as Kubernetes."""
-    value_from = {"type": "object", "nullable": True, "x-kubernetes-preserve-unknown-fields": True}
-    name = {"type": "string", "minLength": 1, "pattern": ENV_NAME}
-    fields = {"name": name, "value": {"type": "string", "nullable": True}, "valueFrom": value_from}
-    return {"type": "object", "required": ["name"], "properties": fields}
 
 
 def _list_of(item: Schema) -> Schema:

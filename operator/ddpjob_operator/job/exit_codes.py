@@ -477,7 +477,8 @@ class _ScriptRun:
                 return [(replace(state, status="0"), "")]
         name = programs.name(words[0])
         if name in state.functions:
-            return self._called(state.functions[name], words[1:], state, tested)
+            ends = self.run(state.functions[name], replace(state, arguments=tuple(words[1:])), tested)
+            return [(replace(end, arguments=state.arguments), "" if flow == "return" else flow) for end, flow in ends]
         if name in self._builtins:
             return self._builtins[name](words, node, state, tested)
         return self._other_program(name, words, node, state, tested)
@@ -513,10 +514,6 @@ class _ScriptRun:
         if node in self.failing:
             return replace(state, status=FAILED, failed=True, ran=ran, after=frozenset(), how=("", ""))
         return replace(state, status="0", ran=ran, after=state.after | {node} if state.failed else state.after)
-
-    def _called(self, body: shell.ShellNode, arguments: list[str], state: _State, tested: bool) -> _Ends:
-        ends = self.run(body, replace(state, arguments=tuple(arguments)), tested)
-        return [(replace(end, arguments=state.arguments), "" if flow == "return" else flow) for end, flow in ends]
 
     def _shell(self, words: list[str], node: shell.Simple, state: _State) -> _Ends:
         """Another shell with its own options."""

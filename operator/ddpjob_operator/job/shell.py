@@ -254,7 +254,9 @@ class _Reader:
     def _command(self) -> ShellNode:
         begin, word = self._skip(), self._reserved()
         if self._peek("(("):
-            return self._arithmetic(begin)
+            inside = self._skip_brackets("((", "))")
+            words = (Word("(("), Word(inside, expanded=(f"(({inside}",)), Word("))"))
+            return Simple(words=words, text=self._from(begin))
         if self._peek("("):
             self.at += 1
             body = self.sequence(frozenset())
@@ -355,10 +357,6 @@ class _Reader:
         self.at = end.end()
         plain = tuple(Word(word.strip("\"'"), expanded=() if word[0] == "'" else (word,)) for word in words)
         return Simple(words=plain, text=self._from(begin))
-
-    def _arithmetic(self, begin: int) -> ShellNode:
-        inside = self._skip_brackets("((", "))")
-        return Simple(words=(Word("(("), Word(inside, expanded=(f"(({inside}",)), Word("))")), text=self._from(begin))
 
     def _function(self, begin: int) -> ShellNode:
         self._take("function")

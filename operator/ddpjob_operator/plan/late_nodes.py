@@ -37,8 +37,12 @@ def late(view: View, status: api.Status) -> Set[int]:
     if not completed <= set(view.known_pods):
         return set()
     others = [view.known_pods[place] for place in sorted(completed)]
+    # A node of which a rank has reported had joined.
+    joined = {r.node_rank for r in view.seen.reports.values() if r.attempt in (0, status.attempt)}
+    joined |= {tracker.node_rank for tracker in view.trackers.values()}
     failed = (p for place, p in view.known_pods.items() if place in started - completed and p.has_failed)
-    return {p.place for p in failed if not _has_reported(view, status, p) and _is_late(view, status, p, others)}
+    silent = (p for p in failed if view.members.node_rank(p.place) not in joined)
+    return {p.place for p in silent if _is_late(view, status, p, others)}
 
 
 def _is_late(view: View, status: api.Status, pod: Pod, others: Sequence[Pod]) -> bool:
@@ -66,10 +70,3 @@ def _late_by(view: View, status: api.Status, pod: Pod) -> int:
         return JOIN_SECONDS
     says_nothing = precedence == Precedence.UNKNOWN and pod.trainer.exit_code == 1 and not pod.trainer.message.strip()
     return IMPORT_SECONDS if says_nothing else 0
-
-
-def _has_reported(view: View, status: api.Status, pod: Pod) -> bool:
-    """True if a rank of this pod has reported, which means that its node had joined."""
-    node_rank = view.members.node_rank(pod.place)
-    reports = (r.node_rank for r in view.seen.reports.values() if r.attempt in (0, status.attempt))
-    return node_rank in {*reports, *(tracker.node_rank for tracker in view.trackers.values())}
