@@ -118,18 +118,6 @@ def test_a_hang_that_agents_have_ended_was_not_survived(phase: Phase) -> None:
     assert trainers.trackers[0].learned == before
 
 
-def test_silence_is_no_stall() -> None:
-    job = Trainers(timeout_seconds=60).train(20)
-    for _ in range(200):
-        assert job.silent(5).found == "", "a trainer that is gone, or whose reports get lost, is no trainer that hangs"
-
-
-def test_a_hang_that_has_fallen_silent_is_found_no_more() -> None:
-    job = Trainers(timeout_seconds=60).train(20).stay(65)
-    assert job.found == "stall"
-    assert job.silent(31).found == "", "what it did since its last report is not known"
-
-
 @pytest.mark.parametrize("away", [31, HOUR, 100 * HOUR])
 def test_an_operator_that_was_away_starts_the_clock_anew(away: float) -> None:
     job = Trainers(timeout_seconds=600).train(20).stay(590)
@@ -155,11 +143,6 @@ def test_what_came_before_the_shell_could_receive_does_not_count() -> None:
     job.receiving_since = job.now + dt.timedelta(seconds=1)
     assert job.stay(600).found == ""
     assert job.stay(10).found == "stall"
-
-
-def test_a_job_that_never_reported_is_left_alone() -> None:
-    assert stall.find({}, None, START) is None
-    assert stall.requeue_at({}, None, START) is None
 
 
 def test_0_turns_it_off() -> None:

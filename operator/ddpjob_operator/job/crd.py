@@ -83,13 +83,18 @@ STOP_FIRST = (
     "(kubectl wait --for=condition=Suspended), then change it. Or delete the job and apply the new one."
 )
 
+
+def _same(field: str, default: str) -> str:
+    """As it was. The ternary, not `.?nprocPerNode.orValue('auto')`: that is estimated at more than 100 times the cost
+    budget."""
+    new, old = f"self.spec.{field}", f"oldSelf.spec.{field}"
+    return f"(has({new}) ? {new} : {default}) == (has({old}) ? {old} : {default})"
+
+
 # Another controller cannot take a job over: the pods that are there would be nobody's. As in batch/v1 Job.
-SAME_MANAGER = (
-    "(has(self.spec.managedBy) ? self.spec.managedBy : '') == "
-    "(has(oldSelf.spec.managedBy) ? oldSelf.spec.managedBy : '')"
-)
+SAME_MANAGER = _same("managedBy", "''")
 # The Service is made once.
-SAME_DNS = "(has(self.spec.dns) ? self.spec.dns : 'auto') == (has(oldSelf.spec.dns) ? oldSelf.spec.dns : 'auto')"
+SAME_DNS = _same("dns", "'auto'")
 NEVER_CHANGES = "never changes. Delete the job, and apply the new one."
 
 
@@ -116,15 +121,9 @@ WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('messag
 UNCHANGED = {
     "nodes": "has(self.spec.minNodes) || self.spec.nodes == oldSelf.spec.nodes",
     # Unset and set are not the same job: the pods of a static one were made for all nodes.
-    "minNodes": (
-        "(has(self.spec.minNodes) ? self.spec.minNodes : 0) == (has(oldSelf.spec.minNodes) ? oldSelf.spec.minNodes : 0)"
-    ),
-    # Unset is auto: writing the default out changes nothing. The ternary, not `.?nprocPerNode.orValue('auto')`: that
-    # is estimated at more than 100 times the cost budget.
-    "nprocPerNode": (
-        "(has(self.spec.nprocPerNode) ? self.spec.nprocPerNode : 'auto') == "
-        "(has(oldSelf.spec.nprocPerNode) ? oldSelf.spec.nprocPerNode : 'auto')"
-    ),
+    "minNodes": _same("minNodes", "0"),
+    # Unset is auto: writing the default out changes nothing.
+    "nprocPerNode": _same("nprocPerNode", "'auto'"),
     "template": (
         f"{WRITES_STATUS} || self.spec.template == oldSelf.spec.template && oldSelf.spec.template == self.spec.template"
     ),
