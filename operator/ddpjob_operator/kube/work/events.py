@@ -15,7 +15,8 @@ from ddpjob_operator.kube.watch.store import Key
 from ddpjob_operator.kube.work.queue import Queue, QueueMeter
 from ddpjob_operator.plan.actions import Event
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 QUEUE_MAX = 1_000
 # Per job; its newest are dropped beyond this. A job that restarts all the time must leave room for others.
 QUEUE_OF_JOB_MAX = 50
