@@ -329,19 +329,16 @@ class _Reader:
         self._skip_lines()
         while self._reserved() != "esac":
             self._operator("(")
-            patterns = [self._pattern()]
-            while self._operator("|") is not None:
-                patterns.append(self._pattern())
+            patterns: list[str] = []
+            while not patterns or self._operator("|") is not None:
+                self._skip()
+                patterns.append(self._word().value)
             self._expect(")")
             branches.append((tuple(patterns), self.sequence(frozenset({"esac"}))))
             self._operator(";;&", ";;", ";&")
             self._skip_lines()
         self._take("esac")
         return Case(word, tuple(branches), self._targets(), text=self._from(begin))
-
-    def _pattern(self) -> str:
-        self._skip()
-        return self._word().value
 
     def _group(self, begin: int) -> ShellNode:
         self._take("{")
