@@ -60,7 +60,6 @@ def test_a_status_in_kubeflows_protocol_is_a_report_of_rank_0() -> None:
     status = kubeflow.read_status(body)
     assert status is not None
     report = kubeflow.report(status, START)
-    assert report is not None
     assert (report.step, report.total_steps, report.rank, report.metrics) == (40, 80, 0, {"loss": "1"})
     with pytest.raises(BadReportError):
         kubeflow.read_status(b'{"trainerStatus": {"progressPercentage": 300}}')

@@ -57,7 +57,6 @@ def test_of_a_node_with_several_ranks_the_node_is_named_because_only_its_first_o
     """Rank 0 was blamed for a hang of rank 1, which no report tells."""
     world, _ = stalled(nprocPerNode=processes)
     failure = world.status.last_failure
-    assert failure is not None
     assert (failure.rank, failure.node_rank) == (rank, 0)
     assert world.status.message.startswith(f"{who} (pod digits-1-0, node node-0) has made no step for 5m")
 
@@ -66,7 +65,6 @@ def test_the_end_of_its_log_is_in_the_status() -> None:
     world, _ = stalled()
     ended(world.settle()).stops(1).settle()
     failure = world.status.last_failure
-    assert failure is not None
     assert (failure.reason, failure.failure_class, failure.charged_to) == ("Stalled", "stall", "stall")
     assert failure.log_tail == LOG
     assert failure.exit_code is None, "143 is what we made of it"

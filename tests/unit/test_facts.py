@@ -171,7 +171,6 @@ def test_a_configmap_that_is_missing_fails_the_job_whatever_its_kubelet_says_of_
     world.settle()
     failure = world.status.last_failure
     assert (world.status.state, world.status.reason) == ("Failed", "PermanentFailure"), world.status.message
-    assert failure is not None
     assert (failure.reason, failure.failure_class) == ("CreateContainerConfigError", "permanent")
     assert 'configmap "missing" not found' in world.status.message
 
@@ -182,6 +181,5 @@ def test_the_pods_own_time_limit_is_the_users_and_is_charged() -> None:
         world = digits(nodes=1, backoffLimit=1).running()
         world._change(0, reason="DeadlineExceeded").exits(0, code, phase="Failed").settle()
         failure = world.status.last_failure
-        assert failure is not None
         assert (failure.failure_class, failure.charged_to) == ("application", "application"), world.status.message
         assert "the activeDeadlineSeconds of the pod's template" in world.status.failures[-1].message

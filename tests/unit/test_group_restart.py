@@ -31,7 +31,6 @@ def cause(world: World) -> api.JobFailure:
 def charges(world: World) -> tuple[int, int, int]:
     """Restarts charged to application, infrastructure and stall."""
     r = world.status.restarts
-    assert r is not None
     assert r.total == r.application + r.infrastructure + r.stall
     return r.application, r.infrastructure, r.stall
 
@@ -820,7 +819,6 @@ def test_goodput_counts_training_only_and_the_steps_that_were_made_twice() -> No
     world.exits(1, code=1).after(5).settle().stops(0).settle()
     world.after(5).runs(0, 1).settle().after(10).reports_step(81).settle().after(40).exits(0).exits(1).settle()
     spent = world.status.goodput
-    assert spent is not None
     assert (spent.starting_seconds, spent.productive_seconds, spent.restarting_seconds) == (10, 135, 15)
     assert spent.lost_steps == 20
 
@@ -858,7 +856,6 @@ def test_a_rank_that_is_gone_when_its_peers_have_completed_is_not_made_again_to_
     assert world.status.reason == "StartingTrainers"
     world.exits(0).vanishes(1).settle()
     assert world.status.attempt == 2
-    assert world.status.last_failure is not None
     assert (world.status.last_failure.reason, world.status.last_failure.charged_to) == ("PodGone", "infrastructure")
 
 
@@ -899,7 +896,6 @@ def test_a_pod_that_is_slow_to_stop_does_not_explain_what_was_wrong_before() -> 
         2, code=1, message="RuntimeError: [/gloo/pair.cc:553] Connection closed by peer [10.0.0.7]:31234"
     )
     world.settle().after(60).settle()
-    assert world.status.last_failure is not None
     assert (world.status.last_failure.reason, world.status.last_failure.node_rank) == ("EndedEarly", 1)
 
 
@@ -946,7 +942,6 @@ def test_a_rank_that_waited_in_vain_for_a_node_without_a_gpu_costs_nothing(min_n
 def test_who_gave_up_waiting_and_for_what_is_said(other: str, lacks: str) -> None:
     world = digits(nodes=3).started().runs(0).unschedulable(1, NO_GPU).unschedulable(2, other).settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
-    assert plan.status is not None
     assert (plan.status.state, plan.status.reason) == ("Pending", "Unschedulable")
     assert plan.status.message == (
         f"Unschedulable: {lacks}, for more than 10m; digits-1-0 gave up waiting for them, so all pods are made again: "
@@ -958,7 +953,6 @@ def test_a_rank_that_waited_in_vain_for_an_image_costs_nothing_and_the_slow_pod_
     """An image of 20 GB takes longer than the ten minutes of torchrun; the job said that it had lost its peers."""
     world = digits(backoffLimit=0).started().runs(0).waits(1, "ContainerCreating").settle().after(600)
     plan = world.exits(0, code=1, message=f"{NOBODY_CAME}\n").plan()
-    assert plan.status is not None
     assert (plan.status.state, plan.status.reason) == ("Pending", "CannotStart")
     assert plan.status.message.startswith("1 of 2 pods have not started: digits-1-1 on node-1 is in ContainerCreating")
     assert "digits-1-0 gave up waiting for them" in plan.status.message

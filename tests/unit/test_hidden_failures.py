@@ -52,7 +52,6 @@ def test_a_failure_that_ddprun_has_reported_is_one_although_the_command_ended_wi
     world = ended(by_agent(), told(exitCode=75, ended=True, failed=True))
     assert (world.status.state, world.status.attempt) == ("Restarting", 2)
     failure = world.status.last_failure
-    assert failure is not None
     assert (failure.rank, failure.exit_code, failure.exception, failure.where) == (0, 1, BOOM, "train.py:3")
     assert (failure.failure_class, failure.charged_to, failure.reason) == ("application", "application", "Error")
     line = "rank 0 (pod digits-1-0, node node-0) ended with exit code 1 in train.py:3 (RuntimeError: boom), although"

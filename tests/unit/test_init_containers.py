@@ -25,7 +25,6 @@ def test_the_failure_names_the_init_container_what_it_said_and_where_its_log_is(
     """`rank 0 ended with exit code 5` sends people into the log of a trainer that never started."""
     world = init_fails(digits(backoffLimit=0).started(), 0).restarted()
     failure = world.status.last_failure
-    assert failure is not None
     assert (failure.init_container, failure.exit_code, failure.exception) == ("fetch", 5, "cannot fetch data")
     assert failure.log_tail == "connecting\ncannot fetch data"
     assert world.status.message.startswith(

@@ -48,7 +48,6 @@ def test_a_fraction_has_six_digits_as_in_our_own_reports() -> None:
     given = {"loss": "0.48397613525390626", "learning_rate": "1.220703125e-06", "epoch": "5.0", "n": "12345678901",
              "digest": "1.5e99x", "nothing": "nan"}  # fmt: skip
     report = read(body({"current_step": 1} | given))
-    assert report is not None
     assert report.metrics == {
         "loss": "0.483976", "learning_rate": "1.2207e-06", "epoch": "5", "n": "12345678901", "digest": "1.5e99x",
         "nothing": "nan",
@@ -57,13 +56,11 @@ def test_a_fraction_has_six_digits_as_in_our_own_reports() -> None:
 
 def test_the_trainers_last_word_has_no_step_and_still_ends_at_the_last_one() -> None:
     report = read(body({"loss": 0.1}, progressPercentage=100, estimatedRemainingSeconds=0), total_steps_before=400)
-    assert report is not None
     assert (report.step, report.total_steps, report.final) == (400, 400, True)
 
 
 def test_a_loop_that_knows_no_steps_counts_percents() -> None:
     report = read(body(progressPercentage=42))
-    assert report is not None
     assert (report.step, report.total_steps, report.final) == (42, 100, False)
 
 
@@ -74,13 +71,11 @@ def test_a_status_without_step_and_percentage_is_no_report() -> None:
 @pytest.mark.parametrize("odd", ["-1", "none", "1e3", "²", "9" * 30, ""])
 def test_steps_that_are_no_number_count_as_not_said(odd: str) -> None:
     report = read(body({"current_step": odd, "total_steps": odd}, progressPercentage=7))
-    assert report is not None
     assert (report.step, report.total_steps) == (7, 100)
 
 
 def test_of_256_metrics_the_first_16_are_kept_and_cut_to_length() -> None:
     report = read(body({f"{n}-{'x' * 99}": "y" * 99 for n in range(256)}, progressPercentage=1))
-    assert report is not None
     assert len(report.metrics) == 16
     assert {len(text) for pair in report.metrics.items() for text in pair} == {64}
 

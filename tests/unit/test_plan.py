@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from worlds import START, World, digits, job
 
 from ddpjob_operator.job.status import find_condition
@@ -31,7 +32,6 @@ def test_a_new_job_gets_its_service_and_a_pod_for_every_node_in_one_look() -> No
     world = digits(nodes=3)
     todo = world.plan()
     assert todo.actions == (CreateService(), CreatePod(1, 0), CreatePod(1, 1), CreatePod(1, 2))
-    assert todo.status is not None
     assert (todo.status.state, todo.status.attempt, todo.status.start_time) == ("Pending", 1, START)
 
 
@@ -64,7 +64,6 @@ def test_the_job_runs_once_all_trainers_run_and_not_before() -> None:
     world.runs(1).settle()
     assert world.status.state == "Running"
     assert world.is_true("Running")
-    assert world.status.display is not None
     assert world.status.display.nodes == "2/2"
 
 
@@ -77,8 +76,6 @@ def test_a_node_that_completed_is_not_missing_from_the_nodes_column() -> None:
     for place, ready in ((0, 2), (2, 1)):
         world.exits(place).settle()
         assert world.status.state == "Running"
-        assert world.status.display is not None
-        assert world.status.nodes is not None
         assert (world.status.display.nodes, world.status.nodes.ready) == ("3/3", ready)
 
 
@@ -104,7 +101,6 @@ def test_exit_0_after_being_told_to_stop_is_not_success() -> None:
     world = digits().running().after(5).deleted_first(0).exits(0).settle()
     assert world.status.completed_nodes == ""
     assert world.status.state == "Restarting"
-    assert world.status.last_failure is not None
     assert world.status.last_failure.reason == "StoppedFromOutside"
 
 
@@ -159,12 +155,8 @@ def test_the_condition_suspended_waits_for_the_last_pod() -> None:
     world = digits().running().change(suspend=True).settle()
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspending")
     shown = find_condition(world.status, "Suspended")
-    assert shown is not None
-    assert (shown.status, shown.reason, shown.message) == (
-        "False",
-        "Suspending",
-        "suspended; 2 pods still stopping",
-    )
+    assert (shown.status, shown.reason) == ("False", "Suspending")
+    assert shown.message == "suspended; 2 pods still stopping"
     assert world.status.start_time is not None, "without it the API server lets nodes and template change"
     world.stops(0).settle()
     assert not world.is_true("Suspended")
@@ -291,8 +283,6 @@ def test_a_running_job_whose_spec_became_invalid_can_still_be_suspended() -> Non
 
 def test_a_deleted_job_is_left_to_the_garbage_collector() -> None:
     world = digits().started()
-    from msgspec.structs import replace
-
     world.job = replace(world.job, metadata=replace(world.job.metadata, deletion_timestamp=world.now))
     world.vanishes(0)
     assert world.plan() == Plan()
@@ -328,7 +318,6 @@ def test_the_end_of_the_log_of_a_rank_that_was_still_running_at_the_deadline_is_
     world._change(2, phase="Failed", reason="DeadlineExceeded", trainer=ended)
     world.stops(0).stops(1).settle()
     failure = world.status.last_failure
-    assert failure is not None
     assert (failure.rank, failure.failure_class, failure.charged_to) == (2, "permanent", "")
     assert "waiting for the data server" in failure.log_tail
     assert [line.message for line in world.status.failures] == [
@@ -350,7 +339,6 @@ def test_a_deadline_names_no_rank_where_none_runs_or_one_has_failed_already() ->
     world = digits(activeDeadlineSeconds=60).started().after(60).settle().stops_all().settle()
     assert (world.status.state, world.status.last_failure) == ("Failed", None)
     world = digits(activeDeadlineSeconds=60).running().exits(1, code=3).settle().after(60).settle().stops_all().settle()
-    assert world.status.last_failure is not None
     assert world.status.last_failure.exit_code == 3
 
 
@@ -504,15 +492,12 @@ def test_an_invalid_spec_starts_nothing_and_says_which_field() -> None:
 
 def test_progress_alone_is_written_at_most_every_ten_seconds() -> None:
     world = digits().running().reports_step(1, total_steps=100).settle()
-    assert world.status.progress is not None
     assert world.status.progress.step == 1
     world.after(4).reports_step(5, total_steps=100)
     assert world.plan().status is None
     assert world.plan().requeue_at == START + dt.timedelta(seconds=10)
     world.after(6).reports_step(11, total_steps=100)
     todo = world.plan()
-    assert todo.status is not None
-    assert todo.status.progress is not None
     assert todo.status.progress.step == 11
 
 
@@ -522,14 +507,12 @@ def test_the_last_step_before_a_silence_is_written_too() -> None:
     assert again == world.now + dt.timedelta(seconds=6)
     world.now = again
     progress = world.settle().status.progress
-    assert progress is not None
     assert progress.step == 5
     assert world.plan().status is None
 
 
 def test_progress_goes_along_with_any_other_change() -> None:
     world = digits().running().reports_step(1).settle().after(1).reports_step(2).exits(0).settle()
-    assert world.status.progress is not None
     assert world.status.progress.step == 2
 
 
@@ -594,7 +577,6 @@ def test_after_a_restart_the_figures_of_the_attempt_before_are_not_shown() -> No
 
 def shown(world: World) -> tuple[str, str, str]:
     """STEP, PROGRESS and ETA."""
-    assert world.status.display is not None
     return (world.status.display.step, world.status.display.progress, world.status.display.eta)
 
 
@@ -603,7 +585,6 @@ def test_a_report_of_an_older_attempt_is_not_progress() -> None:
     world.change(suspend=True).settle().stops_all().change(suspend=False).settle().runs(0, 1).settle()
     assert world.status.progress is None or world.status.progress.step == 9
     world.after(60).reports_step(3).settle()
-    assert world.status.progress is not None
     assert (world.status.progress.step, world.status.progress.attempt) == (3, 2)
 
 
@@ -682,7 +663,6 @@ def test_the_nodes_of_a_job_that_is_over_are_those_that_completed(code: int, sho
     """0/2 reads like a failure of a job that succeeded."""
     world = digits(backoffLimit=0).running().exits(0).settle().exits(1, code=code).restarted()
     assert world.status.state in ("Succeeded", "Failed")
-    assert world.status.display is not None
     assert world.status.display.nodes == shown
 
 
@@ -711,7 +691,6 @@ def test_one_condition_repeats_the_message_and_no_more(limit: int, kind: str) ->
     world.stops(1).settle()
     assert [c.type for c in world.status.conditions if c.message] == [kind]
     said = find_condition(world.status, kind)
-    assert said is not None
     assert said.message == world.status.message
     assert all(c.reason for c in world.status.conditions)
 

@@ -96,9 +96,7 @@ def test_the_pod_of_a_lost_node_is_replaced_elsewhere_and_its_object_is_let_go()
     world = trained().node_lost(1).after(31).settle()
     assert "digits-1-1" not in world.names(), "it would answer to the rank's name"
     assert "digits-1-1-r1" in world.names()
-    assert world.status.last_failure is not None
     assert (world.status.last_failure.reason, world.status.last_failure.failure_class) == ("NodeLost", "infrastructure")
-    assert world.status.restarts is not None
     assert (world.status.restarts.infrastructure, world.status.restarts.application) == (1, 0)
 
 
@@ -117,7 +115,6 @@ def test_a_replacement_that_fails_is_replaced_again() -> None:
     world.after(2).settle()
     assert "digits-1-1-r2" in world.names()
     assert [f.message.split(" (")[0] for f in world.status.failures] == ["rank 1", "rank 1"]
-    assert world.status.restarts is not None
     assert world.status.restarts.total == 2
 
 
@@ -166,7 +163,6 @@ def test_a_status_of_before_the_replacement_is_an_old_one() -> None:
 def test_steps_made_before_a_replacement_are_counted_as_lost() -> None:
     world = trained().reports_step(100).settle().after(1).exits(1, code=137).settle().runs(1).settle()
     world.after(20).reports_step(91).settle()
-    assert world.status.goodput is not None
     assert (world.status.goodput.lost_steps, world.status.furthest_step) == (10, 100)
 
 
@@ -175,7 +171,6 @@ def test_a_clock_of_a_node_that_is_ahead_counts_no_step_twice() -> None:
     world = trained().reports_step(100).settle().after(9).exits(1, code=137).after(-8).settle().runs(1).settle()
     world.after(2).reports_step(91, generation=1, resumed_step=90).settle()
     world.after(1).reports_step(91, generation=2, resumed_step=90).settle()
-    assert world.status.goodput is not None
     assert world.status.goodput.lost_steps == 10 + 1
 
 
@@ -190,7 +185,6 @@ def test_a_report_of_the_second_in_which_a_pod_is_replaced_is_of_the_ranks_befor
     assert (world.status.first_step_time, world.status.resumed_step) == (None, None)
     resumed: dict[str, Any] = {"resumed_step": 100, "resumed_from": "the memory", "generation": 1}
     world.after(5).reports_step(100, phase="start", **resumed).settle().after(5).reports_step(103, **resumed).settle()
-    assert world.status.goodput is not None
     assert (world.status.goodput.lost_steps, world.status.first_step_time) == (0, world.now)
 
 
@@ -224,7 +218,6 @@ def charged(application: int = 0, *, infrastructure: int = 0, replacement: int =
 
 def counted(world: World) -> tuple[int, int]:
     restarts = world.status.restarts
-    assert restarts is not None
     assert restarts.total == restarts.application + restarts.infrastructure + restarts.stall
     return restarts.application, restarts.infrastructure
 
@@ -235,7 +228,6 @@ def test_a_restart_in_place_is_counted_told_and_named_while_the_job_runs_on() ->
     world.settle()
     assert (world.status.state, world.status.attempt, counted(world)) == ("Running", 1, (1, 0))
     failure = world.status.last_failure
-    assert failure is not None
     assert (failure.rank, failure.pod, failure.signal, failure.step) == (2, "digits-1-2", "SIGKILL", 41)
     assert (failure.failure_class, failure.charged_to) == ("application", "application")
     assert world.events[-1].reason == "RestartedInPlace"
@@ -317,7 +309,6 @@ def test_what_an_agent_knows_of_a_failure_names_it_and_not_the_words_of_its_exce
     failure = agent.failures[0]._replace(**{"exit_code": 1, "signal": "", "failure_class": "infrastructure", **known})
     world.agent = replace(agent, failures=[failure._replace(charged_to="infrastructure")])
     world.settle()
-    assert world.status.last_failure is not None
     assert world.status.last_failure.reason == reason
 
 
@@ -388,7 +379,6 @@ def test_news_of_an_older_failure_do_not_settle_the_one_that_is_being_settled() 
     world = trained().deleted_first(1).settle()
     world.agent = charged(1)
     world.settle()
-    assert world.status.last_failure is not None
     assert world.status.last_failure.pod == "digits-1-1"
     assert world.events[-1].message == "restarted all ranks in place (restart 1)"
     assert counted(world) == (1, 0)
@@ -404,7 +394,6 @@ def test_a_stall_is_the_agents_first_and_the_operators_when_no_agent_finds_it() 
     assert world.status.state == "Running", "its agent finds it within a second, and starts the ranks again in place"
     for _ in range(12):
         world.reports_step(7).after(5).settle()
-    assert world.status.last_failure is not None
     assert world.status.last_failure.reason == "Stalled"
 
 
@@ -417,7 +406,6 @@ def test_a_stall_that_is_one_too_many_for_the_agent_is_a_stall_for_the_operator_
     world.exits(1, code=75, message=ended(rank=1, exitCode=75, exception=why, stalled=True)).settle()
     assert (world.status.state, world.status.reason) == ("Failed", "TooManyStalls")
     failure = world.status.last_failure
-    assert failure is not None
     assert (failure.reason, failure.failure_class, failure.rank) == ("Stalled", "stall", 1)
     assert why in world.status.message
 
@@ -512,7 +500,6 @@ def test_a_node_that_the_pre_flight_finds_bad_is_avoided_at_once_and_nobody_pays
     assert counted(world) == (0, 1)
     assert [a.node for a in world.status.avoided_nodes] == ["node-2"]
     failure = world.status.last_failure
-    assert failure is not None
     assert (failure.reason, failure.failure_class, failure.rank) == ("PreflightFailed", "infrastructure", None)
     assert f"did not begin to train ({slow})" in world.status.failures[-1].message
 
@@ -545,7 +532,6 @@ def test_a_pod_alone_is_made_again_without_a_ban_while_the_agents_of_the_others_
     assert pod.name == "digits-1-1-r2"
     world.unschedulable(1, "0/3 nodes are available").settle().after(60)
     todo = world.step()
-    assert todo.status is not None
     assert todo.status.message.endswith("pods fit on no other node; pod digits-1-1-r2 is created again")
     world.settle().stops_all().settle()
     assert world.names() == ["digits-1-0", "digits-1-1-r3", "digits-1-2"]
@@ -595,5 +581,4 @@ def test_a_suspension_stops_the_nodes_that_wait_for_a_pod_which_takes_long_to_en
     assert all(pod.deletion_requested_at is not None for pod in world.pods.values())
     world.stops_all().settle()
     assert world.status.state == "Suspended"
-    assert world.status.restarts is not None
     assert world.status.restarts.infrastructure == 1

@@ -88,8 +88,6 @@ def test_a_job_that_was_under_way_at_an_upgrade_comes_to_its_end(commit: str, mo
         waiting = [pod.place for pod in world.pods.values() if pod.live and pod.trainer.state == "waiting"]
         world.runs(*waiting).settle()
     assert (world.status.state, world.status.completed_nodes) == ("Running", before.completed_nodes)
-    assert before.restarts is not None
-    assert world.status.restarts is not None
     assert world.status.restarts.total == before.restarts.total + (moment == "restarting"), "that one is charged later"
     for place in [pod.place for pod in world.pods.values() if pod.trainer.state == "running"]:
         world.exits(place).settle()

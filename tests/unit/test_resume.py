@@ -46,7 +46,6 @@ def fails(world: World, place: int = 1) -> World:
 def test_a_restart_says_from_which_step_it_goes_on() -> None:
     """The line about a failure must tell what it cost."""
     world = trains(CLAIM)
-    assert world.status.progress is not None
     assert world.status.progress.saved_step == 500
     assert fails(world).status.message.endswith("restarting all 2 nodes: attempt 2, restart 1 of 3, from step 500")
 
@@ -138,7 +137,6 @@ def test_a_restart_from_memory_repeats_no_step_and_every_line_says_so() -> None:
     resumed: dict[str, Any] = {"resumed_step": 534, "resumed_from": MEMORY, "generation": 1, "saved_step": 500}
     world.after(1).reports_step(534, phase="start", **resumed).settle().after(1).reports_step(537, **resumed).settle()
     assert (world.status.resumed_step, world.status.resumed_from) == (534, MEMORY)
-    assert world.status.goodput is not None
     assert world.status.goodput.lost_steps == 0
     assert any(f"resumed at step 534 from {MEMORY}" in line for line in describe(world.job, None, world.now))
     end = ending.succeeded("digits", world.status, 8)
@@ -166,7 +164,6 @@ def test_a_restart_from_the_folder_repeats_all_that_was_made_since_also_what_was
     world.settle()
     resumed: dict[str, Any] = {"resumed_step": 500, "resumed_from": "/ckpt", "generation": 1, "saved_step": 500}
     world.after(1).reports_step(first, **resumed).settle().after(9).reports_step(580, **resumed).settle()
-    assert world.status.goodput is not None
     assert world.status.goodput.lost_steps == 34
     end = ending.succeeded("digits", world.status, 8)
     assert end == "✔ digits Succeeded in 8s   1 restart, 34 steps repeated   resumed at step 500 from /ckpt"
@@ -180,7 +177,6 @@ def test_a_failure_that_is_heard_of_after_the_next_ranks_have_begun_counts_its_s
     agent = in_place(534)
     world.agent = replace(agent, failures=[failure._replace(generation=0) for failure in agent.failures])
     world.settle().after(1).reports_step(501, generation=2, **resumed).settle()
-    assert world.status.goodput is not None
     assert world.status.goodput.lost_steps == 20 + 1, "of generation 0, and of generation 1"
 
 
@@ -190,7 +186,6 @@ def test_a_state_that_was_loaded_to_begin_with_counts_no_step_as_kept() -> None:
     world = digits(container={"command": ["ddprun", "train.py"]}).running().reports_step(20, **loaded).settle().after(3)
     world.agent = in_place(20)
     world.settle().after(1).reports_step(1, generation=1, **loaded).settle()
-    assert world.status.goodput is not None
     assert world.status.goodput.lost_steps == 20
 
 
@@ -239,7 +234,6 @@ def test_a_save_that_fails_is_a_warning_a_condition_and_a_line_until_a_later_one
     assert (status.state, status.save_failed, status.progress and status.progress.saved_step) == ("Running", FULL, 500)
     assert [(e.type, e.message) for e in world.events if e.reason == "SaveFailed"] == [("Warning", FULL)]
     condition = find_condition(status, "SaveFailed")
-    assert condition is not None
     assert (condition.status, condition.reason, condition.message) == ("True", "SaveFailed", FULL)
     assert any(line == f"Saves:      fail: {FULL}" for line in describe(world.job, None, world.now))
     world.reports_step(602, saved_step=500, save_failed=FULL.replace("550", "600")).settle()

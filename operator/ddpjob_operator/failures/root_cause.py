@@ -164,9 +164,16 @@ def settle(
     if first.reason == STALLED:
         return first, "stall"
     outside = _ended_from_outside(first)
+    # A pod recorded with its exit code had ended before the operator deleted it, even if an operator sees both at once.
+    # For ENDED_EARLY its ranks are recorded, not the launcher's exit code.
+    recorded_code = first.exit_code is not None and first.reason != ENDED_EARLY
+    had_ended = recorded_code and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
+    seen = [
+        msgspec.structs.replace(pod, ended_first=True) if had_ended and pod.name == first.pod else pod for pod in failed
+    ]
     ends = [
-        _end(context, _as_recorded(pod, first), outside=outside and pod.name == first.pod)
-        for pod in sorted(failed, key=lambda pod: (pod.place, pod.uid))
+        _end(context, pod, outside=outside and pod.name == first.pod)
+        for pod in sorted(seen, key=lambda pod: (pod.place, pod.uid))
     ]
     all_ends = [*_recorded(first, ends), *ends]
     number = len({end.failure.node_rank for end in all_ends}) if nodes is None else nodes
@@ -350,12 +357,16 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
     # While the pod's phase is to come, an eviction may have ended it: what is recorded then would stay.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
+    # After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, and no
+    # SIGTERM reaches it there. At any other time it answers at once, with a line and 1. If its store, in node 0's
+    # torchrun, is gone meanwhile, it logs that and ends with 0, because Python's logging swallows a SIGTERM.
+    only_launcher_was_left = report.done or code == 0 or (code == _KILLED and "death signal" not in report.log)
     return PodEnd(
         failure,
         deleted_at=None if ended_by_node else pod.deletion_requested_at,
         everywhere=report.permanent,
         raised=frozenset(shown(text, EXCEPTION_MAX) for text in said if text),
-        done=context.torchrun and is_stopped and _had_ended(report, code),
+        done=context.torchrun and is_stopped and only_launcher_was_left,
         seen=pod.ended_seen,
         deletion_seen=pod.deletion_seen,
     )
@@ -395,16 +406,6 @@ def _evidence(pod: Pod, own: Failure, precedence: Precedence, reason: str) -> ap
     )
 
 
-def _had_ended(report: ContainerReport, code: int | None) -> bool:
-    """True if only the launcher was left to be stopped.
-
-    After its ranks have ended with 0, torchrun waits for other nodes in C++ code for up to five minutes, where SIGTERM
-    does not reach it. At any other time it answers at once, with a line and 1. If its store, in node 0's torchrun, is
-    gone meanwhile, it logs that and ends with 0, because Python's logging swallows a SIGTERM.
-    """
-    return report.done or code == 0 or (code == _KILLED and "death signal" not in report.log)
-
-
 def _rank(pod: Pod, own: Failure, context: Context) -> int | None:
     if own.bad_nodes:
         return None  # one pod reports for all, and none of its ranks is the culprit
@@ -419,8 +420,9 @@ def _read(pod: Pod, port: int | None = None) -> ContainerReport:
         # Another process took the port that the operator chose; the next attempt gets another one.
         own = own._replace(symptom=True)
     code = pod.trainer.exit_code
+    # A rank complained, and then a signal killed the container that no lost peer explains: with NCCL, aborts follow a
+    # lost peer.
     if own.symptom and signal_name(code) and code not in (_ABORTED, _TERMINATED, _INTERRUPTED):
-        # A rank complained, and then the container was killed: with NCCL, aborts follow a lost peer.
         own = own._replace(symptom=False, exit_code=code, rank=None, exception="")
     return report._replace(failure=own)
 
@@ -460,16 +462,6 @@ def _failed_before_its_deletion(own: Failure, code: int | None) -> bool:
 def _ended_from_outside(first: api.JobFailure) -> bool:
     """True if it is recorded as deleted by others, or lost with its node."""
     return precedence_of(first) in (Precedence.NODE, Precedence.DELETED)
-
-
-def _as_recorded(pod: Pod, first: api.JobFailure) -> Pod:
-    """Return the pod with the order of events that the record proves: a pod recorded with its exit code had ended
-    before the operator deleted it, even if an operator sees both at once.
-    """
-    # For ENDED_EARLY its ranks are recorded, not the launcher's exit code.
-    recorded = first.exit_code is not None and first.reason != ENDED_EARLY
-    ended = pod.name == first.pod and recorded and precedence_of(first) not in _ENDED_WITHOUT_ITSELF
-    return msgspec.structs.replace(pod, ended_first=True) if ended else pod
 
 
 def _first(ends: Sequence[PodEnd], recorded: str = "") -> PodEnd:

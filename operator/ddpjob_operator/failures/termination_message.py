@@ -328,13 +328,17 @@ def _causes(log: str, culprit: Failure, exceptions: list[Failure], *, cut: bool)
     yield culprit
     yield _cause([r for r in exceptions if r.rank is not None and r.rank == culprit.rank])
     yield _cause([r for r in exceptions if culprit.rank is None or r.rank is None])
-    if cut:
-        yield _cause(raised(_cut_table(log)))
+    lines = log.rstrip().splitlines()
+    if cut and lines and BORDER.match(lines[-1]):  # the end of a traceback in a table whose head is cut off
+        yield _cause(raised("\n".join(line.removeprefix("  ") for line in lines[1:-1] if line.startswith("  "))))
     # A peer's complaint without its head: gloo's line plus torchrun's table is just longer than 2 kB.
     line = log.partition("\n")[0]
     is_complaint = rules.SYMPTOMS.search(line) and _TORCHS_OWN.search(line)
     yield Failure(exception=f"…{line}", symptom=True) if is_complaint else Failure()
-    yield _interpreter_error(log)
+    # An interpreter or container runtime that raises nothing: `python nowhere.py`.
+    unmarked = (PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
+    errors = (line for line in unmarked if _INTERPRETER.search(line) and rules.CANNOT_EVER_START.match(line))
+    yield Failure(exception=next(errors, "").strip())
 
 
 def _cause(exceptions: list[Failure]) -> Failure:
@@ -380,21 +384,6 @@ def _row(fields: dict[str, str]) -> Failure | None:
 
 def _last_match(pattern: re.Pattern[str], exceptions: list[Failure]) -> re.Match[str] | None:
     return next((match for r in reversed(exceptions) if (match := pattern.search(r.exception))), None)
-
-
-def _cut_table(log: str) -> str:
-    """Return the end of a traceback in a table whose head is cut off."""
-    lines = log.rstrip().splitlines()
-    if not lines or not BORDER.match(lines[-1]):
-        return ""
-    return "\n".join(line.removeprefix("  ") for line in lines[1:-1] if line.startswith("  "))
-
-
-def _interpreter_error(log: str) -> Failure:
-    """Return the line of an interpreter or container runtime that raises nothing: `python nowhere.py`."""
-    lines = (PREFIX.sub("", line[:LINE_MAX]) for line in log.splitlines())
-    errors = (line for line in lines if _INTERPRETER.search(line) and rules.CANNOT_EVER_START.match(line))
-    return Failure(exception=next(errors, "").strip())
 
 
 def _message(text: str) -> tuple[Message | None, str]:

@@ -110,19 +110,18 @@ def of_container(words: list[str]) -> Command:
     found = read(words)
     if found.has_torchrun_options or found.launcher not in ("", "python"):
         return found
-    behind = (_behind_unknown(one) for one in _commands(words))
-    return next((one for one in behind if one.named), found)
+    for one in _commands(words):
+        begin = options_begin(one) if one and one[0] not in _PRINTERS else None
+        behind = Command() if begin is None else _of_torchrun(_launcher_name(one[begin - 1]), one[begin:])
+        if behind.named:
+            return behind
+    return found
 
 
 def by_torchrun(words: list[str]) -> Command | None:
     """Return what torchrun, one of its modules, or ddprun starts; None for other commands."""
     found = of_container(words)
     return found if found.has_torchrun_options else None
-
-
-def _behind_unknown(words: list[str]) -> Command:
-    begin = options_begin(words) if words and words[0] not in _PRINTERS else None
-    return Command() if begin is None else _of_torchrun(_launcher_name(words[begin - 1]), words[begin:])
 
 
 def script_of(words: list[str]) -> str | None:

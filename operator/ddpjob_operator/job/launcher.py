@@ -177,18 +177,16 @@ def _alone(spec: api.Spec) -> list[str]:
     """A launcher that starts the ranks of one node where it is told of no other, and reads no variable of the job."""
     text = (command.shell_script(facts(spec).command) or facts(spec).text)[:SCRIPT_READ_MAX]
     found = _OF_ONE_NODE.search(text)
-    if spec.nodes == 1 or found is None or _OTHER_NODES.search(text) or _has_hostfile(found[1], spec):
+    if spec.nodes == 1 or found is None or _OTHER_NODES.search(text):
+        return []
+    # The template may tell a launcher of the nodes outside its command.
+    mounted = _HOSTFILE_MOUNTS.get(found[1], set()).intersection(mounts(spec.template))
+    if mounted or any(map(_HOSTFILE_VARIABLE.search, facts(spec).env)):
         return []
     return [
         f"{found[1]} starts ranks on its own node, so each of the {spec.nodes} nodes trains alone; start the script "
         "with torchrun"
     ]
-
-
-def _has_hostfile(program: str, spec: api.Spec) -> bool:
-    """True if the template tells a launcher of the nodes outside its command."""
-    mounted = _HOSTFILE_MOUNTS.get(program, set()).intersection(mounts(spec.template))
-    return bool(mounted) or any(map(_HOSTFILE_VARIABLE.search, facts(spec).env))
 
 
 def of_ranks(spec: api.Spec) -> Iterator[tuple[str, str]]:

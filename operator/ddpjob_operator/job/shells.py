@@ -51,8 +51,7 @@ KEEPS_SIGNALS = (
 
 def lost_exit_codes(words: list[str]) -> Iterator[str]:
     """A sentence for each launcher whose failure the shell hides."""
-    said = dict.fromkeys(lost_exit_code(fate) for fate in exit_codes.fates(words) if fate.lost)
-    yield from said
+    yield from dict.fromkeys(lost_exit_code(fate) for fate in exit_codes.fates(words) if fate.lost)
 
 
 def lost_exit_code(fate: Fate) -> str:
@@ -71,8 +70,8 @@ def pipefail_in_sh(words: list[str]) -> bool:
     """True if a script for sh sets an option that many a sh does not have."""
     for program, options, script in _scripts(words):
         if program in _WITHOUT_PIPEFAIL:
-            simple = ([word.value for word in n.words] for n in shell.walk(script) if isinstance(n, shell.Simple))
-            if "pipefail" in options or any(words[:1] == ["set"] and "pipefail" in words for words in simple):
+            simple = ([w.value for w in node.words] for node in shell.walk(script) if isinstance(node, shell.Simple))
+            if "pipefail" in options or any(values[:1] == ["set"] and "pipefail" in values for values in simple):
                 return True
     return False
 

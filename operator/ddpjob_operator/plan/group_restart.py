@@ -73,8 +73,7 @@ def attempt_broken(view: View, status: api.Status) -> Decision | None:
 def _idle_since(view: View, status: api.Status, failure: api.JobFailure) -> dt.datetime | None:
     """Return when a group with a lost node stopped training, because its ranks wait in a collective: at the last
     reported step, but not before the node can have failed, because one step may take long."""
-    progress, place = status.progress, view.members.place(failure.node_rank)
-    pod = None if place is None else view.known_pods.get(place)
+    progress, pod = status.progress, view.known_pod(failure.node_rank)
     if failure.reason not in (root_cause.NODE_LOST, "DeletionByPodGC") or progress is None or pod is None:
         return None
     node = (view.seen.nodes or {}).get(pod.node)

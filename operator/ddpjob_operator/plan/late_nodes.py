@@ -38,10 +38,10 @@ def late(view: View, status: api.Status) -> Set[int]:
         return set()
     others = [view.known_pods[place] for place in sorted(completed)]
     # A node of which a rank has reported had joined.
-    joined = {r.node_rank for r in view.seen.reports.values() if r.attempt in (0, status.attempt)}
-    joined |= {tracker.node_rank for tracker in view.trackers.values()}
+    reported = {r.node_rank for r in view.seen.reports.values() if r.attempt in (0, status.attempt)}
+    reported |= {tracker.node_rank for tracker in view.trackers.values()}
     failed = (p for place, p in view.known_pods.items() if place in started - completed and p.has_failed)
-    silent = (p for p in failed if view.members.node_rank(p.place) not in joined)
+    silent = (p for p in failed if view.members.node_rank(p.place) not in reported)
     return {p.place for p in silent if _is_late(view, status, p, others)}
 
 

@@ -80,7 +80,12 @@ def suspended(view: View, status: api.Status) -> Decision | None:
     """The pods stop with their full grace; the deadlines start again on resume. An invalid spec is not resumed."""
     if not view.spec.suspend and not (view.problems and view.recorded.state == "Suspended"):
         return None
-    return stop_all(view, status, *_why_suspended(view))
+    reason, text = reasons.INVALID_SPEC, f"{invalid_spec.sentence(view.problems)}; suspended until the spec is fixed"
+    if active := view.active_of_all_attempts:
+        reason, text = reasons.SUSPENDING, f"suspended; {name_pods(active)} still stopping"
+    elif view.spec.suspend:
+        reason, text = reasons.SUSPENDED, f"suspended; {view.settings.resume_hint}"
+    return stop_all(view, status, reason, text)
 
 
 def stop_all(view: View, status: api.Status, reason: Reason, text: str) -> Decision | None:
@@ -174,11 +179,3 @@ def _how_many_run(view: View, status: api.Status) -> str:
     restarts = agent_restarts.count(status)
     times = f", restarted in place {wording.count(restarts, 'time')}" if restarts else ""
     return f"{nodes - count} of {view.spec.nodes} nodes are running{done}, attempt {status.attempt}{times}"
-
-
-def _why_suspended(view: View) -> tuple[Reason, str]:
-    if active := view.active_of_all_attempts:
-        return reasons.SUSPENDING, f"suspended; {name_pods(active)} still stopping"
-    if view.spec.suspend:
-        return reasons.SUSPENDED, f"suspended; {view.settings.resume_hint}"
-    return reasons.INVALID_SPEC, f"{invalid_spec.sentence(view.problems)}; suspended until the spec is fixed"

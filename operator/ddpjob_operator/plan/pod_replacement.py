@@ -51,11 +51,10 @@ def lost_alone(view: View, status: api.Status, first: api.JobFailure) -> list[in
     known = set(view.pods) | status.started
     lost = sorted((known - waiting).intersection(view.members))
     ended = [p for p in view.known_pods.values() if p.place in lost and p.ended]
-    # Where an agent ended because the group did, no restart in place follows, and its peers end as well.
-    words = (termination_message.read_message(p.trainer.message) for p in ended)
-    if any(word is not None and word.ended for word in words) or not _one_was_in_the_last_group(
-        view, status, waiting, lost
-    ):
+    messages = [termination_message.read_message(p.trainer.message) for p in ended]
+    # An agent that ended because its group did is not restarted in place, and its peers end as well.
+    group_ended = any(message is not None and message.ended for message in messages)
+    if group_ended or not _one_was_in_the_last_group(view, status, waiting, lost):
         return []
     return lost
 

@@ -43,23 +43,19 @@ def _with_findings(status: api.Status, view: View) -> api.Status:
     """The status with what makes a success suspicious, each fact once. It outlives the pods that report it."""
     if not status.attempt:
         return status
-    found = list(dict.fromkeys((*status.findings, *_found(view, status))))[:FINDINGS_MAX]
+    new = (api.StoredFinding(reason=one.reason, message=one.message) for one in _reported(view, status))
+    found = list(dict.fromkeys((*status.findings, *new)))[:FINDINGS_MAX]
     return replace(status, findings=found) if found != status.findings else status
 
 
-def _found(view: View, status: api.Status) -> Iterator[api.StoredFinding]:
-    report = view.seen.reports.get(0)
+def _reported(view: View, status: api.Status) -> Iterator[NamedFinding]:
     # Under torchrun the library alone knows that no group was formed.
+    report = view.seen.reports.get(0)
     if report is not None and report.alone and report.attempt == status.attempt:
-        yield _as_finding(trained_alone(report.world_size or topology.world_size(view.spec)))
+        yield trained_alone(report.world_size or topology.world_size(view.spec))
     for _, pod in sorted(view.known_pods.items()):
         if pod.has_completed and pod.trainer.message:
-            for found in termination_message.findings(pod.trainer.message, trusted=view.hands_over_exit_code):
-                yield _as_finding(found)
-
-
-def _as_finding(found: NamedFinding) -> api.StoredFinding:
-    return api.StoredFinding(reason=found.reason, message=found.message)
+            yield from termination_message.findings(pod.trainer.message, trusted=view.hands_over_exit_code)
 
 
 def _unconfigured_since(view: View, status: api.Status) -> dt.datetime | None:

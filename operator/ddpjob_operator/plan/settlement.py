@@ -55,9 +55,9 @@ def settle(view: View, status: api.Status, first: api.JobFailure) -> Settled:
     """Name the cause of the failure that was recorded first, and charge it."""
     cause, failure_class = _cause(view, status, first)
     history, attempt = budgets.history(status), _attempt(view, status, cause)
-    tried_often = history.uncharged_in_a_row >= rules.STARTS_MAX and not _has_trained_before(status)
-    if failure_class == "infrastructure" and tried_often and root_cause.cannot_start(cause):
-        failure_class = "permanent"
+    never_starts = root_cause.cannot_start(cause) and not _has_trained_before(status)
+    if failure_class == "infrastructure" and never_starts and history.uncharged_in_a_row >= rules.STARTS_MAX:
+        failure_class = "permanent"  # other nodes were tried often enough
     failure_class = rules.of_complaints(failure_class, history, attempt)
     policy, outside = budgets.policy(view.spec), root_cause.from_outside(cause)
     failure_class = rules.with_policy(failure_class, cause.exit_code, policy, from_outside=outside)
@@ -91,8 +91,8 @@ def is_again(failure: api.JobFailure, before: api.JobFailure | None) -> bool:
 def _torchrun_gave_up(view: View, cause: api.JobFailure) -> bool:
     """True if the torchrun of an elastic job ended by itself because of a failed rank: it does so with 1, when it has
     restarted its ranks as often as it may (PET_MAX_RESTARTS: all that the application had left, or --max-restarts)."""
-    pod = _pod_of(view, cause)
-    gave_up = pod is not None and pod.trainer.exit_code == 1
+    pod = view.known_pod(cause.node_rank)
+    gave_up = pod is not None and pod.name == cause.pod and pod.trainer.exit_code == 1
     return view.is_elastic and gave_up and root_cause.is_own(cause)
 
 
@@ -117,17 +117,12 @@ def _cause(view: View, status: api.Status, first: api.JobFailure) -> tuple[api.J
 
 def with_log(view: View, failure: api.JobFailure) -> api.JobFailure:
     """With the end of the log of the pod that was ended for it."""
-    pod = _pod_of(view, failure)
+    pod = view.known_pod(failure.node_rank)
     is_wanted = failure.reason in root_cause.KEEPS_ITS_LOG and not failure.log_tail and view.settings.keep_log_tail
-    if not is_wanted or pod is None or pod.trainer.exit_code is None:  # else its message is that of the pod, and no log
+    # Without an exit code its message is that of the pod, and no log.
+    if pod is None or not is_wanted or pod.name != failure.pod or pod.trainer.exit_code is None:
         return failure
     return replace(failure, log_tail=root_cause.tail_of(pod))
-
-
-def _pod_of(view: View, failure: api.JobFailure) -> Pod | None:
-    place = view.members.place(failure.node_rank)
-    pod = None if place is None else view.known_pods.get(place)
-    return pod if pod is not None and pod.name == failure.pod else None
 
 
 def _with_silent_node(view: View, failure: api.JobFailure, first: api.JobFailure) -> api.JobFailure:
@@ -210,8 +205,8 @@ def _has_trained_before(status: api.Status) -> bool:
 def _attempt(view: View, status: api.Status, failure: api.JobFailure) -> budget.Attempt:
     progress = status.progress
     step = progress.step if progress is not None and progress.attempt == status.attempt else 0
-    # A node that did not report for a while explains complaints, and so do too few nodes that ever ran: a rank has then
-    # waited in vain for one that has no GPU yet.
+    # By a node that did not report for a while, or by too few nodes that ever ran, so that a rank has waited in vain
+    # for one that has no GPU yet.
     is_explained = root_cause.evidence_of(failure).silent_node or not view.is_enough(status.started)
     return budget.Attempt(
         made_a_new_step=step > (status.furthest_step or 0),

@@ -95,13 +95,8 @@ def _ratio(spent: api.Goodput) -> float | None:
     """None where no step was ever reported: running is not training, and a script that hangs runs as well."""
     if spent.unreported_seconds and not spent.productive_seconds:
         return None
-    total = (
-        spent.productive_seconds
-        + spent.unreported_seconds
-        + spent.idle_seconds
-        + spent.starting_seconds
-        + spent.restarting_seconds
-    )
+    trained = spent.productive_seconds + spent.unreported_seconds
+    total = trained + spent.idle_seconds + spent.starting_seconds + spent.restarting_seconds
     return round(spent.productive_seconds / total, 3) if total else 0.0
 
 
@@ -111,13 +106,6 @@ def with_idle(status: api.Status, since: dt.datetime | None) -> api.Status:
     if since is None or status.state != "Running" or status.first_step_time is None or before.idle_since is not None:
         return status
     return replace(status, goodput=replace(before, idle_since=since))
-
-
-def _stepping_again(status: api.Status, at: dt.datetime) -> api.Status:
-    """The status once a step has followed on a time without any."""
-    if status.goodput is None or status.goodput.idle_since is None:
-        return status
-    return replace(status, goodput=replace(goodput(status, at), counted_until=at))
 
 
 def with_progress(status: api.Status, report: Report | None, not_kept: str = "") -> api.Status:
@@ -135,8 +123,10 @@ def with_progress(status: api.Status, report: Report | None, not_kept: str = "")
         return replace(status, save_failed=report.save_failed or status.save_failed)
     status = replace(status, not_kept=not_kept, save_failed=report.save_failed)
     before, progress = status.progress, _progress(report, status.attempt, report.received_at)
-    if before is not None and before.step != report.step:
-        status = _stepping_again(status, report.received_at)
+    is_idle = status.goodput is not None and status.goodput.idle_since is not None
+    if is_idle and before is not None and before.step != report.step:  # a step has followed on a time without any
+        counted = replace(goodput(status, report.received_at), counted_until=report.received_at)
+        status = replace(status, goodput=counted)
     status = _with_steps_of_new_ranks(status, report, report.received_at)
     if before is not None and replace(progress, updated=before.updated) == before:
         return status  # hundreds of ranks repeat the same report every few seconds

@@ -101,6 +101,11 @@ class View:
         """The pods of the present attempt by place, those that are gone included."""
         return {**self.deleted_pods, **self.pods}
 
+    def known_pod(self, node_rank: int) -> Pod | None:
+        """The pod of a node rank in the present attempt, also one that is gone."""
+        place = self.members.place(node_rank)
+        return None if place is None else self.known_pods.get(place)
+
     @cached_property
     def active(self) -> list[Pod]:
         """The pods of the present attempt in which something may still run, those on lost nodes excepted."""
@@ -195,13 +200,6 @@ def sort(job: api.DDPJob, seen: Observed, now: dt.datetime, problems: tuple[Prob
     return _sorted(read.status, read, job.status, seen, now, problems, settings)
 
 
-def _as_it_began(job: api.DDPJob, status: api.Status, wanted_nodes: int) -> api.DDPJob:
-    """An elastic job with the nodes that the pods of its attempt were made for; before the first pod, with those that
-    it may have now."""
-    nodes = status.attempt_nodes or wanted_nodes
-    return replace(job, spec=launcher.with_nodes(job.spec, nodes)) if nodes != job.spec.nodes else job
-
-
 def _wanted_nodes(job: api.DDPJob, seen: Observed) -> int:
     """spec.nodes; of an elastic job that a queue has admitted in part, as many as it has admitted."""
     if launcher.facts(job.spec).min_nodes is None:
@@ -226,7 +224,8 @@ def _sorted(
     settings: Settings,
 ) -> View:
     wanted_nodes = _wanted_nodes(job, seen)
-    job = _as_it_began(job, status, wanted_nodes)
+    # An elastic job with the nodes that the pods of its attempt were made for, or before the first pod may have now.
+    job = replace(job, spec=launcher.with_nodes(job.spec, status.attempt_nodes or wanted_nodes))
     own = [_as_it_counts(p, job.spec, now) for p in owned(job, seen)]
     on_lost_nodes = [p for p in seen.pods if p.live and is_past(lost_at(p, seen.nodes, settings), now)]
     lost = frozenset(p.uid for p in on_lost_nodes if is_own(p, job))

@@ -87,6 +87,7 @@ def pod(
     template = as_given(job.spec.template)
     spec: Body = template["spec"]
     given = template.get("metadata") or {}
+    trainer = (trainer_container(template) or {}).get("name", TRAINER)
     labels = {
         # Drop our labels from a template that was copied from a pod.
         **{name: value for name, value in (given.get("labels") or {}).items() if name not in naming.LABELS},
@@ -94,7 +95,7 @@ def pod(
         naming.LABEL_ATTEMPT: str(attempt),
         naming.LABEL_RANK: str(place),
         **({naming.LABEL_REPLACEMENT: str(replacement)} if replacement else {}),
-        **_trainers_label(template),
+        **({} if trainer == TRAINER else {naming.LABEL_TRAINER: str(trainer)}),
     }
     metadata = owned_metadata(job, naming.pod_name(job, attempt, place, replacement), labels)
     metadata["annotations"] = (KEEP_FROM_AUTOSCALERS if keep_from_autoscalers else {}) | (
@@ -168,11 +169,6 @@ def owned_metadata(job: api.DDPJob, name: str, labels: dict[str, str]) -> Body:
         "controller": True,
     }
     return {"name": name, "namespace": job.metadata.namespace, "labels": labels, "ownerReferences": [owner]}
-
-
-def _trainers_label(template: Mapping[str, Any]) -> dict[str, str]:
-    name = (trainer_container(template) or {}).get("name", TRAINER)
-    return {} if name == TRAINER else {naming.LABEL_TRAINER: str(name)}
 
 
 def _trainer(own: dict[str, str], spec: Body) -> None:

@@ -21,10 +21,11 @@ def environment(job: api.DDPJob, attempt: int, place: int, rendezvous: Endpoint)
     least = launcher.facts(job.spec).min_nodes
     # For scripts without a launcher, only if a node has one process. With more they would mislead scripts that start
     # processes themselves: the imagenet example multiplies WORLD_SIZE by its GPUs.
-    of_script = {"RANK": str(node_rank), "WORLD_SIZE": str(job.spec.nodes), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    size = str(job.spec.nodes)
+    single_process = {"RANK": str(node_rank), "WORLD_SIZE": size, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     every = {
         **_rendezvous(job, node_rank, nproc, rendezvous),
-        **(of_script if nproc == 1 and least is None else {}),
+        **(single_process if nproc == 1 and least is None else {}),
         **_torchrun(job, attempt, node_rank if least is None else None, nproc, rendezvous),
         **({} if least is None else _elastic(job, least, node_rank, rendezvous)),
         "DDPJOB_NAME": job.metadata.name,
