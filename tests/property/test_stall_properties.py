@@ -76,6 +76,7 @@ def only(trackers: dict[int, stall.StepTracker], attempt: int) -> dict[int, stal
 
 @given(words, timeouts, st.floats(stall.SILENT_SECONDS + 0.001, 1e8))
 def test_silence_never_gives_a_finding(reports: list[Sent], timeout: int | None, silent: float) -> None:
+    """A trainer that is gone, or whose reports get lost, is no trainer that hangs."""
     trackers, now = received_all(reports)
     later = max([now, *(tracker.heard_at for tracker in trackers.values())]) + dt.timedelta(seconds=silent)
     assert stall.find(trackers, spec(timeout), later) is None

@@ -54,17 +54,9 @@ def test_a_command_that_names_only_the_range_gets_the_rest_from_the_job() -> Non
     assert variables(what)["PET_RDZV_BACKEND"] == "c10d"
 
 
-def test_a_static_job_has_the_environment_that_it_had() -> None:
-    """A pod is never compared by its content, so what runs keeps it; a changed one would be another contract."""
-    names = set(variables(job(nodes=3)))
-    assert not names & {"PET_RDZV_BACKEND", "PET_RDZV_ENDPOINT", "PET_RDZV_CONF", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"}
-
-
 @pytest.mark.parametrize(
     ("command", "spec", "text"),
     [
-        (["torchrun", "x.py"], {"nodes": 2, "minNodes": 3}, "spec.minNodes: must be at most spec.nodes"),
-        (["torchrun", "x.py"], {"nodes": 2, "minNodes": 0}, "spec.minNodes: must be at least 1, is 0"),
         (["python", "x.py"], {"nodes": 2, "minNodes": 1}, "spec.minNodes: this command cannot train with a changing"),
         (["ddprun", "x.py"], {"nodes": 2, "minNodes": 1}, "spec.minNodes: ddprun cannot train with a changing"),
         (["torchrun", "--standalone", "x.py"], {"nodes": 2, "minNodes": 1}, "--standalone is for one node"),

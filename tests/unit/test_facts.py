@@ -77,19 +77,19 @@ REASONS = (
 )
 
 
-@pytest.mark.parametrize("reason", REASONS)
-def test_exit_0_of_a_pod_that_failed_for_a_reason_of_its_own_is_no_success(reason: str) -> None:
-    """A handler that saves and exits with 0 is common: a node that shuts down would end the job as Succeeded."""
-    pod = seen((RUNNING, {}), (exited(0, 12, phase="Failed", reason=reason), {}))
-    assert (pod.has_completed, pod.has_failed) == (False, True)
+DISRUPTIONS = ("TerminationByKubelet", "EvictionByEvictionAPI", "PreemptionByScheduler", "New")
 
 
 @pytest.mark.parametrize(
-    "disruption", ["TerminationByKubelet", "EvictionByEvictionAPI", "PreemptionByScheduler", "New"]
+    "why",
+    [
+        *({"reason": reason} for reason in REASONS),
+        *({"conditions": [{"type": "DisruptionTarget", "status": "True", "reason": word}]} for word in DISRUPTIONS),
+    ],
 )
-def test_exit_0_of_a_pod_that_is_disrupted_is_no_success(disruption: str) -> None:
-    target = {"type": "DisruptionTarget", "status": "True", "reason": disruption}
-    pod = seen((RUNNING, {}), (exited(0, 12, phase="Failed", conditions=[target]), {}))
+def test_exit_0_of_a_pod_that_failed_for_a_reason_of_its_own_or_is_disrupted_is_no_success(why: Raw) -> None:
+    """A handler that saves and exits with 0 is common: a node that shuts down would end the job as Succeeded."""
+    pod = seen((RUNNING, {}), (exited(0, 12, phase="Failed", **why), {}))
     assert (pod.has_completed, pod.has_failed) == (False, True)
 
 

@@ -15,7 +15,7 @@ from ddpjob_operator.gangs import choice, native
 from ddpjob_operator.gangs.adapter import Adapter
 from ddpjob_operator.job import api, validation
 from ddpjob_operator.observed.groups import Admission, GangApi
-from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, DeleteGroup, DeletePod
+from ddpjob_operator.plan.actions import CreateGroup, CreatePod, CreateService, DeleteGroup
 from ddpjob_operator.pods import build
 
 SERVED = {"native": GangApi("scheduling.k8s.io/v1alpha2")}
@@ -237,7 +237,6 @@ def test_describe_says_who_admits_the_pods_and_why() -> None:
 
 
 GROUP = {
-    "apiVersion": "scheduling.k8s.io/v1alpha2",
     "kind": "PodGroup",
     "metadata": {
         "name": "digits-3-00001",
@@ -261,23 +260,13 @@ GROUP = {
 }
 
 
-def test_a_pod_group_is_what_kubernetes_documents() -> None:
-    container = {"name": "trainer", "image": "i"}
-    template = {"spec": {"priorityClassName": "research", "containers": [container]}}
-    full = job(topologyKey="topology.kubernetes.io/rack", template=template)
-    assert native.body(full, 3, "scheduling.k8s.io/v1alpha2") == GROUP
-    assert native.body(job(), 3, "v")["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
-
-
-@pytest.mark.parametrize("version", ["v1alpha3", "v1beta1"])
-def test_in_1_37_a_pod_group_is_the_same_in_either_version(version: str) -> None:
-    """By its types: schedulingPolicy, schedulingConstraints and priorityClassName kept their names and their forms."""
+@pytest.mark.parametrize("version", ["v1alpha2", "v1alpha3", "v1beta1"])
+def test_a_pod_group_is_what_kubernetes_documents_and_the_same_in_each_version(version: str) -> None:
     template = {"spec": {"priorityClassName": "research", "containers": [{"name": "trainer", "image": "i"}]}}
     full = job(topologyKey="topology.kubernetes.io/rack", template=template)
-    assert native.body(full, 3, f"scheduling.k8s.io/{version}") == {
-        **GROUP,
-        "apiVersion": f"scheduling.k8s.io/{version}",
-    }
+    api_version = f"scheduling.k8s.io/{version}"
+    assert native.body(full, 3, api_version) == {**GROUP, "apiVersion": api_version}
+    assert native.body(job(), 3, "v")["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
 
 
 def test_in_1_37_a_group_that_was_placed_once_says_so_for_ever_and_its_pods_say_what_became_of_them() -> None:
@@ -318,41 +307,6 @@ def test_a_job_in_a_queue_has_one_group_for_its_life_and_no_pod_before_it_is_adm
     world.admits().running()
     world.exits(0, code=1).restarted()
     assert (list(world.groups), world.names()[1:]) == (["digits"], ["digits-2-0", "digits-2-1"])
-
-
-def test_an_eviction_stops_all_pods_with_their_full_grace_once_and_the_job_starts_when_it_is_admitted_again() -> None:
-    """A kill would cost the steps since the last snapshot."""
-    world = queued().settle().admits().running().admits("evicted", "preempted by resnet")
-    world.step()
-    assert (world.status.state, world.status.reason) == ("Suspended", "Evicted")
-    stops = [action for action in world.step().actions if isinstance(action, DeletePod)]
-    assert [stop.grace_seconds for stop in stops] == [None, None]
-    world.admits().settle()
-    assert len(world.names()) == 2, "admitted again too early: what stops, stops"
-    world.admits("waiting", "preempted by resnet").stops_all().settle()
-    assert (world.status.reason, world.status.start_time) == ("WaitingForAdmission", None)
-    world.admits().settle()
-    assert world.names() == ["digits-2-0", "digits-2-1"]
-    assert world.status.restarts is None or world.status.restarts.total == 0
-
-
-def test_a_group_of_a_queue_that_is_gone_is_an_eviction_and_is_asked_for_again() -> None:
-    """Without it others get the quota that the pods still use."""
-    world = queued().settle().admits().running()
-    world.groups.clear()
-    world.settle()
-    assert world.status.message == "evicted from its queue: its group is gone; 2 pods still stopping"
-    world.stops_all().settle()
-    assert list(world.groups) == ["digits"]
-
-
-def test_a_suspended_job_gives_its_place_back_when_its_pods_have_ended_and_queues_again() -> None:
-    world = queued().settle().admits().running().change(suspend=True).settle()
-    assert world.groups, "its pods still stop"
-    world.stops_all().settle()
-    assert world.groups == {}
-    world.change(suspend=False).settle()
-    assert (list(world.groups), world.names()) == (["digits"], [])
 
 
 # ---------------------------------------------------------------- the adapter that docs/dev/gang-adapters.md shows

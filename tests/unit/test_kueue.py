@@ -551,9 +551,18 @@ def test_a_preemption_ends_in_one_stop_with_full_grace_and_gives_the_quota_back_
     world.stops(1).settle()
     assert world.told == ["ready", "quota returned"]
     assert (world.status.reason, world.is_true("Suspended")) == ("WaitingForAdmission", True)
+    assert world.status.start_time is None, "no deadline runs"
     world.admits().running()
     assert (world.status.state, world.status.attempt) == ("Running", 2)
     assert world.status.restarts is None or world.status.restarts.total == 0
+
+
+def test_a_job_that_is_admitted_again_while_its_pods_stop_stops_them_all_and_starts_anew() -> None:
+    world = admitted().admits("evicted", "preempted by resnet", holds_quota=True)
+    world.step()
+    world.admits().settle()
+    assert all(pod.deletion_requested_at for pod in world.pods.values()), "what stops, stops"
+    assert world.stops_all().settle().names() == ["digits-2-0", "digits-2-1"]
 
 
 def test_a_preempted_job_whose_nodes_had_all_completed_has_succeeded_and_queues_no_more() -> None:
@@ -730,23 +739,20 @@ def test_a_service_that_is_refused_keeps_no_quota() -> None:
     assert world.told == ["quota returned"]
 
 
-def test_an_elastic_job_runs_with_as_many_nodes_as_were_admitted() -> None:
-    """More would use quota of others; fewer would leave nodes idle that it pays for."""
-    world = queued(nodes=4, minNodes=2).settle()
-    world.admits()
-    world.groups = {n: replaced(g, placement=Placement(count=3)) for n, g in world.groups.items()}
-    world.settle()
-    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
-    world.runs(0, 1, 2).settle()
-    assert (world.status.state, world.status.attempt) == ("Running", 1)
-    assert world.status.nodes == api.Nodes(total=3, ready=3)
-
-
-def test_a_job_that_was_admitted_in_part_restarts_once_and_with_as_many_nodes() -> None:
-    """It began one attempt after the other and made no pod, because none had the number of nodes that was asked for."""
+def admitted_in_part() -> World:
+    """A job of up to four nodes, whose three pods run."""
     world = queued(nodes=4, minNodes=2).settle().admits()
     world.groups = {n: replaced(g, placement=Placement(count=3)) for n, g in world.groups.items()}
-    world.settle().runs(0, 1, 2).settle()
+    return world.settle().runs(0, 1, 2).settle()
+
+
+def test_an_elastic_job_runs_and_restarts_with_as_many_nodes_as_were_admitted() -> None:
+    """More would use quota of others; fewer would leave nodes idle that it pays for. At a failure it began one attempt
+    after the other and made no pod, because none had the number of nodes that was asked for."""
+    world = admitted_in_part()
+    assert world.names() == ["digits-1-0", "digits-1-1", "digits-1-2"]
+    assert (world.status.state, world.status.attempt) == ("Running", 1)
+    assert world.status.nodes == api.Nodes(total=3, ready=3)
     world.evicted(0, "Evicted").restarted()
     assert world.status.attempt == 2
     assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1", "digits-2-2"]
@@ -755,9 +761,7 @@ def test_a_job_that_was_admitted_in_part_restarts_once_and_with_as_many_nodes() 
 
 def test_a_job_that_was_admitted_in_part_runs_on_where_a_new_operator_cannot_ask_its_queue() -> None:
     """Its pods were stopped to become as many as spec.nodes, and then none was made, for nobody admits them."""
-    world = queued(nodes=4, minNodes=2).settle().admits()
-    world.groups = {n: replaced(g, placement=Placement(count=3)) for n, g in world.groups.items()}
-    world.settle().runs(0, 1, 2).settle()
+    world = admitted_in_part()
     known, world.groups = world.groups, {}
     world.gang_apis["kueue"] = GangApi(why_not="the API server does not serve workloads")
     assert (world.settle().status.state, world.status.attempt) == ("Running", 1)
@@ -778,6 +782,22 @@ def relabelled(world: World, **labels: str) -> World:
     return world
 
 
+@pytest.mark.parametrize(
+    ("labels", "topology", "asked"),
+    [
+        ({"queue_name": "main", "priority_class": "high"}, None, ("main", "high", "")),
+        ({"queue_name": "main"}, "rack", ("main", "", "rack")),
+    ],
+    ids=["priority", "topology"],
+)
+def test_a_job_that_waits_follows_what_it_now_asks_for(
+    labels: dict[str, str], topology: str | None, asked: tuple[str, str, str]
+) -> None:
+    """Both may change at any time; the Workload asked for the old ones as long as the job waited."""
+    world = relabelled(queued(topologyKey="rak").settle(), **labels).change(topology_key=topology).settle()
+    assert world.groups["digits"].asked == asked
+
+
 def test_a_job_whose_queue_does_not_exist_waits_in_the_right_one_once_its_label_is_mended() -> None:
     """Labels change at any time: it waited for a queue that nobody would ever make, until it was suspended."""
     world = queued().settle().admits("waiting", "LocalQueue main doesn't exist").settle()
@@ -786,18 +806,6 @@ def test_a_job_whose_queue_does_not_exist_waits_in_the_right_one_once_its_label_
     world.settle()
     assert (world.groups["digits"].asked, world.names()) == (("research", "", ""), [])
     assert world.admits().running().status.state == "Running"
-
-
-def test_a_job_that_waits_takes_the_priority_of_its_new_label() -> None:
-    world = relabelled(queued().settle(), queue_name="main", priority_class="high").settle()
-    assert world.groups["digits"].asked == ("main", "high", "")
-
-
-def test_a_job_that_waits_for_a_topology_that_no_node_has_follows_its_new_one() -> None:
-    """The field may change at any time; the Workload asked for the old one as long as the job waited."""
-    world = queued(topologyKey="rak").settle().admits("waiting", "no topology domains at level: rak").settle()
-    world.change(topology_key="rack").settle()
-    assert world.groups["digits"].asked == ("main", "", "rack")
 
 
 @pytest.mark.parametrize("version", [V1BETA1, "kueue.x-k8s.io/v1beta2"])

@@ -136,11 +136,6 @@ def test_a_pod_past_its_grace_on_a_node_that_is_not_ready_is_lost_whatever_the_o
     assert world.status.attempt == 2
 
 
-def test_a_pod_that_needs_long_on_a_node_that_answers_is_waited_for() -> None:
-    world = digits().running().deleted_first(1).settle().after(3600).settle()
-    assert world.status.attempt == 1
-
-
 CPU = "0/9 nodes are available: 9 Insufficient cpu"
 VOLUME = "0/9 nodes are available: 9 node(s) had volume node affinity conflict"
 

@@ -247,12 +247,6 @@ def test_a_job_that_is_suspended_again_before_its_pods_have_ended_stays_so() -> 
     assert world.is_true("Suspended")
 
 
-def test_a_rank_that_had_completed_trains_again_after_a_resume_for_its_peers_need_it() -> None:
-    world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
-    world.change(suspend=False).settle()
-    assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1"]
-
-
 def test_a_job_whose_nodes_all_completed_before_they_were_told_to_stop_has_succeeded() -> None:
     """Nothing is left to train: resumed it would train everything again."""
     world = digits().running().change(suspend=True)
@@ -270,16 +264,13 @@ def test_a_job_one_node_of_which_was_told_to_stop_has_not_succeeded() -> None:
     assert (world.status.state, world.status.reason) == ("Suspended", "Suspended")
 
 
-def test_nodes_changed_while_suspended_take_effect_on_resume() -> None:
-    world = digits().running().change(suspend=True).settle().stops_all().settle()
-    world.change(nodes=3).settle().change(suspend=False).settle()
-    assert world.names() == ["digits-2-0", "digits-2-1", "digits-2-2"]
-
-
-def test_ranks_that_completed_before_a_suspended_job_was_made_smaller_are_no_success() -> None:
+def test_nodes_changed_while_suspended_take_effect_on_resume_and_a_node_that_had_completed_trains_again() -> None:
+    """Its peers need it."""
     world = digits().running().exits(0).settle().change(suspend=True).settle().stops_all().settle()
     world.change(nodes=1).settle()
-    assert world.status.state == "Suspended"
+    assert world.status.state == "Suspended", "fewer nodes make no success of it"
+    world.change(nodes=3).settle().change(suspend=False).settle()
+    assert [n for n in world.names() if n.startswith("digits-2")] == ["digits-2-0", "digits-2-1", "digits-2-2"]
 
 
 def test_a_running_job_whose_spec_became_invalid_can_still_be_suspended() -> None:
@@ -373,6 +364,7 @@ def test_start_deadline_releases_all_pods_and_tries_again_later_under_a_new_atte
     world.settle()
     assert world.names() == ["digits-2-0", "digits-2-1"]
     assert world.runs(0, 1).settle().status.start_retries == 0, "once all run, the waits begin again"
+    assert world.after(1000).settle().status.attempt == 2, "and the start deadline is over"
 
 
 def test_the_waits_between_starts_double_up_to_30_minutes_and_differ_between_jobs() -> None:
@@ -380,10 +372,6 @@ def test_the_waits_between_starts_double_up_to_30_minutes_and_differ_between_job
     for wait, base in zip(waits, (60, 120, 240, 480, 960, 1800, 1800, 1800), strict=True):
         assert 0.8 * base <= wait <= base
     assert waits != [start_back_off_seconds("b", n) for n in range(1, 9)]
-
-
-def test_once_all_nodes_have_run_the_start_deadline_is_over() -> None:
-    assert digits(startDeadlineSeconds=120).running().after(1000).settle().status.attempt == 1
 
 
 def test_the_active_deadline_also_ends_a_job_that_waits_for_its_next_start() -> None:
@@ -481,8 +469,10 @@ def test_a_create_that_the_server_refuses_is_pending_with_its_sentence_and_tried
     assert (world.status.state, world.status.reason) == ("Pending", "CreateRefused")
     assert "digits-1-1 was refused: exceeded quota: pods" in world.status.message
     assert world.plan().requeue_at == again
-    world.after(4)
-    assert created(world.plan()) == [(1, 1)]
+    todo = world.after(4).plan()
+    assert (todo.actions, todo.status, todo.events) == ((CreatePod(1, 1),), None, ()), "no word changes until then"
+    world.refusals = []
+    assert world.settle().status.reason == "StartingTrainers"
 
 
 # ---------------------------------------------------------------- status
@@ -606,16 +596,12 @@ def test_a_whole_life_tells_itself_in_a_few_events() -> None:
         ("Normal", "AllNodesRun"),
         ("Normal", "AllNodesCompleted"),
     ]
+    assert routine(world) == ["AllNodesRun", "AllNodesCompleted"], "its conditions say as much"
 
 
 def routine(world: World) -> list[str]:
     """The Events that a job which just trains does without."""
     return [e.reason for e in world.events if e.is_routine]
-
-
-def test_of_a_job_that_just_trains_the_conditions_say_all_that_its_events_would() -> None:
-    world = digits().running().exits(0).settle().exits(1).settle()
-    assert routine(world) == ["AllNodesRun", "AllNodesCompleted"]
 
 
 def test_the_end_of_a_job_has_its_event_where_it_took_long_or_the_job_is_deleted() -> None:
@@ -737,24 +723,3 @@ def test_the_status_stays_under_16_kb_with_the_longest_logs_and_many_nodes() -> 
         world.exits(rank, code=rank % 2, message="ValueError: " + "x" * 5000)
     world.settle()
     assert len(msgspec.json.encode(world.status)) < 16_000
-
-
-# ---------------------------------------------------------------- tried again
-
-
-def test_trying_a_refused_create_again_changes_no_word_until_the_server_takes_it() -> None:
-    world = digits()
-    world.step()
-    world.vanishes(1)
-    why = "exceeded quota: one-pod"
-    world.refusals = [Refusal("Pod", "digits-1-1", why, START + dt.timedelta(seconds=4))]
-    world.settle()
-    assert world.status.reason == "CreateRefused"
-    world.after(4)
-    todo = world.plan()
-    assert todo.actions == (CreatePod(1, 1),)
-    assert todo.status is None
-    assert todo.events == ()
-    world.refusals = []
-    world.settle()
-    assert world.status.reason == "StartingTrainers"

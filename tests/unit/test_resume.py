@@ -53,6 +53,7 @@ def test_a_restart_says_from_which_step_it_goes_on() -> None:
 @pytest.mark.parametrize(
     ("volume", "local", "where"),
     [
+        (CLAIM, False, "from step 500"),
         (None, False, "last saved at step 500"),
         (None, True, "from step 500"),
         ({"emptyDir": {}}, False, "last saved at step 500"),
@@ -60,29 +61,13 @@ def test_a_restart_says_from_which_step_it_goes_on() -> None:
         ({"hostPath": {"path": "/data"}}, True, "from step 500"),
     ],
 )
+@pytest.mark.parametrize("own_tmp", [False, True], ids=["", "an empty /tmp"])
 def test_a_checkpoint_that_may_go_with_its_pod_is_not_promised(
-    volume: dict[str, Any] | None, local: bool, where: str
+    volume: dict[str, Any] | None, local: bool, where: str, own_tmp: bool
 ) -> None:
-    """A training in an emptyDir begins again at step 0."""
-    world = trains(volume)
-    world.settings = Settings(keeps_files=local)
-    assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
-
-
-@pytest.mark.parametrize(
-    ("volume", "local", "where"),
-    [
-        (CLAIM, False, "from step 500"),
-        ({"hostPath": {"path": "/data"}}, True, "from step 500"),
-        (None, True, "from step 500"),
-        (None, False, "last saved at step 500"),
-    ],
-)
-def test_an_empty_tmp_takes_nothing_from_what_is_said_of_the_checkpoint(
-    volume: dict[str, Any] | None, local: bool, where: str
-) -> None:
-    """Each pod with a read-only root has one, examples/digits.yaml and what `ddpjob submit` makes among them."""
-    world = trains(volume, own_tmp=True)
+    """A training in an emptyDir begins again at step 0. Each pod with a read-only root has one at /tmp, in which
+    nothing is saved: examples/digits.yaml and what `ddpjob submit` makes among them."""
+    world = trains(volume, own_tmp=own_tmp)
     world.settings = Settings(keeps_files=local)
     assert fails(world).status.message.endswith(f"restart 1 of 3, {where}")
 

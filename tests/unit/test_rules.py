@@ -314,12 +314,6 @@ def test_a_rule_speaks_of_what_a_process_did(
     assert rules.with_policy(found, exit_code, [rule]) == want
 
 
-def test_a_rule_does_not_speak_of_what_was_ended_from_outside() -> None:
-    """Else `FailJob` for 143 would fail the job with the first drained node."""
-    rule = PolicyRule("FailJob", frozenset({143}))
-    assert rules.with_policy("infrastructure", 143, [rule], from_outside=True) == "infrastructure"
-
-
 def test_the_first_rule_that_matches_decides() -> None:
     listed = [PolicyRule("Ignore", frozenset({3})), PolicyRule("FailJob", frozenset({3, 4}))]
     assert rules.with_policy("application", 3, listed) == "infrastructure"
@@ -347,12 +341,6 @@ def test_only_what_happened_within_the_window_counts() -> None:
     hour = Limits(backoff_limit=1, window_seconds=3600)
     assert fails(*["application"] * 5, limits=hour, every=3600).restart, "one an hour is allowed for ever"
     assert fails(*["application"] * 2, limits=hour, every=3599).stop == "BackoffLimitExceeded"
-
-
-def test_lost_nodes_never_cost_the_application_a_restart() -> None:
-    after = fails(*["infrastructure"] * 50, attempt=GOOD)
-    assert (after.history.application, after.history.infrastructure, after.charged_to) == (0, 50, "infrastructure")
-    assert fails(*["application"] * 3, history=after.history).restart
 
 
 def test_infrastructure_gives_up_after_a_hundred_in_a_row_and_never_while_it_gets_on() -> None:
@@ -420,12 +408,6 @@ def test_the_first_restart_is_at_once_then_after_1_2_4_seconds_up_to_5_minutes()
     waits = [fails(*["infrastructure"] * n, attempt=USELESS).wait_seconds for n in range(1, 13)]
     assert waits == [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
     assert budget.back_off_seconds(10**9) == 300
-
-
-def test_a_new_step_makes_the_next_restart_immediate() -> None:
-    tired = RestartHistory(infrastructure=9, in_a_row=9)
-    assert fails("infrastructure", attempt=GOOD, history=tired).wait_seconds == 0
-    assert fails("infrastructure", attempt=USELESS, history=tired).wait_seconds == 256
 
 
 def test_a_job_that_reports_nothing_is_forgiven_when_it_ran_for_ten_minutes() -> None:

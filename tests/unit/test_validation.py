@@ -76,22 +76,19 @@ def command(*words: str, **spec: Any) -> list[str]:
             {"template": {"spec": {"containers": [{"image": "x"}]}}},
             "spec.template.spec.containers[0]: needs a name, such as trainer",
         ),
+        (
+            {"backend": "mpi"},
+            'spec.backend: "mpi" needs a PyTorch built with MPI, and no published wheel is. '
+            "Use gloo (CPU) or nccl (GPU).",
+        ),
+        (
+            {"container": {"comand": ["x"]}},
+            "spec.template.spec.containers[0].comand: unknown field; did you mean command?",
+        ),
     ],
 )
 def test_each_wrong_field_is_named_with_its_value_and_its_mend(spec: dict[str, Any], sentence: str) -> None:
     assert problems(**spec) == [sentence]
-
-
-def test_mpi_is_refused_with_the_reason() -> None:
-    (sentence,) = problems(backend="mpi")
-    assert "needs a PyTorch built with MPI" in sentence
-    assert "Use gloo (CPU) or nccl (GPU)" in sentence
-
-
-def test_a_misspelled_field_of_the_template_is_named() -> None:
-    assert problems(container={"comand": ["x"]}) == [
-        "spec.template.spec.containers[0].comand: unknown field; did you mean command?"
-    ]
 
 
 def test_an_unknown_field_of_the_template_that_resembles_none_is_left_to_a_newer_api_server() -> None:

@@ -8,7 +8,7 @@ clocks of nodes differ.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -175,8 +175,9 @@ def settle(
         _end(context, pod, outside=outside and pod.name == first.pod)
         for pod in sorted(seen, key=lambda pod: (pod.place, pod.uid))
     ]
-    recorded = _recorded(first, ends)
-    cause = _first([*recorded, *ends], first.pod)
+    all_ends = [*_recorded(first, ends), *ends]
+    number = len({end.failure.node_rank for end in all_ends}) if nodes is None else nodes
+    cause = _first(all_ends, first.pod)
     if lost and cause.precedence in _MAY_FOLLOW_A_LOST_NODE:
         cause = _first([PodEnd(gone) for gone in lost])
     early = early or next((end.failure for end in ends if end.done), None)
@@ -186,9 +187,11 @@ def settle(
         return cause.failure, "infrastructure"
     if not cannot_start(cause.failure):
         found = rules.classify(_with_evidence(cause.failure))
-        repeats = found == "application" and untried and _repeats(cause, [*recorded, *ends], nodes)
+        repeats = found == "application" and untried and _repeats(cause, all_ends, number)
         return cause.failure, "permanent" if repeats else found
-    everywhere = _on_all_nodes([*recorded, *ends], nodes)
+    # Else the node may be the reason. Agents that end by agreement have compared their nodes.
+    unable = {end.failure.node_rank for end in all_ends if rules.cannot_start(_with_evidence(end.failure))}
+    everywhere = any(end.everywhere for end in all_ends) or len(unable) >= number
     return cause.failure, _of_no_start(cause.failure, stepped=stepped, trained=trained, everywhere=everywhere)
 
 
@@ -350,6 +353,7 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
         evidence=_evidence(pod, own, precedence, reason),
         time=_time(pod, own, context.now),
     )
+    said = (*(one.exception for one in termination_message.raised(report.log)), log_lines.refused(report.log))
     ended_by_node = precedence == Precedence.NODE and not pod.disruption
     # While the pod's phase is to come, an eviction may have ended it: what is recorded then would stay.
     is_stopped = precedence == Precedence.STOPPED and not pod.live
@@ -361,16 +365,11 @@ def _end(context: Context, pod: Pod, *, outside: bool) -> PodEnd:
         failure,
         deleted_at=None if ended_by_node else pod.deletion_requested_at,
         everywhere=report.permanent,
-        raised=frozenset(shown(text, EXCEPTION_MAX) for text in _said(report.log)),
+        raised=frozenset(shown(text, EXCEPTION_MAX) for text in said if text),
         done=context.torchrun and is_stopped and only_launcher_was_left,
         seen=pod.ended_seen,
         deletion_seen=pod.deletion_seen,
     )
-
-
-def _said(log: str) -> Iterator[str]:
-    yield from (failure.exception for failure in termination_message.raised(log))
-    yield from filter(None, [log_lines.refused(log)])
 
 
 def _text(pod: Pod, report: ContainerReport, code: int | None) -> str:
@@ -495,17 +494,7 @@ def _recorded(first: api.JobFailure, ends: Sequence[PodEnd]) -> list[PodEnd]:
     return [PodEnd(merged)]
 
 
-def _on_all_nodes(ends: Sequence[PodEnd], nodes: int | None) -> bool:
-    """True if no node could start it; otherwise the node may be the reason. Agents that end by agreement have compared
-    their nodes.
-    """
-    if any(end.everywhere for end in ends):
-        return True
-    unable = {end.failure.node_rank for end in ends if rules.cannot_start(_with_evidence(end.failure))}
-    return len(unable) >= (len({end.failure.node_rank for end in ends}) if nodes is None else nodes)
-
-
-def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int | None) -> bool:
+def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int) -> bool:
     """True if a retry would end in the same way: a mistake of the script, made on all nodes."""
     exception = cause.failure.exception
     code = cause.failure.exit_code
@@ -514,8 +503,7 @@ def _repeats(cause: PodEnd, ends: Sequence[PodEnd], nodes: int | None) -> bool:
     if not is_own or not rules.is_mistake(exception, code):
         return False
     alike = {e.failure.node_rank for e in ends if exception in (e.failure.exception, *e.raised)}
-    all_nodes = len({e.failure.node_rank for e in ends}) if nodes is None else nodes
-    return cause.everywhere or rules.is_refused_by_launcher(exception, code) or len(alike) >= all_nodes
+    return cause.everywhere or rules.is_refused_by_launcher(exception, code) or len(alike) >= nodes
 
 
 def _reason(pod: Pod, own: Failure, precedence: Precedence) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -82,13 +83,18 @@ STOP_FIRST = (
     "(kubectl wait --for=condition=Suspended), then change it. Or delete the job and apply the new one."
 )
 
+
+def _same(field: str, default: str) -> str:
+    """As it was. The ternary, not `.?nprocPerNode.orValue('auto')`: that is estimated at more than 100 times the cost
+    budget."""
+    new, old = f"self.spec.{field}", f"oldSelf.spec.{field}"
+    return f"(has({new}) ? {new} : {default}) == (has({old}) ? {old} : {default})"
+
+
 # Another controller cannot take a job over: the pods that are there would be nobody's. As in batch/v1 Job.
-SAME_MANAGER = (
-    "(has(self.spec.managedBy) ? self.spec.managedBy : '') == "
-    "(has(oldSelf.spec.managedBy) ? oldSelf.spec.managedBy : '')"
-)
+SAME_MANAGER = _same("managedBy", "''")
 # The Service is made once.
-SAME_DNS = "(has(self.spec.dns) ? self.spec.dns : 'auto') == (has(oldSelf.spec.dns) ? oldSelf.spec.dns : 'auto')"
+SAME_DNS = _same("dns", "'auto'")
 NEVER_CHANGES = "never changes. Delete the job, and apply the new one."
 
 
@@ -115,15 +121,9 @@ WRITES_STATUS = f"has(self.status) && (!has(oldSelf.status) || {_differs('messag
 UNCHANGED = {
     "nodes": "has(self.spec.minNodes) || self.spec.nodes == oldSelf.spec.nodes",
     # Unset and set are not the same job: the pods of a static one were made for all nodes.
-    "minNodes": (
-        "(has(self.spec.minNodes) ? self.spec.minNodes : 0) == (has(oldSelf.spec.minNodes) ? oldSelf.spec.minNodes : 0)"
-    ),
-    # Unset is auto: writing the default out changes nothing. The ternary, not `.?nprocPerNode.orValue('auto')`: that
-    # is estimated at more than 100 times the cost budget.
-    "nprocPerNode": (
-        "(has(self.spec.nprocPerNode) ? self.spec.nprocPerNode : 'auto') == "
-        "(has(oldSelf.spec.nprocPerNode) ? oldSelf.spec.nprocPerNode : 'auto')"
-    ),
+    "minNodes": _same("minNodes", "0"),
+    # Unset is auto: writing the default out changes nothing.
+    "nprocPerNode": _same("nprocPerNode", "'auto'"),
     "template": (
         f"{WRITES_STATUS} || self.spec.template == oldSelf.spec.template && oldSelf.spec.template == self.spec.template"
     ),
@@ -286,14 +286,10 @@ def _type(kind: types.Type, checked: bool) -> Schema:
         limits = _limits(checked, minItems=kind.min_length, maxItems=kind.max_length)
         return {"type": "array", "items": _type(kind.item_type, checked)} | limits
     if isinstance(kind, types.DictType):
-        return {"type": "object"} | _values(kind.value_type, checked)
+        is_any = isinstance(kind.value_type, types.AnyType)
+        values = _open({}) if is_any else {"additionalProperties": _type(kind.value_type, checked)}
+        return {"type": "object"} | values
     return _scalar(kind, checked)
-
-
-def _values(kind: types.Type, checked: bool) -> Schema:
-    if isinstance(kind, types.AnyType):
-        return {"x-kubernetes-preserve-unknown-fields": True}
-    return {"additionalProperties": _type(kind, checked)}
 
 
 def _scalar(kind: types.Type, checked: bool) -> Schema:
@@ -322,19 +318,16 @@ def _union(options: list[types.Type], checked: bool) -> Schema:
     first, word = sorted(options, key=lambda t: isinstance(t, types.LiteralType))
     assert isinstance(word, types.LiteralType)
     if isinstance(first, types.IntType):
-        return _int_or(word.values[0], first.ge, first.le)
+        given, low, high = word.values[0], first.ge, first.le
+        rule = {
+            "rule": f"type(self) == int ? self >= {low} && self <= {high} : self == '{given}'",
+            "message": f"must be {given} or a whole number from {low} to {high}.",
+        }
+        return {"x-kubernetes-int-or-string": True, "x-kubernetes-validations": [rule]}
     assert isinstance(first, types.BoolType)
     # A structural schema has no "boolean or string", but the type may be left out where unknown fields are kept, and
     # the enum is checked nevertheless: "true" in quotes, 5 and {} are refused with the three values.
     return {"x-kubernetes-preserve-unknown-fields": True, "enum": [True, False, *word.values]}
-
-
-def _int_or(word: object, minimum: object, maximum: object) -> Schema:
-    rule = {
-        "rule": f"type(self) == int ? self >= {minimum} && self <= {maximum} : self == '{word}'",
-        "message": f"must be {word} or a whole number from {minimum} to {maximum}.",
-    }
-    return {"x-kubernetes-int-or-string": True, "x-kubernetes-validations": [rule]}
 
 
 def _template() -> Schema:
@@ -365,11 +358,17 @@ def _template() -> Schema:
 def _containers(known: Schema) -> Schema:
     """A list of containers, checked for common mistakes that no version of Kubernetes will allow."""
     quantities = {"type": "object", "nullable": True, "additionalProperties": QUANTITY}
+    variable = {
+        "name": {"type": "string", "minLength": 1, "pattern": ENV_NAME},
+        "value": {"type": "string", "nullable": True},
+        "valueFrom": {"type": "object", "nullable": True, **_open({})},
+    }
     fields = {
         "name": {"type": "string", "maxLength": 63, "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"},
         "image": {"type": "string", "minLength": 1},
         **{name: _list_of({"type": "string"}) for name in ("command", "args")},
-        "env": _list_of(_env_entry()),
+        # Closed, so that `kubectl apply` refuses `valeu`: its three fields are as old as Kubernetes.
+        "env": _list_of({"type": "object", "required": ["name"], "properties": variable}),
         "volumeMounts": _list_of({"type": "object", "required": ["name", "mountPath"], **_open({})}),
         "resources": {"type": "object", "nullable": True, **_open({"limits": quantities, "requests": quantities})},
     }
@@ -377,14 +376,6 @@ def _containers(known: Schema) -> Schema:
     container = {"description": about, "type": "object", "required": ["name", "image"], **_open(known | fields)}
     # The bound is for the cost of the rule.
     return {"type": "array", "maxItems": 100, "items": container, "x-kubernetes-validations": [ONE_OF_EACH_NAME]}
-
-
-def _env_entry() -> Schema:
-    """Closed, so that `kubectl apply` refuses `valeu`: its three fields are as old as Kubernetes."""
-    value_from = {"type": "object", "nullable": True, "x-kubernetes-preserve-unknown-fields": True}
-    name = {"type": "string", "minLength": 1, "pattern": ENV_NAME}
-    fields = {"name": name, "value": {"type": "string", "nullable": True}, "valueFrom": value_from}
-    return {"type": "object", "required": ["name"], "properties": fields}
 
 
 def _list_of(item: Schema) -> Schema:
@@ -444,12 +435,7 @@ def _docstrings() -> dict[tuple[str, str], str]:
 
 
 def _documented(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-            and isinstance(below.value.value, str)
-        ):
-            yield field.target.id, " ".join(below.value.value.split())
+    for pair in itertools.pairwise(node.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                yield name, " ".join(text.split())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
+import operator as op
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -36,9 +36,8 @@ _ALL_OF_ARRAY = re.compile(r"\$\{[A-Za-z_]\w*\[@\]\}")
 _PIPESTATUS = re.compile(r"^\$\{?PIPESTATUS(?:\[(\d)\])?\}?$")
 _ARITHMETIC = re.compile(r"^\s*(!?)\s*(\$?\??\{?\w*\}?)\s*(?:(==|!=|<=|>=|<|>)\s*(\d+))?\s*$")
 _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(("=", "==", "-eq"), operator.eq), **dict.fromkeys(("!=", "-ne"), operator.ne),
-    **dict.fromkeys((">", "-gt"), operator.gt), **dict.fromkeys((">=", "-ge"), operator.ge),
-    **dict.fromkeys(("<", "-lt"), operator.lt), **dict.fromkeys(("<=", "-le"), operator.le),
+    "=": op.eq, "==": op.eq, "!=": op.ne, "-eq": op.eq, "-ne": op.ne, "-gt": op.gt, "-ge": op.ge, "-lt": op.lt,
+    "-le": op.le, "<": op.lt, ">": op.gt, "<=": op.le, ">=": op.ge,
 }  # fmt: skip
 
 
@@ -89,16 +88,13 @@ class _State:
     @property
     def key(self) -> tuple[object, ...]:
         """The same for states between which nothing differs."""
-        known = (self.variables, self.traps, self.functions)
-        options = (self.errexit, self.pipefail, self.jobs, self.pipe, self.arguments, self.program, self.trapped)
-        return (self.status, self.failed, self.ran, self.after, self.how, *options, *(tuple(m.items()) for m in known))
+        return tuple(tuple(value.items()) if isinstance(value, dict) else value for value in vars(self).values())
 
     @property
     def size(self) -> int:
         """How much is compared and copied with each step."""
-        return sum(
-            map(len, (self.variables, self.functions, self.ran, self.after, self.jobs, self.arguments, self.pipe))
-        )
+        parts = (self.variables, self.functions, self.ran, self.after, self.jobs, self.arguments, self.pipe)
+        return sum(map(len, parts))
 
     def lost(self, how: str, at: str) -> _State:
         """The state once the launcher's exit code is overwritten; the first time counts."""
@@ -193,12 +189,12 @@ def _fate(top: shell.Simple, node: shell.ShellNode, succeeding: _ScriptRun, work
     for other, started in run.started.items():
         succeeding.started.setdefault(other, started)
     name = succeeding.started[node].launcher
-    instead = [_only_then(state, run, node, succeeding) for state in ends]
+    alone = [state for state in ends if not _only_then(state, run, node, succeeding)]
     after = {run.started[other].launcher for state in ends for other in state.after}
-    certain = all(state.status == FAILED or has_other for state, has_other in zip(ends, instead, strict=True))
-    replaced = bool(after - {"ddprun", "python"}) or any(instead)
+    certain = all(state.status == FAILED for state in alone)
+    replaced = bool(after - {"ddprun", "python"}) or len(alone) < len(ends)
     fate = Fate(name, shell=run.shell_of.get(node, ""), replaced=replaced, certain=certain)
-    zero = [state for state, has_other in zip(ends, instead, strict=True) if state.status == "0" and not has_other]
+    zero = [state for state in alone if state.status == "0"]
     if not zero or any(state.status == FAILED for state in ends):
         return fate
     how, at = zero[0].how
@@ -231,8 +227,7 @@ class _ScriptRun:
         }  # fmt: skip
         self._builtins: dict[str, Callable[[list[str], shell.Simple, _State, bool], _Ends]] = {
             "exit": self._exit, "return": self._exit, "break": self._leave, "continue": self._leave,
-            "set": self._set, "trap": self._trap, "wait": self._wait, "kill": self._kill,
-            "eval": lambda words, _, state, tested: self.run(self._work.parse(" ".join(words[1:])), state, tested),
+            "set": self._set, "trap": self._trap, "wait": self._wait, "eval": self._eval, "kill": self._kill,
             "setsid": self._setsid, **dict.fromkeys(("script", "su", "runuser", "flock"), self._script_program),
         }  # fmt: skip
 
@@ -250,37 +245,35 @@ class _ScriptRun:
     def _script(self, node: shell.ShellScript, state: _State, tested: bool) -> _Ends:
         now: _Ends = [(state, "")]
         for part in node.parts:
-            is_kept = isinstance(part, shell.Simple) and not part.words  # rc=$?
-            ends: _Ends = []
-            for before, flow in now:
-                if not flow and before.status == FAILED and not is_kept:
-                    before = before.lost("next", _short(part.text))
-                ends += [(before, flow)] if flow else self.run(part, before, tested)
-            now = _distinct(ends)
+            now = _distinct(_then(now, functools.partial(self._next, part, tested)))
         return now
+
+    def _next(self, part: shell.ShellNode, tested: bool, state: _State) -> _Ends:
+        is_kept = isinstance(part, shell.Simple) and not part.words  # rc=$?
+        if state.status == FAILED and not is_kept:
+            state = state.lost("next", _short(part.text))
+        return self.run(part, state, tested)
 
     def _and_or(self, node: shell.AndOr, state: _State, tested: bool) -> _Ends:
         now = self.run(node.first, state, True if node.rest else tested)
-        for number, (joined_by, other) in enumerate(node.rest, 1):
+        for number, (operator, other) in enumerate(node.rest, 1):
             is_tested = tested or number < len(node.rest)
-            now = [end for before, flow in now for end in self._other(joined_by, other, before, flow, is_tested)]
+            now = _then(now, functools.partial(self._other, operator, other, is_tested))
         return now
 
-    def _other(self, joined_by: str, node: shell.ShellNode, state: _State, flow: str, tested: bool) -> _Ends:
-        if flow:
-            return [(state, flow)]
-        wanted = "0" if joined_by == "&&" else FAILED
+    def _other(self, operator: str, node: shell.ShellNode, tested: bool, state: _State) -> _Ends:
+        wanted = "0" if operator == "&&" else FAILED
         ends: _Ends = [] if state.status == wanted else [(state, "")]
         if state.status in (wanted, ""):
             goes_on = replace(state, status=wanted)
-            if joined_by == "||" and state.status == FAILED:
+            if operator == "||" and state.status == FAILED:
                 goes_on = goes_on.lost("or", _short(f"|| {node.text}"))
             ends += self.run(node, goes_on, tested)
         return ends
 
     def _pipeline(self, node: shell.Pipeline, state: _State, tested: bool) -> _Ends:
         if len(node.parts) == 1:
-            return [self._inverted(end) for end in self.run(node.parts[0], state, True)]
+            return _then(self.run(node.parts[0], state, True), _inverted)
         now: list[tuple[_State, tuple[str, ...]]] = [(state, ())]
         tested = tested or node.negated
         self._pipes += 1
@@ -295,15 +288,8 @@ class _ScriptRun:
                 rest = [part.text for part in node.parts[codes.index(FAILED) + 1 :]]
                 end = end.lost("pipe", _short("".join(f" | {text}" for text in rest).strip()))
             end = replace(end, status=status, pipe=codes)
-            ends += [self._inverted((end, ""))] if node.negated else self._checked(end, tested)
+            ends += _inverted(end) if node.negated else self._checked(end, tested)
         return ends
-
-    def _inverted(self, end: tuple[_State, str]) -> tuple[_State, str]:
-        state, flow = end
-        if flow:
-            return end
-        state = state.lost("not", "!") if state.status == FAILED else state
-        return replace(state, status={"0": FAILED, FAILED: "0"}.get(state.status, "")), ""
 
     def _background(self, node: shell.Background, state: _State, _tested: bool) -> _Ends:
         ends: _Ends = []
@@ -316,8 +302,7 @@ class _ScriptRun:
     def _apart(self, node: shell.ShellNode, state: _State, tested: bool) -> list[_State]:
         """The states after a subshell: of what it does only its status, and what has run in it, is left."""
         inside = replace(state, traps={}, jobs=())
-        ends = (end for before, _ in self.run(node, inside, tested) for end in self._trapped(before))
-        return [_merged(state, end) for end in ends]
+        return [_merged(state, end) for last, _ in self.run(node, inside, tested) for end in self._trapped(last)]
 
     def _trapped(self, state: _State) -> list[_State]:
         """The states after a shell's EXIT trap."""
@@ -370,9 +355,7 @@ class _ScriptRun:
                         others.append(end.lost("if", "if") if end.status else end)
             now = others
         for end in now:
-            ends += (
-                [(replace(end, status="0"), "")] if node.otherwise is None else self.run(node.otherwise, end, tested)
-            )
+            ends += self.run(node.otherwise, end, tested) if node.otherwise else [(replace(end, status="0"), "")]
         return ends
 
     def _loop(self, node: shell.Loop, state: _State, tested: bool) -> _Ends:
@@ -452,7 +435,7 @@ class _ScriptRun:
             own = before.status if has_runs else "0"
             before = replace(before, status=state.status)
             if not words or (len(words) == 1 and words[0].startswith(("$(", "`")) and has_runs):
-                done: _Ends = [(_assigned(node, before, own), "")]
+                done: _Ends = [(_assigned(((n, word.value) for n, word in node.assigned), before, own, node.text), "")]
             else:
                 if has_runs and own == FAILED and before.failed and not state.failed:
                     before = before.lost("words", _short(node.text))
@@ -513,7 +496,8 @@ class _ScriptRun:
         if (started := _starts(words[begin:])) is not None:
             return [(self._launched(node, started, state), "")]
         if name in _DECLARES:
-            return [(_assigned_by_words(words[1:], state), "")]
+            named = (word.partition("=") for word in words[1:])
+            return [(_assigned(((n, text) for n, has_value, text in named if has_value), state), "")]
         if name == "false" or name in _NEVER_FAIL:
             return [(replace(state, status=FAILED if name == "false" else "0"), "")]
         # `ls model.pt || exit 1`: the file is there only if the training has written it.
@@ -596,6 +580,9 @@ class _ScriptRun:
             state = replace(state, how=("background", "&"))
         return [(replace(state, status=status), "")]
 
+    def _eval(self, words: list[str], _node: shell.Simple, state: _State, tested: bool) -> _Ends:
+        return self.run(self._work.parse(" ".join(words[1:])), state, tested)
+
     def _kill(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
         """`kill $$` ends the shell with another code than 0, but not the first process of a container."""
         if "-0" in words:  # does the process live?
@@ -625,12 +612,23 @@ class _ScriptRun:
         return [(replace(end.lost("program", "script"), status="0"), flow) for end, flow in ends]
 
 
+def _then(ends: _Ends, following: Callable[[_State], _Ends]) -> _Ends:
+    """The ends of what follows where the flow goes on, and the others as they are."""
+    return [end for state, flow in ends for end in ([(state, flow)] if flow else following(state))]
+
+
 def _distinct(ends: _Ends) -> _Ends:
-    """The ends between which anything differs. Raises _TooMuchError if they are too many."""
-    found = list({(end.key, flow): (end, flow) for end, flow in ends}.values())
-    if len(found) > PATHS_MAX:
+    """Those between which something differs. Raises _TooMuchError."""
+    different = list({(state.key, flow): (state, flow) for state, flow in ends}.values())
+    if len(different) > PATHS_MAX:
         raise _TooMuchError
-    return found
+    return different
+
+
+def _inverted(state: _State) -> _Ends:
+    """What ! makes of an end."""
+    state = state.lost("not", "!") if state.status == FAILED else state
+    return [(replace(state, status=_negated(state.status, True)), "")]
 
 
 def _is_filter(part: shell.ShellNode) -> bool:
@@ -680,24 +678,14 @@ def _known(found: re.Match[str], state: _State) -> str:
     return value if name and value and value != FAILED and not value.startswith("job ") else found[0]
 
 
-def _assigned(node: shell.Simple, state: _State, status: str) -> _State:
+def _assigned(named: Iterable[tuple[str, str]], state: _State, status: str = "0", command_text: str = "") -> _State:
+    """NAME=value, and ARRAY+=(value) where the command says so."""
     variables = dict(state.variables)
-    for name, word in node.assigned:
-        value = _value(word.value, state)
-        before = variables.get(name, "") if f"{name}+=(" in node.text else ""
-        variables[name] = f"{before} {value if value is not None else word.value}".lstrip()
+    for name, text in named:
+        value = _value(text, state)
+        before = variables.get(name, "") if f"{name}+=(" in command_text else ""
+        variables[name] = f"{before} {text if value is None else value}".lstrip()
     return replace(state, status=status, variables=variables)
-
-
-def _assigned_by_words(words: Iterable[str], state: _State) -> _State:
-    """local name=value."""
-    variables = dict(state.variables)
-    for word in words:
-        name, has_value, text = word.partition("=")
-        if has_value:
-            value = _value(text, state)
-            variables[name] = value if value is not None else text
-    return replace(state, status="0", variables=variables)
 
 
 def _value(text: str, state: _State) -> str | None:
@@ -742,17 +730,15 @@ def _compared(words: list[str], state: _State) -> str:
     if len(words) != 3 or words[1] not in _COMPARED:
         return ""
     left, right, compare = _value(words[0], state), _value(words[2], state), _COMPARED[words[1]]
-    if left == FAILED and right == "0":
-        holds = compare(1, 0)  # an exit code that is not 0 is more than 0
-    elif left is None or right is None or FAILED in (left, right):
+    if left == FAILED and right == "0":  # an exit code that is not 0 is more than 0
+        return "0" if compare(1, 0) else FAILED
+    if left is None or right is None or FAILED in (left, right):
         return ""
-    elif left.isdecimal() and right.isdecimal():
-        holds = compare(int(left), int(right))
-    elif compare in (operator.eq, operator.ne):
-        holds = compare(left, right)
-    else:
+    if left.isdecimal() and right.isdecimal():
+        return "0" if compare(int(left), int(right)) else FAILED
+    if compare not in (op.eq, op.ne):
         return ""
-    return "0" if holds else FAILED
+    return "0" if compare(left, right) else FAILED
 
 
 def _matches(value: str | None, pattern: str) -> bool | None:

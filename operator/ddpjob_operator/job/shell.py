@@ -163,31 +163,21 @@ def children(node: ShellNode) -> Iterator[ShellNode]:
     """The commands directly below a command, those in its words included."""
     for word in words_of(node):
         yield from (*word.runs, *word.beside)
-    if isinstance(node, (Pipeline, ShellScript)):
-        yield from node.parts
-    elif isinstance(node, AndOr):
-        yield from (node.first, *(other for _, other in node.rest))
-    elif isinstance(node, (Background, GroupNode, Function)):
-        yield node.body
-    elif isinstance(node, If):
-        for condition, body in node.branches:
-            yield from (condition, body)
-        yield from () if node.otherwise is None else (node.otherwise,)
-    elif isinstance(node, Loop):
-        yield from (node.body,) if node.condition is None else (node.condition, node.body)
-    elif isinstance(node, Case):
-        yield from (body for _, body in node.branches)
+    yield from (part for part in _parts(tuple(vars(node).values())) if isinstance(part, ShellNode))
 
 
 def words_of(node: ShellNode) -> tuple[Word, ...]:
     """The words of a command itself, those of its redirections included."""
-    if isinstance(node, Simple):
-        return (*(word for _, word in node.assigned), *node.words, *node.targets)
-    if isinstance(node, Loop):
-        return (*node.over, *node.targets)
-    if isinstance(node, Case):
-        return (node.word, *node.targets)
-    return node.targets if isinstance(node, (GroupNode, If)) else ()
+    return tuple(part for part in _parts(tuple(vars(node).values())) if isinstance(part, Word))
+
+
+def _parts(value: object) -> Iterator[ShellNode | Word]:
+    """The commands and words in the fields of a command, in their order."""
+    if isinstance(value, (ShellNode, Word)):
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _parts(one)
 
 
 def commands(script: str) -> Iterator[list[str]]:
@@ -264,7 +254,9 @@ class _Reader:
     def _command(self) -> ShellNode:
         begin, word = self._skip(), self._reserved()
         if self._peek("(("):
-            return self._arithmetic(begin)
+            inside = self._skip_brackets("((", "))")
+            words = (Word("(("), Word(inside, expanded=(f"(({inside}",)), Word("))"))
+            return Simple(words=words, text=self._from(begin))
         if self._peek("("):
             self.at += 1
             body = self.sequence(frozenset())
@@ -337,19 +329,16 @@ class _Reader:
         self._skip_lines()
         while self._reserved() != "esac":
             self._operator("(")
-            patterns = [self._pattern()]
-            while self._operator("|") is not None:
-                patterns.append(self._pattern())
+            patterns: list[str] = []
+            while not patterns or self._operator("|") is not None:
+                self._skip()
+                patterns.append(self._word().value)
             self._expect(")")
             branches.append((tuple(patterns), self.sequence(frozenset({"esac"}))))
             self._operator(";;&", ";;", ";&")
             self._skip_lines()
         self._take("esac")
         return Case(word, tuple(branches), self._targets(), text=self._from(begin))
-
-    def _pattern(self) -> str:
-        self._skip()
-        return self._word().value
 
     def _group(self, begin: int) -> ShellNode:
         self._take("{")
@@ -365,10 +354,6 @@ class _Reader:
         self.at = end.end()
         plain = tuple(Word(word.strip("\"'"), expanded=() if word[0] == "'" else (word,)) for word in words)
         return Simple(words=plain, text=self._from(begin))
-
-    def _arithmetic(self, begin: int) -> ShellNode:
-        inside = self._skip_brackets("((", "))")
-        return Simple(words=(Word("(("), Word(inside, expanded=(f"(({inside}",)), Word("))")), text=self._from(begin))
 
     def _function(self, begin: int) -> ShellNode:
         self._take("function")
@@ -538,8 +523,7 @@ class _Reader:
     def _backquoted(self) -> ShellScript:
         end = re.compile(r"(?:[^`\\]|\\.)*`", re.DOTALL).match(self.text, self.at + 1)
         if end is None:
-            self._unclosed("`")
-            raise AssertionError
+            raise ShellSyntaxError("` is not closed")
         self.at = end.end()
         inner = _Reader(re.sub(r"\\([`$\\])", r"\1", end[0][:-1]), self._depth + 1)
         return inner.sequence(frozenset())

@@ -145,12 +145,10 @@ def _plain(value: object, kind: str, path: Path) -> Iterator[Deviation]:
         yield _wrong(path, f"must be a whole number, is {say(value)}")
     elif kind == "int|text" and not (is_whole or isinstance(value, str)):
         yield _wrong(path, f"must be a whole number or a name, is {say(value)}")
-    elif path[-1] in _PORTS and isinstance(value, int) and not _is_port(value, path):
-        yield _wrong(path, f"must be a port from 1 to {PORT_MAX}, is {value}")
-
-
-def _is_port(value: int, path: Path) -> bool:
-    return 1 <= value <= PORT_MAX or (value == 0 and path[-1] == "hostPort")
+    elif path[-1] in _PORTS and isinstance(value, int):
+        least = 0 if path[-1] == "hostPort" else 1
+        if not least <= value <= PORT_MAX:
+            yield _wrong(path, f"must be a port from 1 to {PORT_MAX}, is {value}")
 
 
 def _quantity(value: object, path: Path) -> Iterator[Deviation]:

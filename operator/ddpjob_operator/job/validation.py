@@ -324,15 +324,16 @@ def _field(raw: object, hint: Any, kind: inspect.Type, path: Path, problems: _Fo
     try:
         return msgspec.convert(raw, hint)
     except msgspec.ValidationError:
-        problems.append(Problem(path, f"{_expected(kind, raw)}, is {say(raw)}"))
-        return _nearest(kind, raw)
+        kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+        wanted = " or ".join(filter(None, (_wanted(one, raw) for one in kinds)))
+        problems.append(Problem(path, f"must be {wanted}, is {say(raw)}"))
+        return _nearest(kinds, raw)
 
 
-def _nearest(kind: inspect.Type, raw: object) -> Any:
+def _nearest(kinds: tuple[inspect.Type, ...], raw: object) -> Any:
     """The nearest allowed number; unset for all else. So a job that was accepted under wider bounds goes on with nearly
     its value, and not with a default."""
-    options = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
-    whole = next((t for t in options if isinstance(t, inspect.IntType)), None)
+    whole = next((t for t in kinds if isinstance(t, inspect.IntType)), None)
     if whole is None or not isinstance(raw, int) or isinstance(raw, bool):
         return msgspec.UNSET
     low = raw if whole.ge is None else max(raw, whole.ge)
@@ -350,13 +351,8 @@ def _list(raw: list[object], hint: Any, kind: inspect.ListType, path: Path, prob
     return [one for one in items if one is not msgspec.UNSET]
 
 
-def _expected(kind: inspect.Type, raw: object) -> str:
-    """`must be at least 1`: what a type requires, in words that fit the value."""
-    options = [_wanted(t, raw) for t in (kind.types if isinstance(kind, inspect.UnionType) else (kind,))]
-    return "must be " + " or ".join(o for o in options if o)
-
-
 def _wanted(kind: inspect.Type, raw: object) -> str:
+    """`at least 1`: what a type requires, in words that fit the value."""
     if isinstance(kind, inspect.IntType):
         is_number = isinstance(raw, int) and not isinstance(raw, bool)
         if is_number and kind.le is not None and typing.cast(int, raw) > kind.le:

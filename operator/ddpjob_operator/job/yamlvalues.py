@@ -43,7 +43,7 @@ def number(text: str) -> int | float:
     """Raises ValueError for what is none, and for what JSON does not have."""
     digits = _digits(text)
     if match := _INT.fullmatch(digits):
-        return int(match[1] + _octal_in_python(match[2]), 0)
+        return int(match[1] + re.sub(r"^0(?=[0-7]+\Z)", "0o", match[2]), 0)  # octal, as Python writes it
     if not _FLOAT.fullmatch(digits):
         raise ValueError(text)
     value = float(digits)
@@ -68,7 +68,3 @@ def _bool(text: str) -> bool | None:
 def _digits(text: str) -> str:
     """1_000 is 1000; _1 is a text."""
     return text.replace("_", "") if text[:1].isdigit() or text[:1] in ("+", "-") else text
-
-
-def _octal_in_python(digits: str) -> str:
-    return f"0o{digits[1:]}" if re.fullmatch(r"0[0-7]+", digits) else digits

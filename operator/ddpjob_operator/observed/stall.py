@@ -89,12 +89,10 @@ class StallFinding:
 
     def what(self) -> str:
         """Return the sentence without its subject."""
-        duration_text = self._proven() if self.kind == "stall" else self._suspected()
+        proven = f" for {duration(self.idle_seconds)} ({self._where()}; limit {duration(self.limit.allowed)})"
+        duration_text = proven if self.kind == "stall" else self._suspected()
         last = f"; last steps: {self._last_steps()}" if len(self.steps) > 1 else ""
         return stall_limits.DOES_NOT[self.phase] + duration_text + last
-
-    def _proven(self) -> str:
-        return f" for {duration(self.idle_seconds)} ({self._where()}; limit {duration(self.limit.allowed)})"
 
     def _suspected(self) -> str:
         fix = "Declare long pauses with ddpjob.pause(), or set" if self.phase == "train" else "The limit is"

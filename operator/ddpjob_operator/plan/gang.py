@@ -33,8 +33,11 @@ def gang_chosen(view: View, status: api.Status) -> Decision | None:
         return None
     attempt, gang = _upcoming(status), status.gang
     is_chosen = gang is not None and gang.attempt == attempt and not unavailable(view, status)
+    is_in_queue = gang is not None and _is_queue(view, gang.kind) and not _is_begun(status)
+    may_leave = is_in_queue and not view.active_of_all_attempts
     is_later = status.attempt_time is not None and status.attempt_time > view.now
-    if (is_chosen and not _is_queued(view, status)) or is_later or _has_pods(view, status):
+    has_pods = attempt == status.attempt and bool(view.pods or view.deleted_pods or status.started)
+    if (is_chosen and not may_leave) or is_later or has_pods:
         return None
     kind, why = _chosen(view, status)
     if kind == "none" and not view.seen.gang_apis:
@@ -62,8 +65,7 @@ def _chosen(view: View, status: api.Status) -> tuple[choice.Kind, str]:
 def evicted(view: View, status: api.Status) -> Decision | None:
     """Stop all pods, as for a suspension, if the queue revoked admission or the group is gone. If the queue's API is
     unavailable, admission is unknown and the job continues."""
-    adapter = adapter_of(view, status)
-    if adapter is None or not _decides(view, status, adapter):
+    if not _decides(view, status):
         return None
     was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
     is_admitted = group is not None and _is_admitted(group)
@@ -78,22 +80,20 @@ def evicted(view: View, status: api.Status) -> Decision | None:
 
 def is_to_stop(view: View, status: api.Status) -> bool:
     """True if the job will be evicted (once any failure is settled)."""
-    adapter = adapter_of(view, status)
-    if adapter is None or not _decides(view, status, adapter):
-        return False
     group = group_of(view, status)
-    return group is None or not _is_admitted(group)
+    return _decides(view, status) and (group is None or not _is_admitted(group))
 
 
-def _decides(view: View, status: api.Status, adapter: Adapter) -> bool:
+def _decides(view: View, status: api.Status) -> bool:
     """True if a queue decides about the pods that are there."""
-    return adapter.admits_first and status.attempt > 0 and not _is_away(view, adapter)
+    queue = _queue_of(view, status)
+    return queue is not None and status.attempt > 0 and not _is_away(view, queue)
 
 
 def waiting_for_admission(view: View, status: api.Status) -> Decision | None:
     """Create no pod before the queue admits the job. No deadline runs meanwhile."""
-    adapter = adapter_of(view, status)
-    if adapter is None or not adapter.admits_first or _is_begun(status):
+    adapter = _queue_of(view, status)
+    if adapter is None or _is_begun(status):
         return None
     group = group_of(view, status)
     # Without the API we cannot know whether the admission was revoked.
@@ -121,6 +121,12 @@ def adapter_of(view: View, status: api.Status) -> Adapter | None:
     return view.settings.adapters.get(status.gang.kind) if status.gang is not None else None
 
 
+def _queue_of(view: View, status: api.Status) -> Adapter | None:
+    """The adapter if it is a queue, which admits a job before its pods are made."""
+    adapter = adapter_of(view, status)
+    return adapter if adapter is not None and adapter.admits_first else None
+
+
 def _is_queue(view: View, kind: choice.Kind) -> bool:
     adapter = view.settings.adapters.get(kind)
     return adapter is not None and adapter.admits_first
@@ -139,8 +145,8 @@ def group_of(view: View, status: api.Status) -> ObservedGroup | None:
 def is_forgotten(view: View, status: api.Status) -> bool:
     """True if the number of admitted pods is unknown, because the queue's API has been unavailable since this operator
     started."""
-    adapter = adapter_of(view, status)
-    return adapter is not None and adapter.admits_first and _is_away(view, adapter) and group_of(view, status) is None
+    queue = _queue_of(view, status)
+    return queue is not None and _is_away(view, queue) and group_of(view, status) is None
 
 
 def names_nodes(view: View, status: api.Status) -> bool:
@@ -195,9 +201,9 @@ def unneeded(view: View) -> tuple[DeleteGroup, ...]:
 def to_tell(view: View) -> tuple[TellGroup, ...]:
     """Return the news for the queue. Quota is returned only after the last pod that uses it has ended, and only if the
     recorded status says so."""
-    recorded, adapter = view.recorded, adapter_of(view, view.recorded)
+    recorded, adapter = view.recorded, _queue_of(view, view.recorded)
     group = group_of(view, recorded)
-    if adapter is None or not adapter.admits_first or group is None or _is_away(view, adapter):
+    if adapter is None or group is None or _is_away(view, adapter):
         return ()
     news, is_to_go = _news(view, group), any(gone.uid == group.uid for gone in unneeded(view))
     if news is None or is_to_go or _refused(view, adapter, group.name):
@@ -311,17 +317,3 @@ def _is_stopping(view: View) -> bool:
 
 def _is_begun(status: api.Status) -> bool:
     return status.attempt > 0 and status.state != "Suspended"
-
-
-def _is_queued(view: View, status: api.Status) -> bool:
-    """True if the job waits in a queue and has no pods."""
-    adapter = adapter_of(view, status)
-    waits = adapter is not None and adapter.admits_first and not _is_begun(status)
-    return waits and not view.active_of_all_attempts
-
-
-def _has_pods(view: View, status: api.Status) -> bool:
-    """True if pods of this attempt were made already."""
-    if _upcoming(status) != status.attempt:
-        return False
-    return bool(view.pods or view.deleted_pods or status.started)

@@ -197,8 +197,3 @@ def last_report_at(status: api.Status, seen: Observed) -> dt.datetime | None:
 def report_old_at(last_report: dt.datetime | None) -> dt.datetime | None:
     """When the time left is no longer shown: it would stay the same while time goes on."""
     return after(last_report, stall.SILENT_SECONDS)
-
-
-def report_missed_at(last_report: dt.datetime | None) -> dt.datetime | None:
-    """When the message names the time of the last report."""
-    return after(last_report, MISSED_SECONDS)
