@@ -161,15 +161,18 @@ def test_older_snapshots_that_cannot_be_removed_do_not_make_a_save_fail(tmp_path
     assert "older snapshots in " in capfd.readouterr().err
 
 
-def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_path, monkeypatch):
-    """There is nothing to lose yet, and hours later there is."""
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC])
+def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_path, monkeypatch, number):
+    """There is nothing to lose yet, and hours later there is. A full disk kept the file of each claim that failed."""
 
-    def refuse(*_: Any) -> bool:
-        raise OSError(errno.EROFS, "Read-only file system")
+    def refuse(path: Path, _: bytes) -> None:
+        path.touch()
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("ddpjob.checkpoint.snapshot.create_exclusively", refuse)
-    with pytest.raises(ddpjob.SnapshotError, match=r"folder: .*: Read-only file system \(errno 30\)"):
+    monkeypatch.setattr("ddpjob.checkpoint.writers.write_new", refuse)
+    with pytest.raises(ddpjob.SnapshotError, match=rf"folder: .*: .*{os.strerror(number)} \(errno {number}\)"):
         ddpjob.Snapshot(tmp_path).load()
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -179,6 +182,8 @@ def test_a_folder_that_cannot_be_used_is_named_before_the_training_begins(tmp_pa
         ("the state of step 4 was not saved: disk full: Disk quota exceeded (errno 122), in /c", "permanent"),
         ("folder: /c: Read-only file system (errno 30).", "permanent"),
         ("folder: /c cannot be made: Permission denied (errno 13).", "permanent"),
+        ("folder: /c cannot be made: File exists (errno 17).", "permanent"),
+        ("the state of step 4 was not saved: File too large (errno 27), in /c", "permanent"),
         ("the state of step 4 was not saved: Stale file handle (errno 116), in /c", "application"),
         ("folder: /c is in use by job a, which is running.", "application"),
     ],

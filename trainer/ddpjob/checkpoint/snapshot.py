@@ -997,8 +997,8 @@ def create_exclusively(folder: Path, writer: int, content: str) -> bool:
     """Create the claim with this content; False if another process created it first. Raises OSError."""
     path = writers.claim_path(folder, writer)
     tmp = writers.tmp_path(folder, writer)
-    writers.write_new(tmp, content.encode())
     try:
+        writers.write_new(tmp, content.encode())
         os.link(tmp, path)  # as exclusive as O_EXCL, and never visible half written
     except FileExistsError:
         return False
