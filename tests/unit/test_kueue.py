@@ -562,6 +562,7 @@ def test_a_job_that_is_admitted_again_while_its_pods_stop_stops_them_all_and_sta
     world.step()
     world.admits().settle()
     assert all(pod.deletion_requested_at for pod in world.pods.values()), "what stops, stops"
+    assert world.status.message == "resumes when 2 pods have ended"
     assert world.stops_all().settle().names() == ["digits-2-0", "digits-2-1"]
 
 

@@ -244,6 +244,16 @@ def test_a_save_that_fails_is_a_warning_a_condition_and_a_line_until_a_later_one
     assert (world.status.save_failed, condition and condition.status) == ("", "False")
 
 
+@pytest.mark.parametrize("last", ["", FULL])
+def test_a_success_whose_last_save_failed_is_suspicious(last: str) -> None:
+    """`os._exit(0)` skips what writes the last state, or fails: the job ended well with a snapshot of step 500."""
+    world = trains(CLAIM).reports_step(552, saved_step=500, save_failed=FULL).settle()
+    world.reports_step(602, saved_step=500, save_failed=last).settle().exits(0, 0).exits(1, 0).settle()
+    assert world.status.state == "Succeeded"
+    assert [one.message for one in world.status.findings] == [last] * bool(last)
+    assert ("suspicious: the state of step 550 was not" in ending.of_job(world.job)) is bool(last)
+
+
 def test_the_next_attempt_does_not_say_that_saves_of_the_last_one_failed() -> None:
     world = trains(CLAIM).reports_step(552, save_failed=FULL).settle()
     fails(world)

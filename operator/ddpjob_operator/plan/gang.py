@@ -29,8 +29,6 @@ ASKED = "a place is asked for"
 def gang_chosen(view: View, status: api.Status) -> Decision | None:
     """Choose the scheduler or queue before an attempt's first pod; all its pods keep that choice. A waiting job may
     still leave its queue."""
-    if _is_stopping(view):
-        return None
     attempt, gang = _upcoming(status), status.gang
     is_chosen = gang is not None and gang.attempt == attempt and not unavailable(view, status)
     is_in_queue = gang is not None and _is_queue(view, gang.kind) and not _is_begun(status)
@@ -70,8 +68,8 @@ def evicted(view: View, status: api.Status) -> Decision | None:
     was_suspended, group = view.recorded.state == "Suspended", group_of(view, status)
     is_admitted = group is not None and _is_admitted(group)
     active = view.active_of_all_attempts
-    # An eviction that has begun is finished, even if the queue has admitted the job again.
-    if (is_admitted and not _is_stopping(view)) or (was_suspended and not active):
+    # A job that is admitted again while its pods stop goes on as one that is resumed: they stop first.
+    if is_admitted or (was_suspended and not active):
         return None
     why = "its group is gone" if group is None else group.admission.why
     stopping = f"; {name_pods(active)} still stopping" if active else ""
@@ -306,13 +304,6 @@ def _own(view: View) -> list[ObservedGroup]:
 def _upcoming(status: api.Status) -> int:
     """Return the current attempt; the next one if the job has not started or is suspended."""
     return status.attempt if status.attempt and status.state != "Suspended" else status.attempt + 1
-
-
-def _is_stopping(view: View) -> bool:
-    """True while pods of an evicted job are still stopping. The next choice waits for the last of them."""
-    recorded = view.recorded
-    is_evicted = recorded.state == "Suspended" and recorded.reason == reasons.EVICTED.name
-    return is_evicted and bool(view.active_of_all_attempts)
 
 
 def _is_begun(status: api.Status) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from ddpjob_core.findings import FINDINGS_MAX
 from ddpjob_operator.job import api, reasons, wording
 from ddpjob_operator.job.reasons import Reason
 from ddpjob_operator.job.status import TERMINAL, is_broken
@@ -56,6 +57,9 @@ def completed(view: View, status: api.Status) -> Decision | None:
         return None
     text = f"all {len(nodes)} nodes completed" if view.spec.nodes > 1 else "the node completed"
     text = f"{len(nodes)} of {view.spec.nodes} nodes trained, and completed" if len(nodes) < view.spec.nodes else text
+    if status.save_failed:  # the script ended by os._exit, or the last state would have been written or have failed it
+        unsaved = api.StoredFinding(reason=reasons.SAVE_FAILED.name, message=status.save_failed)
+        status = replace(status, findings=[*status.findings, unsaved][-FINDINGS_MAX:])
     if status.findings:
         text = f"{text}, but suspicious: {'; '.join(found.message for found in status.findings)}"
     succeeded = enter(status, "Succeeded", reasons.ALL_NODES_COMPLETED, text, view.now)

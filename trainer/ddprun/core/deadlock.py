@@ -215,7 +215,8 @@ def sentence(found: CollectiveConflict, ranks: dict[int, Standing]) -> str:
 
 
 def _named(group: GroupCalls, call: Call, where: str) -> str:
-    what = " ".join(filter(None, (call.op, call.shape, f"from rank {call.root}" if call.root >= 0 else "")))
+    to = "to" if call.op in ("gather", "reduce") else "from"
+    what = " ".join(filter(None, (call.op, call.shape, f"{to} rank {call.root}" if call.root >= 0 else "")))
     of = "" if group.name == DEFAULT_GROUP else f" of group {group.name}"
     return f"{what} (collective {call.number}{of}{f', {where}' if where else ''})"
 
