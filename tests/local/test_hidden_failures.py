@@ -55,6 +55,19 @@ def test_a_traceback_after_which_the_script_goes_on_is_none_of_a_failure(cli: Cl
     assert "suspicious" not in text
 
 
+@pytest.mark.parametrize(
+    ("shell", "left"),
+    [(f"{DDPRUN} train.py & until [ -e begun ]; do sleep 0.05; done", True), (f"sleep 99 & {DDPRUN} done.py", False)],
+)
+def test_a_launcher_that_nothing_waited_for_makes_a_success_suspicious(cli: Cli, shell: str, left: bool) -> None:
+    """It was killed with its container, and the run ended as a bare Succeeded."""
+    (cli.folder / "done.py").write_text("")
+    code, text, status = ran(cli, "import time\nopen('begun', 'w').close()\ntime.sleep(99)", shell)
+    found = [one["reason"] for one in status.get("findings", ())]
+    assert (code, status["state"], found) == (0, "Succeeded", ["ExitCodeLost"] * left)
+    assert ("while `ddprun train.py` was running" in text.splitlines()[-1]) is left
+
+
 def test_processes_whose_exit_codes_nobody_reads_make_a_success_suspicious(cli: Cli) -> None:
     """As in PyTorch's own tutorial: start(), join(), and no look at exitcode."""
     script = (

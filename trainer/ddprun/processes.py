@@ -236,6 +236,13 @@ def is_python(pid: int) -> bool:
     return False
 
 
+def words(pid: int) -> list[str]:
+    """Return the command line of a process; empty if it has ended."""
+    with contextlib.suppress(OSError):
+        return _read(f"/proc/{pid}/cmdline").decode(errors="replace").split("\0")[:-1]
+    return []
+
+
 def is_running(pid: int) -> bool:
     """True if this process has not ended; zombies have."""
     with contextlib.suppress(OSError):

@@ -212,7 +212,8 @@ LAUNCHER_OPTION = _warning(
 
 EXIT_CODE_LOST = _warning(
     "ExitCodeLost",
-    "Event only: the shell of the command ends with 0 although its launcher fails, as in a pipe to tee.",
+    "Event: the shell of the command ends with 0 although its launcher fails, as in a pipe to tee. In a local run also a "
+    "condition Suspicious: the command ended before its launcher.",
     "Do what the message says of the command.",
 )
 
@@ -247,7 +248,8 @@ NOT_KEPT_IN_MEMORY = Reason(
 
 SAVE_FAILED = _warning(
     "SaveFailed",
-    "Event and condition only: a checkpoint could not be written. The training goes on, and the next save tries again.",
+    "Event and condition only: a checkpoint could not be written. The training goes on, and the next save tries again. "
+    "With the condition Suspicious: the job has succeeded, and its last state is not in the folder.",
     "Read the message: make room, or make the folder writable, before the job ends; a job whose last state is not in "
     "its folder fails.",
 )

@@ -6,6 +6,7 @@ It carries out the plan's actions on processes, and gives the plan what it obser
 from __future__ import annotations
 
 import datetime as dt
+import json
 import os
 import selectors
 import shutil
@@ -23,7 +24,8 @@ from ddpjob_cli.local.kept import run_folder
 from ddpjob_cli.local.processes import debugging, faults, pod_process
 from ddpjob_cli.local.processes import node as nodes
 from ddpjob_cli.local.processes.logs import Log
-from ddpjob_operator.job import api
+from ddpjob_core.findings import NamedFinding
+from ddpjob_operator.job import api, command, reasons
 from ddpjob_operator.job.podspec import grace_seconds
 from ddpjob_operator.observed import facts, stall
 from ddpjob_operator.observed.cluster import THIS_MACHINE, Container, Observed, Pod
@@ -301,7 +303,7 @@ class LocalCluster:
         with suppress(OSError):
             # As a kubelet reads it.
             written = own_files.read_file(pod.termination_log, TERMINATION_MESSAGE_BYTES).decode(errors="replace")
-        message = end.message or self._names(written or pod.log.tail)
+        message = end.message or self._names(written or _doubt(end) + pod.log.tail)
         ended_at = dt.datetime.fromtimestamp(end.time, dt.timezone.utc)
         pod.trainer = Container("ended", end.reason, message, exit_code=end.code, ended_at=ended_at)
         self._forget(pod, pod.node.report)
@@ -310,3 +312,16 @@ class LocalCluster:
         if fd in pod.open:
             pod.open.discard(fd)
             self.selector.unregister(fd)
+
+
+def _doubt(end: nodes.End) -> str:
+    """The termination message of a command that did not wait for its launcher, which the end of a container kills."""
+    launchers = [one for words in end.left if (one := command.by_torchrun(words)) is not None]
+    if end.code or not launchers:
+        return ""
+    started = " ".join((launchers[0].launcher, *launchers[0].named))
+    text = (
+        f"the command ended while `{started}` was running, which was killed: nothing waits for it (setsid --wait, wait)"
+    )
+    found = NamedFinding(reasons.EXIT_CODE_LOST.name, text)
+    return json.dumps({"ddpjob": 1, "findings": [found.as_dict()]}) + "\n"

@@ -42,6 +42,8 @@ class End:
     message: str = ""
     ended_first: bool = False
     """True if the trainer ended before a stop was requested. Otherwise exit 0 is no success."""
+    left: Sequence[list[str]] = ()
+    """Command lines of processes that were still running then, and were killed."""
 
     @property
     def is_lost(self) -> bool:

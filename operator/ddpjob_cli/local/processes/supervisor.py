@@ -24,6 +24,7 @@ from typing import Any
 from ddprun import processes
 
 WAIT_SECONDS_MAX = 3600.0  # poll takes 24.8 days at most, a grace may be years
+LEFT_MAX = 64
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
@@ -66,11 +67,12 @@ class Supervisor:
             self.read_control()
             if STOP_SIGNALS & set(signals):
                 self.stop(self.grace_seconds)
+        left = [processes.words(pid) for pid in sorted(processes.descendants(os.getpid()))]
         self.end_tree()
         if self.main_end is not None:
             code, at = self.main_end
             ended = {"reason": "Error" if code else "Completed", "time": at, "code": code if code >= 0 else 128 - code}
-            self.report({"ended": ended | {"ended_first": not self.stop_requested}})
+            self.report({"ended": ended | {"ended_first": not self.stop_requested, "left": left[:LEFT_MAX]}})
 
     def over(self) -> bool:
         """Is there nothing left to wait for but the end of what still runs?"""
