@@ -102,8 +102,8 @@ _OF_DEVICES = re.compile(
     r"^RuntimeError: (?:Expected all tensors to be on the same device|Input type \(.{0,60}\) and weight type"
     r"|Cannot re-initialize CUDA in forked subprocess)"
 )
-# The library's error about a folder that a new process finds unchanged: EPERM, EACCES, EEXIST and ENOTDIR (a file in its
-# place), EFBIG, ENOSPC, EROFS, ENAMETOOLONG, ELOOP, EDQUOT.
+# The library's error about a folder that a new process finds unchanged: EPERM, EACCES, EEXIST and ENOTDIR (a file in
+# its place), EFBIG, ENOSPC, EROFS, ENAMETOOLONG, ELOOP, EDQUOT.
 CANNOT_SAVE = re.compile(r"^ddpjob\.errors\.SnapshotError: .*\(errno (?:1|13|17|20|27|28|30|36|40|122)\)")
 # Messages of argparse and click, with exit code 2, about options that the script does not have.
 _OPTIONS_REFUSED = re.compile(r"^(?:[^\s:][^:]{0,200}: error|Error): \S")

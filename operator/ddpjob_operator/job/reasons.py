@@ -212,8 +212,8 @@ LAUNCHER_OPTION = _warning(
 
 EXIT_CODE_LOST = _warning(
     "ExitCodeLost",
-    "Event: the shell of the command ends with 0 although its launcher fails, as in a pipe to tee. In a local run also a "
-    "condition Suspicious: the command ended before its launcher.",
+    "Event: the shell of the command ends with 0 although its launcher fails, as in a pipe to tee. In a local run also "
+    "a condition Suspicious: the command ended before its launcher.",
     "Do what the message says of the command.",
 )
 
