@@ -317,7 +317,7 @@ class Evidence(Struct, rename="camel", omit_defaults=True, frozen=True, kw_only=
     """Why a failure is the root cause, and of its class: kept because its pod may be gone when that is asked again."""
 
     precedence: Annotated[str, Meta(max_length=16)]
-    """Its precedence as the cause of other failures, from KERNEL (an out-of-memory kill) to STOPPED (by the operator)."""
+    """Its precedence among possible causes, from KERNEL (an out-of-memory kill) to STOPPED (by the operator)."""
     raised: bool = False
     """True if a process raised the exception; false if it says why a container could not start."""
     container_reason: Annotated[str, Meta(max_length=128)] = ""

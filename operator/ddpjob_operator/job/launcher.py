@@ -103,7 +103,9 @@ class JobFacts:
 
     @cached_property
     def mentioned(self) -> frozenset[str]:
-        """Capitalized words of the trainer's container, such as RANK in `$(RANK)`: the script may read these variables."""
+        """Capitalized words of the trainer's container, such as RANK in `$(RANK)`: variables that the script may
+        read.
+        """
         return frozenset(_VARIABLE.findall(repr(self.trainer)))
 
     @cached_property

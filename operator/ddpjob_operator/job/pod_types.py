@@ -1,5 +1,6 @@
-"""Fields of a pod template and their types, written by `python tools/pod_types.py` from the API's description. Each
-paragraph is a type: its name, then `field=type`. `field!=type` is required; [T] is a list of T, {T} a mapping of T.
+"""The fields of a pod template and their types. Written by `python tools/pod_types.py` from the API's description.
+
+One type a paragraph: its name, then `field=type`. `field!=type` is required; [T] is a list of T, {T} a mapping of T.
 """
 
 VERSION = "1.37"

@@ -107,7 +107,7 @@ def grace_seconds(template: Mapping[str, Any]) -> int:
 
 
 def gpus(template: Mapping[str, Any]) -> int:
-    """Return GPUs in the trainer's limits: any resource `*/gpu`, also shared, and MIG slices (nvidia.com/mig-1g.10gb)."""
+    """Return GPUs in the trainer's limits: any resource `*/gpu`, also shared, and MIG slices (nvidia.com/mig-…)."""
     return sum(int(quantity(value)) for name, value in limits(template).items() if is_gpu(name))
 
 

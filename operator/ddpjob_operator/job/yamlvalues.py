@@ -34,7 +34,7 @@ def tag_of(plain: str) -> str:
 
 
 def represent(dumper: Any, text: str) -> Any:
-    """Represent a text for a PyYAML dumper (add_representer), in quotes if kubectl would read another value: y, 1e-3."""
+    """Represent a text for a PyYAML dumper (add_representer), in quotes if kubectl would read it as another value."""
     return dumper.represent_scalar(f"{TAG}str", text, style=None if tag_of(text) == f"{TAG}str" else "'")
 
 
