@@ -1,4 +1,4 @@
-"""Pods that do not go when they are deleted, and pods that a watch calls gone although they are there."""
+"""Deleted pods that stay, and pods that a watch reports as gone although they exist."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ENDED = {
 
 
 class Cluster:
-    """An API server with one job and its pods, and an operator that looks at it."""
+    """An API server with one job and its pods, and an operator that observes it."""
 
     def __init__(self, attempt: int, nodes: int = 2, **status: Any) -> None:
         self.version, self.now = 100, START
@@ -78,7 +78,7 @@ class Cluster:
             self.states.pod_deleted(key, old)
 
     def has(self, attempt: int, place: int, status: Raw, **metadata: Any) -> Raw:
-        """There is a pod of the job."""
+        """True if there is a pod of the job."""
         raw = build.pod(self.job, attempt, place)
         raw["spec"]["nodeName"] = f"node-{place}"
         raw["status"] = status
@@ -94,7 +94,7 @@ class Cluster:
         return raw
 
     def reconciles(self, times: int = 1, seconds: float = 1.0) -> list[str]:
-        """What it asks of the server meanwhile."""
+        """Reconcile; return the requests meanwhile."""
         self.requests.clear()
         for _ in range(times):
             self.again_in = asyncio.run(self.reconciler.reconcile(KEY))
@@ -161,7 +161,7 @@ class Cluster:
 
 
 def test_a_pod_of_long_ago_that_nobody_lets_go_holds_up_no_attempt(caplog: pytest.LogCaptureFixture) -> None:
-    """A webhook that protects pods: of every attempt from the fourth on no pod was made, and nothing said why."""
+    """A webhook that protects pods must not block every attempt from the fourth on."""
     cluster = Cluster(4, state="Restarting", reason="Restarting")
     cluster.has(1, 0, ENDED)
     cluster.refuses_deletes = True
