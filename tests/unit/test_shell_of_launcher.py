@@ -200,7 +200,9 @@ def test_a_shell_that_ends_behind_its_trap_is_warned_of(trap: str, waits: str, i
 
 def test_an_init_that_signals_all_processes_is_left_alone() -> None:
     assert shells.keeps_signals(["dumb-init", "bash", "-c", "torchrun t.py; echo done"]) == ""
+    assert shells.keeps_signals(["tini", "-g", "--", "bash", "-c", "torchrun t.py; echo done"]) == ""
     assert shells.keeps_signals(["tini", "--", "bash", "-c", "torchrun t.py; echo done"]) == "torchrun"
+    assert shells.keeps_signals(["env", "A=1", "bash", "-c", "torchrun t.py; echo done"]) == "torchrun"
 
 
 def test_only_what_hands_the_exit_code_over_makes_0_a_proof() -> None:

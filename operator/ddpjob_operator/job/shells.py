@@ -110,7 +110,8 @@ def keeps_signals(words: list[str], *, sh_is_dash: bool = False) -> str:
 
 def _reader(words: list[str], *, sh_is_dash: bool) -> _Signals | None:
     top = next((i for i in programs.places(words) if programs.name(words[i]) in command.SHELLS), None)
-    if top is None or any(programs.name(word) not in _IN_FRONT for word in words[:top] if not word.startswith("-")):
+    front = {programs.name(word) for word in words[:top] if "=" not in word}
+    if top is None or {"tini", "-g"} <= front or any(not w.startswith("-") for w in front - _IN_FRONT):
         return None
     _, text, _ = exit_codes.shell_call(words[top:])
     if text is None:
