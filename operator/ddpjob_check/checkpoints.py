@@ -74,7 +74,10 @@ def _is_path(script: Script, node: ast.expr) -> bool:
 
 def _is_own(script: Script, path: ast.expr) -> bool:
     """True for a path that differs by rank or process."""
-    made = [n for o in (path, *script.origins(path)) if isinstance(o, ast.expr) for n in ast.walk(o)]
+    made: list[ast.AST] = [path]
+    for _ in range(_DEPTH_MAX):
+        named = [o for m in made if isinstance(m, ast.Name) for o in script.origins(m)]
+        made = [n for o in (*made, *named) if isinstance(o, ast.expr) for n in ast.walk(o)][:_PARTS_MAX]
     return script.depends_on_rank(path, by_arguments=True) or any(name_of(n) in _OF_ITS_OWN for n in made)
 
 
@@ -264,13 +267,16 @@ def _level(script: Script, model: ast.expr | None, place: ast.AST, depth: int = 
     sets = [n for n in script.nodes if isinstance(n, ast.Assign) and any(dotted(t) == text for t in n.targets)]
     here = [n for n in sets if script.function(n) is function]
     if here:
-        return _level_after(script, text, [n for n in here if n.lineno < getattr(place, "lineno", 0)], here)
+        at_place = (getattr(place, "lineno", 0), getattr(place, "col_offset", 0))
+        earlier = [n for n in here if (n.end_lineno or 0, n.end_col_offset or 0) < at_place]
+        return _level_after(script, text, earlier, here)
     if function is not None and isinstance(model, ast.Name) and model.id in parameters_of(function):
         return _level_given(script, function, model.id, depth)
     return _level_elsewhere(script, model, function, sets, depth)
 
 
 _DEPTH_MAX = 4
+_PARTS_MAX = 200
 
 
 def _level_after(script: Script, text: str, before: list[ast.Assign], here: list[ast.Assign]) -> str:

@@ -31,7 +31,7 @@ def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
         if guarding is None or (job.nproc == 1 and is_local(script, guarding.test)):
             continue
         # The collective that a call certainly runs, directly or in a function of the file.
-        waits = call if _waits(script, call) else collective_in(script, script.functions_called(call))
+        waits = _itself(script, call) or collective_in(script, script.functions_called(call))
         if waits is not None and not _others_join(script, call, guarding, waits):
             certain = guarding.is_certain and (job.nproc is not None or not is_local(script, guarding.test))
             yield at(call, _message(script, call, guarding, waits), "error" if certain else "warning")
@@ -41,7 +41,7 @@ def collective_on_one_rank(script: Script, job: Job) -> Iterator[Found]:
 
 def _is_worth_a_look(script: Script, call: ast.Call) -> bool:
     """True for calls that may wait: a collective, a function of the file, or a model."""
-    return _waits(script, call) or bool(script.functions_called(call)) or _calls_a_value(call)
+    return bool(_itself(script, call) or script.functions_called(call)) or _calls_a_value(call)
 
 
 def _calls_a_value(call: ast.Call) -> bool:
@@ -75,6 +75,15 @@ def _waits(script: Script, call: ast.Call) -> bool:
     if name == _NEW_GROUP:
         return script.argument(call, "use_local_synchronization") is None
     return name in COLLECTIVES and not has_group(script, call)
+
+
+def _itself(script: Script, call: ast.Call) -> ast.Call | None:
+    """The collective that a call is, also by the name of a lambda."""
+    if _waits(script, call):
+        return call
+    only = origins[0] if len(origins := script.origins(call.func)) == 1 else None
+    body = only.body if isinstance(only, ast.Lambda) else None
+    return body if isinstance(body, ast.Call) and _waits(script, body) else None
 
 
 def collective_in(

@@ -144,9 +144,12 @@ def _gives_parameters(script: Script, iterated: ast.expr, depth: int = 0) -> boo
     "        model(x).sum().backward()",
 )
 def no_sync_always(script: Script, job: Job) -> Iterator[Found]:
-    """Within no_sync() backward() only adds up gradients, and the next backward() outside of it averages them. Without
-    one outside, every rank trains a model of its own, and no error is raised."""
-    if job.has_one_rank or script.uses_a_framework or not script.mentions("no_sync"):
+    """Within no_sync(), or with require_backward_grad_sync = False, backward() only adds up gradients, and the next
+    backward() outside of it averages them. Without one, each rank trains a model of its own, and no error is raised."""
+    if job.has_one_rank or script.uses_a_framework:
+        return
+    yield from _switched_off(script)
+    if not script.mentions("no_sync"):
         return
     if not script.methods_called("step") or not script.calls_to(DDP) or _averages_otherwise(script):
         return
@@ -166,14 +169,40 @@ def no_sync_always(script: Script, job: Job) -> Iterator[Found]:
 
 def _averages_otherwise(script: Script) -> bool:
     """True if the script may average gradients or parameters itself, or set DDP's switch directly."""
-    if script.mentions(
-        "require_backward_grad_sync", "PeriodicModelAverager", "PostLocalSGDOptimizer", "average_parameters"
-    ):
+    if script.mentions(_SWITCH, "PeriodicModelAverager", "PostLocalSGDOptimizer", "average_parameters"):
         return True
     contexts = [n for n in script.nodes if isinstance(n, ast.Attribute) and n.attr == "no_sync"]
-    items = [n.context_expr if isinstance(n, ast.withitem) else _entered(n) for n in script.nodes]
-    known = [item for item in items if item is not None and is_method(item, "no_sync")]
-    return len(contexts) != len(known) or any(exchanges(script, call) for call in script.calls)
+    known = {_context(script, n.context_expr) if isinstance(n, ast.withitem) else _entered(n) for n in script.nodes}
+    return len(contexts) != len(known - {None}) or any(exchanges(script, call) for call in script.calls)
+
+
+_SWITCH = "require_backward_grad_sync"
+
+
+def _switched_off(script: Script) -> Iterator[Found]:
+    """`model.require_backward_grad_sync = False` that nothing sets back, before all that is trained."""
+    uses = [n for n in script.nodes if isinstance(n, ast.Attribute) and n.attr == _SWITCH]
+    sets = [n for n in script.nodes if isinstance(n, ast.Assign) and any(t in uses for t in n.targets)]
+    backwards = script.methods_called("backward")
+    if len(sets) != len(uses) or not sets or not backwards or script.mentions("no_sync", "setattr"):
+        return
+    first, inside = sets[0], [c for c in backwards if script.function(c) is script.function(sets[0])]
+    is_before = all(first.lineno < c.lineno for c in inside)
+    always = all(isinstance(n.value, ast.Constant) and n.value.value is False for n in sets)
+    wrapped = script.is_wrapped(uses[0].value) and not any(exchanges(script, call) for call in script.calls)
+    if is_before and always and wrapped and not any(script.enclosing_tests(first)):
+        yield at(
+            first,
+            f"{script.text_of(first)}: nothing sets it to True again, so no gradient is averaged; set it to True "
+            "before the forward pass whose backward() comes before optimizer.step()",
+            "error" if inside == backwards else "warning",
+        )
+
+
+def _context(script: Script, entered: ast.expr) -> ast.expr | None:
+    """model.no_sync() for what is certainly that: itself, or `context = model.no_sync()`."""
+    only = origins[0] if len(origins := script.origins(entered)) == 1 else None
+    return only if isinstance(only, ast.Call) and is_method(only, "no_sync") else None
 
 
 def _no_sync(script: Script, call: ast.Call, seen: frozenset[Function] = frozenset()) -> ast.expr | None:
@@ -181,7 +210,7 @@ def _no_sync(script: Script, call: ast.Call, seen: frozenset[Function] = frozens
     for child, parent in script.above(call):
         entered = [entered for statement in before(parent, child) if (entered := _entered(statement)) is not None]
         if isinstance(parent, ast.With):
-            entered += [item.context_expr for item in parent.items if is_method(item.context_expr, "no_sync")]
+            entered += [c for item in parent.items if (c := _context(script, item.context_expr)) is not None]
         if entered:
             return entered[0]
     function = script.function(call)

@@ -128,7 +128,8 @@ YAML_RULES = (
         "shell-keeps-signals",
         "warning",
         "A shell that waits for its launcher does not hand SIGTERM over to it, so a drain or a stop saves nothing: "
-        "`torchrun train.py; echo done`. `exec torchrun train.py` gets it.",
+        "`torchrun train.py; echo done`, and `sh -c 'torchrun train.py'` where sh is dash, as in Debian and Ubuntu. "
+        "`exec torchrun train.py` gets it. So does a trap, but it has to `wait` until the launcher has ended.",
     ),
     YamlRule(
         "launcher-option", "warning", "The launcher, or an option of it, has a consequence. The job has an Event of it."
@@ -250,8 +251,8 @@ def _of_shell(words: list[str]) -> Iterator[tuple[str, str]]:
     yield from (("exit-code-lost", text) for text in shells.lost_exit_codes(words))
     if shells.pipefail_in_sh(words):
         yield "pipefail-in-sh", shells.PIPEFAIL_IN_SH
-    if by := shells.keeps_signals(words):
-        yield "shell-keeps-signals", shells.KEEPS_SIGNALS.format(launcher=by)
+    if text := shells.signals_kept(words):
+        yield "shell-keeps-signals", text
 
 
 def _texts(template: Mapping[str, Any]) -> Iterator[tuple[FieldPath, str]]:

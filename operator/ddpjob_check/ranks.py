@@ -174,7 +174,9 @@ class Guard:
 def guard(script: Script, call: ast.Call) -> Guard | None:
     """Return the innermost guard of a call. A rank that raises or exits ends the job: nobody waits for it."""
     for child, parent in script.above(call):
-        for possible in (*_around(parent, child), *_returned_before(parent, child)):
+        for possible in (
+            *_around(parent, child), *_returned_before(parent, child), *_by_decorator(script, parent, child)
+        ):  # fmt: skip
             if is_for_some(script, possible.test, holds=possible.holds):
                 return possible
             test = possible.test
@@ -213,6 +215,20 @@ def _of_case(match: ast.Match, case: ast.match_case) -> ast.expr | None:
         return None
     test = ast.Compare(match.subject, [ast.Eq()], [case.pattern.value])
     return ast.copy_location(test, match.subject)
+
+
+def _by_decorator(script: Script, parent: ast.AST, child: ast.AST) -> Iterator[Guard]:
+    """The guard within a decorator of this file, around the call of what it decorates."""
+    for decorator in parent.decorator_list if isinstance(parent, Function) and child in parent.body else ():
+        wrapper = script.definition(decorator.func if isinstance(decorator, ast.Call) else decorator)
+        if isinstance(decorator, ast.Call) and isinstance(wrapper, Function):
+            wrapper = next((s for s in wrapper.body if isinstance(s, Function)), None)
+        if not isinstance(wrapper, Function) or wrapper is parent or not wrapper.args.args:
+            continue
+        decorated = wrapper.args.args[0].arg
+        calls = [n for n in ast.walk(wrapper) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == decorated]
+        guards = [guard(script, call) for call in calls]
+        yield from (replace(found, is_certain=False) for found in guards[:1] if found and None not in guards)
 
 
 def _returned_before(parent: ast.AST, child: ast.AST) -> Iterator[Guard]:

@@ -154,7 +154,10 @@ class Certainty:
             earlier = parent.values[: parent.values.index(child)]
             if not all(self._is_met(value, isinstance(parent.op, ast.And)) for value in earlier):
                 return True
-        if isinstance(parent, ast.ExceptHandler | ast.match_case):
+        if isinstance(parent, ast.match_case):
+            match = self._script.parent(parent)
+            return not (isinstance(match, ast.Match) and self._script.depends_on_rank(match.subject))
+        if isinstance(parent, ast.ExceptHandler):
             return True
         if isinstance(parent, ast.Try) and child in parent.body and any(map(goes_on, parent.handlers)):
             return True

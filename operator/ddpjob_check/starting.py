@@ -27,13 +27,23 @@ def spawn_without_main_guard(script: Script, job: Job) -> Iterator[Found]:
             continue
         if any(getattr(n, "id", "") == "__name__" for test in script.enclosing_tests(call) for n in ast.walk(test)):
             continue
-        starts = script.called(call) in STARTERS and not _forks(script, call)
+        starts = (script.called(call) in STARTERS and not _forks(script, call)) or _starts_spawned(script, call)
         if starts or script.definition(call.func) in spawning:
             yield at(
                 call,
                 f'{script.text_of(call.func)}(…) outside `if __name__ == "__main__":`: each process that it starts '
                 "imports this file, runs this line again and fails; put it under that guard",
             )
+
+
+def _starts_spawned(script: Script, call: ast.Call) -> bool:
+    """True for the Process(…) and Pool(…) of get_context("spawn"), or of set_start_method("spawn")."""
+    if name_of(call.func) not in ("Process", "Pool") or not script.mentions("start", "map", "starmap", "apply"):
+        return False
+    if script.called(call).startswith(("torch.multiprocessing.", "multiprocessing.")):
+        return _spawns_by_default(script)
+    origins = script.origins(call.func.value) if isinstance(call.func, ast.Attribute) else []
+    return any(script.called(o) in _CONTEXTS for o in origins) and _is_spawn(script, call.func.value)  # type: ignore[attr-defined]
 
 
 def _forks(script: Script, call: ast.Call) -> bool:

@@ -193,10 +193,16 @@ class Values:
         return [d for o in origins if isinstance(o, ast.Name) and isinstance(d := self.definition(o), Function)]
 
     def functions_called(self, call: ast.Call) -> list[Function]:
-        """Return functions of this file that a call certainly runs: by name, or as a method of an instance made
-        here.
+        """Return functions of this file that a call certainly runs: by name, as a method of an instance made
+        here, or by functools.partial.
         """
-        return [function for function, _ in self._called_here(call)]
+        if named := [function for function, _ in self._called_here(call)]:
+            return named
+        only = origins[0] if len(origins := self.origins(call.func)) == 1 else None
+        if self.called(only) == "functools.partial" and isinstance(only, ast.Call) and only.args:
+            only = only.args[0]
+        meant = self.definition(only) if isinstance(only, ast.Name) else None
+        return [meant] if isinstance(meant, Function) else []
 
     def callers(self, function: Function) -> list[Caller]:
         """Return the places where this file calls a function, or starts a process with it."""

@@ -127,6 +127,10 @@ def test_the_command_itself_may_be_a_shell_or_start_one(words: list[str], is_los
         "trap 'kill -9 $pid' TERM; torchrun t.py & pid=$!; wait $pid",
         "trap 'kill $pid' TERM; { torchrun t.py; } & pid=$!; wait $pid",
         "trap 'kill $pid' TERM; torchrun t.py | tee log & pid=$!; wait $pid",
+        "find . -maxdepth 0 -exec torchrun t.py \\;",
+        "bash <<< 'torchrun t.py'",
+        "exec bash <<< 'torchrun t.py; true'",
+        "trap 'kill -INT $pid' TERM; torchrun t.py & pid=$!; wait $pid",
     ],
 )
 def test_a_shell_that_waits_for_its_launcher_keeps_signals_to_itself(script: str) -> None:
@@ -152,15 +156,53 @@ def test_a_shell_that_waits_for_its_launcher_keeps_signals_to_itself(script: str
         "trap 'kill $pid' TERM; torchrun t.py & pid=$!; while kill -0 $pid; do sleep 1; done",
         "python prep.py; exec torchrun t.py",
         "bash run.sh; echo done",
+        "exec bash <<< 'exec torchrun t.py'",
+        "trap 'kill -INT $pid' TERM; ddprun t.py & pid=$!; wait $pid",
+        "trap 'kill -9 $log; kill -s TERM $pid' TERM; torchrun t.py & pid=$!; wait $pid",
     ],
 )
 def test_a_shell_that_becomes_its_launcher_or_hands_signals_over_is_left_alone(script: str) -> None:
     assert shells.keeps_signals(["bash", "-c", script]) == ""
 
 
+@pytest.mark.parametrize(
+    ("script", "is_kept"),
+    [
+        ("torchrun t.py", True),
+        ("exec sh -c 'torchrun t.py'", True),
+        ("trap 'kill $pid' SIGTERM; torchrun t.py & pid=$!; wait $pid", True),
+        ("exec torchrun t.py", False),
+        ("exec bash -c 'torchrun t.py'", False),
+        ("trap 'kill $pid' TERM; { torchrun t.py; } & pid=$!; wait $pid", False),
+    ],
+)
+def test_dash_becomes_no_command_but_by_exec(script: str, is_kept: bool) -> None:
+    """`[sh, -c, torchrun train.py]` saves nothing at a drain in an image of Debian or Ubuntu."""
+    assert ("where that is dash" in shells.signals_kept(["sh", "-c", script])) is is_kept
+
+
+@pytest.mark.parametrize(
+    ("trap", "waits", "is_said"),
+    [
+        ("kill $pid", "wait $pid", True),
+        ("kill $pid", "wait $pid; exit $?", True),
+        ("kill $pid; exit", "while kill -0 $pid; do sleep 1; done", True),
+        ("kill $pid; wait $pid", "wait $pid", False),
+        ("kill $pid", "wait $pid; wait $pid", False),
+        ("kill $pid", "while kill -0 $pid; do wait $pid; done", False),
+    ],
+)
+def test_a_shell_that_ends_behind_its_trap_is_warned_of(trap: str, waits: str, is_said: bool) -> None:
+    """The container ends with its first process, so the ranks are killed while they save."""
+    said = shells.signals_kept(["bash", "-c", f"trap '{trap}' TERM; torchrun t.py & pid=$!; {waits}"])
+    assert ("`wait` in the trap as well" in said) is is_said
+
+
 def test_an_init_that_signals_all_processes_is_left_alone() -> None:
     assert shells.keeps_signals(["dumb-init", "bash", "-c", "torchrun t.py; echo done"]) == ""
+    assert shells.keeps_signals(["tini", "-g", "--", "bash", "-c", "torchrun t.py; echo done"]) == ""
     assert shells.keeps_signals(["tini", "--", "bash", "-c", "torchrun t.py; echo done"]) == "torchrun"
+    assert shells.keeps_signals(["env", "A=1", "bash", "-c", "torchrun t.py; echo done"]) == "torchrun"
 
 
 def test_only_what_hands_the_exit_code_over_makes_0_a_proof() -> None:

@@ -25,6 +25,7 @@ STEP_WORK = 200
 FAILED = "failed"
 """The text of an exit code that is some number but 0."""
 _TEXT_MAX = 40
+_TEST_WORDS_MAX = 60
 _TESTS = frozenset("[ [[ (( test grep egrep fgrep zgrep cmp diff pgrep mountpoint expr let read".split())
 _LOOKS_AT_FILES = frozenset("ls stat file readlink realpath".split())
 _FILTERS = frozenset("grep egrep fgrep zgrep".split())
@@ -39,6 +40,9 @@ _COMPARED: dict[str, Callable[[Any, Any], bool]] = {
     "=": op.eq, "==": op.eq, "!=": op.ne, "-eq": op.eq, "-ne": op.ne, "-gt": op.gt, "-ge": op.ge, "-lt": op.lt,
     "-le": op.le, "<": op.lt, ">": op.gt, "<=": op.le, ">=": op.ge,
 }  # fmt: skip
+_CALCULATES: dict[str, Callable[[int, int], int]] = {"+": op.add, "-": op.sub, "*": op.mul}
+_JOINS = (({"-o", "||"}, "0", FAILED), ({"-a", "&&"}, FAILED, "0"))
+"""Words that join tests, the weaker first; the status of one part that decides, and that of all parts otherwise."""
 
 
 @dataclass(frozen=True)
@@ -492,12 +496,19 @@ class _ScriptRun:
         if name in ("cat", "tee") and node.document:
             written = {_file(word.value): node.document[-1] for word in (*node.targets, *node.words[1:])}
             return [(replace(state, status="0", variables={**state.variables, **written}), "")]
-        begin = 0 if name != "xargs" else next((i for i in range(len(words)) if _starts(words[i:])), 0)
+        begin = 0 if name not in ("find", "xargs") else next((i for i in range(len(words)) if _starts(words[i:])), 0)
         if (started := _starts(words[begin:])) is not None:
-            return [(self._launched(node, started, state), "")]
+            end = self._launched(node, started, state)
+            hides = name == "find" and ";" in words[begin:]
+            return [(replace(end.lost("find", "find -exec … ;"), status="0") if hides else end, "")]
         if name in _DECLARES:
             named = (word.partition("=") for word in words[1:])
             return [(_assigned(((n, text) for n, has_value, text in named if has_value), state), "")]
+        if name in ("pushd", "popd"):
+            stack = state.variables.get("", "")
+            fails = name == "popd" and not stack
+            stack = f"{stack}/" if name == "pushd" else stack[1:]
+            return [(replace(state, status=FAILED if fails else "0", variables={**state.variables, "": stack}), "")]
         if name == "false" or name in _NEVER_FAIL:
             return [(replace(state, status=FAILED if name == "false" else "0"), "")]
         # `ls model.pt || exit 1`: the file is there only if the training has written it.
@@ -585,8 +596,12 @@ class _ScriptRun:
 
     def _kill(self, words: list[str], _node: shell.Simple, state: _State, _tested: bool) -> _Ends:
         """`kill $$` ends the shell with another code than 0, but not the first process of a container."""
-        if "-0" in words:  # does the process live?
+        values = [_value(word, state) or "" for word in words[1:]]
+        is_of_job = any(value.startswith("job ") for value in values)
+        if "-0" in words or is_of_job:  # does the process live? A launcher that has failed does not.
             return [(replace(state, status=""), "")]
+        if any(value.startswith("%") for value in values) and not state.jobs:
+            return [(replace(state, status=FAILED), "")]
         ends_all = [(replace(state, status=FAILED), "exit")] if {"$$", "0", "-$$"} & {*words[1:]} else []
         return [*ends_all, (replace(state, status="0"), "")]
 
@@ -695,6 +710,8 @@ def _value(text: str, state: _State) -> str | None:
         return (state.pipe[number] or None) if number < len(state.pipe) else None
     if inner := re.fullmatch(r"\$\(\(\s*(\w+)\s*\)\)", text):
         text = f"${inner[1]}"
+    elif inner := re.fullmatch(r"\$\(\(\s*(\d{1,9})\s*([-+*])\s*(\d{1,9})\s*\)\)", text):
+        return str(_CALCULATES[inner[2]](int(inner[1]), int(inner[3])))
     elif (inner := re.fullmatch(r"\$\(\((.*)\)\)", text)) and (found := _ARITHMETIC.match(inner[1])):
         return {"0": "1", FAILED: "0"}.get(_tested(["((", inner[1]], state)) if found[1] or found[3] else None
     found = _VARIABLE.fullmatch(text)
@@ -717,9 +734,17 @@ def _tested(words: list[str], state: _State) -> str:
         return _negated(_compared(inside, state), found[1] == "!")
     if words[0] not in ("[", "[[", "test"):
         return ""
-    inside = [word for word in words[1:] if word not in ("]", "]]")]
-    is_negated = inside[:1] == ["!"]
-    return _negated(_compared(inside[is_negated:], state), is_negated)
+    return _joined([word for word in words[1:] if word not in ("]", "]]")], state)
+
+
+def _joined(words: list[str], state: _State) -> str:
+    """The status of tests that are joined by -o, -a, || and &&."""
+    for joins, deciding, otherwise in _JOINS if len(words) <= _TEST_WORDS_MAX else ():
+        if place := next((i for i, word in enumerate(words) if word in joins), 0):
+            parts = {_joined(words[:place], state), _joined(words[place + 1 :], state)}
+            return deciding if deciding in parts else otherwise if parts == {otherwise} else ""
+    is_negated = words[:1] == ["!"]
+    return _negated(_compared(words[is_negated:], state), is_negated)
 
 
 def _negated(status: str, is_negated: bool) -> str:
