@@ -27,7 +27,7 @@ _AUTOMAGIC = re.compile(
 )
 _PROMPT = re.compile(r"(?:>>> ?|\.\.\. ?|In \[\d+\]: ?)")
 _AUTOMAGIC_MAX = 200  # lines: the cell is parsed once for each
-_PARSED_MAX = 2_000_000  # characters of a cell that are parsed to find them
+_PARSED_MAX = 2_000_000  # characters of all cells that are parsed to find them
 
 
 @dataclass
@@ -52,7 +52,7 @@ def parts(text: str) -> list[NotebookPart]:
     cells = document.get("cells") if isinstance(document, dict) else None
     if not isinstance(cells, list):
         raise ValueError("not a notebook: it has no cells")
-    own, written = NotebookPart(), []
+    own, written, left = NotebookPart(), [], [_PARSED_MAX]
     code = [c for c in cells if isinstance(c, dict) and c.get("cell_type") == "code"]
     for number, cell in enumerate(code, start=1):
         lines = _lines(cell.get("source"))
@@ -60,7 +60,7 @@ def parts(text: str) -> list[NotebookPart]:
         if _WRITES.match(first.strip()):
             written.append(NotebookPart(lines[begin + 1 :], [(number, i) for i in range(begin + 2, len(lines) + 1)]))
         elif not first.lstrip().startswith("%%") or _PYTHON.match(first.lstrip()):
-            own.lines += lines if _error_in(lines) is None else _without_automagic(list(_without_magic(lines)))
+            own.lines += lines if _error_in(lines) is None else _without_automagic(list(_without_magic(lines)), left)
             own.places += [(number, i) for i in range(1, len(lines) + 1)]
     return [own, *written]
 
@@ -111,10 +111,11 @@ def _error_in(lines: list[str]) -> int | None:
     return None
 
 
-def _without_automagic(lines: list[str]) -> list[str]:
+def _without_automagic(lines: list[str], left: list[int]) -> list[str]:
     """Leave out lines that are no Python and that IPython takes for magic."""
-    size = 1 + sum(map(len, lines))
-    for _ in range(min(_AUTOMAGIC_MAX, 1 + _PARSED_MAX // size)):
+    size = 50 + sum(map(len, lines))  # the shortest cell takes as long as 50 characters
+    for _ in range(min(_AUTOMAGIC_MAX, 1 + max(left[0], 0) // size)):
+        left[0] -= size
         wrong = _error_in(lines)
         # Python may report the error on the line after the incomplete one: `cd data/`.
         found = [

@@ -33,7 +33,7 @@ Put = Callable[[Raw, int, random.Random], None]
 SHELL = (
     "'\"$(", "\n", "torchrun x | tee y; ", "(", "--nnodes ", "exec ", "if ", "<<E\n", "`", "a && ", "/", "${", "A=$A ",
     "\\\n", "[[ ", "case x in ", "f(){ ", "env ", "password=", "python -m torch.distributed.run ", "mpirun ", "; ",
-    "token=a1b2c3d4 ",
+    "token=a1b2c3d4 ", "x`x` ", "((a+b));", "a;", "if a;then b;fi;", "<(a)", "kill -9 $a;",
 )  # fmt: skip
 FIELDS = ("activeDeadlineSeconds", "enableServiceLinks", "hostnameOverride", "priorityClassName", "serviceAccountName")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import signal
 import sys
@@ -13,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 import ddpjob_check as check
+from ddpjob_check import notebook
 from ddpjob_check.rule import TooLongError
 from ddpjob_cli.commands import main
 from ddpjob_cli.commands.cpu_limit import CpuLimit
@@ -186,3 +188,18 @@ def test_ten_thousand_cells_of_a_notebook_end(tmp_path: Path) -> None:
     result = CliRunner().invoke(main.cli, ["check", str(notebook)], standalone_mode=False)
     assert result.exception is None
     assert result.return_value == 0
+
+
+def test_cells_that_are_no_python_are_parsed_so_often_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of `cd a` was parsed once for each line, which is outside of the limit of processor time: a minute."""
+    parsed, parse = 0, ast.parse
+
+    def counted(text: str) -> ast.AST:
+        nonlocal parsed
+        parsed += len(text)
+        return parse(text)
+
+    monkeypatch.setattr(ast, "parse", counted)
+    cells = [{"cell_type": "code", "source": "cd a\n" * 200}] * 20
+    notebook.parts(json.dumps({"cells": cells}))
+    assert parsed < 2_500_000

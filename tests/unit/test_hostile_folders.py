@@ -229,6 +229,10 @@ def test_so_many_patterns_for_so_many_files_are_refused_in_one_sentence(folder) 
         (folder / f"{number}.txt").touch()
     with pytest.raises(InputError, match=r"too many patterns for the files in this folder .*; name a smaller folder"):
         pack.pack(folder)
+    for line in ("x", "*a" * 40):
+        (folder / ".gitignore").write_text(f"{line}\n" * 100)  # to compile them takes time before any path is compared
+        with pytest.raises(InputError, match="too many patterns"):
+            gitignore.Ignored(folder, left=5_000).enter("")
     (folder / ".gitignore").write_text("a\n" * 600_000)
     with pytest.raises(InputError, match="larger than 1 MiB"):
         pack.pack(folder)

@@ -21,6 +21,7 @@ BYTES_MAX = 1 << 20
 PATTERN_MAX = 4096  # no path is longer
 NAME_MAX = 255  # the longest part of a path
 COMPARISONS_MAX = 5_000_000  # paths times patterns: takes some seconds
+COMPILE_COST = 100  # comparisons in the time to compile the shortest pattern
 _POSIX = {
     "alpha": "a-zA-Z", "digit": "0-9", "alnum": "a-zA-Z0-9", "upper": "A-Z", "lower": "a-z", "blank": " \\t",
     "space": "\\s", "xdigit": "0-9a-fA-F", "punct": "!-/:-@\\[-`{-~", "cntrl": "\\x00-\\x1f\\x7f",
@@ -68,8 +69,9 @@ class Ignored:
             raise InputError(f"{path}: {error.strerror}") from None
         if len(data) > BYTES_MAX:
             raise InputError(f"{path}: larger than {BYTES_MAX >> 20} MiB")
-        if found := list(patterns(data.decode(errors="replace"))):
-            self._files[below] = found
+        for pattern in patterns(data.decode(errors="replace")):
+            self._count(COMPILE_COST + len(pattern.expression.pattern))  # 1 MiB of stars takes 40 s to compile
+            self._files.setdefault(below, []).append(pattern)
 
     def has(self, path: str, *, is_folder: bool) -> bool:
         """True if git would ignore this path below the root. The folders above it must not be ignored."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 SCRIPT_MAX = 20_480
-"""Characters that are read: the operator's event loop does it, at up to 7 µs for each."""
+"""Characters that are read, by the operator's event loop."""
+WORK_MAX = 2_000
+"""Words, commands and lists of commands that are read, each up to 25 µs. A script of backquotes has one a character."""
 DEPTH_MAX = 40
 _BLANKS = " \t\r"
 _ENDS_WORD = set(" \t\r\n;&|()<>")
@@ -144,26 +146,36 @@ class Function(ShellNode):
     body: ShellNode
 
 
-@functools.lru_cache(maxsize=256)
 def parse(script: str) -> ShellScript:
     """The commands of a script. The same text gives the same objects. Raises ShellSyntaxError."""
+    found = _parsed(script)
+    if isinstance(found, str):
+        raise ShellSyntaxError(found)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _parsed(script: str) -> ShellScript | str:
+    """The commands of a script, or why it cannot be read: that is asked again and again, too."""
     if len(script) > SCRIPT_MAX:
-        raise ShellSyntaxError("too long")
+        return "too long"
     reader = _Reader(script)
     try:
         found = reader.sequence(frozenset())
     except (IndexError, RecursionError):
-        raise ShellSyntaxError("it ends too early") from None
-    if reader.at < len(script):
-        raise ShellSyntaxError(f"unexpected {script[reader.at : reader.at + 10]!r}")
-    return found
+        return "it ends too early"
+    except ShellSyntaxError as error:
+        return str(error)
+    return found if reader.at == len(script) else f"unexpected {script[reader.at : reader.at + 10]!r}"
 
 
 def children(node: ShellNode) -> Iterator[ShellNode]:
     """The commands directly below a command, those in its words included."""
-    for word in words_of(node):
-        yield from (*word.runs, *word.beside)
-    yield from (part for part in _parts(tuple(vars(node).values())) if isinstance(part, ShellNode))
+    parts = [*_parts(tuple(vars(node).values()))]
+    for part in parts:
+        if isinstance(part, Word):
+            yield from (*part.runs, *part.beside)
+    yield from (part for part in parts if isinstance(part, ShellNode))
 
 
 def words_of(node: ShellNode) -> tuple[Word, ...]:
@@ -197,16 +209,23 @@ def walk(node: ShellNode) -> Iterator[ShellNode]:
 class _Reader:
     """One pass over the text; `at` is the place of the next character."""
 
-    def __init__(self, text: str, depth: int = 0, at: int = 0) -> None:
-        if depth > DEPTH_MAX:
+    def __init__(self, text: str, outer: _Reader | None = None, at: int = 0) -> None:
+        self._depth: int = outer._depth + 1 if outer else 0
+        if self._depth > DEPTH_MAX:
             raise ShellSyntaxError("too deep")
-        self.text, self.at, self._depth = text, at, depth
+        self.text, self.at = text, at
+        self._work: Iterator[int] = outer._work if outer else iter(range(WORK_MAX))
         self._documents: list[tuple[Word, bool, list[str], list[str]]] = []  # here-documents whose text follows
+
+    def _count(self) -> None:
+        if next(self._work, None) is None:
+            raise ShellSyntaxError("too many commands")
 
     # ---- lists ---------------------------------------------------------------------------------------------
 
     def sequence(self, ends: frozenset[str]) -> ShellScript:
         """Commands up to one of these words, a closing bracket, `;;` or the end."""
+        self._count()
         begin, parts = self._skip_lines(), []
         while not self._ends(ends):
             node = self._and_or()
@@ -252,6 +271,7 @@ class _Reader:
     # ---- commands ------------------------------------------------------------------------------------------
 
     def _command(self) -> ShellNode:
+        self._count()
         begin, word = self._skip(), self._reserved()
         if self._peek("(("):
             inside = self._skip_brackets("((", "))")
@@ -347,6 +367,7 @@ class _Reader:
         return GroupNode(body, False, self._targets(), text=self._from(begin))
 
     def _test(self, begin: int) -> ShellNode:
+        self._count()
         end = re.compile(r"\s\]\](?=[\s;&|)]|$)").search(self.text, self.at)
         if end is None:
             raise ShellSyntaxError("[[ has no end")
@@ -445,6 +466,7 @@ class _Reader:
     # ---- words ---------------------------------------------------------------------------------------------
 
     def _word(self) -> Word:
+        self._count()
         value: list[str] = []
         runs: list[ShellScript] = []
         beside: list[ShellScript] = []
@@ -512,7 +534,7 @@ class _Reader:
     def _inner(self, value: list[str] | None) -> ShellScript:
         """The script up to the closing bracket."""
         begin = self.at
-        inner = _Reader(self.text, self._depth + 1, begin)
+        inner = _Reader(self.text, self, begin)
         found = inner.sequence(frozenset())
         self.at = inner.at
         self._expect(")")
@@ -525,11 +547,12 @@ class _Reader:
         if end is None:
             raise ShellSyntaxError("` is not closed")
         self.at = end.end()
-        inner = _Reader(re.sub(r"\\([`$\\])", r"\1", end[0][:-1]), self._depth + 1)
+        inner = _Reader(re.sub(r"\\([`$\\])", r"\1", end[0][:-1]), self)
         return inner.sequence(frozenset())
 
     def _skip_brackets(self, opens: str, closes: str) -> str:
         """What is between brackets, which may hold further ones and quotes."""
+        self._count()
         begin, depth = self.at, 0
         if not self.text.startswith(opens, begin):
             raise ShellSyntaxError(f"no {opens}")
