@@ -113,10 +113,9 @@ class Kueue:
                 self._evict(workload, next(self._deactivated), "the workload is deactivated")
             elif self.is_stopped:
                 self._evict(workload, "ClusterQueueStopped", "The ClusterQueue is stopped")
-        elif requeued.get("status") == "False" and is_active and not self.is_stopped:
-            if again := REQUEUED.get(requeued["reason"]):
-                self._say(workload, Requeued=("True", again, ""))
-                self._look_soon()
+        elif requeued.get("status") == "False" and is_active and not self.is_stopped and requeued["reason"] in REQUEUED:
+            self._say(workload, Requeued=("True", REQUEUED[requeued["reason"]], ""))
+            self._look_soon()
 
     def _consider(self, workload: Raw) -> bool:
         """Whether it waits for quota that others are to give back to it."""

@@ -23,9 +23,10 @@ from typing import Any
 from ddpjob_cli.client.pack import PACKED_BYTES_MAX
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_cli.sdk import in_rank
+from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job.naming import name_of
 
-SCRIPT, ANSWER = "ddpjob_function.py", "answer"
+SCRIPT, ANSWER_FILE = "ddpjob_function.py", "answer"
 FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # weights do not pack, and cloudpickle goes along
 _NAMED_MAX = 3
 
@@ -42,11 +43,11 @@ class Sent:
     """Begins each line that comes back."""
 
     def write(self, folder: Path) -> None:
-        """Write the files, for ranks of this machine: what comes back is not among their lines, but in ANSWER."""
+        """Write the files, for ranks of this machine: what comes back is not among their lines, but in ANSWER_FILE."""
         for path, text in self.files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
-        (folder / ANSWER).touch(mode=0o600)
+        (folder / ANSWER_FILE).touch(mode=0o600)
 
 
 class UnsentError(Exception):
@@ -81,7 +82,7 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
         except Exception as error:
             text = f"{name}: cannot be sent{_culprits(cloudpickle, function, arguments)}: {error}"
             raise InputError(text) from None
-    word = f"ddpjob-answer-{secrets.token_hex(8)}"
+    word = f"{ANSWER}{secrets.token_hex(8)}"
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     payload = {"name": name, "python": version, "word": word, "function": base64.b64encode(data).decode()}
     files = {SCRIPT: Path(in_rank.__file__).read_text(encoding="utf-8"), "ddpjob_function.json": json.dumps(payload)}

@@ -32,9 +32,8 @@ _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 # The lowest level of a Topology, if it has one.
 _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
-# For evictions with these reasons Kueue itself decides when the Workload may queue again: after a back-off, or when it is
-# active again. Kueue (0.14 to 0.19) looks for these exact reasons; an eviction can say
-# DeactivatedDueToRequeuingLimitExceeded.
+# For evictions with these reasons Kueue itself decides when the Workload may queue again: after a back-off, or when it
+# active again. Kueue (0.14 to 0.19) looks for these words alone, and evicts for DeactivatedDueToRequeuingLimitExceeded.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 
