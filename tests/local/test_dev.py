@@ -241,6 +241,7 @@ def folder(tmp_path: Path) -> Path:
         (tmp_path / name).write_text("1")
     os.symlink(tmp_path, tmp_path / "conf/circle")
     os.symlink("nowhere.py", tmp_path / "dangling.py")
+    os.symlink("itself", tmp_path / "itself")
     return tmp_path
 
 

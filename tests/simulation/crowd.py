@@ -31,6 +31,7 @@ CALM = (
 )
 ELASTIC_SHARE = 0.3
 OF_QUEUES = ("kueue down", "kueue down", "workload deleted", "workload inactive")
+EVERY_SO_MANY_NEWEST = 8
 
 
 def crowd_scenario(seed: int) -> Scenario:
@@ -41,7 +42,9 @@ def crowd_scenario(seed: int) -> Scenario:
     least = max(one.spec.get("minNodes", one.spec["nodes"]) for one in jobs)
     all_nodes = sum(one.spec["nodes"] for one in jobs)
     in_queue = seed % 2 == 1
-    kinds = [*CALM, *(OF_QUEUES if in_queue else ("group deleted", "neighbour")), "suspend", "delete and apply"]
+    newest = seed % EVERY_SO_MANY_NEWEST == 1
+    of_queues = (*OF_QUEUES, "queue stopped") if newest else OF_QUEUES
+    kinds = [*CALM, *(of_queues if in_queue else ("group deleted", "neighbour")), "suspend", "delete and apply"]
     times = sorted(rng.uniform(0, 0.7 * FAULTS_SECONDS) for _ in range(rng.choice((0, 1, 2, 4))))
     deeds = tuple(Deed(at, rng.choice(kinds), rng.randrange(6), 10 ** rng.uniform(0, 2)) for at in times)
     return replace(
@@ -55,6 +58,7 @@ def crowd_scenario(seed: int) -> Scenario:
         deeds=deeds,
         gang=not in_queue,
         quota=rng.randrange(least, all_nodes) if in_queue else 0,
+        kueue="v1beta2" if newest else "v1beta1",
         more=tuple(jobs[1:]),
     )
 
@@ -102,7 +106,7 @@ class Crowd(Simulation):
         self._told: set[tuple[int, int]] = set()
         self._without_workload: set[str] = set()
         """Jobs whose Workload somebody has deleted: the queue gives their quota to others at once."""
-        self.queue = Kueue(self.loop, self.api, what.seed, what.quota) if what.quota else None
+        self.queue = Kueue(self.loop, self.api, what.seed, what.quota, what.kueue) if what.quota else None
         if self.queue is not None:
             self.queue.evicted = self._is_evicted
             self.api.listeners.append(self._workload_changed)
@@ -154,6 +158,9 @@ class Crowd(Simulation):
         name, uid = change.object["metadata"]["name"], owner_uid(change.object)
         by_operator = change.actor.startswith("operator")
         before, after = change.old, change.new
+        reserves = after is not None and is_true(after, "QuotaReserved")
+        if after is not None and reserves and not (after.get("status") or {}).get("admission"):
+            self.judge.wrong.append(f"the Workload {name} reserves quota without an admission: Kueue 0.19 refuses it")
         if before is None:
             others = [w for w in self.api.all("workloads") if owner_uid(w) == uid]
             if len(others) > 1:
@@ -269,6 +276,9 @@ class Crowd(Simulation):
         elif deed.what == "workload inactive":
             self._activate(name, False)
             self.loop.call_later(deed.seconds, self._activate, name, True)
+        elif deed.what == "queue stopped" and self.queue is not None:
+            self.queue.stops(True)
+            self.loop.call_later(deed.seconds, self.queue.stops, False)
         else:
             super()._user(deed)
 
@@ -281,6 +291,7 @@ class Crowd(Simulation):
         super()._stop_faults()
         if self.queue is not None:
             self.queue.comes_back()
+            self.queue.stops(False)
         for name in self.jobs:
             self._activate(name, True)
 

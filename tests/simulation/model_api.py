@@ -10,7 +10,7 @@ import asyncio
 import bisect
 import datetime as dt
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddpjob_operator.job import api
@@ -91,6 +91,7 @@ class ModelApi:
         """Who waits for the next change of a kind."""
         self.served: set[str] = set()
         """The apiVersions of PodGroups and Workloads."""
+        self.kinds = dict(KINDS)
         self.webhooks_down: set[str] = set()
         """The kinds whose webhook does not answer: nothing of them is created or changed."""
         self.refuses: Callable[[str, Raw], str] = lambda plural, body: ""
@@ -111,12 +112,12 @@ class ModelApi:
             everything = {"verbs": ["*"], "apiGroups": ["*"], "resources": ["*"]}
             return 201, {**(body or {}), "status": {"resourceRules": [everything], "incomplete": False}}
         if path.removeprefix("/apis/") in self.served:
-            found = [{"name": kind.plural} for kind in KINDS.values() if path.endswith(f"/{kind.api_version}")]
+            found = [{"name": kind.plural} for kind in self.kinds.values() if path.endswith(f"/{kind.api_version}")]
             return 200, {"kind": "APIResourceList", "resources": found}
         plural, namespace, name, subresource = parse(path)
         if not self.serves(plural):
             return _no(404, "NotFound", "the server could not find the requested resource")
-        kind = KINDS[plural]
+        kind = self.kinds[plural]
         if method in ("POST", "PUT") and plural in self.webhooks_down:
             return _no(500, "InternalError", f'Internal error occurred: failed calling webhook "m{plural}.model"')
         if method == "GET":
@@ -132,8 +133,16 @@ class ModelApi:
 
     def serves(self, plural: str) -> bool:
         """Whether there is such a resource now."""
-        kind = KINDS.get(plural)
+        kind = self.kinds.get(plural)
         return kind is not None and (not kind.api_version.startswith(ADDED_GROUPS) or kind.api_version in self.served)
+
+    def serve(self, api_version: str) -> None:
+        """Serve the kinds of this API group in this version alone."""
+        group = api_version.partition("/")[0]
+        self.served = {one for one in self.served if not one.startswith(f"{group}/")} | {api_version}
+        for plural, kind in self.kinds.items():
+            if kind.api_version.startswith(f"{group}/"):
+                self.kinds[plural] = replace(kind, api_version=api_version)
 
     # ---------------------------------------------------------------- for the rest of the model, which sees no faults
 
@@ -152,14 +161,14 @@ class ModelApi:
         if old is None or old["metadata"]["uid"] != raw["metadata"]["uid"]:
             return None
         metadata = {**old["metadata"], **fields.pop("metadata", {})}
-        return self._store(KINDS[plural], place, old, {**old, **fields, "metadata": metadata}, actor)
+        return self._store(self.kinds[plural], place, old, {**old, **fields, "metadata": metadata}, actor)
 
     def remove(self, plural: str, raw: Raw, actor: str) -> None:
         """The object goes at once, whatever its grace and finalizers."""
         place = _place(raw)
         old = self.objects[plural].get(place)
         if old is not None and old["metadata"]["uid"] == raw["metadata"]["uid"]:
-            self._drop(KINDS[plural], place, old, actor)
+            self._drop(self.kinds[plural], place, old, actor)
 
     def at_version(self, plural: str, version: int) -> list[Raw]:
         """The objects as they were: what a server that lags would list."""

@@ -1,12 +1,17 @@
 """A model of Kueue: one queue with quota for so many nodes, which admits Workloads by priority and preempts lower ones.
 
-What it does was seen of Kueue 0.14.8 (docs/gangs.md): an evicted Workload keeps its quota until its owner has taken the
-admission out of the status; one that is finished or gone has none. One with minCount is admitted in part where neither
-free quota nor preemption is enough for all of it.
+What it does was seen of Kueue 0.14.8 (docs/gangs.md), which serves v1beta1: an evicted Workload keeps its quota until
+its owner has removed the admission from the status; one that is finished or gone has none. One with minCount is
+admitted in part if neither free quota nor preemption is enough for all of it.
+
+v1beta2 follows the types, the webhook and the workload controller of Kueue 0.19.2: the same life of a Workload, with
+other names for a priority class. A Workload whose condition Requeued is False is not considered, and Kueue sets it to
+True again only for the exact reasons of REQUEUED.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +19,10 @@ from typing import Any
 from model_api import Change, Kind, ModelApi, Raw, stamp
 from virtual_time import VirtualLoop
 
-SERVED = "kueue.x-k8s.io/v1beta1"
+CLASS_FIELDS = {"v1beta1": {"priorityClassName", "priorityClassSource"}, "v1beta2": {"priorityClassRef"}}
+FIELDS = {"queueName", "podSets", "priority", "active"}
+REQUEUED = {"Deactivated": "Reactivated", "ClusterQueueStopped": "ClusterQueueRestarted"}
+DEACTIVATED = ("DeactivatedDueToRequeuingLimitExceeded", "Deactivated")
 QUEUE = "main"
 FLAVOR = "any-node"
 PRIORITIES = {"low": 0, "high": 100}
@@ -24,16 +32,19 @@ LOOKS_WITHIN_SECONDS = (0.05, 0.5)
 class Kueue:
     """The manager of Kueue. `evicted` is called with each Workload that it evicts."""
 
-    def __init__(self, loop: VirtualLoop, api: ModelApi, seed: int, quota: int) -> None:
-        self.quota = quota
-        self.is_down = False
+    def __init__(self, loop: VirtualLoop, api: ModelApi, seed: int, quota: int, version: str) -> None:
+        self.quota, self.version = quota, version
+        self.is_down = self.is_stopped = False
         self.partly = 0
         """How often it has admitted fewer pods than a Workload asks for."""
         self.evicted: Callable[[Raw], None] = lambda workload: None
         self._loop, self._api = loop, api
         self._random = random.Random(f"{seed} kueue")
         self._is_to_look = False
-        api.served.add(SERVED)
+        self._deactivated = itertools.cycle(DEACTIVATED)
+        api.serve(f"kueue.x-k8s.io/{version}")
+        refuses = api.refuses
+        api.refuses = lambda plural, body: self._refusal(plural, body) or refuses(plural, body)
         api.objects["resourceflavors"]["", FLAVOR] = {"metadata": {"name": FLAVOR}, "spec": {}}
         for name, value in PRIORITIES.items():
             api.objects["workloadpriorityclasses"]["", name] = {"metadata": {"name": name}, "value": value}
@@ -49,6 +60,22 @@ class Kueue:
         self.is_down = False
         self._api.webhooks_down.clear()
         self._look_soon()
+
+    def stops(self, is_stopped: bool) -> None:
+        """Set the stopPolicy of the ClusterQueue to HoldAndDrain, or remove it."""
+        self.is_stopped = is_stopped
+        self._look_soon()
+
+    def _refusal(self, plural: str, workload: Raw) -> str:
+        """Why the schema or the webhook refuses a new Workload; "" if they accept it."""
+        if plural != "workloads":
+            return ""
+        spec, of_class = workload["spec"], CLASS_FIELDS[self.version]
+        unknown = spec.keys() - FIELDS - of_class
+        if unknown:
+            return f"unknown fields in {self.version}: {', '.join(sorted(unknown))}"
+        is_complete = "priority" in spec or not of_class & spec.keys()
+        return "" if is_complete else "priority should not be nil when a priority class is set"
 
     def holders(self) -> list[Raw]:
         """The Workloads that have quota."""
@@ -69,14 +96,26 @@ class Kueue:
             return
         workloads = self._api.all("workloads")
         for workload in workloads:
-            if workload["spec"].get("active") is False and holds_quota(workload) and not is_true(workload, "Evicted"):
-                self._evict(workload, "Deactivated", "the workload is deactivated")
+            self._deactivate_or_requeue(workload)
         for workload in sorted(workloads, key=lambda w: (-_priority(w), int(w["metadata"]["uid"][-12:]))):
             waits = not holds_quota(workload) and not is_true(workload, "Finished") and _asks(workload)
-            if waits and self._consider(workload):
+            if waits and not self.is_stopped and self._consider(workload):
                 # Who preempts stays at the head of its queue (RequeueReasonPendingPreemption): what comes back is not
                 # given to those behind it.
                 return
+
+    def _deactivate_or_requeue(self, workload: Raw) -> None:
+        is_active, requeued = workload["spec"].get("active") is not False, _condition(workload, "Requeued")
+        if holds_quota(workload):
+            if is_true(workload, "Evicted"):
+                return
+            if not is_active:
+                self._evict(workload, next(self._deactivated), "the workload is deactivated")
+            elif self.is_stopped:
+                self._evict(workload, "ClusterQueueStopped", "The ClusterQueue is stopped")
+        elif requeued.get("status") == "False" and is_active and not self.is_stopped and requeued["reason"] in REQUEUED:
+            self._say(workload, Requeued=("True", REQUEUED[requeued["reason"]], ""))
+            self._look_soon()
 
     def _consider(self, workload: Raw) -> bool:
         """Whether it waits for quota that others are to give back to it."""
@@ -112,12 +151,14 @@ class Kueue:
         }
         admission = {"clusterQueue": "main", "podSetAssignments": [assigned]}
         news = {"QuotaReserved": ("True", "QuotaReserved", ""), "Admitted": ("True", "Admitted", "")}
-        if _condition(workload, "Evicted"):
-            news["Evicted"] = ("False", "QuotaReserved", "")
+        for ended in ("Evicted", "Preempted"):
+            if _condition(workload, ended):
+                news[ended] = ("False", "QuotaReserved", "")
         self._say(workload, admission, **news)
 
     def _evict(self, workload: Raw, reason: str, text: str) -> None:
-        self._say(workload, Evicted=("True", reason, text))
+        news = {"Preempted": ("True", "InClusterQueue", text)} if reason == "Preempted" else {}
+        self._say(workload, Evicted=("True", reason, text), **news)
         self.evicted(workload)
 
     def _say(self, workload: Raw, admission: Raw | None = None, **news: tuple[str, str, str]) -> None:
@@ -165,8 +206,8 @@ def is_true(workload: Raw, kind: str) -> bool:
 
 
 def _asks(workload: Raw) -> bool:
-    """Whether it is to be admitted. One that was evicted asks again by Requeued, or once it is active again."""
-    return workload["spec"].get("active") is not False
+    """True if it is considered for admission."""
+    return workload["spec"].get("active") is not False and _condition(workload, "Requeued").get("status") != "False"
 
 
 def _priority(workload: Raw) -> int:

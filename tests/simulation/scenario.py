@@ -60,6 +60,8 @@ class Scenario:
     """When the user applies the job."""
     quota: int = 0
     """How many nodes a queue of Kueue admits at a time; 0: there is no Kueue."""
+    kueue: str = "v1beta1"
+    """The version of its API that Kueue serves."""
     more: tuple[Scenario, ...] = ()
     """Further jobs in the same cluster: of each its own spec, launcher, grace, failures, name, labels and start."""
     events: str = "Brief"

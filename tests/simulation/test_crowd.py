@@ -13,7 +13,7 @@ import pytest
 from crowd import Crowd, crowd_scenario, simulate_crowd
 from model_api import Change, Kind
 from model_kueue import Kueue, is_true
-from scenario import Scenario
+from scenario import Deed, Scenario
 from simulate import lives, report, shrink
 
 from ddpjob_operator.gangs import kueue
@@ -44,6 +44,17 @@ def test_jobs_that_do_not_fit_together_all_end_and_no_quota_is_used_twice_or_los
     counted = check((*BY_DAY, *ONCE_FAILED))
     assert counted["preemptions"] > 0, "lives without a preemption tell little"
     assert counted["admissions in part"] > 0, "nor do those in which all elastic jobs have all nodes they asked for"
+
+
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+@pytest.mark.parametrize("deed", ["workload inactive", "queue stopped"])
+def test_a_job_that_its_queue_stopped_trains_on_when_the_queue_lets_it(version: str, deed: str) -> None:
+    """An administrator reactivates a Workload that Kueue had deactivated, and the job waited for ever."""
+    labels = {kueue.QUEUE_LABEL: "main", kueue.PRIORITY_LABEL: "high"}
+    deeds = (Deed(100, deed, 0, 60),)
+    life = Scenario(cluster_nodes=2, training_seconds=200, quota=2, labels=labels, kueue=version, deeds=deeds)
+    outcome = simulate_crowd(life)
+    assert (outcome.wrong, outcome.end, outcome.counted["preemptions"]) == ([], "Succeeded", 1)
 
 
 @pytest.mark.long

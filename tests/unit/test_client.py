@@ -785,6 +785,24 @@ def test_followed_logs_go_on_with_the_next_attempt(cluster: FakeCluster, ddpjob:
     assert done.out == "[0:0] before\n[0:0] after\n"
 
 
+@pytest.mark.parametrize("options", [[], ["-f"], ["--timestamps"], ["-f", "--timestamps"]], ids=" ".join)
+def test_the_lines_in_which_a_functions_result_comes_back_are_not_shown(
+    cluster: FakeCluster, ddpjob: Ddpjob, options: list[str]
+) -> None:
+    """A result of 1 MB is 450 lines of base64 between what the ranks have printed."""
+    answer = "ddpjob-answer-0123456789abcdef:value:0:0/2:" + "a/+" * 1000
+    shown = ["epoch 1", "", "bar 100%", "ddpjob-answer-me: what is this?", "epoch 2"]
+    runs(
+        cluster,
+        [shown[0], answer, shown[1], shown[2] + answer, answer.replace("0/2", "1/2"), *shown[3:]],
+        state="Failed",
+    )
+    lines = ddpjob("logs", "digits", "--cluster", *options).out.splitlines()
+    assert [line.removeprefix("[0:0] ").partition("Z ")[2] if "Z " in line else line for line in lines] == [
+        "[0:0] " * ("-f" in options and "--timestamps" not in options) + line for line in shown
+    ]
+
+
 @pytest.mark.parametrize("follow", [[], ["-f"]])
 def test_the_last_minutes_of_a_log_are_shown_with_their_times(
     cluster: FakeCluster, ddpjob: Ddpjob, follow: list[str]

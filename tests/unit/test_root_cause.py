@@ -544,11 +544,12 @@ def test_only_a_fault_of_the_node_itself_keeps_a_job_away_from_it() -> None:
 
 
 def test_the_log_tail_is_the_last_2_kb_without_credentials_and_can_be_off() -> None:
-    log = "password=hunter2\n" + "step ä\n" * 400 + "HF_TOKEN=hf_0123456789012345678901234567\nthe end\n"
+    answer = "ddpjob-answer-0123456789abcdef:error:0:0/1:gAWVXw==\n"
+    log = "password=hunter2\n" + "step ä\n" * 400 + answer + "HF_TOKEN=hf_0123456789012345678901234567\nthe end\n"
     failure = first_sign(pod(0, said=log))
     assert len(failure.log_tail.encode()) <= 2048
     assert failure.log_tail.startswith("step ä\n"), "half a line may be half a credential"
-    assert failure.log_tail.endswith("HF_TOKEN=***\nthe end")
+    assert failure.log_tail.endswith("step ä\nHF_TOKEN=***\nthe end"), "without what comes back for a program"
     assert root_cause.root_cause(replace(CONTEXT, keep_log_tail=False), [pod(0, said=log)]).log_tail == ""
     assert settled(pod(0, said=log), keep_log_tail=False)[0].log_tail == ""
 

@@ -8,7 +8,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 from ddpjob_cli.client import jobs, read_ahead, several, watch
@@ -16,12 +16,17 @@ from ddpjob_cli.client.connection import Cluster, Raw
 from ddpjob_cli.client.errors import ClusterError, CutOffError, NoAnswerError, NotFoundError
 from ddpjob_cli.client.watch import Say
 from ddpjob_cli.manifest.yamlfile import InputError
+from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job import api, launcher, topology
 
 DRAIN_SECONDS = 10.0  # after the job's end, between two lines of a log
 _RETRY_SECONDS = 1.0
 _QUEUE_MAX = 10_000  # lines, if stdout is read more slowly than the job writes
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT")
+# Lines in which a function's result comes back (sdk/in_rank.py), perhaps behind a time or text without an end of line.
+_OF_ANSWER = rf"{ANSWER}[0-9a-f]{{16}}:\w+:\d+:\d+/\d+:[\w+/=]*".encode()
+_ANSWERS = re.compile(rb"^(?:\d{4}-\S+ )?" + _OF_ANSWER + rb"\n|" + _OF_ANSWER, re.MULTILINE)
+_ANSWER_BYTES_MAX = 4096
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,8 @@ class LogPart:
     """Only lines of the last seconds."""
     timestamps: bool = False
     """Prefix each line with the container runtime's time."""
+    answers: bool = False
+    """With the lines in which the result of a function comes back; people do not want them."""
 
     def params(self) -> dict[str, str]:
         """Return the parameters of a request for the present log."""
@@ -131,9 +138,10 @@ class ClusterLogs:
         """Yield the log of a pod as it is now, with an end for its last line."""
         end = b"\n"
         try:
-            for piece in self.cluster.pieces(jobs.log_path(pod), container=self.stored.trainer, **self._part.params()):
+            pieces = self.cluster.pieces(jobs.log_path(pod), container=self.stored.trainer, **self._part.params())
+            for piece in pieces if self._part.answers else without_answers(pieces):
                 yield piece
-                end = piece[-1:]
+                end = piece[-1:] or end
         except NoAnswerError as error:
             raise NoAnswerError(_not_shown(pod, error)) from None
         yield b"" if end == b"\n" else b"\n"
@@ -202,6 +210,17 @@ class ClusterLogs:
         failure = self.stored.job.status.last_failure
         there = {pod["metadata"]["name"] for pod in self._pods}
         return failure if failure and failure.log_tail and failure.pod not in there else None
+
+
+def without_answers(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Remove the lines in which the result of a function comes back; a line that has no end yet is held back."""
+    held = b""
+    for piece in pieces:
+        held += piece
+        end = max(held.rfind(b"\n") + 1, len(held) - _ANSWER_BYTES_MAX)
+        yield _ANSWERS.sub(b"", held[:end])
+        held = held[end:]
+    yield _ANSWERS.sub(b"", held)
 
 
 class _Streams:
@@ -294,7 +313,10 @@ class _Streams:
             elif at > before:
                 self._last[uid] = max(at, self._last.get(uid, ""))
                 text = f"{at} {text}" if self._part.timestamps else text
-                self._put(place, text.encode(errors="surrogateescape") + b"\n")
+                shown = text.encode(errors="surrogateescape") + b"\n"
+                shown = _ANSWERS.sub(b"", shown) if ANSWER in text else shown
+                if shown:
+                    self._put(place, shown)
 
     def tell_unread(self, *, api_answers: bool) -> None:
         """Report once which logs cannot be read although the API server answers: those of a lost node. Called at each

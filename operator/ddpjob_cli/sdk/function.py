@@ -22,9 +22,10 @@ from typing import Any
 from ddpjob_cli.client.pack import PACKED_BYTES_MAX
 from ddpjob_cli.manifest.yamlfile import InputError
 from ddpjob_cli.sdk import in_rank
+from ddpjob_operator.failures.log_lines import ANSWER
 from ddpjob_operator.job.naming import name_of
 
-SCRIPT, ANSWER = "ddpjob_function.py", "answer"
+SCRIPT, ANSWER_FILE = "ddpjob_function.py", "answer"
 FUNCTION_BYTES_MAX = PACKED_BYTES_MAX * 3 // 4  # weights do not compress, and cloudpickle is in the archive too
 _NAMED_MAX = 3
 
@@ -41,13 +42,13 @@ class Sent:
     """The first word of each returned line."""
 
     def write(self, folder: Path) -> None:
-        """Write the files for ranks of this machine. They return results in the file ANSWER and not among their
+        """Write the files for ranks of this machine. They return results in the file ANSWER_FILE and not among their
         lines.
         """
         for path, text in self.files.items():
             (folder / path).parent.mkdir(exist_ok=True)
             (folder / path).write_text(text, encoding="utf-8")
-        (folder / ANSWER).touch(mode=0o600)
+        (folder / ANSWER_FILE).touch(mode=0o600)
 
 
 class UnsentError(Exception):
@@ -83,7 +84,7 @@ def sent(function: Callable[..., Any], arguments: Sequence[Any]) -> Sent:
         except Exception as error:
             text = f"{name}: cannot be sent{_culprits(cloudpickle, function, arguments)}: {error}"
             raise InputError(text) from None
-    word = f"ddpjob-answer-{secrets.token_hex(8)}"
+    word = f"{ANSWER}{secrets.token_hex(8)}"
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     payload = {"name": name, "python": version, "word": word, "function": base64.b64encode(data).decode()}
     files = {SCRIPT: Path(in_rank.__file__).read_text(encoding="utf-8"), "ddpjob_function.json": json.dumps(payload)}

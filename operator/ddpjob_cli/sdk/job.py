@@ -140,8 +140,7 @@ class Job(abc.ABC):
         pieces = source.follow(attempt, wanted, later=True) if follow else source.read(attempt, nodes)
         is_several = wanted is None and (follow or len(nodes) > 1)
         for node, line in _lines(pieces):
-            if self._sent is None or self._sent.word not in line:
-                yield (source.prefix(node) if is_several else "") + line
+            yield (source.prefix(node) if is_several else "") + line
 
     @abc.abstractmethod
     def _looks(self) -> Iterator[api.Status]:
@@ -280,7 +279,7 @@ class LocalJob(Job):
         return run_logs.LocalLogs(self._run)
 
     def _answer_lines(self, rank: int | None) -> Iterable[str]:  # noqa: ARG002 - all ranks write into one file
-        path = Path(self._folder.name) / function.ANSWER
+        path = Path(self._folder.name) / function.ANSWER_FILE
         return path.read_text().splitlines() if path.exists() else ()
 
     def _new_text(self) -> str:
@@ -345,7 +344,7 @@ class ClusterJob(Job):
         return ClusterLogs(self._cluster, jobs.again(self._cluster, self._stored), say, part=part)
 
     def _answer_lines(self, rank: int | None) -> Iterable[str]:
-        source = self._source(LogPart(tail=ANSWER_LINES_MAX))
+        source = self._source(LogPart(tail=ANSWER_LINES_MAX, answers=True))
         attempt = (source.attempts() or [1])[-1]
         nodes = source.nodes(attempt)
         with contextlib.suppress(InputError):  # torchrun has numbered the nodes: any may have the rank

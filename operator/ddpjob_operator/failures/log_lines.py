@@ -9,6 +9,8 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
+ANSWER = "ddpjob-answer-"
+"""Begins the lines in which the result of a function comes back: base64 for programs (docs/python.md)."""
 LAST_LINE = "last line: "
 """Prefix of a last line that may not be the reason."""
 # Codes of sys.exit("text"), of argparse and click, and of shells that cannot start a program. For another code, which

@@ -285,7 +285,10 @@ def own_lines(log: str) -> list[str]:
 def log_tail(log: str) -> str:
     """Return the last 2 kB of a log, masked, without an incomplete first line: it may be part of a credential."""
     # Masked before it is cut: without its name a password is not recognized. The kubelet may cut within a character.
-    raw = mask(log).strip("\n").encode()
+    lines = (
+        line for line in log.splitlines(keepends=True) if log_lines.ANSWER not in line
+    )  # base64 tells nobody anything
+    raw = mask("".join(lines)).strip("\n").encode()
     if len(raw) <= LOG_TAIL_MAX and len(log.encode()) < LOG_TAIL_MAX - 3:
         return raw.decode()
     first, _, rest = raw[-LOG_TAIL_MAX:].decode(errors="ignore").partition("\n")

@@ -32,8 +32,8 @@ _TOPOLOGY_GATE = "kueue.x-k8s.io/topology"
 # The lowest level of a Topology, if it has one.
 _HOST = "kubernetes.io/hostname"
 _POD_GATE = "kueue.x-k8s.io/admission"
-# For evictions whose reason begins so (DeactivatedDueToRequeuingLimitExceeded), Kueue itself decides when the Workload
-# may queue again: after a back-off, or when it is active again.
+# For evictions with these reasons Kueue itself decides when the Workload may queue again: after a back-off, or when it
+# active again. Kueue (0.14 to 0.19) looks for these words alone, and evicts for DeactivatedDueToRequeuingLimitExceeded.
 _REQUEUED_BY_KUEUE = ("PodsReadyTimeout", "AdmissionCheck", "Deactivated")
 _NAMES_MAX = 16
 
@@ -258,8 +258,8 @@ def tell(raw: Raw, what: Tell, message: str, now: dt.datetime) -> Body | None:
         status.pop("admission", None)
         conditions.put("QuotaReserved", "False", "Pending", why)
         conditions.put("Admitted", "False", "NoReservation", "The workload has no reservation")
-        requeued = "False" if reason.startswith(_REQUEUED_BY_KUEUE) else "True"
-        conditions.put("Requeued", requeued, reason or "Evicted", why)
+        by_kueue = next((one for one in _REQUEUED_BY_KUEUE if reason.startswith(one)), "")
+        conditions.put("Requeued", "False" if by_kueue else "True", by_kueue or reason or "Evicted", why)
         if _condition(raw, "PodsReady"):
             conditions.put("PodsReady", "False", "WaitForStart", message)
     elif what in ("succeeded", "failed"):

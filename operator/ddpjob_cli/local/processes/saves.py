@@ -113,9 +113,9 @@ def _entries(folder: str) -> tuple[list[str], list[str]]:
                 return [], [path for path in files if path.endswith(PYTHON)]
             if entry.name.startswith("."):
                 continue
-            if not entry.is_dir():
+            if not entry.is_dir(follow_symlinks=False):
                 files.append(entry.path)
-            elif not (entry.is_symlink() or entry.name in _SKIPPED or os.path.exists(f"{entry.path}/pyvenv.cfg")):
+            elif not (entry.name in _SKIPPED or os.path.exists(f"{entry.path}/pyvenv.cfg")):
                 folders.append(entry.path)
     return folders, files
 
