@@ -21,7 +21,7 @@ def _cluster() -> Iterator[None]:
 
 @pytest.fixture
 def api(_cluster: None) -> Iterator[FaultyApi]:
-    """The way to the API server, which can be broken."""
+    """Return a proxy to the API server that can break."""
     with FaultyApi() as proxy:
         yield proxy
 
@@ -39,7 +39,7 @@ def namespace(api: FaultyApi) -> Iterator[Namespace]:
 
 @pytest.fixture
 def operators(api: FaultyApi, request: pytest.FixtureRequest) -> Iterator[Callable[..., Operator]]:
-    """Starts operators that are stopped at the end. None may have told a bug of its own."""
+    """Return a function that starts operators, stopped at the end. None may have logged a bug."""
     started: list[Operator] = []
 
     def start(*namespaces: str, **options: object) -> Operator:
@@ -89,6 +89,6 @@ def unwatched(kueue_api: str, namespace: Namespace) -> Iterator[Queue]:
 
 @pytest.fixture
 def queue(unwatched: Queue, operators: Callable[..., Operator]) -> Queue:
-    """One in a namespace with an operator."""
+    """A queue in a namespace with an operator."""
     operators(unwatched.namespace.name, DDPJOB_GANGS="kueue").watches()
     return unwatched

@@ -1,7 +1,6 @@
-"""What a real API server makes of the CRD: which jobs it takes, which it refuses and in what words.
-
-Needs kubectl and KUBECONFIG; any cluster will do, without nodes and without the operator. Makes a namespace of its own
-and removes it, and the CRD too if it was not there before.
+"""The CRD on a real API server: which jobs it accepts, and which it refuses with what message. Needs kubectl and
+KUBECONFIG; any cluster will do, without nodes and without the operator. Creates a namespace and removes it, and the CRD
+too if it was not there before.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class Cluster:
         return output
 
     def create(self, body: dict[str, Any]) -> str:
-        """Creates the job under a name of its own, and gives that name."""
+        """Create the job under a new name, and return that name."""
         body = copy.deepcopy(body)
         body["metadata"]["name"] = name = f"job-{uuid.uuid4().hex[:8]}"
         self("create", "-f", "-", stdin=body)
@@ -326,8 +325,9 @@ def test_what_runs_does_not_change(cluster: Cluster, running: str, change: tuple
 
 
 def test_what_runs_does_not_change_with_a_status_that_is_written_along(cluster: Cluster) -> None:
-    """The template is not compared where the status differs. If a status that a user sends along counted for that, the
-    pods of a running job would come to differ from each other."""
+    """The template is not compared if the status differs. A status that a user sends along must not count for that, or
+    the pods of a running job would differ from each other.
+    """
     name = cluster.create(changeable())
     image, states = ("replace", f"{TRAINER}/image", "busybox:2"), ({"message": "m"}, {"progress": {"step": 1}}, {})
     code, output = cluster.patch(name, ("add", "/status", {"message": "m"}), image)
@@ -417,7 +417,7 @@ def test_no_controller_takes_over_a_job_that_is_there(cluster: Cluster, before: 
 
 @pytest.mark.alone
 def test_a_job_with_a_field_that_an_older_crd_took_can_still_be_suspended(cluster: Cluster) -> None:
-    """Else an upgrade of the CRD takes the job's owner the way to stop it."""
+    """Otherwise an upgrade of the CRD leaves the owner no way to stop the job."""
     old = json.loads(cluster("get", "crd", "ddpjobs.training.ddpjob.io", "-o", "json"))
     old["metadata"] = {"name": old["metadata"]["name"]}
     fields = old["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
@@ -441,7 +441,7 @@ def _refuses(cluster: Cluster, body: dict[str, Any]) -> None:
 
 
 def until(what: Callable[[], Any]) -> Any:
-    """What it gives, once it no longer fails: an API server takes a new CRD into use within seconds."""
+    """Retry until it does not fail: an API server uses a new CRD only after seconds."""
     end = time.monotonic() + 60
     while time.monotonic() < end:
         with contextlib.suppress(AssertionError):
@@ -508,7 +508,7 @@ def test_get_shows_a_job_that_nobody_has_looked_at_yet(cluster: Cluster) -> None
 
 
 def test_jobs_can_be_listed_by_state_and_reason(cluster: Cluster) -> None:
-    """Of a thousand jobs those that failed could not be listed: `field label not supported`."""
+    """Otherwise failed jobs among thousands cannot be listed: `field label not supported`."""
     server = json.loads(cluster("version", "-o", "json"))["serverVersion"]
     if int(server["minor"].rstrip("+")) < 31:
         pytest.skip("the API server selects by fields of a CRD from Kubernetes 1.31 on")
@@ -536,7 +536,7 @@ def test_wait_for_complete_works_as_for_a_job(cluster: Cluster) -> None:
 
 
 def test_wait_for_the_completion_time_ends_for_a_job_that_failed_too(cluster: Cluster) -> None:
-    """Whoever waits for Complete waits for the timeout when the job fails."""
+    """Waiting for Complete lasts until the timeout when the job fails."""
     name = cluster.create(job())
     until_over = ("wait", "--for=jsonpath={.status.completionTime}", "ddp", name)
     assert "timed out" in cluster.try_(*until_over, "--timeout=1s")[1]

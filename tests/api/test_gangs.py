@@ -46,7 +46,7 @@ def gangs(version: str, operators: Callable[..., Operator], namespace: Namespace
 
 
 class Gangs:
-    """The namespace, with what there is of groups in it."""
+    """The namespace, with its groups."""
 
     def __init__(self, namespace: Namespace, version: str) -> None:
         self.namespace, self.version = namespace, version
@@ -58,12 +58,12 @@ class Gangs:
         return sorted(group["metadata"]["name"].rpartition("-")[0] for group in found)
 
     def name(self, job: str) -> str:
-        """Of the group of its first attempt."""
+        """Return the name of the group of its first attempt."""
         uid = self.namespace.api.call("GET", f"{self.namespace.jobs_path}/{job}")["metadata"]["uid"]
         return f"{job}-1-{uid[-5:]}"
 
     def spec(self, job: str) -> dict[str, Any]:
-        """Of the group of its first attempt."""
+        """Return the spec of the group of its first attempt."""
         found: dict[str, Any] = self.namespace.api.call("GET", f"{self.path}/{self.name(job)}")["spec"]
         return found
 
@@ -79,7 +79,7 @@ class Gangs:
         self.namespace.apply(body)
 
     def bound(self, name: str) -> int:
-        """How many pods of a job have nodes now, and have not ended."""
+        """Return how many pods of a job have a node and have not ended."""
         ours = [p for p in self.namespace.pods() if p["metadata"]["labels"]["training.ddpjob.io/job"] == name]
         return sum(bool(p["spec"].get("nodeName")) and p["status"]["phase"] in ("Pending", "Running") for p in ours)
 
@@ -133,7 +133,7 @@ def test_restart_suspend_resume_and_the_end_leave_no_group_behind(gangs: Gangs, 
 
 
 def test_a_replaced_pod_joins_its_gang(gangs: Gangs, all_nodes: int) -> None:
-    """A pod outside of it would be placed where another job waits."""
+    """Outside of the gang it could be placed where another job waits."""
     gangs.submit("replaced", all_nodes, command=["ddprun", "train.py"])
     gangs.namespace.reaches("Running", name="replaced", seconds=60)
     gangs.namespace.kubectl("delete", "pod", "replaced-1-1", "--wait=false")

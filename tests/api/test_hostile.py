@@ -79,7 +79,7 @@ class Ordinary:
         return states == ["Succeeded"] * ORDINARY
 
     def _reports(self, pod: str) -> bool:
-        """Whether a report of this pod is taken; as the library, it tries thrice."""
+        """True if a report of this pod is accepted; like the library, it tries three times."""
         return any(self._report(token_of(self.namespace, pod)) for _ in range(3))
 
     def _report(self, token: str) -> bool:
@@ -105,7 +105,7 @@ def token_of(namespace: Namespace, pod: str) -> str:
 
 
 class Hostile:
-    """Makes objects, and counts those that the API server took and those that it refused."""
+    """Creates objects, and counts those that the API server accepted and refused."""
 
     def __init__(self, namespace: Namespace) -> None:
         self.namespace = namespace
@@ -133,7 +133,7 @@ class Hostile:
         self.try_to(f"status {name}", "PATCH", f"{self.namespace.jobs_path}/{name}/status", {"status": status}, MERGE)
 
     def pod(self, name: str, *, status: dict[str, Any] | None = None, **metadata: Any) -> None:
-        """A pod that carries the label of an ordinary job, or says that it is one's."""
+        """Create a pod with the label of an ordinary job, or with it as its owner."""
         labels = {naming.LABEL_JOB: "victim", naming.LABEL_ATTEMPT: "1", naming.LABEL_RANK: "0"}
         body = {
             "metadata": {"name": name, "labels": labels} | metadata,
@@ -150,7 +150,7 @@ class Hostile:
 
 
 def nested(depth: int) -> str:
-    """JSON that Python would not write."""
+    """Return JSON that Python would not write."""
     return '{"a":' * depth + "1" + "}" * depth
 
 
@@ -240,7 +240,7 @@ def odd_pods(hostile: Hostile, owner: dict[str, Any]) -> None:
 
 
 def liar(hostile: Hostile) -> None:
-    """A job of its own whose pods count 60,000,000 restarts, 89 bytes each."""
+    """Create a job whose pods report 60,000,000 restarts, with 89 bytes each."""
     ddprun = {"command": ["ddprun", "x"]}
     hostile.job("liar", job("liar", nodes=1, backoffLimit=3, backoffWindowSeconds=60, container=ddprun))
     hostile.namespace.has_pods("liar-1-0")
@@ -253,7 +253,7 @@ def liar(hostile: Hostile) -> None:
 
 @contextlib.contextmanager
 def hostile_peers(port: int) -> Iterator[None]:
-    """Each opens connections, says half a request, and opens others when it is cut off."""
+    """Run peers that open connections, send half a request, and reconnect when they are cut off."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     over = threading.Event()
@@ -296,7 +296,7 @@ def _annoy(port: int, address: str, over: threading.Event) -> None:
 
 @pytest.fixture
 def theirs(namespace: Namespace) -> Iterator[Namespace]:
-    """Another namespace, in which somebody means harm."""
+    """Another namespace, that of an attacker."""
     made = Namespace(namespace.api)
     try:
         yield made.make()
@@ -349,7 +349,7 @@ def test_forty_hostile_objects_and_seventeen_hostile_peers_cost_nobody_anything(
     assert beside.seconds < 2 * without.seconds + 10
     told_right(theirs)
 
-    # Each new operator, and each that stands by, meets the same objects in its first lists.
+    # Each new operator, and each standby, gets the same objects in its first lists.
     other = operators(namespace.name, theirs.name, anew=True).watches(2)
     time.sleep(5)
     print(f"memory of a new operator, MiB: {mib(other.memory_bytes)}, peak {mib(peak_bytes(other))}")
@@ -358,7 +358,7 @@ def test_forty_hostile_objects_and_seventeen_hostile_peers_cost_nobody_anything(
 
 
 def told_right(theirs: Namespace) -> None:
-    """What was wrong is said where its maker looks, and nothing of it reaches a terminal."""
+    """Check that the fault is reported to its author, and that none of its text reaches a terminal."""
     for name, why in {"deep-5000": "is nested deeper than 64 levels", "wide-objects": "spec: h"}.items():
         until(lambda name=name, why=why: why in theirs.shown(".status.message", name), f"{name} is told: {why}")
     assert theirs.status("liar").get("restarts", {}).get("application", 0) <= 4

@@ -19,8 +19,8 @@ from ddpjob_operator.job import api as types
 
 Answer = tuple[int, dict[str, Any]]
 Ask = Callable[..., Answer]
-# No scheduler knows of the pods, as in the model: one that says that they fit nowhere writes at its own time, and
-# an API server answers a DELETE that such a write overtakes with 409.
+# No scheduler handles these pods, as in the model: its write that they fit nowhere could come before a DELETE, which an
+# API server then answers with 409.
 POD = {"containers": [{"name": "trainer", "image": "busybox"}], "schedulerName": "nobody"}
 
 
@@ -77,7 +77,7 @@ def lease(holder: str, **metadata: Any) -> dict[str, Any]:
 
 
 def said(answer: Answer) -> tuple[int, str]:
-    """Code and reason: what decisions are made by."""
+    """Return code and reason, on which decisions depend."""
     return answer[0], str(answer[1].get("reason", "")) if answer[0] >= 400 else ""
 
 

@@ -1,6 +1,5 @@
-"""The operator behind an API server that fails in every way: the right end, no hot loop, no write at rest.
-
-Needs kubectl and KUBECONFIG; any cluster will do. A proxy between the two breaks what a test says, and counts.
+"""The operator with an API server that fails in every way: the right end, no hot loop, no write at rest. Needs kubectl
+and KUBECONFIG; any cluster will do. A proxy in between breaks what a test orders, and counts.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from ddpjob_operator.kube.api.access import RIGHTS
 from ddpjob_operator.kube.watch.reflector import HEALTHY_SECONDS
 
 PODS = ["digits-1-0", "digits-1-1"]
-# No fault here may cost more requests than this: a loop without a wait makes hundreds in the same time.
+# No fault here may cost more requests: a loop without a wait would make hundreds in the same time.
 REQUESTS_MAX = 80
 REQUESTS_A_SECOND_MAX = 1.5
 
@@ -34,7 +33,7 @@ def _no_hot_loop(api: FaultyApi) -> Iterator[None]:
 
 
 def passes(seconds: float) -> None:
-    """Time in which nothing may happen."""
+    """Let time pass in which nothing may happen."""
     end = time.monotonic() + seconds
     until(lambda: time.monotonic() > end, "time passes", seconds + 5)
 
@@ -104,7 +103,7 @@ def test_a_job_that_others_change_all_the_time_still_runs_to_its_end(namespace: 
             kubectl("patch", "ddp", "digits", "-n", namespace.name, "--type=merge", f"-p={label}".replace("'", '"'))
         return False
 
-    # Between the operator's look and its write.
+    # Between the operator's read and its write.
     namespace.api.break_("update ddpjobs/status", 500, where=change)
     namespace.apply(job())
     runs_to_its_end(namespace)
@@ -164,7 +163,7 @@ ANSWERS: dict[str, dict[str, Any]] = {
 def test_a_list_or_watch_that_is_answered_wrongly_is_tried_again_within_seconds(
     namespace: Namespace, operator: Operator, answer: dict[str, Any]
 ) -> None:
-    """The operator was running and did nothing from then on; no job started, none was restarted."""
+    """Otherwise the operator is running but does nothing: no job starts, none is restarted."""
     namespace.start()
     for verb in ("watch", "list"):
         for resource in ("ddpjobs", "pods", "services"):
@@ -185,7 +184,7 @@ def test_a_list_or_watch_that_is_answered_wrongly_is_tried_again_within_seconds(
 
 
 def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespace, operator: Operator) -> None:
-    """Whatever it answers instead, the operator neither ends nor stops to act."""
+    """Whatever it answers instead, the operator neither ends nor stops acting."""
     count, answers = 0, itertools.cycle(ANSWERS.values())
 
     def third(_: Seen) -> bool:
@@ -215,7 +214,7 @@ def test_a_proxy_that_breaks_every_third_request_fails_no_job(namespace: Namespa
 def test_a_pod_that_completed_before_its_peers_were_made_is_not_run_again(
     namespace: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """The operator was killed while it made the pods of a small job, and its finished work began again."""
+    """If the operator is killed while it creates the pods of a small job, finished work must not begin again."""
     first = operators(namespace.name).watches()
     names: list[str] = []
 
@@ -269,7 +268,7 @@ LOST = {
 def test_an_event_that_never_comes_is_found_and_the_job_ends(
     namespace: Namespace, operators: Callable[..., Operator], resource: str, kind: str, where: Callable[..., bool]
 ) -> None:
-    """One line that a proxy loses, and a job of eight GPUs holds them until somebody looks."""
+    """A proxy that loses one line must not make a job hold eight GPUs until somebody checks."""
     namespace.api.watch_seconds = HEALTHY_SECONDS + 1
     operators(namespace.name, constants={"LIST_AGAIN_SECONDS": 1.0}).watches()
     lost = namespace.api.lose_event(resource, kind, where)
@@ -301,7 +300,7 @@ def test_an_old_list_makes_no_pod_look_vanished(
     old = api.call("GET", f"/api/v1/namespaces/{namespace.name}/pods?labelSelector=training.ddpjob.io/job")
     assert old["items"] == []
     uids = namespace.start()
-    # A server that lags: once to a running operator that must list anew, once to one that starts.
+    # A stale server: once for a running operator that must list again, once for one that starts.
     fault = api.break_("list pods", body=old, times=1)
     api.close_watches("pods", gone=True)
     until(lambda: fault.happened, "it lists")
@@ -468,7 +467,7 @@ def test_fifty_running_jobs_at_rest_cost_no_write(namespace: Namespace, operator
     for name in names:
         namespace.reaches("Running", name=name)
     namespace.api.close_watches()
-    passes(8)  # the last events of the start, and the watches opened anew
+    passes(8)  # the last events of the start, and reopened watches
     began, cpu = time.monotonic(), operator.cpu_seconds
     passes(30)
     assert namespace.api.writes(since=began) == []

@@ -114,7 +114,7 @@ def test_a_status_that_cannot_be_read_stops_everything_but_nothing_is_lost_of_it
 def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """Until then old ranks with another world size still train, and hold the volume."""
+    """Until then old ranks with another world size are still training, and hold the volume."""
     namespace.start()
     namespace.bind("digits-1-0", "digits-1-1")
     namespace.hold("digits-1-0", "digits-1-1")
@@ -130,7 +130,7 @@ def test_the_nodes_of_a_suspended_job_change_when_its_last_pod_has_ended(
 def test_a_pod_that_somebody_takes_the_label_from_gets_it_back_and_the_group_trains_on(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """To a watch by label it is gone: its group was restarted, and it trained on beside the next attempt."""
+    """A watch by label reports it as gone, but its group must not restart next to it."""
     uids = namespace.start()
     namespace.kubectl("label", "pod", "digits-1-0", "training.ddpjob.io/job-")
 
@@ -147,7 +147,7 @@ def test_a_pod_that_somebody_takes_the_label_from_gets_it_back_and_the_group_tra
 def test_pods_that_cascade_orphan_has_left_are_in_the_way_of_the_next_job_of_that_name(
     namespace: Namespace, operator: Operator
 ) -> None:
-    """The message named the Service alone, and after its deletion two groups trained into one checkpoint."""
+    """The message must name the pods. Otherwise, after the Service is deleted, two groups train into one checkpoint."""
     namespace.start()
     namespace.kubectl("delete", "ddp", "digits", "--cascade=orphan")
     namespace.kubectl("delete", "service", "digits")

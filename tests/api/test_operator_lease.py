@@ -1,7 +1,6 @@
-"""Two operators before a real API server: one acts, and when it ends, hangs or is cut off the other carries on.
-
-Needs kubectl and KUBECONFIG; any cluster will do. Each operator has a proxy of its own, which records what it writes
-and breaks what a test wants broken. The Lease is short here, so that a test is.
+"""Two operators with a real API server: one acts, and when it ends, hangs or is cut off the other takes over. Needs
+kubectl and KUBECONFIG; any cluster will do. Each operator has its own proxy, which records its writes and breaks what a
+test orders. The Lease is short here, to keep the test short.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ddpjob_operator.kube.ports.receive import PATH
 from ddpjob_operator.pods.report_token import AUDIENCE
 
 LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
-# What looks at the Lease may take on a busy machine.
+# Seconds that a check of the Lease may take on a busy machine.
 SLACK_SECONDS = 5.0
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 PODS = ["digits-1-0", "digits-1-1"]
@@ -42,13 +41,13 @@ class Replica:
     port: int
 
     def writes(self, *, since: float = 0.0) -> list[Seen]:
-        """What it has written or tried to write, for jobs."""
+        """Return what it has written, or tried to write, for jobs."""
         own = ("leases", "selfsubjectaccessreviews", "selfsubjectrulesreviews")
         written = [seen for seen in list(self.api.seen) if seen.writes and seen.at >= since]
         return [seen for seen in written if seen.resource not in own and seen.name not in ("a", "b")]
 
     def renewals(self) -> list[float]:
-        """When it wrote the Lease by which one of them leads."""
+        """Return when it wrote the Lease by which it leads."""
         seen = [s for s in list(self.api.seen) if str(s) == "update leases" and s.name == "ddpjob-operator"]
         return [s.at for s in seen]
 
@@ -59,7 +58,7 @@ class Replica:
 
 @pytest.fixture
 def replicas(namespace: Namespace) -> Iterator[Callable[[str], Replica]]:
-    """Starts operators of one namespace that share a Lease. None may have told a bug of its own."""
+    """Return a function that starts operators of one namespace with a common Lease. None may have logged a bug."""
     with contextlib.ExitStack() as ends:
         started: list[Replica] = []
 
@@ -92,7 +91,7 @@ def replicas(namespace: Namespace) -> Iterator[Callable[[str], Replica]]:
 
 @pytest.fixture
 def two(namespace: Namespace, replicas: Callable[[str], Replica]) -> tuple[Replica, Replica]:
-    """A leader and one that stands by, both with full caches; the Lease is there as the chart makes it."""
+    """Return a leader and a standby, both with full caches; the Lease exists as the chart creates it."""
     namespace.api.call("POST", LEASES.format(namespace.name), {"metadata": {"name": "ddpjob-operator"}})
     leader = replicas("a")
     leader.operator.watches()
@@ -109,14 +108,14 @@ def holder(namespace: Namespace) -> str:
 
 
 def leads(namespace: Namespace, name: str, seconds: float = 30.0) -> float:
-    """Waits until the Lease names this operator; how long that took."""
+    """Wait until the Lease names this operator; return how long that took."""
     began = time.monotonic()
     until(lambda: holder(namespace) == name, f"{name} leads", seconds)
     return time.monotonic() - began
 
 
 def jobs_come(namespace: Namespace, until_true: Callable[[], bool], seconds: float = 60.0) -> list[str]:
-    """New jobs all the time, so that whoever may write has something to write. Their names."""
+    """Create new jobs all the time, so that the operator always has something to write. Return their names."""
     names: list[str] = []
 
     def one_more() -> bool:
@@ -159,7 +158,8 @@ def test_when_the_leader_is_told_to_end_the_other_acts_within_two_retries_and_li
     released = leader.renewals()[-1]
     waited = standby.renewals()[0] - released
     print(f"the other leads {waited:.2f} s after the release, which came {released - told:.2f} s after the signal")
-    # Two retries take 1 s here, and what a busy machine takes; without the release it would wait until the end.
+    # Two retries take 1 s here, plus the delay of a busy machine; without the release it would wait until the Lease
+    # expires.
     assert waited < LEASE_SECONDS - 1.2 * RETRY_SECONDS
     ends_well(namespace, uids)
     assert standby.lists() == lists
@@ -172,7 +172,7 @@ def test_when_the_leader_is_killed_the_other_acts_once_the_lease_has_run_out(
     leader, standby = two
     uids = namespace.start()
     leader.operator.kill()
-    # It ends while nobody acts, and is not lost.
+    # It ends while nobody acts, and must not be lost.
     namespace.exits(PODS[0])
     leads(namespace, "b")
     renewed = leader.renewals()[-1]
@@ -247,7 +247,7 @@ def labelled(namespace: Namespace) -> list[str]:
 def test_only_the_leader_has_the_label_and_takes_reports_also_after_one_that_hangs(
     namespace: Namespace, replicas: Callable[[str], Replica]
 ) -> None:
-    """Of a leader that hangs nobody else would take the label, and half of the reports would be lost in it."""
+    """If a leader hangs, another must take its label, or half of the reports are lost."""
     for name in "ab":  # the operators' own pods, as far as the API server knows
         spec = {"containers": [{"name": "operator", "image": "none"}]}
         body = {"metadata": {"name": name, "labels": {LABEL: "true"}}, "spec": spec}

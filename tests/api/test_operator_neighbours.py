@@ -1,7 +1,5 @@
-"""Jobs beside a slow one, and releases beside each other, before a real API server.
-
-Needs kubectl and KUBECONFIG; any cluster will do, and no other operator may run there. The Leases are short here, so
-that a test is.
+"""Jobs next to a slow one, and releases next to each other, with a real API server. Needs kubectl and KUBECONFIG; any
+cluster will do, but no other operator may run there. The Leases are short here, to keep the tests short.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS = 4, 2.5, 0.4
 def test_ten_small_jobs_start_at_once_beside_a_job_of_a_thousand_pods(
     namespace: Namespace, operators: Callable[..., Operator], api: FaultyApi
 ) -> None:
-    """Their pods waited for half a minute until somebody else's thousand had been created."""
+    """Otherwise their pods wait half a minute for somebody else's thousand."""
     operators(namespace.name).watches()
     api.break_("create pods", seconds=0.5, times=float("inf"))
     namespace.apply(job("big", nodes=1000))
@@ -95,7 +93,7 @@ def releases(namespace: Namespace) -> Iterator[Callable[..., Release]]:
 def test_a_release_for_all_namespaces_leaves_one_to_the_release_that_watches_it(
     namespace: Namespace, releases: Callable[..., Release]
 ) -> None:
-    """Both restarted the same jobs and deleted each other's pods, and neither log had a word of it."""
+    """Otherwise both restart the same jobs and delete each other's pods, silently."""
     everywhere = releases("everywhere").leads()
     namespace.apply(job("one", nodes=1))
     namespace.has_pods("one-1-0")
@@ -130,7 +128,9 @@ def another(api: FaultyApi) -> Iterator[Namespace]:
 def test_two_releases_with_namespaces_of_their_own_share_the_work_and_not_the_fate(
     namespace: Namespace, another: Namespace, releases: Callable[..., Release]
 ) -> None:
-    """What docs/scaling.md calls sharding: an outage of one team's release, or its version, is no other team's."""
+    """This is what docs/scaling.md calls sharding: an outage, or the version, of one team's release does not affect
+    another team.
+    """
     ours, theirs = releases("ours", namespace.name).leads(), releases("theirs", another.name).leads()
     for space in (namespace, another):
         space.apply(job("one", nodes=2))

@@ -30,7 +30,7 @@ class Racks:
         """How many nodes a rack has."""
 
     def submit(self, nodes: int, annotations: Mapping[str, str] | None = None, **spec: Any) -> None:
-        """A job each of whose pods takes a whole node."""
+        """Submit a job each of whose pods takes a whole node."""
         container = {"resources": WHOLE_NODE, "command": spec.pop("command", ["torchrun", "train.py"])}
         body = job(container=container, nodes=nodes, **spec)
         body["metadata"]["labels"] = {QUEUE_LABEL: "main"}
@@ -40,7 +40,7 @@ class Racks:
         self.namespace.apply(body)
 
     def runs_on(self, attempt: int = 1) -> dict[str, str]:
-        """Waits until an attempt runs; gives the node of each of its pods."""
+        """Wait until an attempt runs; return the node of each of its pods."""
         self.namespace.reaches("Running", seconds=60)
         own = [p for p in self.namespace.pods() if p["metadata"]["name"].startswith(f"digits-{attempt}-")]
         assert not any(pod["spec"].get("schedulingGates") for pod in own)
@@ -52,7 +52,7 @@ class Racks:
         until(lambda: self.namespace.status().get("attempt") == attempt + 1, "the next attempt begins", 60)
 
     def used(self, nodes: Mapping[str, str]) -> list[str]:
-        """The rack of each node, in the order of the pods."""
+        """Return the rack of each node, in the order of the pods."""
         return [self.racks[node] for _, node in sorted(nodes.items())]
 
 
@@ -80,7 +80,7 @@ def racks(kueue_api: str, namespace: Namespace, operators: Callable[..., Operato
 
 
 def test_all_pods_of_a_job_are_on_nodes_of_one_rack_and_a_restart_keeps_them_there(racks: Racks) -> None:
-    """Gradients that cross racks make each step slower, and nothing says so."""
+    """Gradients that cross racks silently slow each step down."""
     racks.submit(racks.of_one, topologyKey=RACK)
     first = racks.runs_on()
     assert len(first) == len(set(first.values())) == racks.of_one
@@ -122,7 +122,7 @@ def test_a_pod_that_is_replaced_alone_is_in_the_rack_of_its_peers(racks: Racks) 
 
 
 def test_ranks_that_follow_each_other_share_a_rack_where_none_has_room_for_all(racks: Racks) -> None:
-    """A ring of all ranks crosses between the racks twice then, and not at each step."""
+    """Then a ring of all ranks crosses between the racks twice, and not at each step."""
     racks.submit(2 * racks.of_one, {"kueue.x-k8s.io/podset-preferred-topology": RACK})
     used = racks.used(racks.runs_on())
     assert sorted(used) in (used, used[::-1])

@@ -1,6 +1,5 @@
-"""Many large jobs of one namespace, before a real API server: what is kept of them, and that the others go on.
-
-Needs kubectl and KUBECONFIG; any cluster will do. tests/unit/test_stored_jobs.py has the cases.
+"""Many large jobs of one namespace, with a real API server: what is kept of them, and that other jobs continue. Needs
+kubectl and KUBECONFIG; any cluster will do. tests/unit/test_stored_jobs.py has the cases.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from clusters import MERGE, Namespace, Operator, job, until
 from faulty_api import FaultyApi
 
 JOBS = 40
-# Kept whole, one takes 2 MiB and more.
+# A whole one takes 2 MiB and more.
 GROWTH_MIB_MAX = 40
 MEMORY_MIB = 64
-"""An eighth of it is for what has begun in one namespace: 15 of these jobs."""
+"""An eighth of it is for begun jobs of one namespace: 15 of these jobs."""
 
 
 @pytest.fixture
 def other(api: FaultyApi) -> Iterator[Namespace]:
-    """The namespace of somebody else."""
+    """The namespace of another user."""
     made = Namespace(api)
     try:
         yield made.make()
@@ -37,7 +36,7 @@ def large(number: int) -> dict[str, Any]:
 
 
 def peak_mib(operator: Operator) -> int:
-    """The most memory that it has had at any time."""
+    """Return its peak memory."""
     lines = Path(f"/proc/{operator.process.pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) >> 10
 
@@ -49,7 +48,7 @@ def reasons(namespace: Namespace) -> list[str]:
 def test_forty_large_jobs_fill_neither_the_operator_nor_the_room_of_others(
     namespace: Namespace, other: Namespace, operators: Callable[..., Operator]
 ) -> None:
-    """600 stored jobs of one user ended the operator for everybody, again at each of its starts."""
+    """Otherwise 600 stored jobs of one user end the operator for everybody, at each start."""
     operator = operators(namespace.name, other.name, DDPJOB_MEMORY_MIB=str(MEMORY_MIB)).watches(2)
     for number in range(JOBS):
         namespace.api.call("POST", namespace.jobs_path, large(number))

@@ -1,4 +1,4 @@
-"""The Helm chart, as `helm template` renders it: what it asks of a cluster, and which mistakes it refuses."""
+"""The Helm chart, as `helm template` renders it: what it requires of a cluster, and which mistakes it refuses."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 Golden = Callable[[str, str], None]
 OLDEST = "1.29.0"
-# In the operator's own namespace alone, get and update for its one Lease. Not asked for at the start: the task that
-# keeps the Lease logs what is missing.
+# Only in the operator's own namespace, get and update of its one Lease. Not checked at the start: the task that keeps
+# the Lease logs what is missing.
 LEASE_RIGHT = Right("coordination.k8s.io", "leases", ("get", "create", "update"), "to elect the operator that acts")
 LABEL_RIGHT = Right("", "pods", ("patch",), "to label its own pod that leads")
 MARKS_RIGHT = Right("", "configmaps", ("list",), "to see releases that watch one namespace alone")
@@ -145,7 +145,7 @@ def test_the_operator_may_do_what_it_asks_for_at_its_start_and_nothing_else() ->
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
 def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(where: tuple[str, ...]) -> None:
-    """Else the operator may not make what it is told to make; and where it is off, it may do nothing more."""
+    """Otherwise the operator cannot create its objects; and if the scheduler is off, it needs no further rights."""
     for name, rights in GANG_RIGHTS.items():
         on = (*where, f"gang.{name}.enabled=true")
         assert OperatorSettings.read(variables(*on)).gangs == (name,)
@@ -161,7 +161,7 @@ def test_a_gang_scheduler_that_is_switched_on_brings_its_rights_and_no_other(whe
 
 @pytest.mark.parametrize("where", [(), (NAMESPACED,)], ids=["everywhere", "in namespaces"])
 def test_the_places_of_queues_are_asked_for_where_the_chart_is_told_so(where: tuple[str, ...]) -> None:
-    """Whoever does not want them gives no right on an API that the cluster may not have."""
+    """Otherwise it gives rights on an API that the cluster may not have."""
     kueue = (*where, "gang.kueue.enabled=true")
     on = (*kueue, "gang.kueue.places.enabled=true")
     assert OperatorSettings.read(variables(*on)).queue_places
@@ -315,7 +315,7 @@ def test_the_operator_may_use_its_own_lease_and_no_other(settings: tuple[str, ..
 def test_each_release_marks_what_it_watches_by_the_same_names(
     settings: tuple[str, ...], name: str, places: list[str]
 ) -> None:
-    """Two releases acted on the same jobs. Helm refuses an object that another release owns."""
+    """Two releases would act on the same jobs. Helm refuses an object that another release owns."""
     marks = of_kind("ConfigMap", *settings)
     assert [(mark["metadata"]["name"], mark["metadata"]["namespace"]) for mark in marks] == [(name, p) for p in places]
     assert all(mark["data"] == {"release": "ddpjob/ops"} for mark in marks)
@@ -487,7 +487,7 @@ def test_a_mistake_in_the_settings_of_metrics_and_log_is_refused(settings: tuple
 
 
 def notes(folder: Path, *arguments: str) -> str:
-    """What helm says at the end. `helm template` leaves it out, so a copy of the chart renders it as a value."""
+    """Return Helm's final notes. `helm template` leaves them out, so a copy of the chart renders them as a value."""
     copy = Path(shutil.copytree(CHART, folder / "ddpjob-operator", dirs_exist_ok=True))
     text = (copy / "templates" / "NOTES.txt").read_text()
     rendered = '{{ define "notes" }}' + text + '{{ end }}\nnotes: {{ include "notes" . | quote }}\n'
@@ -523,7 +523,7 @@ def test_the_notes_say_what_is_different_from_the_default(tmp_path: Path) -> Non
 
 
 def test_the_notes_warn_of_a_scraper_that_the_network_policy_keeps_out(tmp_path: Path) -> None:
-    """Its targets would be down, and the alert that no operator leads would fire."""
+    """Otherwise its targets are down, and the alert that no operator leads fires."""
     on = ("--set", "networkPolicy.enabled=true,metrics.serviceMonitor.enabled=true")
     named = ("--set", "networkPolicy.metricsFrom[0].podSelector.matchLabels.app=prometheus")
     assert "networkPolicy.metricsFrom" in notes(tmp_path, *on)
@@ -557,7 +557,7 @@ def test_names_stay_within_a_dns_label_whatever_the_release_is_called() -> None:
 
 
 def test_the_service_for_metrics_has_room_for_its_suffix_too() -> None:
-    """With a release of 40 characters, or a longer fullnameOverride, the API server refused it: 64 characters."""
+    """With a release name of 40 characters, or a longer fullnameOverride, 64 characters would be refused."""
     monitored = ("--set", "metrics.serviceMonitor.enabled=true")
     for name in (("r" * 53,), ("ops", "--set", f"fullnameOverride={'n' * 55}")):
         done = helm("template", *name[:1], str(CHART), "--kube-version", OLDEST, *monitored, *name[1:])
@@ -589,7 +589,7 @@ def names_in(value: Any, key: str = "") -> list[object]:
 
 @pytest.mark.parametrize("watched", ["watchNamespaces={2024,0x1f}", "claimNamespace=1e3"])
 def test_names_that_yaml_takes_for_numbers_stay_names(watched: str) -> None:
-    """A namespace may be called 2024, and a release 1e3: the API server refused all objects of such a release."""
+    """A namespace may be called 2024, and a release 1e3."""
     sets = [word for one in SWITCHED_ON for word in ("--set", one)]
     sets += [word for one in (*NAMED_LIKE_NUMBERS, watched) for word in ("--set-string", one)]
     done = helm("template", "1e3", str(CHART), "--namespace", "2024", "--kube-version", OLDEST, *sets)
@@ -612,7 +612,7 @@ def test_names_that_yaml_takes_for_numbers_stay_names(watched: str) -> None:
 def test_all_objects_have_one_name_and_who_installs_may_choose_it(
     release: str, settings: tuple[str, ...], name: str
 ) -> None:
-    """A release with a dot in its name was installed without its Service, and no job showed progress."""
+    """A release with a dot in its name would be installed without its Service, and no job would show progress."""
     sets = [word for setting in settings for word in ("--set", setting)]
     done = helm("template", release, str(CHART), "--kube-version", OLDEST, *sets)
     assert done.returncode == 0, done.stderr
@@ -634,7 +634,7 @@ def test_a_name_that_no_service_may_have_is_refused_with_the_way_out() -> None:
 
 
 def test_every_document_installs_under_one_name() -> None:
-    """Installed by one page and upgraded by another, `helm upgrade` found no release."""
+    """Otherwise `helm upgrade` finds no release that another page installed."""
     pages = [ROOT / "README.md", CHART / "README.md", *(ROOT / "docs").glob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     named = re.findall(r"helm (?:install|upgrade|template|uninstall|test|status|get values) ([\w-]+)", text)
@@ -665,7 +665,7 @@ def test_values_from_before_a_setting_was_there_give_the_same_objects() -> None:
 
 
 def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> None:
-    """Helm refuses to import an account that is there already, as one for a workload identity is."""
+    """Helm refuses to import an existing account, such as one for a workload identity."""
     own = ("serviceAccount.create=false", "serviceAccount.name=training")
     assert of_kind("ServiceAccount", *own) == []
     assert pod(*own)["spec"]["serviceAccountName"] == "training"
@@ -674,7 +674,7 @@ def test_a_service_account_of_ones_own_gets_the_roles_and_is_not_created() -> No
 
 
 def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> None:
-    """Who administers namespaces alone may not grant what they do not hold, such as ddpjobs/status."""
+    """Administrators of namespaces may not grant rights that they do not have, such as ddpjobs/status."""
     roles = {"Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
     for settings in ((), ("watchNamespaces={a,b}",), ("watchNamespaces={a,b}", "gang.kueue.enabled=true")):
         with_them = objects(*settings, "userRoles=false")
@@ -691,7 +691,7 @@ def test_the_roles_can_be_left_to_an_administrator_who_renders_them_alone() -> N
 
 
 def test_variables_of_ones_own_reach_the_operator() -> None:
-    """The durations of the Lease could not be set by Helm, although the documents name them."""
+    """The documents name variables for the Lease's durations."""
     own = ("extraEnv[0].name=DDPJOB_LEASE_SECONDS", "extraEnv[0].value=60.0", "extraEnv[1].name=A")
     assert container(*own)["env"][-2:] == [{"name": "DDPJOB_LEASE_SECONDS", "value": "60.0"}, {"name": "A"}]
 
@@ -705,7 +705,7 @@ def test_no_variable_of_the_chart_can_be_set_a_second_time() -> None:
 
 @pytest.mark.parametrize("name", ["DDPJOB_LEASE_SECONDS", "DDPJOB_LEASE_RENEW_SECONDS", "DDPJOB_LEASE_RETRY_SECONDS"])
 def test_a_duration_that_is_no_number_is_refused_before_a_pod_fails_with_it(name: str) -> None:
-    """Its pods restarted again and again, and the reason was in their logs alone."""
+    """Otherwise its pods restart repeatedly, with the reason only in their logs."""
     done = template(f"extraEnv[0].name={name}", "extraEnv[0].value=abc")
     assert done.returncode != 0
     assert f'extraEnv: {name} must be seconds above 0 and below a day, is "abc"' in done.stderr
@@ -729,7 +729,7 @@ def hooks(*settings: str) -> dict[str, dict[str, Any]]:
 
 
 def test_the_pod_of_helm_test_is_its_only_hook_and_has_the_rights_of_the_operator() -> None:
-    """`helm test --logs` printed the log four times: once for each hook of the pod's name."""
+    """Otherwise `helm test --logs` prints the log once per hook with the pod's name."""
     made = hooks()
     assert made.keys() == {"Pod"}
     assert made["Pod"]["metadata"]["annotations"]["helm.sh/hook"] == "test"
@@ -750,7 +750,7 @@ def test_the_pod_of_helm_test_is_taken_for_no_operator() -> None:
 
 
 def test_the_pod_of_helm_test_has_the_resources_of_the_operator() -> None:
-    """A quota that demands a CPU limit admitted the operator's pods, once they had one, and refused `helm test`."""
+    """A quota that demands a CPU limit must admit `helm test` as well as the operator's pods."""
     (test,) = hooks("resources.limits.cpu=1")["Pod"]["spec"]["containers"]
     assert test["resources"] == container("resources.limits.cpu=1")["resources"]
     assert test["resources"]["limits"]["cpu"] == 1
@@ -768,7 +768,7 @@ def test_the_objects_of_a_release_as_a_whole(golden: Golden) -> None:
 
 
 def test_what_a_cluster_asks_of_every_pod_can_be_set() -> None:
-    """Clusters with a registry of their own, tainted nodes or labels for billing take no other pod."""
+    """Clusters with their own registry, tainted nodes or billing labels accept no other pod."""
     found = pod(
         *("priorityClassName=system-cluster-critical", "podLabels.team=infra", "podAnnotations.note=x"),
         *("nodeSelector.pool=system", "tolerations[0].operator=Exists", "imagePullSecrets[0].name=registry"),

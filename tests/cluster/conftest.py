@@ -29,15 +29,15 @@ from clusters import CRD, kubectl, skip_without_cluster, until
 from pods import OPERATOR_IMAGE, RELEASE, ROOT, Space, helm
 from shared import made_once, one_at_a_time
 
-# Long enough for a kubelet of a busy machine to be late, and to say that it is ready again after the API server was
-# away: it may come back 35 s later, so that its node is not ready for 15 s, and of two nodes each counts for itself.
+# Long enough for a kubelet of a busy machine to be late, and to report again after the API server was away: it may
+# return 35 s later, so that its node is not ready for 15 s.
 LOST_NODE_SECONDS = 25
 _MENDED_BY = {"kill": "start", "stop": "start", "cut": "join"}
 
 
 @pytest.fixture(scope="session")
 def nodes() -> list[str]:
-    """The nodes that run pods: fake ones do not, and a control plane of kind takes none of ours."""
+    """Return the nodes that can run pods: not fake ones, nor a control plane of kind."""
     skip_without_cluster()
     if not shutil.which("helm"):
         pytest.skip("helm is not on the PATH")
@@ -96,7 +96,7 @@ def space(operator: str) -> Iterator[Space]:
 
 @pytest.fixture(scope="module")
 def jobs(operator: str) -> Iterator[Space]:
-    """A namespace for jobs that run side by side and serve several tests; in the end nothing of them is left."""
+    """A namespace for jobs that run side by side and serve several tests; at the end nothing of them may be left."""
     made = Space("ddpjob-jobs")
     try:
         yield made
@@ -107,31 +107,32 @@ def jobs(operator: str) -> Iterator[Space]:
 
 @pytest.fixture
 def with_torch() -> Iterator[None]:
-    """For a test whose pods import torch: two such at a time take longer than one after the other, because each of
-    them keeps all processors of a small machine busy."""
+    """For a test whose pods import torch: two at a time take longer than one after the other, because each uses all
+    processors of a small machine.
+    """
     with one_at_a_time("torch"):
         yield
 
 
 @pytest.fixture(scope="module")
 def all_with_torch() -> Iterator[None]:
-    """As `with_torch`, from the first test that asks for it to the end of its file."""
+    """As `with_torch`, from the first test that uses it to the end of its file."""
     with one_at_a_time("torch"):
         yield
 
 
 @pytest.fixture
 def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
-    """`take_api_server_away(20)`: for so many seconds. Afterwards the nodes are as they were: kubelets and the
-    scheduler come back one after the other, up to a minute after the API server, and pods that are bound to a node that
-    is not ready yet may be lost."""
+    """`take_api_server_away(20)` for so many seconds. It then waits for the nodes: kubelets and the scheduler return up
+    to a minute after the API server, and pods bound to a node that is not ready yet may be lost.
+    """
     stop, start = (os.environ.get(f"DDPJOB_TEST_API_{what}", "") for what in ("STOP", "START"))
     if not stop or not start:
         pytest.skip("DDPJOB_TEST_API_STOP and DDPJOB_TEST_API_START do not say how to take the API server away")
 
     def away(seconds: float) -> None:
         subprocess.run(shlex.split(stop), check=True, capture_output=True)
-        time.sleep(seconds)  # the time itself is what is tested
+        time.sleep(seconds)  # an outage of this length is what is tested
         subprocess.run(shlex.split(start), check=True, capture_output=True)
         until(lambda: kubectl("get", "--raw", "/readyz", check=False).strip() == "ok", "the API server is back", 120)
 
@@ -140,8 +141,9 @@ def take_api_server_away(nodes: list[str]) -> Iterator[Callable[[float], None]]:
 
 
 def all_take_pods(nodes: list[str]) -> None:
-    """Waits for it: a node that is ready again has its taints for a moment more, and the next test's pods would all be
-    on the other one."""
+    """Wait until all nodes take pods: a node that is ready again keeps its taints for a moment, and the next test's
+    pods would all go to the other one.
+    """
 
     def they_do() -> bool:
         found = json.loads(kubectl("get", "nodes", *nodes, "-o", "json"))["items"]
@@ -153,7 +155,7 @@ def all_take_pods(nodes: list[str]) -> None:
 
 @pytest.fixture
 def break_node(nodes: list[str]) -> Iterator[Callable[[str, str], None]]:
-    """`break_node("cut", node)`; `break_node("join", node)` mends it, and what is not mended is in the end."""
+    """`break_node("cut", node)`; `break_node("join", node)` repairs it, as does the end of the test."""
     command = os.environ.get("DDPJOB_TEST_NODE", "")
     if not command:
         pytest.skip("DDPJOB_TEST_NODE does not say how to break a node")

@@ -22,7 +22,7 @@ print("rank", os.environ["RANK"], helper.WORD, *sys.argv[1:], flush=True)
 end = time.monotonic() + float(os.environ.get("SECONDS", "0"))
 while time.monotonic() < end: time.sleep(0.1)
 """
-# Small, because all pods run on one machine in most clusters for tests.
+# Small, because all pods run on one machine in most test clusters.
 SMALL = ("--set", "spec.template.spec.containers[0].resources={requests: {cpu: 50m, memory: 64Mi}}")
 
 
@@ -50,7 +50,7 @@ class Client:
 
     @contextlib.contextmanager
     def followed(self, *words: object) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-        """A command that goes on until its job is gone, or until what is done meanwhile has failed; what it prints."""
+        """Return the output of a command that runs until its job is gone, or until an action meanwhile has failed."""
         printed = self.folder / "printed"
         with printed.open("w") as file, self.start(*words, stdout=file) as process:
             try:
@@ -59,7 +59,7 @@ class Client:
                 process.kill()
 
     def has_begun(self, name: str, *, attempt: int, nodes: int) -> None:
-        """A job runs when its containers do, which is before Python prints its first line in them."""
+        """Wait for output: a job is running when its containers are, which is before Python prints its first line."""
         self.space.waits(
             name, lambda s: s.get("state") == "Running" and s["attempt"] == attempt, f"attempt {attempt} runs", 90
         )
@@ -71,7 +71,7 @@ class Client:
 
     def submit(self, name: str, *words: object) -> subprocess.CompletedProcess[str]:
         own = ("--name", name, "--nodes", 2, "--image", TRAINER_IMAGE, *SMALL)
-        # python and not torchrun: importing torch takes longer than all the rest
+        # python and not torchrun, because importing torch takes longer than everything else
         python = ("--set", 'spec.template.spec.containers[0].command=["python", "-u", "train.py", "a b"]')
         return self.run("submit", "train.py", *own, *python, *words)
 
@@ -106,7 +106,7 @@ def test_a_script_is_submitted_followed_and_deleted_with_its_code(client: Client
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("with_torch")
 def test_a_training_with_torchrun_needs_no_image_of_its_own(client: Client) -> None:
-    """The stock image, a script of the user's, its arguments: as ddpjob run has them."""
+    """The stock image, with a user's script and arguments as for ddpjob run."""
     (client.folder / "train.py").write_text((ROOT / "trainer/examples/digits.py").read_text())
     done = client.run("submit", "train.py", "--nodes", 2, "--image", TRAINER_IMAGE, "--follow", "--", "--epochs", 2)
     assert done.returncode == 0, done.stderr

@@ -14,12 +14,12 @@ from pods import Space, charged, job, trainer
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(900)]
 STARTS_WITHIN = 150  # torch takes its time to import
-LAST_CALL_SECONDS = 5  # how long torchrun waits for more nodes once one is there; 30 where nobody says it
+LAST_CALL_SECONDS = 5  # how long torchrun waits for more nodes once it has one; 30 by default
 
 
 @pytest.fixture
 def schedulable(nodes: list[str]) -> Iterator[list[str]]:
-    """The nodes, which all take pods again in the end."""
+    """Return the nodes, all of which accept pods again at the end."""
     yield nodes
     for node in nodes:
         kubectl("uncordon", node, check=False)
@@ -82,7 +82,7 @@ def test_it_trains_on_with_those_that_are_there_and_ends_as_if_nothing_had_happe
 
 
 def trains(space: Space, name: str, nodes: str, attempt: int = 1, *, or_ended: bool = False) -> dict[str, Any]:
-    """The status when so many train, and have made a step since."""
+    """Return the status when so many train and have made a step after that."""
 
     def so_many(status: dict[str, Any]) -> bool:
         if or_ended and status.get("state") == "Succeeded":

@@ -1,6 +1,5 @@
-"""Real faults on real pods: the job ends right, the cause is right, the charge is right, and nothing is left over.
-
-kubectl checks what users see. The ranks of these jobs meet as torch's do: rank 0 listens on MASTER_ADDR:MASTER_PORT.
+"""Real faults on real pods: the right end, cause and charge, and nothing is left over. kubectl checks what users see.
+The ranks of these jobs meet as torch's do: rank 0 listens on MASTER_ADDR:MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ GOES_ON_IN_ATTEMPT_2 = f"{TRAINS}\nif attempt > 1: print('goes on', flush=True)\
 
 
 def breaks(how: str, others: str = "time.sleep(1000)", *, once: bool = True) -> str:
-    """Rank 1 breaks when the group has met, in the first attempt or in all; the next attempt ends well."""
+    """Let rank 1 fail when the group has met, in the first attempt or in all; the next attempt succeeds."""
     condition = "if attempt > 1: sys.exit(0)" if once else ""
     return f"{TRAINS}\n{condition}\nif rank == 1:\n    {how}\n{others}"
 
@@ -48,15 +47,15 @@ for step in range(1, 4 - rank):
 
 @dataclass(frozen=True)
 class Case:
-    """What rank 1 does in the first attempt, and what must follow."""
+    """Rank 1's failure in the first attempt, and its consequences."""
 
     script: str
     failure: dict[str, Any]
-    """What `lastFailure` must have, among others; None: what it must not have."""
+    """Fields of `lastFailure`; None: unset."""
     restarts: tuple[int, int, int]
     """Charged to application, infrastructure, stall."""
     says: str
-    """In the sentence of `status.failures`, or of the status where the job fails."""
+    """Text in `status.failures`, or in the status if the job fails."""
     end: str = "AllNodesCompleted"
     attempt: int = 2
     spec: dict[str, Any] = field(default_factory=dict)
@@ -180,7 +179,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def broken(jobs: Space) -> Space:
-    """All cases, at the same time."""
+    """Run all cases at the same time."""
     jobs.apply(*(case.body(name) for name, case in CASES.items()))
     return jobs
 
@@ -210,7 +209,7 @@ def test_a_rank_that_ended_by_itself_stays_for_its_log_and_the_others_do_not(bro
 
 
 def test_a_rank_that_stood_still_stays_for_its_log_which_is_in_the_status_too(broken: Space) -> None:
-    """The operator deleted its pod, and with it the one output that explains the hang."""
+    """Its log is the only explanation of the hang, so its pod must not be deleted."""
     status = broken.ends("a-hang")
     broken.keeps("a-hang", "a-hang-1-1", "a-hang-2-0", "a-hang-2-1")
     assert broken.get("pod", "a-hang-1-1")["status"]["reason"] == "DeadlineExceeded"
@@ -290,7 +289,7 @@ def test_a_node_without_power_costs_no_budget_and_the_job_ends_on_the_other(
 
 
 def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
-    """The pods once no other is left, though the node is still away."""
+    """Return the pods once only attempt 2 is left, while the node is still away."""
     jobs.keeps(name, f"{name}-2-0", f"{name}-2-1")
     return uids(jobs, name)
 
@@ -299,7 +298,7 @@ def of_attempt_2_alone(jobs: Space, name: str) -> dict[str, str]:
 def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
-    """The node that is cut off has the operator that acts, too: the other one takes over."""
+    """The acting operator is on the node that is cut off, so the other one takes over."""
     away = leader(operator)[1]
     jobs.apply(spread(job("returning", GOES_ON_IN_ATTEMPT_2)))
     rank = starts_on_both(jobs, "returning")[away]
@@ -321,7 +320,7 @@ def test_a_node_that_comes_back_with_its_pods_still_running_changes_nothing(
 def test_a_kubelet_that_halts_leaves_processes_that_never_come_back_into_the_job(
     jobs: Space, nodes: list[str], operator: str, break_node: BreakNode
 ) -> None:
-    """They live on with their network, and resolve the same DNS names as the new attempt."""
+    """They continue to live with their network, and resolve the same DNS names as the new attempt."""
     halted = other(nodes[:2], leader(operator)[1])
     jobs.apply(spread(job("halting", GOES_ON_IN_ATTEMPT_2)))
     rank = starts_on_both(jobs, "halting")[halted]
@@ -338,7 +337,7 @@ def test_a_kubelet_that_halts_leaves_processes_that_never_come_back_into_the_job
 
 
 def test_a_node_that_failed_a_job_twice_is_avoided_by_it_for_an_hour(jobs: Space, nodes: list[str]) -> None:
-    """The pod would rather be there, as what has its image or its data there would."""
+    """The pod prefers that node, as one whose image or data is there would."""
     sick = "RuntimeError('CUDA error: uncorrectable ECC error encountered')"
     body = job("choosing", f"import os\nif os.environ['NODE'] == {nodes[0]!r}: raise {sick}", nodes=1)
     trainer(body)["env"] = [{"name": "NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}}]
@@ -361,7 +360,7 @@ def test_drain_moves_the_job_without_a_charge(jobs: Space, nodes: list[str], ope
     # With the operator that acts the reason would go too: the one that takes over finds the pod gone.
     node = other(nodes[:2], leader(operator)[1])
     try:
-        # Without --force: drain evicts only what somebody makes again.
+        # Without --force: drain evicts only pods that a controller recreates.
         kubectl("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=150s")
         status = jobs.ends("drained")
         jobs.keeps("drained", "drained-2-0", "drained-2-1")
@@ -442,7 +441,7 @@ def digits(name: str) -> dict[str, Any]:
     body["metadata"]["name"] = name
     command = trainer(body)["command"]
     command[0] = "torchrun"
-    # On a quick machine 360 steps were made before the first of them had been seen and a rank been killed for it.
+    # On a fast machine 360 steps were made before a rank could be killed.
     command[command.index("--epochs") + 1] = "20"
     trainer(body)["env"] = [{"name": "DDPJOB_STATUS_INTERVAL", "value": "1"}]
     return body
@@ -450,7 +449,7 @@ def digits(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trainings(jobs: Space, all_with_torch: None) -> Space:
-    """Three trainings of digits side by side, for torch takes its time to import; one is left alone."""
+    """Run three trainings of digits side by side, because importing torch takes time; one is undisturbed."""
     jobs.apply(*(digits(name) for name in ("calm", "struck", "moved")))
     to_break: dict[str, Callable[[], object]] = {
         "struck": lambda: jobs.kill("struck-1-1"),
@@ -501,7 +500,7 @@ def seconds_between(first: str, last: str) -> float:
 
 
 def not_ended(space: Space, name: str) -> list[str]:
-    """The pods of a job that have not ended."""
+    """Return the pods of a job that have not ended."""
     return [n for n, p in space.pods(name).items() if p["status"]["phase"] not in ("Succeeded", "Failed")]
 
 
@@ -511,7 +510,7 @@ def on_node(body: dict[str, Any], node: str) -> dict[str, Any]:
 
 
 def starts_on_both(space: Space, name: str) -> dict[str, int]:
-    """A job that runs; gives its rank on each node."""
+    """Start a job on both nodes; return its rank on each."""
     space.reaches(name, "Running")
     ranks = {p["spec"]["nodeName"]: int(n.rsplit("-", 1)[1]) for n, p in space.pods(name).items()}
     assert len(ranks) == 2, f"the scheduler has put both pods on one node: {ranks}"
@@ -519,7 +518,7 @@ def starts_on_both(space: Space, name: str) -> dict[str, int]:
 
 
 def lost_with(status: Status, node: str, rank: int) -> None:
-    """The job was restarted once, for the node's sake alone."""
+    """Check that the job was restarted once, charged to the node alone."""
     failure = status["lastFailure"]
     assert (failure["reason"], failure["node"], failure["rank"]) == ("NodeLost", node, rank), failure
     assert failure["class"] == "infrastructure"
@@ -529,13 +528,13 @@ def lost_with(status: Status, node: str, rank: int) -> None:
 
 
 def running_on(node: str, space: Space) -> set[str]:
-    """The pods of a namespace that really run on a node, also those that the API server knows no more."""
+    """Return pods of a namespace that really run on a node, even if the API server does not know them any more."""
     found = json.loads(kubectl("get", "--raw", f"/api/v1/nodes/{node}/proxy/runningpods/"))["items"] or []
     return {p["metadata"]["name"] for p in found if p["metadata"]["namespace"] == space.name}
 
 
 def leader(operator: str) -> tuple[str, str]:
-    """The operator's pod that acts, and its node."""
+    """Return the acting operator's pod, and its node."""
 
     def holder() -> tuple[str, str] | None:
         (lease,) = json.loads(kubectl("-n", operator, "get", "leases", "-o", "json"))["items"]

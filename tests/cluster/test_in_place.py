@@ -1,4 +1,4 @@
-"""Under ddprun in real pods: ranks start again where they were, and only a pod that is lost is made anew."""
+"""Under ddprun in real pods: ranks restart in place, and only a lost pod is replaced."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pods import MEET, ROOT, Space, charged, job, result, says, spread, trainer,
 pytestmark = pytest.mark.timeout(300)  # jobs of several tests run side by side, on whatever machine
 Status = dict[str, Any]
 
-# Ranks that need no torch, in generations: they meet as torch's do, and break or end in the one that is asked for.
+# Ranks without torch, in generations: they meet as torch's do, and fail or end in the given one.
 TRAINS = f"""
 import os, signal, socket, sys, time
 rank, life = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 {MEET}print("generation", life, "trains", flush=True)
 """
-# Why it was restarted is posted, and a pod that ends has two seconds for that.
+# The reason for a restart is posted, for which an ending pod has two seconds.
 TOLD = "time.sleep(5)"
 ENDS_AFTER_A_RESTART = f"{TRAINS}\nif life == 0: time.sleep(1000)"
 
@@ -33,7 +33,7 @@ def ddprun(name: str, script: str, **spec: Any) -> dict[str, Any]:
 
 
 def breaks(how: str) -> str:
-    """Rank 1 breaks when the group has met for the first time."""
+    """Let rank 1 fail when the group has met for the first time."""
     return f"{TRAINS}\nif life == 0:\n    if rank == 1: {how}\n    time.sleep(1000)\n{TOLD}"
 
 
@@ -60,7 +60,7 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def broken(jobs: Space) -> Space:
-    """All of them side by side; two pods are deleted, one of them by force as a lost node's is."""
+    """Run all of them side by side; two pods are deleted, one of them by force like a lost node's."""
     jobs.apply(*JOBS.values())
     for name in ("deleted", "led"):
         for rank in (0, 1):
@@ -118,7 +118,7 @@ def test_the_pod_that_leads_is_replaced_like_any_other(broken: Space) -> None:
 
 
 def test_a_pod_beyond_its_memory_is_replaced_and_the_application_pays(broken: Space) -> None:
-    """The kubelet has the kernel kill whole containers: its agent goes with its ranks."""
+    """The kubelet makes the kernel kill whole containers: the agent dies with its ranks."""
     status = broken.ends("starved")
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     assert status["lastFailure"]["class"] == "outOfMemory"
@@ -193,7 +193,7 @@ def test_training_that_restarts_in_place_ends_with_exactly_the_result_of_an_undi
     assert told == ["RestartedInPlace"], "one failure is one warning"
 
 
-# Its rank takes what a batch that is too long would, at the first step after a while.
+# Its rank uses as much memory as a batch that is too long, at the first step after a while.
 TAKES_TOO_MUCH = """
 import os, time
 import torch
@@ -222,8 +222,9 @@ with ddpjob.init() as world:
 @pytest.mark.timeout(900)  # torch takes its time to import
 @pytest.mark.usefixtures("with_torch")
 def test_a_pod_beyond_its_memory_costs_no_step_because_the_other_pod_has_the_state(jobs: Space) -> None:
-    """With cgroups of version 2 the kernel kills the agent too, and with it what that pod held: the new one gets it
-    from its peer. The folder is in the pod, and has nothing: all 30 steps would be made again."""
+    """With cgroups v2 the kernel kills the agent too, and with it that pod's memory: the new pod gets the state from
+    its peer. The folder is in the pod and empty: otherwise all 30 steps are repeated.
+    """
     body = ddprun("hungry", TAKES_TOO_MUCH)
     resources = {"requests": {"cpu": "50m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}}
     trainer(body)["resources"] = resources
@@ -233,7 +234,7 @@ def test_a_pod_beyond_its_memory_costs_no_step_because_the_other_pod_has_the_sta
     assert (status["state"], status["attempt"], charged(status)) == ("Succeeded", 1, (1, 0, 0)), status
     failure = status["lastFailure"]
     assert (failure["exitCode"], failure["class"]) == (137, "outOfMemory"), failure
-    # The kernel may kill the rank alone; then its agent lives, and has its random state.
+    # The kernel may kill only the rank; then its agent lives, and has its random state.
     is_replaced = failure["reason"] == "OOMKilled"
     lost = " (random states of rank 1 were lost, and are seeded the same way at each resume)" if is_replaced else ""
     assert (status["resumedStep"], status["resumedFrom"]) == (30, f"the memory on the node of rank 0{lost}"), status

@@ -11,7 +11,7 @@ from pods import ROOT, TRAINER_IMAGE, Space
 
 SECONDS_MAX = 150  # torch takes its time to import, and here are six processes
 ONE_PROCESS_PER_NODE = "plain"
-# What pods can break: who starts the ranks, and over which name and port they meet. ddprun is in test_in_place.py.
+# What pods can change: who starts the ranks, and over which name and port they meet. ddprun is in test_in_place.py.
 BY_DAY = "torchrun", "spawn-nodes", "init-tcp"
 AT_NIGHT = (
     "torchrun-c10d",
@@ -26,7 +26,7 @@ AT_NIGHT = (
 
 @pytest.fixture(scope="module")
 def params(jobs: Space, all_with_torch: None) -> str:
-    """What all must end with."""
+    """Return the parameters with which all must end."""
     return trained(jobs, ONE_PROCESS_PER_NODE).removesuffix(" world 2")
 
 
@@ -40,7 +40,7 @@ def test_a_note_trains_in_one_world_on_pods_and_ends_with_the_same_parameters(
 
 
 def trained(jobs: Space, name: str) -> str:
-    """What rank 0 printed of its parameters."""
+    """Return what rank 0 printed about its parameters."""
     jobs.kubectl("apply", "-f", "-", stdin=restricted(note(name)))
     status = jobs.ends(name, SECONDS_MAX)
     assert status["state"] == "Succeeded", status
@@ -55,7 +55,7 @@ def note(name: str) -> dict[str, Any]:
 
 
 def restricted(body: dict[str, Any]) -> dict[str, Any]:
-    """With what a namespace under PodSecurity "restricted" wants; the notes leave it out."""
+    """Add what a namespace under PodSecurity "restricted" requires; the notes leave it out."""
     pod = body["spec"]["template"]["spec"]
     pod["securityContext"] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
     for container in pod["containers"]:

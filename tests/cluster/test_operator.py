@@ -54,9 +54,10 @@ def test_digits_trains_on_two_nodes_and_ends_exactly_as_it_does_locally(
         return space.status("digits").get("state") in ("Succeeded", "Failed")
 
     until(complete, "digits ends", 420, every=1)
-    rows.add(space.kubectl("get", "ddp", "digits", "--no-headers"))  # between the last look and the end is a row
+    # There may be a row between the last read and the end.
+    rows.add(space.kubectl("get", "ddp", "digits", "--no-headers"))
     assert "condition met" in space.kubectl("wait", "--for=condition=Complete", "ddp/digits", "--timeout=5s")
-    # On a quick machine all steps are made between two writes of the status, and between two looks at it.
+    # On a fast machine all steps are made between two writes of the status, and between two reads of it.
     assert any(re.search(r"\d+/1125", row) for row in rows), f"kubectl get shows no steps: {rows}"
     assert not all(re.search(r"\d+/1125", row) for row in rows), f"the columns of kubectl get do not move: {rows}"
     pods = space.pods("digits")
@@ -90,7 +91,7 @@ def test_a_trainer_finds_the_same_variables_here_and_in_a_local_run(space: Space
     here = set(re.search(r"\[1:1\] NAMES (.*) END", local.stdout)[1].split())
 
     def contract(names: set[str]) -> set[str]:
-        # Not OMP_NUM_THREADS: the ranks of a local run share the cores of one machine.
+        # Without OMP_NUM_THREADS: the ranks of a local run share the cores of one machine.
         own = re.compile(r"(PET_|DDPJOB_|KUBEFLOW_|MASTER_|.*RANK$|.*WORLD_SIZE$|NNODES|NPROC_|TORCH_FR|PYTHONUNB)")
         return {name for name in names if own.match(name)}
 

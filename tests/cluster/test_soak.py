@@ -17,10 +17,10 @@ from pods import MEET, Space, job, trainer
 
 SECONDS = float(os.environ.get("DDPJOB_TEST_SOAK_SECONDS", "1800"))
 pytestmark = [pytest.mark.long, pytest.mark.alone, pytest.mark.timeout(2 * SECONDS + 1200)]
-# The test of a few minutes that tells the same by day is each of test_faults.py; here they come in any order.
+# By day the tests of test_faults.py cover the same faults one by one; here they come in any order.
 AT_ONCE = 6
 FAULT_EVERY_SECONDS = 20, 45
-ENDS_WITHIN_SECONDS = 400.0  # once nothing breaks any more
+ENDS_WITHIN_SECONDS = 400.0  # after the last fault
 MEMORY_MAX = 150 << 20
 OPERATORS = ("-l", "app.kubernetes.io/name=ddpjob-operator")
 
@@ -63,22 +63,22 @@ KINDS = (trains, fails_once, fails_always, fails_once_in_place, is_paused)
 
 @dataclass
 class Soak:
-    """What has happened so far."""
+    """The events so far."""
 
     space: Space
     operator: str
     rng: random.Random
     ended: dict[str, str] = field(default_factory=dict)
-    """By job: its state, and the reason of it."""
+    """By job: its state and reason."""
     made: int = 0
     memory: dict[str, list[int]] = field(default_factory=dict)
-    """Resident bytes of each operator pod, as they were seen."""
+    """Resident bytes of each operator pod, over time."""
     tracebacks: list[str] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
     """The faults."""
 
     def turn(self) -> None:
-        """One look at everything; as many jobs as there should be."""
+        """Check everything once; keep the number of jobs constant."""
         running = 0
         for found in self.space.get("ddp")["items"]:
             name, status = found["metadata"]["name"], found.get("status") or {}
@@ -120,7 +120,7 @@ class Soak:
             self.space.kubectl("delete", self.rng.choice(pods), "--wait=false", check=False)
 
     def goes_on(self, seconds: float) -> None:
-        """For so long."""
+        """Run for so long."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.turn()
@@ -177,7 +177,7 @@ def test_half_an_hour_of_faults_in_any_order_loses_no_job_and_leaves_nothing(
     print(f"{SECONDS:g} s, {soak.made} jobs, faults {[(f.__name__, soak.done.count(f.__name__)) for f in faults]}")
     print(f"operators' memory at the peak, MiB: {[peak >> 20 for peak in peaks.values()]}")
     assert max(peaks.values()) < MEMORY_MAX
-    # Of one that lived through many samples: at its end it has what it had when it was warm.
+    # For a pod with many samples: at its end it uses as much as when it was warm.
     longest = max(soak.memory.values(), key=len)
     half = len(longest) // 2
     assert max(longest[half:]) < max(longest[:half]) * 1.1 + (4 << 20), [seen >> 20 for seen in longest]

@@ -1,5 +1,6 @@
-"""Each alert fires on its fault, and no other one does: hours of an operator's and a job's life in virtual time, which
-are scraped every 30 s, and judged by Prometheus' own rule engine (`promtool test rules`)."""
+"""Each alert fires on its fault, and no other one does: hours of an operator's and a job's life in virtual time,
+scraped every 30 s, and judged by Prometheus' own rule engine (`promtool test rules`).
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ pytestmark = [needs_prometheus, pytest.mark.timeout(900)]  # CPU bound: a busy m
 
 
 class History:
-    """What a scraper has read, time by time."""
+    """The scrapes, in order."""
 
     def __init__(self) -> None:
         self.scrapes = 0
@@ -55,11 +56,11 @@ class History:
         self.scrapes += 1
 
     def nothing(self) -> None:
-        """The target did not answer."""
+        """Record that the target did not answer."""
         self.scrapes += 1
 
     def fired(self, folder: Path) -> set[str]:
-        """The alerts that have fired at any time."""
+        """Return the alerts that fired at any time."""
         asked = f'group by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{self.scrapes * SECONDS}s]))'
         return set(re.findall(r'alertname="(\w+)"', self.result(folder, asked)))
 
@@ -72,7 +73,7 @@ class History:
         return texts
 
     def result(self, folder: Path, query: str) -> str:
-        """What a query gives at the end of time, as promtool writes it; "nil" is nothing."""
+        """Return a query's result at the end, as promtool writes it; "nil" is nothing."""
         series = [{"series": name, "values": " ".join(self._written(v))} for name, v in self._values.items()]
         wish = {
             "expr": query,
@@ -87,7 +88,7 @@ class History:
         file = folder / "test.yaml"
         file.write_text(yaml.safe_dump(test))
         done = subprocess.run(["promtool", "test", "rules", file], capture_output=True, text=True, timeout=120)
-        # The wish cannot come true, so that promtool prints what there is.
+        # The expectation cannot hold, so that promtool prints the real result.
         got = re.search(r"got:(.*)", done.stdout + done.stderr, re.S)
         assert got, done.stdout + done.stderr
         return got[1].strip()
@@ -131,7 +132,7 @@ class Watched:
         self._due = self.world.now + dt.timedelta(seconds=SECONDS)
 
     def wait(self, minutes: float) -> Watched:
-        """Nothing happens but time."""
+        """Let only time pass."""
         for _ in range(round(minutes * 60 / SECONDS)):
             self.world.after(SECONDS)
             self.settle().scrape()
@@ -186,7 +187,7 @@ def restarts_often() -> Watched:
 
 
 def stands_still() -> Watched:
-    """Its ranks report that they live, and make no step."""
+    """Let its ranks report without making a step."""
     watched = Watched(digits(stall={"timeoutSeconds": 0})).wait(1).starts().trains(60)
     for _ in range(40):
         watched.world.after(SECONDS).reports_step(watched.step)
@@ -235,7 +236,7 @@ def trained_again() -> Watched:
 
 
 def test_every_query_of_a_dashboard_on_what_trainings_report_gives_data(tmp_path: Path) -> None:
-    """The others are asked where an operator's process is scraped: test_scrape.py."""
+    """test_scrape.py has the others, with an operator's process."""
     history = trained_again().history
     asked = {name: query for name, query in QUERIES.items() if OF_REPORTS.search(query)}
     assert len(asked) > 5
@@ -278,7 +279,7 @@ class Operated:
         self.history = History()
 
     async def wait(self, minutes: float, *, answers: bool = True) -> None:
-        """Scraped all the time; a job is edited, so that there is something to do."""
+        """Scrape all the time; edit a job, so that there is something to do."""
         for number in range(round(minutes * 60 / SECONDS)):
             self.town.apply("team", "busy", 1, suspend=True, backoffLimit=number)
             await asyncio.sleep(SECONDS)
@@ -313,7 +314,7 @@ async def cannot_write(operated: Operated) -> None:
 
 
 async def hangs(operated: Operated) -> None:
-    """A webhook that does not answer, and a time limit that is far too long."""
+    """Let a webhook not answer, with a much too long time limit."""
     await operated.wait(10)
     operated.server.limits = RequestLimits(request_seconds=1200.0)
     operated.server.delay = lambda verb, path: 1200.0 if "/stuck/" in path and verb == "create" else 0.05
@@ -401,5 +402,5 @@ def test_a_release_without_a_leader_is_an_alert_also_beside_one_that_has_one(tmp
 
 
 def test_every_alert_was_made_to_fire() -> None:
-    """A new alert wants its story here."""
+    """A new alert needs its story here."""
     assert set().union(*OF_JOBS.values(), *OF_THE_OPERATOR.values()) == ALERTS

@@ -1,6 +1,5 @@
-"""A real Prometheus scrapes the operator's process, which has a model of an API server: no query is a typing error.
-
-The operator lives through a start, a restart and an end, so that each histogram has something to show.
+"""A real Prometheus scrapes the operator's process, which has a model of an API server, to find mistakes in queries.
+The operator lives through a start, a restart and an end, so that each histogram has data.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def live(server: ModelServer, prometheus: Prometheus) -> None:
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda path: path.stem)
 def test_every_query_of_a_dashboard_gives_data(scraped: Prometheus, dashboard: Path) -> None:
-    """A panel without data looks like a cluster without trouble."""
+    """A panel without data looks like a cluster without problems."""
     asked = {name: query for name, query in queries(dashboard).items() if not OF_REPORTS.search(query)}
     assert len(asked) > 5
     empty = asked
@@ -76,7 +75,7 @@ def test_every_query_of_a_dashboard_gives_data(scraped: Prometheus, dashboard: P
         empty = {name: query for name, query in empty.items() if not scraped.query(query)}
         if not empty:
             break
-        time.sleep(1)  # a rate wants two scrapes of a series
+        time.sleep(1)  # a rate needs two scrapes of a series
     assert empty == {}
     for name, query in queries(dashboard).items():
         assert isinstance(scraped.query(query), list), name

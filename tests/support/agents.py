@@ -13,8 +13,8 @@ import warm
 from free_port import free_port
 from shell import Cli
 
-SECONDS_MAX = 150  # one that imports torch took more than a minute where much else runs
-# What a pod or a launcher around the tests has set would count for ours too.
+SECONDS_MAX = 150  # importing torch takes more than a minute on a busy machine
+# Variables of a pod or a launcher around the tests must not reach ours.
 FOREIGN = ("PET_", "DDPJOB_", "TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "OMP_NUM_THREADS")
 
 
@@ -50,13 +50,13 @@ class Launcher(Cli):
         return finish(self.ddprun(*words, **env))
 
     def warm(self, *words: object, **env: str) -> subprocess.Popen[str]:
-        """`ddprun …` in the background, in a copy of this process: its fork server has torch from the start."""
+        """Run `ddprun …` in the background, in a copy of this process: its fork server has torch from the start."""
         return warm.start("ddprun", [*map(str, words)], cwd=self.folder, env=self.env | env)
 
     def nodes(
         self, count: int, *words: object, port: int = 0, is_warm: bool = False, **env: str
     ) -> list[subprocess.Popen[str]]:
-        """An agent for each node, which meet on loopback; each with a termination log of its own, as in pods."""
+        """Start an agent for each node; they meet on loopback, each with its own termination log, as in pods."""
         start = self.warm if is_warm else self.ddprun
         port = port or free_port()
         group = ["--nnodes", count, "--master-port", port, "--rdzv-id", self.mark]
@@ -65,14 +65,14 @@ class Launcher(Cli):
 
 
 def finish(process: subprocess.Popen[Any], seconds: float = SECONDS_MAX) -> subprocess.CompletedProcess[str]:
-    """Wait for its end; what it said."""
+    """Wait for its end; return its output."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=10)
         raise AssertionError(f"it did not end\n{out}\n{err}") from None
-    # The stacks of a rank that stands still name the fork server as well.
+    # The stacks of a stopped rank also name the fork server.
     assert "Traceback" not in err or "ddprun/" not in err, err  # a traceback of ours
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 

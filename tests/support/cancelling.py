@@ -1,4 +1,4 @@
-"""A cancellation that comes in the same moment as what was waited for."""
+"""A cancellation at the same moment as the awaited event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 async def ends_although(work: Coroutine[Any, Any, None], comes: Callable[[], object]) -> None:
-    """Cancel `work` in the turn of the loop in which `comes` gives it what it waits for; it must end."""
+    """Cancel `work` in the turn of the loop in which `comes` completes its wait; it must end."""
     running = asyncio.create_task(work)
     for _ in range(10):  # it has begun to wait
         await asyncio.sleep(0)

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def until(look: Callable[[], T | None], what: str, seconds: float = WAIT_SECONDS, every: float = 0.05) -> T:
-    """What `look` gives once it is true. Fails with `what` after `seconds`. every: seconds between two looks."""
+    """Return what `look` gives once it is true. Fail with `what` after `seconds`. every: seconds between two calls."""
     end = time.monotonic() + seconds
     while True:
         found = look()
@@ -73,8 +73,9 @@ def kubectl(*arguments: str, stdin: object = None, check: bool = True) -> str:
 
 
 def read(path: str) -> bytes | None:
-    """What the API server has at a path; None: nothing. For what is asked again and again: kubectl takes a fifth of a
-    second of CPU each time, and the pods of these tests need it."""
+    """Return what the API server has at a path; None: nothing. For frequent reads, because kubectl takes a fifth of a
+    second of CPU, which the pods of these tests need.
+    """
     server, headers, context = _access(os.environ["KUBECONFIG"])
     try:
         return answered(urllib.request.Request(server + path, headers=headers), 20, context)
@@ -91,8 +92,9 @@ def _access(_kubeconfig: str) -> tuple[str, dict[str, str], Any]:
 
 
 def skip_without_cluster() -> None:
-    """These tests never use a cluster that was not named for them. One that was named is waited for, and must answer:
-    in the moment in which it was away, hundreds of tests were skipped and the run was green."""
+    """Skip unless a cluster was named. A named cluster must answer, and is waited for: otherwise hundreds of tests are
+    silently skipped while it is away.
+    """
     if not os.environ.get("KUBECONFIG"):
         pytest.skip("KUBECONFIG is not set; these tests never use a cluster that was not named for them")
     if not shutil.which("kubectl"):
@@ -163,7 +165,7 @@ class Namespace:
         return kubectl(f"--namespace={self.name}", *arguments, stdin=stdin, check=check)
 
     def apply(self, body: dict[str, Any]) -> None:
-        """A job, as `kubectl apply --server-side` does it; kubectl takes a fifth of a second of CPU to start."""
+        """Apply a job as `kubectl apply --server-side` does; starting kubectl takes a fifth of a second of CPU."""
         path = f"{self.jobs_path}/{body['metadata']['name']}?fieldManager=test&force=true&fieldValidation=Strict"
         self.api.call("PATCH", path, body, APPLY)
 
@@ -205,7 +207,7 @@ class Namespace:
         return [e["reason"] for e in sorted(ours, key=lambda e: int(e["metadata"]["resourceVersion"]))]
 
     def reaches(self, state: str, reason: str = "", name: str = "digits", seconds: float = WAIT_SECONDS) -> str:
-        """Waits for a state (and reason); gives the message."""
+        """Wait for a state (and reason); return the message."""
         status: dict[str, Any] = {}
 
         def there() -> bool:
@@ -244,15 +246,14 @@ class Namespace:
             self._finalizers(name, ["ddpjob.test/hold"])
 
     def bind(self, *names: str) -> None:
-        """These pods have a node: of those that are deleted without one the pod garbage collector says every 20 s that
-        they have failed."""
+        """Give these pods a node: the garbage collector marks deleted pods without one as failed every 20 s."""
         for name in names:
             target = {"kind": "Node", "name": "ddpjob-test"}
             body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}, "target": target}
             self.api.call("POST", f"/api/v1/namespaces/{self.name}/pods/{name}/binding", body)
 
     def release(self, *names: str) -> None:
-        """These pods have stopped. Of one that has a node its kubelet says so, by a delete without a grace."""
+        """Let these pods stop. For one with a node the kubelet reports that, by a delete without a grace."""
         for name in names:
             self._finalizers(name, [])
             path = f"/api/v1/namespaces/{self.name}/pods/{name}"
@@ -291,8 +292,9 @@ class Operator:
         anew: bool = False,
         **variables: str,
     ) -> None:
-        """constants: of reflector.py, whose period is too long for a test; anew: as a new Python, and not as a copy
-        of this process, which takes a second less but has pytest's memory; variables: its environment."""
+        """constants: of reflector.py, whose period is too long for a test. anew: start a new Python instead of a copy
+        of this process, which is a second faster but has pytest's memory. variables: its environment.
+        """
         self._api = api
         self._folder = tempfile.TemporaryDirectory()
         self.log_file = Path(self._folder.name, "operator.log")
@@ -343,7 +345,7 @@ class Operator:
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def watches(self, jobs: int = 1) -> Operator:
-        """Once it watches pods, services and jobs (in so many namespaces)."""
+        """Wait until it watches pods, services and jobs (in so many namespaces)."""
 
         def there() -> bool:
             assert self.process.poll() is None, f"the operator has ended: {self.log}"

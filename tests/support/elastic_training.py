@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# A linear model that learns in small batches, slowly enough for all that happens to it.
+# A linear model that learns in small batches, slowly enough for the faults.
 SCRIPT = """
 import json, os, sys, time, torch, ddpjob
 folder, seconds, total = sys.argv[1], float(sys.argv[2]), 600
@@ -47,7 +47,7 @@ with ddpjob.init("gloo") as world:
 
 
 def alone(folder: Path) -> list[float]:
-    """What one process learns that nothing happens to."""
+    """Return what one undisturbed process learns."""
     (folder / "alone.py").write_text(SCRIPT)
     words = [sys.executable, "alone.py", str(folder / "snapshots"), "0"]
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("DDPJOB", "KUBE"))}

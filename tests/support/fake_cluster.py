@@ -38,15 +38,17 @@ class FakeCluster:
         self.forbidden: set[str] = set()
         """`create configmaps`"""
         self.answers: dict[str, tuple[int, Raw]] = {}
-        """What is answered to `create ddpjobs.training.ddpjob.io` (or this `for real`, and not for dry runs)
-        instead of carrying it out; of `get pods/log NAME` for one object alone."""
+        """Answers to `create ddpjobs.training.ddpjob.io` (or that `for real`, not for dry runs) instead of executing
+        it; `get pods/log NAME` is for one object.
+        """
         self.broken: list[str] = []
-        """What happens to the next requests for logs after the first line: `cut` within the second one, `silent`, or
-        `no watch`, as where a kubelet has no inotify left."""
+        """Faults of the next requests for logs after the first line: `cut` within the second one, `silent`, or `no
+        watch`, as from a kubelet without inotify watches.
+        """
         self.zone = dt.timezone.utc
-        """That of the nodes, in which a kubelet writes the times of lines."""
+        """The nodes' time zone, in which a kubelet writes the times of lines."""
         self.line_seconds = 0.0
-        """Before each line of a log."""
+        """Pause before each line of a log."""
         self.seconds = 0.0
         self.crd = True
         self.on_patch: Callable[[Raw], None] = lambda _: None
@@ -85,7 +87,7 @@ class FakeCluster:
     # ------------------------------------------------------------------ requests
 
     def handle(self, method: str, raw_path: str, body: Any) -> tuple[int, Any]:
-        """The answer; a request counts when it is known, so that what a test does after it does not change it."""
+        """Answer a request, and count it as soon as it is known, so that later changes of the test do not affect it."""
         answer = self._answer(method, raw_path, body)
         asked = read(method, urllib.parse.urlsplit(raw_path).path)
         self.requests.append(f"{asked.verb} {asked.resource}{' (dry run)' if 'dryRun' in raw_path else ''}")
@@ -296,8 +298,9 @@ def kubeconfig(folder: Path, url: str, namespace: str = "") -> Path:
 
 
 def _printed(cluster: FakeCluster, name: str, query: dict[str, str]) -> Iterator[bytes]:
-    """The lines of a log, as a request asks for them; it counts when the first one has gone out. Raises
-    ConnectionAbortedError where it is to break."""
+    """Yield the lines of a log that a request asks for, counting it when the first one was sent. Raise
+    ConnectionAbortedError for a fault.
+    """
     printed = len(cluster.logs.get(name, ()))
     # As if a line had come each second, up to now.
     skipped = max(0, *(printed - int(query.get(part, printed)) for part in ("tailLines", "sinceSeconds")))

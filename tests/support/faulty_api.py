@@ -51,11 +51,10 @@ class Seen:
 
 @dataclass
 class Fault:
-    """What happens to the next `times` requests that are `str(seen) == what`; an empty `what` is any request.
-
-    Either an answer (status, body, headers) without asking the server, or `text` as it is, such as a proxy's HTML; or
-    `lost`: the server carries it out, and the answer never arrives; or `cut`: it arrives in part; or `seconds`: it is
-    passed on so much later.
+    """A fault for the next `times` requests with `str(seen) == what`; an empty `what` is any request. `status`, `body`
+    and `headers` answer without the server, `text` is sent unchanged, such as a proxy's HTML. `lost`: the server
+    executes it, but the answer never arrives. `cut`: the answer arrives in part. `seconds`: it is passed on so much
+    later.
     """
 
     what: str
@@ -75,7 +74,7 @@ class Fault:
 
 @dataclass
 class LostEvent:
-    """The next event of a watch that never arrives, while all that follow it do."""
+    """An event of a watch that never arrives, while all later ones do."""
 
     resource: str
     kind: str

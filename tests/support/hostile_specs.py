@@ -1,4 +1,4 @@
-"""DDPJobs that an API server accepts and that are as much work as can be, and what the operator does with one."""
+"""DDPJobs that an API server accepts and that cause as much work as possible, and the operator's work with one."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def job(draw: random.Random) -> tuple[str, Raw]:
 
 
 def steps(raw: Raw) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What the operator does with it without letting other jobs go on, in order; each is to be called once."""
+    """Return the operator's uninterrupted steps with it, in order, as functions."""
     content = orjson.dumps(raw)
     read = reading.obj(content)  # longer JSON is read in a thread
     jobs = Jobs(lambda _key: None, reading.job)
@@ -194,7 +194,7 @@ def _planned(job: api.DDPJob, problems: list[validation.Problem]) -> Iterator[tu
 
 
 def calls(work: Callable[[], object]) -> int:
-    """The calls that Python makes meanwhile, those of C included: what a busy machine does not change."""
+    """Return the number of calls meanwhile, including those of C, which does not depend on the machine's load."""
     counted = 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:

@@ -12,7 +12,7 @@ from agents import Launcher, finish
 def trained(
     launcher: Launcher, text: str, kill: dict[str, Any], *, nodes: int = 1, nproc: int = 2, **env: str
 ) -> list[subprocess.CompletedProcess[str]]:
-    """The training to its end, with these kills; what each agent has said."""
+    """Run the training to its end, with these kills; return each agent's output."""
     script = launcher.script(text)
     env = {"OMP_NUM_THREADS": "1", "KILL": json.dumps(kill)} | env
     agents = (
@@ -26,7 +26,7 @@ def trained(
 
 
 def words(done: list[subprocess.CompletedProcess[str]], first: str) -> list[list[str]]:
-    """The lines of the ranks that begin so, without that word."""
+    """Return the ranks' lines that begin with this prefix, without it."""
     return [line.split()[1:] for d in done for line in d.stdout.splitlines() if line.startswith(first)]
 
 

@@ -11,7 +11,7 @@ import torch
 
 
 class Mark:
-    """The host sees it only when it has asked three times."""
+    """The host sees it only at the third query."""
 
     def __init__(self) -> None:
         self._asked = 0
@@ -32,7 +32,7 @@ class Ticket(Mark):
         self._pairs = pairs
 
     def hold(self) -> None:
-        """Now, and no sooner; much later where nothing waits for it."""
+        """Copy now at the latest if somebody waits for it, else much later."""
         for target, source in self._pairs:
             target.copy_(source)
         self._pairs = []
@@ -48,8 +48,6 @@ class Ticket(Mark):
 
 
 class LastMoment:
-    """A device."""
-
     device = torch.device("cpu")
     cannot_pin = ""
     recording = False

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 Work = Callable[[], bool]
-"""Does one thing, or says False: it waits for another stream or another device."""
+"""Does one thing, or returns False to wait for another stream or device."""
 
 
 class Killed(BaseException):
@@ -44,7 +44,7 @@ class Host:
         self._back.release()
 
     def pause(self, until: Callable[[], bool] = lambda: True) -> None:
-        """Called by the body: others go on, and it does when that is so."""
+        """Called by the body: let others run until the condition holds."""
         self._waits = until
         self._back.release()
         self._turn.acquire()
@@ -71,7 +71,7 @@ class Host:
 
 
 class Mark:
-    """Of the streams that the library uses."""
+    """A marker of the streams that the library uses."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device, self.reached = device, False
@@ -96,7 +96,7 @@ class Ticket(Mark):
 
 
 class LateDevice:
-    """One rank's."""
+    """The device of one rank."""
 
     device = torch.device("cpu")
 
@@ -116,7 +116,7 @@ class LateDevice:
         return any(own.untyped_storage().data_ptr() == place for own in self._owned)
 
     def give(self, work: Callable[[], object]) -> None:
-        """To the main stream; it waits for nothing."""
+        """Add work to the main stream without waiting for it."""
         self.main.append(lambda: (work(), True)[1])
 
     @property

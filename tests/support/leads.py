@@ -9,7 +9,7 @@ from ddprun.core.leader_state import LeaderState, Over, StartOrder
 
 
 def taken(found: LeaderState) -> list[Any]:
-    """The orders that it has given since this was asked last; not that the watchdogs are told who has ended."""
+    """Return the orders given after the last call, without those to watchdogs about ended ranks."""
     orders, found.orders[:] = [order for order in found.orders if not isinstance(order, Over)], []
     return orders
 
@@ -20,5 +20,5 @@ def start(found: LeaderState, generation: int, *, preflight: bool = False) -> St
 
 
 def failure(rank: int | None = 0, code: int | None = 1, **known: Any) -> Failure:
-    """As a node reports that of one of its ranks."""
+    """Return a node's report about a failure of one of its ranks."""
     return Failure(rank, exit_code=code, **{"resumable": code == RESUMABLE_EXIT_CODE, **known})

@@ -1,4 +1,4 @@
-"""A memory cgroup with a limit, below that of this process: what a container is to a kubelet."""
+"""A memory cgroup with a limit, below that of this process, as a container has."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Limited(NamedTuple):
 
 @contextlib.contextmanager
 def limited(size: int) -> Iterator[Limited]:
-    """A cgroup that may take so many bytes; the test is skipped where none can be made."""
+    """Return a cgroup with this limit; skip the test if none can be made."""
     folder, limit, used = _place()
     own = folder / f"ddpjob-test-{os.getpid()}"
     try:
@@ -43,7 +43,7 @@ def limited(size: int) -> Iterator[Limited]:
 
 
 def _place() -> tuple[Path, str, str]:
-    """Below which cgroup, and how its files are called."""
+    """Return the parent cgroup, and the names of its files."""
     groups = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
     version_1 = next((path for _, controllers, path in groups if "memory" in controllers.split(",")), None)
     if version_1 is not None:
@@ -53,7 +53,7 @@ def _place() -> tuple[Path, str, str]:
 
 
 def _remove(own: Path) -> None:
-    """The last process in it has ended, and the kernel lets go of it a moment later."""
+    """Remove it: the kernel releases it a moment after its last process has ended."""
     end = time.monotonic() + SECONDS_MAX
     while own.exists():
         with contextlib.suppress(OSError):

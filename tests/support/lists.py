@@ -1,4 +1,4 @@
-"""A list that an API server gives, taken into a copy as the operator does it."""
+"""Puts a list of an API server into a copy, as the operator does."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ddpjob_operator.kube.watch.listing import place_of
 
 
 def taken(sink: Any, raws: list[Any], version: int, *scope: Any) -> None:
-    """All of the list is put, and what it does not name goes. scope: what was listed."""
+    """Put all of the list, and remove what it does not contain. scope: what was listed."""
     for raw in raws:
         sink.put(raw)
     sink.retain({place_of(raw) for raw in raws}, version, *scope)

@@ -27,7 +27,7 @@ class Node:
         self._memories = [Memory(RANKS) for _ in range(nodes)]
 
     def lose(self, node: int) -> None:
-        """A new node is in its place."""
+        """Replace it by a new node."""
         self._memories[node] = Memory(RANKS)
 
     def run(self, generation: int, body: Callable[[], Any], *, ranks: int = 1, ends: bool = False) -> Any:
@@ -35,9 +35,8 @@ class Node:
         return self.run_all(generation, body, ranks=ranks, ends=ends)[0]
 
     def run_all(self, generation: int, body: Callable[[], Any], *, ranks: int, ends: bool = False) -> list[Any]:
-        """What the body returns on each rank; ranks take the nodes in turns.
-
-        ends: the training ends with it. Else the ranks are killed then, and write nothing more into the folder.
+        """Return what the body returns on each rank; ranks are spread over the nodes. ends: training ends with it.
+        Otherwise the ranks are killed then, and write nothing more into the folder.
         """
         for memory in self._memories:
             memory.begin(generation)
@@ -59,19 +58,19 @@ class Node:
 
     @property
     def step(self) -> int | None:
-        """Of the state that is in memory."""
+        """Return the step of the state in memory."""
         whole = self._memories[0].whole
         return None if whole is None else whole.step
 
 
 def rescue() -> None:
-    """What a rank does when another one has failed."""
+    """Act as a rank after another one has failed."""
     if process.current.keeper is not None:
         process.current.keeper.survivor.save()
 
 
 def settle() -> None:
-    """Room for the state is reserved in a thread."""
+    """Wait until a thread has reserved room for the state."""
     for thread in threading.enumerate():
         if thread.name == "ddpjob-memory-room":
             thread.join()
@@ -90,7 +89,7 @@ def begin(folder: str | None = "snapshots") -> tuple[dict[str, Any], ddpjob.Snap
 
 
 def make_step(model: Any, optimizer: Any) -> None:
-    """A step of which the library hears nothing but that the optimizer made it."""
+    """Make a step of which the library sees only the optimizer's."""
     optimizer.zero_grad()
     model(torch.randn(4, 4)).square().sum().backward()
     optimizer.step()

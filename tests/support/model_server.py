@@ -28,7 +28,7 @@ class ModelServer:
     def __init__(self) -> None:
         self.url = ""
         self.refused: Callable[[str, str], int] = lambda _method, _path: 0
-        """The code that a request is answered with instead of being carried out; 0: it is carried out."""
+        """Return the code for a request that is refused; 0: it is executed."""
         self.silent = False
         """No request is answered."""
         self.seen: collections.Counter[str] = collections.Counter()
@@ -59,11 +59,11 @@ class ModelServer:
         self._call(self._api.request, "POST", f"{DDPJOBS}/namespaces/{namespace}/ddpjobs", None, body, "user")
 
     def status(self, name: str) -> Raw:
-        """Of a job."""
+        """Return the status of a job."""
         return dict((self._call(self._api.find, api.PLURAL, name) or {}).get("status") or {})
 
     def pods(self) -> list[str]:
-        """The names of those that are not being deleted."""
+        """Return the names of pods that are not being deleted."""
         return [raw["metadata"]["name"] for raw in self._call(self._api.all, "pods")]
 
     def runs(self, *names: str) -> None:
@@ -182,7 +182,7 @@ _VERSION = {"groupVersion": f"{api.GROUP}/{api.VERSION}", "version": api.VERSION
 _VERBS = ["get", "list", "watch", "create", "update", "patch", "delete"]
 _RESOURCE = {"name": api.PLURAL, "singularName": "ddpjob", "kind": api.KIND, "namespaced": True, "verbs": _VERBS}
 _NAMESPACES = {"name": "namespaces", "singularName": "", "kind": "Namespace", "namespaced": False, "verbs": _VERBS}
-# What kopf asks before it watches.
+# kopf reads this before it watches.
 _DISCOVERY: dict[str, Raw] = {
     "/api": {"kind": "APIVersions", "versions": ["v1"]},
     "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": [_NAMESPACES]},

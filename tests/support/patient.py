@@ -1,4 +1,4 @@
-"""What a test itself asks of an API server that may be busy."""
+"""A test's own requests to an API server that may be busy."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ _TRIES, _WAIT_SECONDS = 5, 0.5
 
 
 def answered(request: urllib.request.Request, timeout: float, context: ssl.SSLContext | None = None) -> bytes:
-    """The body of the answer. Raises OSError.
-
-    What was refused with 429 has not been done, and a read does no harm twice: such requests are made again, because a
-    server on a slow disk refuses one now and then ("etcdserver: leader changed"), one that was away and is back closes
-    connections, and its clients go on.
+    """Return the body of the answer. Raise OSError. A request refused with 429 was not executed, and a repeated read
+    does no harm, so both are repeated: a server on a slow disk sometimes refuses one ("etcdserver: leader changed"),
+    and one that was away closes connections.
     """
     for further in reversed(range(_TRIES)):
         try:

@@ -24,7 +24,7 @@ LABEL_JOB = "training.ddpjob.io/job"
 RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
-# All processes that have a rank, but not the one that looks for them.
+# All processes that have a rank, except the one that searches.
 _KILL = """
 import glob, os
 for path in glob.glob("/proc/[0-9]*/environ"):
@@ -38,7 +38,7 @@ for path in glob.glob("/proc/[0-9]*/environ"):
 """
 
 
-# How ranks that need no torch meet: as torch's do. It wants `os`, `socket`, `time` and `rank`.
+# How ranks without torch meet, like torch's. Needs `os`, `socket`, `time` and `rank`.
 MEET = """
 where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
@@ -68,7 +68,7 @@ class Space:
         self.name = f"{prefix}-{uuid.uuid4().hex[:6]}"
         labels = {"metadata": {"name": self.name, "labels": RESTRICTED}}
         kubectl("create", "-f", "-", stdin={"apiVersion": "v1", "kind": "Namespace", **labels})
-        # Pods are refused until the controller has made it, and then created with a delay.
+        # Pods are refused until the controller has created it, and then created with a delay.
         until(lambda: self.kubectl("get", "serviceaccount", "default", "--ignore-not-found"), "a service account")
 
     def kubectl(self, *arguments: str, stdin: object = None, check: bool = True) -> str:
@@ -85,11 +85,11 @@ class Space:
         return self.waits(name, lambda s: s.get("state") == state, f"{name} is {state}", seconds)
 
     def ends(self, name: str, seconds: float = 240) -> dict[str, Any]:
-        """The status of a job that has ended, well or not."""
+        """Return the status of a job that has ended, in any way."""
         return self.waits(name, lambda s: s.get("state") in ("Succeeded", "Failed"), f"{name} ends", seconds)
 
     def waits(self, name: str, true: Callable[[dict[str, Any]], bool], what: str, seconds: float) -> dict[str, Any]:
-        """The status of a job once something is true of it. Fails with what it was last."""
+        """Return the status of a job once the predicate is true. Fail with its last status."""
         end = time.monotonic() + seconds
         while not true(status := self.status(name)):
             if time.monotonic() > end:
@@ -117,20 +117,22 @@ class Space:
         return str(self.get("pod", pod)["spec"].get("nodeName", ""))
 
     def keeps(self, name: str, *pods: str) -> None:
-        """Waits until these are the pods of a job and no other: the next attempt begins when the containers of the one
-        before have ended, and a kubelet takes a moment more to let their pods go."""
+        """Wait until a job has exactly these pods: the next attempt begins when the containers of the previous one have
+        ended, and a kubelet needs a moment more to release their pods.
+        """
         until(lambda: sorted(self.pods(name)) == sorted(pods), f"{', '.join(pods)} are the pods of {name}", 60)
 
     def kill(self, pod: str) -> None:
-        """kill -9 of the rank's process. The kernel protects the first process of a pod from such signals, so that must
-        be another one: torchrun, or the pod's own pause with shareProcessNamespace."""
-        # What it says may be lost: the runtime may end it with the container that it has killed.
+        """kill -9 of the rank's process. The kernel protects the first process of a pod from that, so it must be
+        another one: below torchrun, or below the pod's pause with shareProcessNamespace.
+        """
+        # Its output may be lost: the runtime may end it with the container that it has killed.
         said = self.kubectl("exec", pod, "--", "python", "-c", _KILL, check=False)
         assert "Error from server" not in said, said
 
     @contextlib.contextmanager
     def following(self, pod: str) -> Iterator[Callable[[], str]]:
-        """Gives what a pod has printed up to its end, for pods that do not stay for their logs."""
+        """Return what a pod prints until its end, for pods that do not stay for their logs."""
         command = ["kubectl", "-n", self.name, "logs", "--follow", pod]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
             try:
@@ -139,7 +141,7 @@ class Space:
                 process.kill()
 
     def leaves_nothing(self) -> None:
-        """When the jobs are deleted, nothing of them stays."""
+        """Check that nothing stays when the jobs are deleted."""
         self.kubectl("delete", "ddp", "--all", "--wait=false", check=False)
         left = "pods,services,ddpjobs"
         until(lambda: "No resources found" in self.kubectl("get", left), f"{self.name} is empty", 90)
@@ -192,7 +194,7 @@ def charged(status: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def says(space: Space, pod: str, word: str) -> None:
-    """Waits for a word in its log."""
+    """True once its log contains the text."""
 
     def said() -> bool:
         try:

@@ -1,4 +1,4 @@
-"""A queue of Kueue for the jobs of a test's namespace, and what it says of them."""
+"""A queue of Kueue for the jobs of a test's namespace, and its state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPOT = {"nodeLabels": {"pool": "spot"}, "tolerations": [TAINT]}
 
 
 class Queue:
-    """A queue for the namespace: of eight GPUs, on nodes with a label and a taint, where a test asks for no other."""
+    """A queue for the namespace: eight GPUs, on nodes with a label and a taint, unless a test asks for another."""
 
     def __init__(self, namespace: Namespace, group: str) -> None:
         self.namespace, self.group = namespace, group
@@ -91,5 +91,5 @@ class Queue:
         return sum(int(r["total"]) for flavor in flavors for r in flavor["resources"])
 
     def counts(self, gpus: int) -> None:
-        """Kueue writes what it has given away a moment later."""
+        """Wait, because Kueue updates its counts a moment later."""
         until(lambda: self.used() == gpus, f"the queue counts {gpus} GPUs")

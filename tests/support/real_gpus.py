@@ -1,6 +1,5 @@
-"""The GPUs of this machine. Tests see none unless they ask for them.
-
-Where a process sees one, `init` chooses nccl, which takes one rank for each GPU; tests have as many ranks as they need.
+"""The GPUs of this machine. Tests see none unless they request them: where a process sees one, `init` chooses nccl,
+which needs a GPU per rank, but tests have as many ranks as they need.
 """
 
 from __future__ import annotations
@@ -9,12 +8,12 @@ import os
 
 import pytest
 
-_SEEN = "TESTS_CUDA_VISIBLE_DEVICES"  # what the caller has set, for the processes among which tests are shared out
+_SEEN = "TESTS_CUDA_VISIBLE_DEVICES"  # the caller's value, for pytest's worker processes
 _ALL = "all"
 
 
 def hide() -> None:
-    """From this process and all that it starts."""
+    """Hide them from this process and its children."""
     os.environ.setdefault(_SEEN, os.environ.get("CUDA_VISIBLE_DEVICES", _ALL))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
@@ -24,7 +23,7 @@ def _seen() -> str:
 
 
 def count() -> int:
-    """How many there are for tests, as NVML says: this process can still fork."""
+    """Return how many tests may use, according to NVML, so that this process can still fork."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:

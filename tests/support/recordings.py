@@ -1,7 +1,6 @@
-"""What an operator leaves in a cluster at the moments of a job's life: the DDPJob as it is stored, and its pods.
-
+"""What an operator leaves in a cluster at moments of a job's life: the stored DDPJob, and its pods.
 `PYTHONPATH=tests/support python tests/support/recordings.py` prints it for this tree; tests/unit/data/recordings has
-what earlier operators left.
+that of earlier operators.
 """
 
 from __future__ import annotations

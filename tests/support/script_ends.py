@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 
 def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[int, float]]:
-    """(exit code, seconds until then) by rank, of processes that run the script and then the interpreter's whole exit.
-
-    Forked, because torch is imported here already; ended as a script is: the exception is noted for atexit, atexit
-    runs, the objects are destroyed.
+    """Return (exit code, seconds until then) by rank, of processes that run the script and then the interpreter's whole
+    exit. Forked, because torch is imported here; ended like a script: the exception is kept for atexit, atexit runs,
+    the objects are destroyed.
     """
     begin, ranks, ended = time.monotonic(), {}, {}
-    # Else each rank's exit collects all that this process has imported, for a second. ddprun's fork server freezes too.
+    # Otherwise each rank's exit collects everything that this process has imported, which takes a second. ddprun's fork
+    # server freezes it, too.
     gc.freeze()
     for rank in range(world_size):
         pid = os.fork()
@@ -42,7 +42,7 @@ def finish(script: Callable[[int], None], world_size: int) -> dict[int, tuple[in
 
 def _run_as_a_script(script: Callable[[int], None], rank: int) -> None:
     code = 0
-    atexit._clear()  # what pytest registered is not this script's
+    atexit._clear()  # pytest's handlers do not belong to this script
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     try:
         script(rank)

@@ -1,4 +1,4 @@
-"""A script that writes down all that it can see, to $FACTS: compared for ways to start a rank."""
+"""A script that records everything it can see, to $FACTS, to compare ways of starting a rank."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ if __name__ == "__main__":
 
 
 def differences(forked: dict[str, Any], fresh: dict[str, Any]) -> dict[str, Any]:
-    """What a rank from the fork server finds otherwise than a new process, less what is meant to be otherwise: lines
-    are written whole, and where it crashes is written down."""
+    """Return what differs in a rank of the fork server, without intended differences: lines are written whole, and a
+    crash is recorded.
+    """
     meant = {**fresh, "streams": [_of_lines(stream) for stream in fresh["streams"]]}
     meant["descriptors"] = [*fresh["descriptors"], str(CRASH_DESCRIPTOR)]
     caught = int(fresh["signals"]["SigCgt"], 16) | sum(1 << number - 1 for number in crash.SIGNALS)

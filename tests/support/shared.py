@@ -1,5 +1,6 @@
-"""What all processes of a test run share on a cluster: the first makes it, and the last that is done removes it; and
-what only one of them does at a time."""
+"""Resources that all processes of a test run share on a cluster: the first one creates them, and the last one removes
+them; and work that only one process does at a time.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +18,8 @@ T = TypeVar("T", bound=dict[str, object])
 
 @contextlib.contextmanager
 def made_once(what: str, make: Callable[[], T], remove: Callable[[T], None]) -> Iterator[T]:
-    """What `make` has made here or in another process of this run.
-
-    what: its name; make gives what can be written as JSON. Processes wait for each other while one makes or removes it.
+    """Return what `make` has made here or in another process of this run. what: its name; make returns a JSON value.
+    Processes wait while one makes or removes it.
     """
     with _locked(what) as file:
         users, made = json.loads(file.read_text() or "[0, null]")
@@ -37,21 +37,21 @@ def made_once(what: str, make: Callable[[], T], remove: Callable[[T], None]) -> 
 
 @contextlib.contextmanager
 def one_at_a_time(what: str) -> Iterator[None]:
-    """Waits until no other process of this run does it."""
+    """Wait until no other process of this run is in this block."""
     with _locked(what):
         yield
 
 
 @contextlib.contextmanager
 def _locked(what: str) -> Iterator[Path]:
-    """The file that counts the users, for one process at a time. It is removed with the last of them."""
+    """Lock the file that counts the users. The last one removes it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or str(os.getpid())
     file = Path(tempfile.gettempdir(), f"ddpjob-tests-{run}-{what}")
     while True:
         with file.open("a") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX)
             if not file.exists() or not os.path.samestat(os.fstat(opened.fileno()), file.stat()):
-                continue  # its last user has removed it while this process waited
+                continue  # its last user removed it while this process waited
             try:
                 yield file
             finally:

@@ -1,4 +1,4 @@
-"""`ddpjob` as a user starts it: a process of its own, in a folder of its own, with nothing left behind."""
+"""`ddpjob` as a user starts it: a separate process in a separate folder, which leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpjob_cli.commands.main import main
 
 
 class Done(NamedTuple):
-    """How a command ended in this process."""
+    """The end of a command in this process."""
 
     code: int
     out: str
@@ -41,10 +41,10 @@ class Cli:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.mark = f"mark-{uuid.uuid4()}"
-        # A home without a kubeconfig: what these tests say of a machine must not depend on a cluster beside it.
+        # A home without a kubeconfig: these tests must not depend on a cluster.
         own = {"XDG_STATE_HOME": str(folder / "state"), "HOME": str(folder), "KUBECONFIG": ""}
         self.env = {**os.environ, **own, "DDPTEST_MARK": self.mark}
-        self.env.pop("PYTHONUNBUFFERED", None)  # what a buffer of stdout keeps is tried once more when Python exits
+        self.env.pop("PYTHONUNBUFFERED", None)  # data left in a stdout buffer is written again when Python exits
 
     def file(self, script: str, name: str = "job", *, container: dict[str, Any] | None = None, **spec: Any) -> Path:
         """A job file whose trainer runs a Python script."""
@@ -75,7 +75,7 @@ class Cli:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def here(self, *words: object) -> subprocess.CompletedProcess[str]:
-        """`ddpjob …` in this process: for what is answered before anything starts. A new Python takes 0.4 s for it."""
+        """Run `ddpjob …` in this process, if it answers before anything starts: a new Python takes 0.4 s."""
         argv, out, err = [*map(str, words)], io.StringIO(), io.StringIO()
         place, environ, given = os.getcwd(), dict(os.environ), sys.argv
         os.chdir(self.folder)
@@ -117,7 +117,7 @@ def eventually(what: Callable[[], Any], seconds: float = 30) -> Any:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it is there still, and no zombie: it may have ended since it was listed."""
+    """True if it exists and is no zombie: it may have ended after it was listed."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -125,7 +125,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def hears(pid: int, number: int = signal.SIGTERM) -> bool:
-    """Whether a process has a handler of its own for this signal."""
+    """True if a process has its own handler for this signal."""
     caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 

@@ -66,11 +66,11 @@ class SlowServer:
         return {"kind": "Status"}
 
     async def versions(self, path: str, selector: str = "") -> AsyncIterator[Page]:
-        """Of no object: the watches, which there are none of here, miss nothing."""
+        """Return no versions: there are no watches here that could miss anything."""
         yield Page([], "0")
 
     async def close(self) -> None:
-        """Nothing is open."""
+        pass
 
     def _changed(self, raw: Raw) -> Raw:
         self.version += 1
@@ -89,7 +89,7 @@ class SlowServer:
 
 
 class Town:
-    """An operator that leads, and its jobs."""
+    """A leading operator, and its jobs."""
 
     def __init__(self, server: SlowServer) -> None:
         self.server = server
@@ -144,13 +144,13 @@ class Town:
         return sum(at.startswith(f"{start}-" if name else start) for at in self.server.objects)
 
     def why_unhealthy(self) -> str:
-        """What the probe is answered; the watches, which there are none of here, left out."""
+        """Return the probe's answer, without watches, of which there are none here."""
         for reflector in self.operator.watches():
             reflector.tried_at = asyncio.get_running_loop().time()
         return self.operator.unhealthy()
 
     async def until(self, true: Callable[[], bool], seconds: float) -> float:
-        """How long it took, at most so many seconds; the operator is healthy all the time."""
+        """Wait at most so many seconds, with a healthy operator all the time; return the time it took."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         while not true():

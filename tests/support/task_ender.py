@@ -22,7 +22,7 @@ _run = uvloop.run
 
 
 def _named() -> dict[str, asyncio.Task[Any]]:
-    """By name and what it runs, which is the same in each run; without those of this file."""
+    """Return tasks by name and code, which are equal in each run, without those of this file."""
     named: dict[str, asyncio.Task[Any]] = {}
     for task in asyncio.all_tasks():
         code = getattr(task.get_coro(), "cr_code", None)
@@ -55,14 +55,14 @@ def _run_with_orders(main: Coroutine[Any, Any, int]) -> int:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Operators that are started meanwhile with the variable SOCKET take orders."""
+    """Make operators that are started meanwhile with the variable SOCKET take orders."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uvloop, "run", _run_with_orders)
         yield
 
 
 def tasks(path: Path, end: str = "") -> list[str]:
-    """The names of the tasks that there are; `end` is cancelled if it is one of them."""
+    """Return the names of existing tasks; `end` is cancelled if it is one of them."""
     with socket.socket(socket.AF_UNIX) as talk:
         talk.settimeout(10)
         talk.connect(str(path))

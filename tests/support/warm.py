@@ -35,11 +35,12 @@ _ends_early = False
 def start(
     module: str, words: Sequence[str], *, cwd: Path, env: Mapping[str, str], ends_early: bool = False
 ) -> subprocess.Popen[str]:
-    """`python -m MODULE WORDS` in a copy of this process with torch. ends_early: its processes end after their threads
-    and exit handlers, and do not take the interpreter down, which is a fifth of a short run."""
+    """Run `python -m MODULE WORDS` in a copy of this process with torch. ends_early: its processes end after their
+    threads and exit handlers without taking the interpreter down, which takes a fifth of a short run.
+    """
     global _ends_early
     import torch
-    import torch._dynamo  # with it, all that a fork server imports
+    import torch._dynamo  # and with it everything that a fork server imports
 
     torch.set_num_threads(1)  # a thread pool of this process does not live in a forked one
     _ends_early = ends_early  # of the copy
@@ -54,7 +55,7 @@ def start_operator(env: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[by
 
 
 def _copy(module: str, words: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-    gc.freeze()  # else the copies collect all that pytest has made, when they end
+    gc.freeze()  # otherwise the copies collect pytest's objects when they end
     try:
         return subprocess.Popen(
             [sys.executable, "-m", module, *words],
@@ -93,7 +94,9 @@ def _fork_server(kept: set[int], file: str, argv: Sequence[str], environ: Mappin
 
 
 def _let_go_of_pytests_files() -> set[int]:
-    """Their numbers stay taken: whatever holds one closes it when the copy ends, and it would be a socket of gloo's."""
+    """Close pytest's files but keep their numbers in use: an object that holds one closes it when the copy ends, and it
+    could be a socket of gloo's.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     numbers = {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, nothing}
     for number in numbers:
@@ -102,9 +105,9 @@ def _let_go_of_pytests_files() -> set[int]:
 
 
 def _as_a_new_program(environ: Mapping[str, str], argv: Sequence[str], kept: set[int]) -> None:
-    """What an exec closes is closed, and the streams, variables and words are those that it would be given."""
+    """Close what an exec closes, and set streams, variables and arguments as a new program has them."""
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # the one that listed the folder is closed by now
+        with contextlib.suppress(OSError):  # the descriptor that listed the folder is closed by now
             if int(name) > 2 and int(name) not in kept and not os.get_inheritable(int(name)):
                 os.close(int(name))
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # a new Python ignores them, whatever Popen has restored
@@ -126,7 +129,7 @@ def _unbuffered(descriptor: int) -> Any:
 
 
 def _forget_pytest() -> None:
-    """Signals, hooks and what is to happen at the end are as in a new Python."""
+    """Reset signals, hooks and exit handlers as in a new Python."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -134,7 +137,7 @@ def _forget_pytest() -> None:
     atexit._clear()
     for one in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = one.peek()
-        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # ours remove folders of pytest
+        one.atexit = bool(found and str(found[1].__module__).startswith("torch"))  # ours remove pytest's folders
     atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     sys.excepthook, sys.unraisablehook = sys.__excepthook__, sys.__unraisablehook__
     logging.getLogger().handlers.clear()

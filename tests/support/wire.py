@@ -26,14 +26,14 @@ GOOD = Fate()
 
 
 class Wire:
-    """The way of one process to the server. A request on its way arrives, even if nobody waits for its answer."""
+    """The connection of one process to the server. A request in flight arrives, even if nobody waits for its answer."""
 
     def __init__(self, fates: Callable[[], Fate] = lambda: GOOD) -> None:
         self.fates = fates
         self._under_way: set[asyncio.Task[Any]] = set()
 
     async def send(self, work: Callable[[], Any]) -> Any:
-        """work: what the server does then. Raises the ApiError that it raises."""
+        """work: what the server then does. Raise its ApiError."""
         fate = self.fates()
         task = asyncio.ensure_future(self._arrive(work, fate.there))
         self._under_way.add(task)

@@ -116,7 +116,7 @@ class World:
         todo = self.plan()
         if todo.status is not None:
             if todo.status.attempt != self.job.status.attempt:
-                self.agent = None  # as in the shells: its reports are of its attempt
+                self.agent = None  # as in the shells: its reports belong to its attempt
             self.job = replace(self.job, status=todo.status)
         for action in todo.actions:
             self.act(action)
@@ -235,7 +235,7 @@ class World:
     def exits(self, place: int, code: int = 0, *, message: str = "", reason: str = "", phase: str = "") -> World:
         """A trainer ends by itself."""
         ended = Container("ended", reason or ("Completed" if code == 0 else "Error"), message, False, code, self.now)
-        if phase == "Running":  # a sidecar goes on
+        if phase == "Running":  # a sidecar continues
             return self._change(place, phase=phase, trainer=ended, sidecars_run=True)
         return self._change(place, phase=phase or ("Succeeded" if code == 0 else "Failed"), trainer=ended)
 
@@ -260,11 +260,11 @@ class World:
         return self
 
     def restarted(self) -> World:
-        """What is to stop stops, and the next attempt is there."""
+        """Let everything stop that is to stop, until the next attempt exists."""
         return self.settle().stops_all().settle()
 
     def node_lost(self, place: int) -> World:
-        """The cluster no longer hears the node of a pod."""
+        """Let the cluster no longer hear the node of a pod."""
         assert self.nodes is not None, "this world cannot read nodes"
         self.nodes[self._pod(place).node] = Node(ready=False, since=self.now)
         return self
@@ -278,7 +278,7 @@ class World:
         return self
 
     def vanishes(self, place: int) -> World:
-        """A pod's object goes, and nothing of its end is known."""
+        """Remove a pod's object; nothing about its end is known."""
         del self.pods[self._pod(place).name]
         return self
 
@@ -317,18 +317,18 @@ class World:
     def admits(
         self, state: Literal["admitted", "waiting", "evicted"] = "admitted", why: str = "", **more: Any
     ) -> World:
-        """The scheduler or the queue says so of all groups."""
+        """Let the scheduler or the queue admit all groups."""
         admission = Admission(state, why, **more)
         self.groups = {name: replaced(group, admission=admission) for name, group in self.groups.items()}
         return self
 
     def conflicting_pod(self, name: str, *, label: str = "", owner: str = "") -> World:
-        """A pod that is not the job's."""
+        """Return a pod of another owner."""
         self.conflicting_pods.append(Pod(name=name, uid=f"uid-{name}", owner_uid=owner, attempt=1, place=0, job=label))
         return self
 
     def _hears(self, action: TellGroup) -> None:
-        """As a queue does."""
+        """Read the job as a queue does."""
         self.told.append(action.what)
         group = self.groups[action.name]
         if action.what == "quota returned":
@@ -352,7 +352,7 @@ class World:
         return self
 
     def _see(self, pod: Pod) -> None:
-        """As the shells do it: what is seen now is added to what was."""
+        """Add what is seen now to what was seen before, as the shells do."""
         self._observations += 1
         self.pods[pod.name] = facts.merge(self.pods.get(pod.name), pod, self._observations)
 
