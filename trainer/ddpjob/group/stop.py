@@ -175,12 +175,15 @@ class Agreement:
         except RuntimeError:  # the store is gone, and rank 0 with it
             self._decide(NEVER)
             while not self._closing:
-                self._wait(None)
-                if self._sigterm_at is not None:
+                if self._sigterm_at is not None:  # perhaps the same one that found the store gone
                     self._give_up()
+                self._wait(None)
 
     def _wait(self, seconds: float | None) -> None:
         if self._sigterm.wait(seconds) and self._sigterm_at is None:
+            if process.current.group_failed and not os.environ.get("DDPJOB_RESTART_GRACE"):
+                # The state is in memory, and a restart would wait for SIGKILL.
+                os._exit(128 + signal.SIGTERM)
             self._sigterm_at = time.monotonic()
             if self._store is not None and not self.decided.is_set():  # else the group is gone, or knows it
                 self._store.set(_REQUESTED, "1")

@@ -86,8 +86,6 @@ class Survivor:
         self._answered = threading.Lock()
         self._tries, self._wrote = 0, (0, 0.0)  # last value of WROTE, and the time of its last change
         self._ends = False  # the process ends by an exception: no boundary follows
-        self.is_asked = False
-        """The agent has asked for the state."""
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
         process.at_exit(self._at_exit, 40)
 
@@ -100,7 +98,7 @@ class Survivor:
         """Write the state when the agent closes its end of the pipe: a rank of the group has failed."""
         with contextlib.suppress(OSError):
             os.read(self._keeper.shared.pipe, 1)
-            self.is_asked = True
+            process.current.group_failed = True
             if self._keeper.kept is not None:
                 self._keeper.kept.release()
             self.save()
