@@ -19,6 +19,7 @@ import torch.distributed as dist
 import ddpjob
 from ddpjob import process
 from ddpjob.group import join, stop
+from ddpjob_core import heartbeat
 
 RESUMABLE = 75
 
@@ -185,7 +186,7 @@ def test_a_group_that_has_lost_a_rank_ends_on_sigterm_and_not_after_its_whole_gr
             os._exit(9)
         steps.note("joined")
         steps.wait_for("going")
-        process.current.group_failed = knows
+        process.current.cells[heartbeat.FAILED] = knows
         sigterm()
         wait_until(lambda: False)
 

@@ -41,8 +41,6 @@ class Process:
         self.stopped_raised = False
         self.marked: tuple[int, int] | None = None
         """The step that `should_stop` was called with last, and `optimizer_steps` then."""
-        self.group_failed = False
-        """The agent has asked for the state in memory, because another rank has failed: SIGTERM comes next."""
         self.fails_at_exit = False
         """Whether the last state could not be saved, which is known too late to be raised."""
 

@@ -134,7 +134,7 @@ class Keeper:
         """Go on to the mode that follows, and tell the agent if it may wait for this rank to write the state."""
         before, self.mode = self.mode, after(self.mode, event)
         if before is not self.mode or event == "dropped":
-            is_ready = self.mode is Mode.READY and not process.current.group_failed
+            is_ready = self.mode is Mode.READY and not self.survivor.is_asked
             self.shared.cells[PID] = self.pid if is_ready else 0
 
     def turn_off(self, why: str) -> None:

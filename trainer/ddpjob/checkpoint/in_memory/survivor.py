@@ -86,6 +86,8 @@ class Survivor:
         self._answered = threading.Lock()
         self._tries, self._wrote = 0, (0, 0.0)  # last value of WROTE, and the time of its last change
         self._ends = False  # the process ends by an exception: no boundary follows
+        self.is_asked = False
+        """The agent has asked for the state."""
         threading.Thread(target=self._wait, name="ddpjob-memory", daemon=True).start()
         process.at_exit(self._at_exit, 40)
 
@@ -98,7 +100,7 @@ class Survivor:
         """Write the state when the agent closes its end of the pipe: a rank of the group has failed."""
         with contextlib.suppress(OSError):
             os.read(self._keeper.shared.pipe, 1)
-            process.current.group_failed = True
+            self.is_asked = True
             if self._keeper.kept is not None:
                 self._keeper.kept.release()
             self.save()
