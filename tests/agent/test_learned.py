@@ -1,4 +1,4 @@
-"""What the ranks have imported is imported in the background, so that the next generation imports nothing again."""
+"""Modules that the ranks imported are imported in the background, so that the next generation need not."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ rank_zero_only.rank = int(os.environ.get("LOCAL_RANK", 0))
 def test_a_restart_imports_nothing_again_but_the_users_own_code_and_what_differs_by_rank(
     launcher: Launcher, tmp_path: Path
 ) -> None:
-    """Each of 16 kills cost 1.4 s, most of it for the import of sklearn by every rank; and what reads a variable of the
-    rank while it is imported (here wsgiref.handlers, which copies them all) would find that of none. Lightning is
-    imported too: torchmetrics, which it imports, keeps the rank in an attribute, and that is set again."""
+    """Otherwise each kill costs 1.4 s, mostly for importing sklearn in every rank. A module that reads a rank's
+    variable during its import (here wsgiref.handlers, which copies them all) must not be shared. torchmetrics, which
+    Lightning imports, keeps the rank in an attribute that is set again.
+    """
     installed = Path(sysconfig.get_path("purelib", "posix_user", {"userbase": str(tmp_path)}))
     (installed / "torchmetrics/utilities").mkdir(parents=True)
     (installed / "torchmetrics/utilities/prints.py").write_text(KEEPS_RANK)
