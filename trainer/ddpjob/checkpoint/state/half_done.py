@@ -55,12 +55,9 @@ def draws_within_epoch() -> bool:
     the epoch draws it once more. A GlobalBatchSampler sets the generator back. Takes some 10 ms."""
     objects = gc.get_objects()
     iterated = {id(each._index_sampler) for each in objects if issubclass(type(each), _BaseDataLoaderIter)}
-    last = None if process.current.sampler is None else process.current.sampler()
     loaders = [each for each in objects if issubclass(type(each), DataLoader)] if iterated else []
-    return any(
-        each.generator is None and each.batch_sampler is not last and id(each._index_sampler) in iterated
-        for each in loaders
-    )
+    seeded = [each for each in loaders if each.generator is None and id(each._index_sampler) in iterated]
+    return any(not hasattr(each.batch_sampler, "has_workers") for each in seeded)
 
 
 class SinceLastStep:
